@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from tests.engine.toys import EVERY_PLAN, Net, on_ranks, sharded, train
+from tests.engine.toys import EVERY_PLAN, Net, batch, loss_of, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 
 MEASURES: dict[str, Callable[[Any], Any]] = {
@@ -99,6 +100,54 @@ def test_after_a_step_they_are_of_the_new_weights(plan: str) -> None:
                 assert torch.equal(found[name], value), name
 
     on_ranks(4 if plan == "hpz" else 2, body)
+
+
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "hpz", "zero3@cpu"])
+def test_those_of_gradients_are_those_of_plain_torch(plan: str, nan: bool) -> None:
+    """Of the mean over ranks, one of which may have got what is not finite."""
+    base, ranks, names = Net(), 4 if plan == "hpz" else 2, ("blocks.0.up.bias", "head.weight")
+    alone = copy.deepcopy(base)
+    losses = [loss_of(alone, batch(0, rank)) * (float("nan") if nan and rank == 1 else 1) for rank in range(ranks)]
+    torch.stack(losses).mean().backward()
+
+    def found(model: Any) -> dict[str, Any]:
+        gradients = {name: model.get_parameter(name).grad for name in names}
+        asked = [what for what in MEASURES if not (nan and "histogram" in what)]
+        return {f"{what} of {name}": MEASURES[what](grad) for name, grad in gradients.items() for what in asked}
+
+    wanted = found(alone)
+
+    def body(rank: int) -> dict[str, Any]:
+        model, _ = sharded(base, plan, ranks)
+        (loss_of(model, batch(0, rank)) * (float("nan") if nan and rank == 1 else 1)).backward()
+        return found(model)
+
+    for measured in on_ranks(ranks, body):
+        for name, value in wanted.items():
+            assert measured[name].dtype == value.dtype, name
+            torch.testing.assert_close(measured[name], value, equal_nan=True, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_those_of_gradients_are_refused_while_they_are_accumulated_or_gone() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero2")
+        with tz.accumulate(model):
+            loss_of(model, batch(0, rank)).backward()
+        grad: Any = model.head.bias.grad
+        assert grad.shape == (17,) and "sharded" in repr(grad)
+        with pytest.raises(tz.Misuse, match="still being accumulated"):
+            grad.isnan()
+        loss_of(model, batch(1, rank)).backward()
+        with pytest.raises(tz.Misuse, match=r"'head\.bias\.grad'.*parameter\.register_hook"):
+            grad.abs()[0]
+        with pytest.raises(tz.Misuse, match=r"norm\(dim=0\) of 'head\.bias\.grad'.*parameter\.register_hook"):
+            grad.norm(dim=0)
+        optimizer.zero_grad()
+        with pytest.raises(tz.Misuse, match=r"'head\.bias\.grad' was measured after"):
+            grad.isnan()
+
+    on_ranks(2, body)
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {

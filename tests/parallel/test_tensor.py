@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 import threading
 from dataclasses import dataclass
 
@@ -93,6 +94,9 @@ def train(case: Case, rank: int):
             losses.append(loss.item())
         grads = own_parts(model, lambda bucket: bucket.gradient.whole())
         norm = tz.clip_grad_norm_(model, float("inf")).item()
+        if step == 0:  # other measures are of the whole parameters, too
+            squares = [parameter.grad.double().square().sum().item() for parameter in model.parameters()]
+            assert math.sqrt(sum(squares)) == pytest.approx(norm, rel=1e-5)
         optimizer.step()
         optimizer.zero_grad()
         engine_of(model).settle()

@@ -2,7 +2,8 @@
 
 `parameter.norm()` is collective, and so is `parameter.isnan().any()`: what is computed from each element for itself
 stays split, as a `Measured`, until something makes one number of it. Parts are summed in fp64, in rank order; of a
-parameter that ranks along `tp` share, those of all of them: the number is of the whole parameter.
+parameter that ranks along `tp` share, those of all of them: the number is of the whole parameter. Finished
+gradients can be measured in the same ways.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.border.parameter import AtRest, link_of, torch_names
+from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.family import Family
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.errors import Misuse
 
-__all__ = ["let_measure"]
+__all__ = ["let_measure", "measured_gradient", "measures"]
 
 
 def let_measure(engine: Engine) -> None:
@@ -37,7 +39,7 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
     """What `func` makes of the parameter that it was called on; None if it is nothing that can be measured."""
     bucket = engine.buckets()[number]
     member, slot = bucket.members[index], bucket.slots[index]
-    if (func not in _ELEMENTWISE and func not in _MEASURES) or not args or args[0] is not member.parameter:
+    if not measures(func) or not args or args[0] is not member.parameter:
         return None
     engine.catch_up()
     part = bucket.weight.copied(slot.range, engine.axes.device).to(member.parameter.dtype)
@@ -46,6 +48,32 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
     whole = Measured.of(part, member.parameter, member.name, spread)
     whole.tracked = member.trainable and func not in _ALIASES
     return Measured.__torch_function__(func, (Measured,), (whole, *args[1:]), named)
+
+
+def measures(func: Any) -> bool:
+    """Whether `func` makes a number of a tensor, or something for each element that a number can be made of."""
+    return func in _ELEMENTWISE or func in _MEASURES
+
+
+def measured_gradient(engine: Engine, bucket: Bucket, index: int, func: Any, *rest: Any, **named: Any) -> Any:
+    """What `func`, one that measures, makes of a finished gradient.
+
+    Args:
+        index: of the parameter in `bucket`.
+        rest, named: what `func` is called with beside.
+    """
+    member, axes = bucket.members[index], engine.axes
+    name = f"{member.name}.grad"
+    if (finished := bucket.gradient.finished) is None:
+        raise Misuse(
+            f"{name!r} was measured after it had been forgotten, by zero_grad() say. Measure it between backward() and "
+            "zero_grad()."
+        )
+    part = bucket.gradient.given(index)
+    part = torch.empty(0, dtype=finished.data.dtype) if part is None else part
+    spread = Spread(axes, (*engine.recipe.plan.optim.axes, *axes.beside), math.prod(member.shape))
+    whole = MeasuredGradient.of(part.to(axes.device), member.parameter, name, spread)
+    return Measured.__torch_function__(func, (MeasuredGradient,), (whole, *rest), named)
 
 
 @dataclass(frozen=True)
@@ -70,14 +98,16 @@ class Measured(AtRest):
         part: 1-D.
         spread: what the others have.
         tracked: whether plain torch would note how it was computed, for a gradient.
+        otherwise: where single elements can be read.
     """
 
     part: Tensor
     spread: Spread
     tracked: bool = False
+    otherwise: ClassVar[str] = "inside 'with tz.gathered(model):'"
 
     @classmethod
-    def of(cls, part: Tensor, like: Tensor, name: str, spread: Spread) -> Measured:
+    def of(cls, part: Tensor, like: Tensor, name: str, spread: Spread) -> Self:
         made = cls.blank(like, name, part.dtype)
         made.part, made.spread = part, spread
         return made
@@ -94,7 +124,7 @@ class Measured(AtRest):
         if func in _ELEMENTWISE and isinstance(args[0], Measured) and not _tensors(args[1:], named):
             own = args[0]
             with torch.no_grad():
-                made = cls.of(func(own.part, *args[1:], **named), own, own.terrazzo_link.name, own.spread)
+                made = type(own).of(func(own.part, *args[1:], **named), own, own.terrazzo_link.name, own.spread)
             made.tracked = own.tracked and func not in _ALIASES and made.part.is_floating_point()
             return made
         if func in _MEASURES and isinstance(args[0], Measured):
@@ -108,8 +138,8 @@ class Measured(AtRest):
         assert touched is not None, "torch calls this for an argument of the class"
         return (
             f"{touched.terrazzo_link.name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
-            "mean, std, var, norm, min, max, any, all, count_nonzero, histc. For anything else read it inside "
-            "'with tz.gathered(model):'."
+            "mean, std, var, norm, min, max, any, all, count_nonzero, histc. For anything else read it "
+            f"{cls.otherwise}."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -123,6 +153,12 @@ class Measured(AtRest):
         """A result in the dtype that torch would give it."""
         floating = self.part.dtype if self.part.is_floating_point() else torch.float32
         return value.to(floating if dtype is None else dtype)
+
+
+class MeasuredGradient(Measured):
+    """A value for each element of a gradient: of its sum over ranks, which none of them has as a whole."""
+
+    otherwise = "before ranks sum it, in a function that parameter.register_hook calls"
 
 
 def _ungraded(number: Tensor, name: str) -> Tensor:
@@ -163,7 +199,7 @@ def _refuse(name: str, value: Measured, **given: Any) -> None:
     if asked:
         raise Misuse(
             f"{name}({asked}) of {value.terrazzo_link.name!r}, whose values are sharded over ranks: it can be measured "
-            f"as a whole, by {name}() alone. Take single rows inside 'with tz.gathered(model):'."
+            f"as a whole, by {name}() alone. Take single rows {value.otherwise}."
         )
 
 
@@ -204,7 +240,7 @@ def _spread(
 
 
 def _widened(value: Measured) -> Measured:
-    return Measured.of(value.part.double(), value, value.terrazzo_link.name, value.spread)
+    return type(value).of(value.part.double(), value, value.terrazzo_link.name, value.spread)
 
 
 def _norm(
@@ -231,8 +267,7 @@ def _matrix_norm(value: Measured, ord: Any = None, *rest: Any, **named: Any) -> 
     if value.dim() != 1 and ord not in (None, "fro"):
         raise Misuse(
             f"torch.linalg.norm(ord={ord!r}) of {value.terrazzo_link.name!r}, whose values are sharded over ranks, is "
-            "no norm of all elements: take torch.linalg.vector_norm, or that of the matrix inside 'with "
-            "tz.gathered(model):'."
+            f"no norm of all elements: take torch.linalg.vector_norm, or that of the matrix {value.otherwise}."
         )
     return _norm(value, ord, *rest, **named)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from terrazzo.engine.border.parameter import AtRest, torch_names
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.listeners import eager, inside_backward, weakly
 from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.model.measured import measured_gradient, measures
 from terrazzo.engine.optim.clipping import norms
 from terrazzo.engine.partition import Member
 from terrazzo.errors import Misuse
@@ -199,10 +200,19 @@ class _StandIns:
             self._norms[kind] = self._measure(kind)
         return self._norms[kind][key].clone()
 
+    def measured(self, key: Key, func: Any, *rest: Any, **named: Any) -> Any:
+        """What `func`, one that measures, makes of one parameter's gradient."""
+        self._check_finished(_member(key).name)
+        self._await_scaling()
+        return measured_gradient(self._engine, *key, func, *rest, **named)
+
+    def _await_scaling(self) -> None:
+        for driver in self._engine.drivers:
+            driver.prepare_clipping(float("inf"))  # an update may still scale what it was handed
+
     def _measure(self, kind: float) -> dict[Key, Tensor]:
         engine = self._engine
-        for driver in engine.drivers:
-            driver.prepare_clipping(float("inf"))  # an update may still scale what it was handed
+        self._await_scaling()
         total = norms(([bucket.gradient.given(index)] for bucket, index in self.keys), engine.recipe, kind)
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
@@ -273,6 +283,9 @@ class _StandIn(AtRest):
     ) -> Any:
         if func in _ACTIONS and isinstance(args[0], _StandIn):
             return _ACTIONS[func](*args, **torch_names(kwargs or {}))
+        if measures(func) and args and isinstance(args[0], _StandIn):
+            owner, key = _found(args[0])
+            return owner.measured(key, func, *args[1:], **(kwargs or {}))
         if func in _FOR_EACH and all(isinstance(grad, _StandIn) for grad in args[0]):
             return _for_each(_FOR_EACH[func], *args, **torch_names(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
@@ -282,7 +295,8 @@ class _StandIn(AtRest):
         assert touched is not None, "torch calls this for an argument of the class"
         return (
             f"{touched.terrazzo_link.name!r}, a gradient of a sharded model, whose elements are not all on this rank. "
-            "It can be measured as a whole (norm), multiplied, divided, clamped, zeroed and set to None. Clip with "
+            "It can be measured as a whole (norm, sum, abs().max(), isfinite().all() and the like), multiplied, "
+            "divided, clamped, zeroed and set to None. Clip with "
             "tz.clip_grad_norm_(model, max_norm); fp16 is precision='fp16', without a GradScaler."
         )
 
@@ -302,14 +316,11 @@ def _found(grad: _StandIn) -> tuple[_StandIns, Key]:
 def _norm(grad: _StandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
     kind, dtype = named.pop("ord", named.pop("p", kind)), named.pop("dtype", None)
     kind = 2.0 if kind in ("fro", None) else kind
-    if dim is not None or keepdim or named or isinstance(kind, str) or not kind > 0:
-        others = "".join(f", {name}={value!r}" for name, value in named.items())
-        asked = f"norm({kind!r}, dim={dim}, keepdim={keepdim}{others})"
-        raise Misuse(
-            f"{asked} of a sharded gradient: it can be measured as a whole, by a p-norm. Leave out dim and keepdim, "
-            "and give p as a number above 0."
-        )
     owner, key = _found(grad)
+    asked = {"dim": dim, "keepdim": keepdim, **named}
+    rare = {name: each for name, each in asked.items() if each is not None and each is not False}
+    if rare or isinstance(kind, str) or not kind > 0:
+        return cast(Tensor, owner.measured(key, torch.linalg.vector_norm, kind, dtype=dtype, **rare))
     return owner.norm(key, float(kind)).to(dtype or torch.float32)
 
 
