@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from terrazzo.engine.scaler import Denominator
@@ -20,14 +19,24 @@ class Progress:
         steps: how often this rank's optimizers have stepped.
         hyper_parameters: those of each optimizer's last step as `optim.stock` reads them, by the number of its first
             param group. On every rank the same names, which are fixed when the optimizer is attached.
-        dropped: a checksum of all gradients that have been left out of a step by setting `.grad` to None.
+        edits: a checksum of all that the loop has done to gradients: forgotten, zeroed, scaled, clipped.
+        last_edit: the last of it, as a user writes it.
+        raised: whether a differentiated forward has, since gradients were last forgotten: there may be none here, where
+            other ranks have some.
     """
 
     denominator: Denominator
     steps: int = 0
     hyper_parameters: dict[int, dict[str, float]] = field(default_factory=dict)
-    dropped: int = 0
+    edits: int = 0
+    last_edit: str = "none"
+    raised: bool = False
 
-    def note_dropped(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters have been left out of a step."""
-        self.dropped = zlib.crc32("\n".join(names).encode(), self.dropped)
+    def note(self, edit: str) -> None:
+        """Gradients are edited, before the same step on every rank; in any order, for a loop may go through a set."""
+        self.edits = (self.edits + zlib.crc32(f"{self.steps} {edit}".encode())) % _LIMIT
+        self.last_edit = edit
+
+
+_LIMIT = 1 << 62
+"""Of a checksum that is compared as an int64."""

@@ -109,7 +109,11 @@ ACTS: Mapping[str, Act] = {
         *("d", "d", "model/stand_in"),
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
-    "change-grad": Act("p.grad.mul_(0.5), p.grad.zero_()", "d", "d", "model/stand_in", note="Finished ones."),
+    "change-grad": Act(
+        "p.grad.mul_(0.5), p.grad.zero_()",
+        *("d", "d", "model/stand_in"),
+        note="Finished ones, and on every rank: else the next backward raises `RanksApart`.",
+    ),
     "clip": Act("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "model/stand_in"),
     "states": Act(
         "for kept in optimizer.state.values(): kept['exp_avg'].zero_()",

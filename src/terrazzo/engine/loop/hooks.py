@@ -191,6 +191,7 @@ class Hooks:
             if self.scaler is not None:
                 scale_asides(module, self.scaler)
             if self.schedule.in_forward:
+                self._progress.raised |= torch.is_grad_enabled()
                 self.schedule.abandon_forward()
 
     def before_unit(self, index: int, module: nn.Module | None = None, args: Any = ()) -> None:

@@ -121,9 +121,21 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget every gradient, or set finished ones to zero."""
+        self.note_zeroed(set_to_none)
         for driver in self.drivers:
             driver.forget(set_to_none)
         self.schedule.forget_gradients(set_to_none)
+
+    def note_zeroed(self, set_to_none: bool, first: int = 0) -> None:
+        """Gradients are about to be forgotten, or set to zero: on every rank, where there are any.
+
+        Args:
+            first: number of the first param group of the optimizer that does so.
+        """
+        progress, which = self.progress, "" if set_to_none else "set_to_none=False"
+        if progress.raised or self.schedule.in_backward or any(bucket.gradient.held for bucket in self.trainable()):
+            progress.note(f"zero_grad({which})" + (f" of param group {first} and on" if first else ""))
+        progress.raised = False
 
     def require_own_weights(self, what: str) -> None:
         """Refuse `what` where the averages are in the place of the weights.
@@ -197,6 +209,7 @@ class Engine:
                 "micro-batch's backward outside 'with tz.accumulate(model)' first."
             )
         self.hooks.before_use()
+        self.progress.note(f"tz.clip_grad_norm_(model, {float(max_norm)}, {float(norm_type)})")
         for driver in self.drivers:
             driver.prepare_clipping(max_norm)
         return clip_grad_norm(self.trainable(), self.recipe, max_norm, norm_type, error_if_nonfinite)

@@ -58,7 +58,7 @@ class _Shelf:
     @property
     def wanted(self) -> bool:
         """Whether there is a gradient, be it one that further micro-batches add to."""
-        return self.bucket.gradient.finished is not None or self.bucket.gradient.unfinished
+        return self.bucket.gradient.held
 
     def show(self) -> None:
         self.shown = list(compress(self._numbered, self.bucket.gradient.seen))
@@ -178,11 +178,12 @@ class _StandIns:
         names = [bucket.members[index].name for bucket, indices in dropped for index in indices]
         if not names:
             return
-        self._engine.progress.note_dropped(names)
         if all(len(indices) == sum(bucket.gradient.seen) for bucket, indices in dropped):
             self._engine.zero_grad(set_to_none=True)
             return
         self._prepare_change(names[0])
+        for name in names:
+            self._engine.progress.note(f"{name}.grad = None")
         for bucket, indices in dropped:
             bucket.gradient.forget(indices)  # later micro-batches may add to the others
 
@@ -204,10 +205,12 @@ class _StandIns:
         total = norms(([bucket.gradient.given(index)] for bucket, index in self.keys), engine.recipe, kind)
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
-    def change(self, key: Key, change: Callable[[Tensor], Any]) -> None:
-        """Change this rank's elements of one parameter's gradient in place."""
-        self._prepare_change(_member(key).name)
+    def change(self, key: Key, what: str, change: Callable[[Tensor], Any]) -> None:
+        """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
         bucket, index = key
+        name = bucket.members[index].name
+        self._prepare_change(name)
+        self._engine.progress.note(f"{name}.grad.{what}")
         bucket.gradient.change(index, change)
 
     def _prepare_change(self, name: str) -> None:
@@ -311,20 +314,25 @@ def _norm(grad: _StandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = Fa
     return owner.norm(key, float(kind)).to(dtype or torch.float32)
 
 
-def _changed(grad: _StandIn, change: Callable[[Tensor], Any]) -> _StandIn:
+def _changed(grad: _StandIn, what: str, change: Callable[[Tensor], Any]) -> _StandIn:
     owner, key = _found(grad)
-    owner.change(key, change)
+    owner.change(key, what, change)
     return grad
 
 
 def _scale(grad: _StandIn, factor: Any) -> _StandIn:
     _check_numbers(factor)
-    return _changed(grad, lambda data: data.mul_(_beside(data, factor)))
+    return _changed(grad, f"mul_({_text(factor)})", lambda data: data.mul_(_beside(data, factor)))
 
 
 def _divide(grad: _StandIn, divisor: Any) -> _StandIn:
     _check_numbers(divisor)
-    return _changed(grad, lambda data: data.div_(_beside(data, divisor)))
+    return _changed(grad, f"div_({_text(divisor)})", lambda data: data.div_(_beside(data, divisor)))
+
+
+def _text(number: Any) -> str:
+    """A number as ranks compare it; not what a tensor holds, which the host would wait for."""
+    return "tensor" if torch.is_tensor(number) else repr(number)
 
 
 def _check_numbers(*numbers: Any) -> None:
@@ -347,11 +355,12 @@ def _beside(data: Tensor, number: Any) -> Any:
 
 def _clamp(grad: _StandIn, *bounds: Any, **named: Any) -> _StandIn:
     _check_numbers(*bounds, *named.values())
-    return _changed(grad, lambda data: data.clamp_(*bounds, **named))
+    what = ", ".join([*map(_text, bounds), *(f"{name}={_text(bound)}" for name, bound in sorted(named.items()))])
+    return _changed(grad, f"clamp_({what})", lambda data: data.clamp_(*bounds, **named))
 
 
 def _zero(grad: _StandIn) -> _StandIn:
-    return _changed(grad, Tensor.zero_)
+    return _changed(grad, "zero_()", Tensor.zero_)
 
 
 def _same(grad: _StandIn, *rest: Any) -> _StandIn:
