@@ -18,6 +18,7 @@ from terrazzo.engine.bucket import Bucket, take_displaced
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks
+from terrazzo.engine.model.alike import compare_written, take_first
 from terrazzo.engine.model.average import Average
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
@@ -317,13 +318,15 @@ class Engine:
         return rehearse(self.units, self._paper_step(micro_batches, local)).traffic
 
     @contextlib.contextmanager
-    def gathered(self, write: bool) -> Iterator[dict[str, Tensor]]:
+    def gathered(self, write: bool | Literal["first rank"]) -> Iterator[dict[str, Tensor]]:
         """Full weights of the whole model; see `tz.gathered`."""
         outer = self._gathered
         members = [member for bucket in self.buckets() for member in bucket.members]
         named: dict[str, Tensor] = {name: member.parameter for member in members for name in member.names}
         if outer is not None and (outer == "write" or not write) and all(unit.present for unit in self.units):
             yield named  # who began takes over what is written
+            if write == "first rank":
+                self._agree_on_written(write)
             return
         self.settle()
         self.schedule.gather_all()
@@ -332,7 +335,7 @@ class Engine:
             yield named
             with torch.no_grad():
                 if write:
-                    take_displaced(self.buckets())
+                    self._agree_on_written(write)
                 for bucket in self.buckets() if write else ():
                     bucket.take_written()
         except BaseException:
@@ -346,6 +349,13 @@ class Engine:
             self.publish()
         if outer is not None:
             self.schedule.gather_all()
+
+    @torch.no_grad()
+    def _agree_on_written(self, write: Literal[True, "first rank"]) -> None:
+        """Compare what ranks have written into gathered weights, or take what the first one has."""
+        buckets = self.buckets()
+        take_displaced(buckets)
+        take_first(buckets) if write == "first rank" else compare_written(self.axes, buckets)
 
     def _within(self, gathered: Literal["read", "write"] | None) -> None:
         self._gathered = gathered
