@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from terrazzo.engine.scaler import Denominator
+from terrazzo.errors import Misuse
 
 __all__ = ["Progress"]
 
@@ -23,6 +24,8 @@ class Progress:
         last_edit: the last of it, as a user writes it.
         raised: whether a differentiated forward has, since gradients were last forgotten: there may be none here, where
             other ranks have some.
+        abandoned: whether gradients were forgotten because a backward had raised, and nothing has been run since.
+        earlier: whether there were gradients of other micro-batches when the last backward began.
     """
 
     denominator: Denominator
@@ -31,11 +34,27 @@ class Progress:
     edits: int = 0
     last_edit: str = "none"
     raised: bool = False
+    abandoned: bool = False
+    earlier: bool = False
 
     def note(self, edit: str) -> None:
         """Gradients are edited, before the same step on every rank; in any order, for a loop may go through a set."""
         self.edits = (self.edits + zlib.crc32(f"{self.steps} {edit}".encode())) % _LIMIT
         self.last_edit = edit
+
+    def begin_forward(self) -> None:
+        """A differentiated forward begins: behind a backward that raised, it is the same micro-batch again.
+
+        Raises:
+            Misuse: where gradients of earlier micro-batches went with that backward.
+        """
+        if self.abandoned and self.earlier:
+            raise Misuse(
+                "A forward came after a backward that raised, and that took what earlier micro-batches had left with "
+                "it: optimizer.step() would use later ones alone. Call optimizer.zero_grad(), and run all "
+                "micro-batches of the step again."
+            )
+        self.abandoned = False
 
 
 _LIMIT = 1 << 62

@@ -133,7 +133,10 @@ class Hooks:
             self.scaler.in_use = False
             restore_asides(model)
         if self.schedule.in_backward:  # it raised: some gradients hold a part of it and some do not
+            self._progress.abandoned = True
             self.schedule.forget_gradients()
+        if torch.is_grad_enabled():
+            self._progress.begin_forward()
         self.schedule.begin_forward(torch.is_grad_enabled())
         self._regions.begin()
         if torch.is_grad_enabled() and (self._surprised or unsettled):
@@ -329,6 +332,8 @@ class Hooks:
         """Note that a backward pass is under way; returns its number."""
         if not self.schedule.in_backward:
             self._begun()
+            trainable = (bucket for unit in self.units for bucket in unit.trainable())
+            self._progress.earlier = any(bucket.gradient.held for bucket in trainable)
             self.schedule.begin_backward()
             self._late.clear()
             self._passes += 1

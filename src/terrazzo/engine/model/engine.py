@@ -134,9 +134,10 @@ class Engine:
             first: number of the first param group of the optimizer that does so.
         """
         progress, which = self.progress, "" if set_to_none else "set_to_none=False"
-        if progress.raised or self.schedule.in_backward or any(bucket.gradient.held for bucket in self.trainable()):
+        failed = progress.raised or progress.abandoned or self.schedule.in_backward
+        if failed or any(bucket.gradient.held for bucket in self.trainable()):
             progress.note(f"zero_grad({which})" + (f" of param group {first} and on" if first else ""))
-        progress.raised = False
+        progress.raised = progress.abandoned = False
 
     def require_own_weights(self, what: str) -> None:
         """Refuse `what` where the averages are in the place of the weights.
@@ -189,7 +190,7 @@ class Engine:
         Raises:
             Misuse: there.
         """
-        if self.schedule.in_backward:
+        if self.schedule.in_backward or self.progress.abandoned:
             raise Misuse(
                 f"{what} was called after a backward that raised, or inside of one: a part of the parameters have "
                 "gradients, and the others have none. Call optimizer.zero_grad() instead, or leave it out, and run "
