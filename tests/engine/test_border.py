@@ -74,6 +74,10 @@ def _replaced(model: Any, optimizer: Any) -> None:
     model.inner.weight = nn.Parameter(torch.zeros(5, 3))
 
 
+def _registered(model: Any, optimizer: Any) -> None:
+    model.inner.prompt = nn.Parameter(torch.zeros(3))
+
+
 def _added(model: Any, optimizer: Any) -> None:
     model.inner = nn.Sequential(model.inner, nn.Linear(5, 5))
 
@@ -137,6 +141,7 @@ DEEDS: dict[str, Callable[[Any, Any], Any]] = {
     "groups": _groups,
     "freeze": _frozen,
     "replace": _replaced,
+    "register": _registered,
     "add": _added,
     "give-grad": _grad_given,
     "change-grad": _grad_changed,

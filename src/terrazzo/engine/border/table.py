@@ -94,6 +94,7 @@ ACTS: Mapping[str, Act] = {
     ),
     "freeze": Act("p.requires_grad_(False)", "l", "l", "border/edits"),
     "replace": Act("module.weight = nn.Parameter(...)", "l", "l", "border/edits"),
+    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "border/modules", note="On several ranks."),
     "add": Act(
         "model.block = nn.Sequential(model.block, adapter)",
         *("l", "l", "border/modules"),

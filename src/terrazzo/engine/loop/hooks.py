@@ -126,8 +126,8 @@ class Hooks:
 
     def _begin_forward(self, model: nn.Module) -> None:
         """Start from what the user and the last pass have left, be it a backward that raised."""
-        self._tree.check(model)
         self.adopt_edits()
+        self._tree.check(model)
         unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
         if self.scaler is not None:
             self.scaler.in_use = False
