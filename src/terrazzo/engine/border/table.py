@@ -103,7 +103,7 @@ ACTS: Mapping[str, Act] = {
     "give-grad": Act(
         "p.grad = tensor",
         *("ddlddd", "ddlddd", "model/stand_in", _DONE),
-        "Before a backward, which adds to it, as in PyTorch.",
+        "Before a backward, which adds to it, as in PyTorch; but in fp16, or with a gradient denominator, that raises.",
     ),
     "drop-grad": Act(
         "p.grad = None",

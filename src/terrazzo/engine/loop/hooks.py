@@ -287,7 +287,10 @@ class Hooks:
         unit = self.units[unit_index]
         bucket = unit.buckets[number]
         if not self.schedule.in_backward:
-            self.start_backward()
+            with torch._C.DisableTorchFunctionSubclass():
+                grad, parameter.grad = parameter.grad, None  # which was not there before this backward
+                self.start_backward()
+                parameter.grad = grad
         if not bucket.present or torch.is_grad_enabled():
             self._refuse(unit, bucket, index)
         if self.scaler is not None and not self.scaler.in_use:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from terrazzo.engine.border.parameter import AtRest, torch_names
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.listeners import eager, inside_backward, weakly
+from terrazzo.engine.model.by_hand import put_back, set_before, set_by_hand
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
 from terrazzo.engine.partition import Member
@@ -84,7 +85,7 @@ class _Shelf:
             if grad is None and seen[index]:
                 indices.append(index)
             elif grad is not None:
-                raise _set_by_hand(self.bucket.members[index])
+                raise set_by_hand(self.bucket.members[index])
         return indices
 
     def foreign(self) -> Iterator[tuple[Member, bool]]:
@@ -106,7 +107,7 @@ class _StandIns:
         self._shown: list[_Shelf] = []
         self._norms: dict[float, dict[Key, Tensor]] = {}
         self._measured = 0
-        engine.hooks.tell_of_gradients(begun=self.take_away, ended=self.show, before_use=self.before_use)
+        engine.hooks.tell_of_gradients(begun=self.begin_backward, ended=self.show, before_use=self.before_use)
         before = weakly(self, _StandIns.begin)  # else autograd would add to a stand-in
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
@@ -143,6 +144,19 @@ class _StandIns:
                     shelf.take_away()
             self._shown = []
 
+    def begin_backward(self) -> None:
+        """A backward pass begins, and adds to the `.grad` that users have set.
+
+        Raises:
+            Misuse: where that would be divided as gradients are which have been multiplied before.
+        """
+        self.take_away()
+        if not self._engine.progress.denominator.is_mean:
+            with _PLAINLY():
+                for shelf in self._all_shelves():
+                    for member, is_forgotten in shelf.foreign():
+                        raise put_back(member) if is_forgotten else set_before(member)
+
     def begin(self, *_: Any) -> None:
         """A forward begins, or a gradient comes, maybe before anything has announced a backward pass."""
         if self._shown:
@@ -163,7 +177,7 @@ class _StandIns:
             for shelf in self._all_shelves():
                 for member, is_forgotten in shelf.foreign():
                     if member.group >= 0 and self._learns():
-                        raise _put_back(member) if is_forgotten else _set_by_hand(member)
+                        raise put_back(member) if is_forgotten else set_by_hand(member)
         self.notice_dropped()
 
     def _learns(self) -> bool:
@@ -235,23 +249,6 @@ class _StandIns:
                 "the last micro-batch's backward outside 'with tz.accumulate(model)' first; zero_grad() of the "
                 "optimizer or the model forgets them."
             )
-
-
-def _set_by_hand(member: Member) -> Misuse:
-    return Misuse(
-        f"The .grad of {member.name!r} was replaced by a tensor, by hand or before tz.shard, and no step would use it: "
-        "the gradients of a sharded model are in memory of the engine, where backward() puts them. Change those in "
-        "place (mul_, div_, zero_), or before backward with parameter.register_hook; optimizer.zero_grad() forgets "
-        "this one."
-    )
-
-
-def _put_back(member: Member) -> Misuse:
-    return Misuse(
-        f"The .grad of {member.name!r} was put back after its gradient had been forgotten, by zero_grad() say: it "
-        "stands for what the engine holds, and holds no values itself. Run backward again, or leave zero_grad() out "
-        "until behind optimizer.step()."
-    )
 
 
 def _member(key: Key) -> Member:
