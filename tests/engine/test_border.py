@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 import terrazzo.engine
-from terrazzo.engine import ShardedModule
+from terrazzo.engine import LossScaling, ShardedModule
 from terrazzo.engine.border.table import ACTS, Answer, Moment, Plans
 from tests.engine.toys import on_ranks
 
@@ -30,7 +31,7 @@ class Small(nn.Module):
         self.register_buffer("shift", torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(torch.tanh(self.inner(x + self.shift)))
+        output: Tensor = self.head(torch.tanh(self.inner(x + self.shift.to(x.dtype))))
         return output
 
 
@@ -74,12 +75,16 @@ def _replaced(model: Any, optimizer: Any) -> None:
     model.inner.weight = nn.Parameter(torch.zeros(5, 3))
 
 
+def _registered(model: Any, optimizer: Any) -> None:
+    model.inner.prompt = nn.Parameter(torch.zeros(3))
+
+
 def _added(model: Any, optimizer: Any) -> None:
     model.inner = nn.Sequential(model.inner, nn.Linear(5, 5))
 
 
 def _grad_given(model: Any, optimizer: Any) -> None:
-    model.inner.weight.grad = torch.ones(5, 3)
+    model.inner.weight.grad = torch.ones(5, 3, dtype=model.inner.weight.dtype)
 
 
 def _grad_changed(model: Any, optimizer: Any) -> None:
@@ -137,6 +142,7 @@ DEEDS: dict[str, Callable[[Any, Any], Any]] = {
     "groups": _groups,
     "freeze": _frozen,
     "replace": _replaced,
+    "register": _registered,
     "add": _added,
     "give-grad": _grad_given,
     "change-grad": _grad_changed,
@@ -151,6 +157,11 @@ DEEDS: dict[str, Callable[[Any, Any], Any]] = {
     "copy-model": lambda model, optimizer: copy.deepcopy(model).head.in_features,
     "copy-module": _copied,
     "forward": _forward,
+}
+PRECISIONS: dict[str, Any] = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "fp16": tz.Precision(weight=torch.float16, compute=torch.float16, loss_scaling=LossScaling(init=64.0)),
 }
 PLANS = {Plans.WHOLE: "zero2", Plans.SPLIT: "zero3"}
 Deed = Callable[[Any, Any], Any]
@@ -198,7 +209,7 @@ class Early(Exception):
     pass
 
 
-def answer(deed: Deed, plan: str, moment: Moment) -> tuple[Answer, str]:
+def answer(deed: Deed, plan: str, moment: Moment, precision: str = "fp32") -> tuple[Answer, str]:
     """What comes of the deed, and the message of what was raised."""
     torch.manual_seed(0)
     base = Small()
@@ -210,12 +221,15 @@ def answer(deed: Deed, plan: str, moment: Moment) -> tuple[Answer, str]:
 
     def body(rank: int) -> tuple[Answer, str]:
         model = copy.deepcopy(base)
-        model, optimizer = tz.shard(model, sgd(model.parameters()), plan)
+        model, optimizer = tz.shard(model, sgd(model.parameters()), plan, precision=PRECISIONS[precision])
         try:
             found = run(model, optimizer, deed, moment)
         except (Early, RuntimeError) as error:
             return Answer.REFUSED if isinstance(error, Early) else Answer.LATER, str(error)
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        if precision == "fp32":
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        else:
+            torch.testing.assert_close(found[1].float(), wanted[1], rtol=2e-2, atol=2e-2)
         return Answer.DONE, ""
 
     one, other = on_ranks(2, body)
@@ -241,6 +255,64 @@ def test_each_act_comes_to_what_the_table_says(name: str, plans: Plans) -> None:
 def test_each_act_while_an_update_is_under_way(name: str) -> None:
     found, message = answer(DEEDS[name], "zero2@cpu", Moment.BEHIND_STEP)
     assert found is ACTS[name].updating, message
+
+
+NO_SUM = {("give-grad", "fp16"): Answer.LATER}
+"""What differs by precision: a sum with what has no loss scale."""
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("plan", ["zero0", "zero2@cpu", "zero3@cpu-all"])
+@pytest.mark.parametrize(
+    "name", ["write", "write-data", "other-data", "give-grad", "drop-grad", "change-grad", "clip", "states", "load"]
+)
+def test_what_is_done_is_done_in_each_precision_and_on_each_tier(name: str, plan: str, precision: str) -> None:
+    promised = ACTS[name].answers(Plans.SPLIT if plan.startswith("zero3") else Plans.WHOLE)
+    moment = next(moment for moment, each in promised.items() if each is Answer.DONE)
+    moment = Moment.BEFORE_STEP if ACTS[name].is_timeless and "grad" in ACTS[name].code else moment
+    found, message = answer(DEEDS[name], plan, moment, precision)
+    assert found is NO_SUM.get((name, precision), Answer.DONE), f"{moment}: {message}"
+
+
+def _loaded_alone(model: Any, optimizer: Any, rank: int) -> None:
+    model.load_state_dict(Small().state_dict() if rank == 0 else {}, strict=False)
+
+
+def _only_first(deed: Deed) -> Callable[[Any, Any, int], None]:
+    return lambda model, optimizer, rank: deed(model, optimizer) if rank == 0 else None
+
+
+ALONE: dict[str, tuple[Moment, Callable[[Any, Any, int], None]]] = {
+    "zero": (Moment.BEFORE_STEP, _only_first(lambda model, optimizer: optimizer.zero_grad())),
+    "zero-in-place": (Moment.BEFORE_STEP, _only_first(lambda model, optimizer: model.zero_grad(set_to_none=False))),
+    "drop-grad": (Moment.BEFORE_STEP, _only_first(_grad_dropped)),
+    "change-grad": (Moment.BEFORE_STEP, _only_first(_grad_changed)),
+    "write": (Moment.WRITING, _only_first(DEEDS["write"])),
+    "load": (Moment.BETWEEN, _loaded_alone),
+}
+
+
+@pytest.mark.cover
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("plan", ["zero0", "zero2@cpu", "zero3@cpu-all"])
+@pytest.mark.parametrize("name", ALONE)
+def test_what_one_rank_alone_does_is_noticed(name: str, plan: str, precision: str) -> None:
+    moment, deed = ALONE[name]
+
+    def body(rank: int) -> str:
+        torch.manual_seed(0)
+        model = Small()
+        model, optimizer = tz.shard(model, sgd(model.parameters()), plan, precision=PRECISIONS[precision])
+        try:
+            run(model, optimizer, functools.partial(deed, rank=rank), moment)
+        except Early as error:
+            return type(error.__cause__).__name__
+        except RuntimeError as error:
+            return type(error).__name__
+        return "nothing"
+
+    assert on_ranks(2, body) == ["RanksApart"] * 2
 
 
 def test_the_table_has_what_is_done_here_and_names_modules_that_are_there() -> None:

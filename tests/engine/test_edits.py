@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -448,6 +450,46 @@ def test_modules_that_move_are_warned_of_and_new_ones_are_refused() -> None:
 
     for told in on_ranks(2, body):
         assert len(told) == 1 and "'blocks.0.up.weight' is 'blocks.1.up.weight' now" in told[0]
+
+
+def _lora(model: Any) -> None:
+    linear = model.blocks[1].up
+    linear.a, linear.b = nn.Parameter(torch.zeros(2, 13)), nn.Parameter(torch.zeros(27, 2))
+
+
+def _unfrozen(model: Any) -> None:
+    adapter = nn.Linear(17, 17).requires_grad_(False)
+    model.head = nn.Sequential(model.head, adapter)
+    model(batch())
+    adapter.requires_grad_(True)
+
+
+def _bias(model: Any) -> None:
+    model.free.bias = nn.Parameter(torch.zeros(2))
+
+
+def _child(model: Any) -> None:
+    model.head.adapter = nn.Linear(1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Modules have been moved")
+@pytest.mark.parametrize(
+    ("come", "name"),
+    [(_lora, "blocks.1.up.a"), (_unfrozen, "head.1.weight"), (_bias, "free.bias"), (_child, "head.adapter.weight")],
+)
+def test_parameters_that_come_are_refused(come: Callable[[Any], None], name: str) -> None:
+    """Registered on a module that was there, in the place of None, or unfrozen later."""
+    base = Net()
+    base.free = nn.Linear(2, 2, bias=False)
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(copy.deepcopy(base), sgd, "zero2")
+        model(batch())
+        come(model)
+        with pytest.raises(tz.Misuse, match=f"'{re.escape(name)}'.* came to the model after tz.shard"):
+            model(batch())
+
+    on_ranks(2, body)
 
 
 def hooks_of(model: Any) -> Any:

@@ -35,6 +35,37 @@ def fp16(**settings: Any) -> Precision:
     return Precision(weight=F16, compute=F16, loss_scaling=LossScaling(**settings))
 
 
+@pytest.mark.parametrize(("precision", "denominator"), [("fp16", None), ("fp32", 64)])
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3"])
+def test_a_gradient_given_before_backward_is_refused(plan: str, precision: Any, denominator: float | None) -> None:
+    """It would be divided by a scale that it was not multiplied by; once it is gone, training goes on."""
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), plan, precision=precision)
+        model.set_gradient_denominator(denominator)
+        for number in range(2):
+            train(model, optimizer, 1, rank, first=number)
+            weight = model.blocks[1].up.weight
+            weight.grad = torch.ones(weight.shape, dtype=weight.dtype)
+            with pytest.raises(
+                tz.Misuse, match=r"'blocks\.1\.up\.weight' was set to a tensor before backward.*zero_grad"
+            ):
+                loss_of(model, batch(5, rank)).backward()
+            optimizer.zero_grad()
+
+    on_ranks(2, body)
+
+
+def test_a_denominator_leaves_a_penalty_alone_that_no_output_announces() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero0")
+        model.set_gradient_denominator(4)
+        model.head.bias.sum().backward()
+        torch.testing.assert_close(model.head.bias.grad.norm(), torch.full((17,), 0.5).norm())
+
+    on_ranks(2, body)
+
+
 # -- the scale, step by step -----------------------------------------------------------------------------------
 
 

@@ -263,17 +263,100 @@ def test_a_gradient_that_is_put_back_after_it_was_forgotten_is_refused() -> None
     on_ranks(1, body)
 
 
-def test_a_gradient_that_one_rank_alone_drops_is_noticed() -> None:
+def _drop(model: Any, optimizer: Any, rank: int) -> None:
+    model.head.bias.grad = None
+
+
+def _scale(model: Any, optimizer: Any, rank: int) -> None:
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+
+
+ALONE = {
+    "head.bias.grad = None": _drop,
+    "zero_grad()": lambda model, optimizer, rank: optimizer.zero_grad(),
+    "zero_grad(set_to_none=False)": lambda model, optimizer, rank: model.zero_grad(set_to_none=False),
+    "head.bias.grad.zero_()": lambda model, optimizer, rank: model.head.bias.grad.zero_(),
+    "mul_(0.5)": _scale,
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "plan"), [*zip(ALONE, ["zero0", "zero2", "zero3", "zero1", "zero2@cpu"], strict=True)]
+)
+def test_what_one_rank_alone_does_to_gradients_is_noticed(what: str, plan: str) -> None:
+    """Here as often on every rank, but not before the same step."""
+
     def body(rank: int) -> None:
-        model, optimizer = sharded(Net(), "zero0")
+        model, optimizer = sharded(Net(), plan)
+        for step in range(2):
+            loss_of(model, batch(step, rank)).backward()
+            if rank == step:
+                ALONE[what](model, optimizer, rank)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(tz.RanksApart, match=r"gradients have been forgotten or changed on some ranks") as caught:
+        on_ranks(2, body)
+    assert what in str(caught.value) or "zero_grad()" in str(caught.value)
+
+
+def test_numbers_that_differ_are_noticed() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero2")
         loss_of(model, batch(0, rank)).backward()
-        if rank == 0:
-            model.head.bias.grad = None
+        tz.clip_grad_norm_(model, 1.0 + rank)
         optimizer.step()
         loss_of(model, batch(1, rank)).backward()
 
-    with pytest.raises(tz.RanksApart, match="set to None on some ranks"):
+    with pytest.raises(tz.RanksApart, match=r"by other numbers.*clip_grad_norm_"):
         on_ranks(2, body)
+
+
+def test_micro_batches_that_one_rank_forgets_are_noticed() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero0")
+        with tz.accumulate(model):
+            loss_of(model, batch(0, rank)).backward()
+        if rank == 0:
+            optimizer.zero_grad()
+        loss_of(model, batch(1, rank)).backward()
+
+    with pytest.raises(tz.RanksApart, match=r"gradients have been forgotten"):
+        on_ranks(2, body)
+
+
+def test_ranks_may_differ_in_what_changes_nothing() -> None:
+    """The order of a loop, what is zeroed without gradients, and a forward that raised on one rank: all go on."""
+
+    class Failing(Net):
+        fails = False
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            if self.fails:
+                raise ValueError("out of memory")
+            return super().forward(tokens)
+
+    base = Failing()
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(copy.deepcopy(base), "zero0")
+        for step in range(3):
+            if rank == 0:
+                optimizer.zero_grad()
+            loss_of(model, batch(step, rank)).backward()
+            for parameter in [*model.parameters()][:: 1 - 2 * rank]:
+                parameter.grad.mul_(0.5)
+            optimizer.step()
+            model.zero_grad() if rank else optimizer.zero_grad()
+        model.fails = rank == 0
+        with contextlib.suppress(ValueError), tz.accumulate(model):
+            loss_of(model, batch(3, rank)).backward()
+        optimizer.zero_grad()
+        model.fails = False
+        loss_of(model, batch(4, rank)).backward()
+
+    on_ranks(2, body)
 
 
 def test_a_gradient_that_is_replaced_is_refused() -> None:

@@ -163,6 +163,51 @@ def test_what_a_backward_that_raised_left_is_not_stepped(plan: str) -> None:
         assert_close(found, dict(alone.named_parameters()), 2e-6)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3@cpu"])
+def test_earlier_micro_batches_are_not_lost_without_a_word(plan: str) -> None:
+    """Those before a backward that raised, be they unfinished or finished; an evaluation between changes nothing."""
+    base = Fragile()
+    alone = copy.deepcopy(base)
+    train_alone(alone, adamw(alone.parameters()), 1, 2)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = sharded(base, plan)
+        for unfinished in (True, False):
+            with tz.accumulate(model) if unfinished else contextlib.nullcontext():
+                loss_of(model, batch(5, rank)).backward()
+            model.fail = "backward"
+            with pytest.raises(Fault):
+                loss_of(model, batch(6, rank)).backward()
+            model.fail = ""
+            with torch.no_grad():
+                model(batch())
+            for use in (lambda: model(batch()), lambda: tz.clip_grad_norm_(model, 1.0), optimizer.step):
+                with pytest.raises(tz.Misuse, match=r"backward that raised.*optimizer\.zero_grad"):
+                    use()
+            optimizer.zero_grad()
+        train(model, optimizer, 1, rank)
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+def test_a_step_behind_a_backward_that_raised_and_an_evaluation_is_refused() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Fragile(), "zero2")
+        model.fail = "backward"
+        with pytest.raises(Fault):
+            loss_of(model, batch()).backward()
+        model.fail = ""
+        with torch.no_grad():
+            model(batch())
+        with pytest.raises(tz.Misuse, match=r"backward that raised.*zero_grad"):
+            optimizer.step()
+        train(model, optimizer, 1, rank)
+
+    on_ranks(1, body)
+
+
 def test_an_exception_leaves_the_parameters_at_rest() -> None:
     def body(rank: int) -> None:
         model, _ = sharded(Fragile(), "zero3")

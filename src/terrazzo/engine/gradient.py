@@ -310,6 +310,11 @@ class Gradient:
             self.finished.change(change, self.space.layout.slots[index].range)
 
     @property
+    def held(self) -> bool:
+        """Whether there is one, finished or not."""
+        return self.finished is not None or self.unfinished
+
+    @property
     def unfinished(self) -> bool:
         """Whether micro-batches have left gradients that no last one has finished."""
         return self.pending is not None or self._partial is not None

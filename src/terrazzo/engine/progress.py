@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from terrazzo.engine.scaler import Denominator
+from terrazzo.errors import Misuse
 
 __all__ = ["Progress"]
 
@@ -20,14 +20,42 @@ class Progress:
         steps: how often this rank's optimizers have stepped.
         hyper_parameters: those of each optimizer's last step as `optim.stock` reads them, by the number of its first
             param group. On every rank the same names, which are fixed when the optimizer is attached.
-        dropped: a checksum of all gradients that have been left out of a step by setting `.grad` to None.
+        edits: a checksum of all that the loop has done to gradients: forgotten, zeroed, scaled, clipped.
+        last_edit: the last of it, as a user writes it.
+        raised: whether a differentiated forward has, since gradients were last forgotten: there may be none here, where
+            other ranks have some.
+        abandoned: whether gradients were forgotten because a backward had raised, and nothing has been run since.
+        earlier: whether there were gradients of other micro-batches when the last backward began.
     """
 
     denominator: Denominator
     steps: int = 0
     hyper_parameters: dict[int, dict[str, float]] = field(default_factory=dict)
-    dropped: int = 0
+    edits: int = 0
+    last_edit: str = "none"
+    raised: bool = False
+    abandoned: bool = False
+    earlier: bool = False
 
-    def note_dropped(self, names: Iterable[str]) -> None:
-        """The gradients of these parameters have been left out of a step."""
-        self.dropped = zlib.crc32("\n".join(names).encode(), self.dropped)
+    def note(self, edit: str) -> None:
+        """Gradients are edited, before the same step on every rank; in any order, for a loop may go through a set."""
+        self.edits = (self.edits + zlib.crc32(f"{self.steps} {edit}".encode())) % _LIMIT
+        self.last_edit = edit
+
+    def begin_forward(self) -> None:
+        """A differentiated forward begins: behind a backward that raised, it is the same micro-batch again.
+
+        Raises:
+            Misuse: where gradients of earlier micro-batches went with that backward.
+        """
+        if self.abandoned and self.earlier:
+            raise Misuse(
+                "A forward came after a backward that raised, and that took what earlier micro-batches had left with "
+                "it: optimizer.step() would use later ones alone. Call optimizer.zero_grad(), and run all "
+                "micro-batches of the step again."
+            )
+        self.abandoned = False
+
+
+_LIMIT = 1 << 62
+"""Of a checksum that is compared as an int64."""

@@ -96,6 +96,11 @@ class Denominator:
         """The part that the user chooses; the same on every rank."""
         return float(self.ranks if self.chosen is None else self.chosen)
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is the number of ranks alone: what each adds to its gradients is then added to their mean."""
+        return self.chosen is None and self.scaler is None
+
     def __call__(self) -> float:
         return self.unscaled * (self.scaler.scale if self.scaler else 1.0)
 

@@ -1,9 +1,10 @@
-"""Modules that come to a model, or to another place in it, after it has been sharded."""
+"""Modules and parameters that come to a model, or to another place in it, after it has been sharded."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
+from itertools import chain
 
 from torch import nn
 
@@ -14,7 +15,7 @@ __all__ = ["ModuleTree"]
 
 
 class ModuleTree:
-    """Which modules a sharded model has had, and under which names it has its parameters.
+    """Which modules and parameters a sharded model has had, and under which names it has its own.
 
     Args:
         names: of each parameter, its own first.
@@ -26,8 +27,22 @@ class ModuleTree:
         self._note(model)
 
     def _note(self, model: nn.Module) -> None:
-        self._children = [module._modules for module in model.modules() if module._modules]
+        modules = [*model.modules()]
+        self._children = [module._modules for module in modules]
         self._were = [dict(children) for children in self._children]
+        self._registers = [module._parameters for module in modules]
+        self._registered = [*chain.from_iterable(map(dict.values, self._registers))]
+        others = (each for each in self._registered if each is not None and link_of(each) is None)
+        self._frozen = [each for each in others if not each.requires_grad]
+
+    def _has_changed(self) -> bool:
+        registered = chain.from_iterable(map(dict.values, self._registers))
+        return not (
+            all(map(operator.eq, self._children, self._were))
+            and sum(map(len, self._registers)) == len(self._registered)
+            and all(map(operator.is_, registered, self._registered))
+            and not any(each.requires_grad for each in self._frozen)
+        )
 
     def check(self, model: nn.Module) -> None:
         """Look at what has changed, if anything has; warns, once, of parameters under other names.
@@ -35,7 +50,7 @@ class ModuleTree:
         Raises:
             Misuse: for trainable parameters that have come to the model.
         """
-        if all(map(operator.eq, self._children, self._were)):
+        if not self._has_changed():
             return
         now: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -44,7 +59,7 @@ class ModuleTree:
         if fresh and not self._alone:
             raise Misuse(
                 f"{listed([*map(repr, fresh)])} came to the model after tz.shard: on each rank it would be trained on "
-                "that rank's data alone. Add modules before tz.shard."
+                "that rank's data alone. Add modules and parameters, and unfreeze them, before tz.shard."
             )
         moved = [(own[0], now[each][0]) for each, own in self._names.items() if each in now and own[0] not in now[each]]
         if moved and not self._warned:

@@ -94,6 +94,7 @@ ACTS: Mapping[str, Act] = {
     ),
     "freeze": Act("p.requires_grad_(False)", "l", "l", "border/edits"),
     "replace": Act("module.weight = nn.Parameter(...)", "l", "l", "border/edits"),
+    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "border/modules", note="On several ranks."),
     "add": Act(
         "model.block = nn.Sequential(model.block, adapter)",
         *("l", "l", "border/modules"),
@@ -102,14 +103,18 @@ ACTS: Mapping[str, Act] = {
     "give-grad": Act(
         "p.grad = tensor",
         *("ddlddd", "ddlddd", "model/stand_in", _DONE),
-        "Before a backward, which adds to it, as in PyTorch.",
+        "Before a backward, which adds to it, as in PyTorch; but in fp16, or with a gradient denominator, that raises.",
     ),
     "drop-grad": Act(
         "p.grad = None",
         *("d", "d", "model/stand_in"),
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
-    "change-grad": Act("p.grad.mul_(0.5), p.grad.zero_()", "d", "d", "model/stand_in", note="Finished ones."),
+    "change-grad": Act(
+        "p.grad.mul_(0.5), p.grad.zero_()",
+        *("d", "d", "model/stand_in"),
+        note="Finished ones, and on every rank: else the next backward raises `RanksApart`.",
+    ),
     "clip": Act("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "model/stand_in"),
     "states": Act(
         "for kept in optimizer.state.values(): kept['exp_avg'].zero_()",

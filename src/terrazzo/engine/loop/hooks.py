@@ -124,14 +124,17 @@ class Hooks:
 
     def _begin_forward(self, model: nn.Module) -> None:
         """Start from what the user and the last pass have left, be it a backward that raised."""
-        self._tree.check(model)
         self.adopt_edits()
+        self._tree.check(model)
         unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
         if self.scaler is not None:
             self.scaler.in_use = False
             restore_asides(model)
         if self.schedule.in_backward:  # it raised: some gradients hold a part of it and some do not
+            self._progress.abandoned = True
             self.schedule.forget_gradients()
+        if torch.is_grad_enabled():
+            self._progress.begin_forward()
         self.schedule.begin_forward(torch.is_grad_enabled())
         self._regions.begin()
         if torch.is_grad_enabled() and (self._surprised or unsettled):
@@ -189,6 +192,7 @@ class Hooks:
             if self.scaler is not None:
                 scale_asides(module, self.scaler)
             if self.schedule.in_forward:
+                self._progress.raised |= torch.is_grad_enabled()
                 self.schedule.abandon_forward()
 
     def before_unit(self, index: int, module: nn.Module | None = None, args: Any = ()) -> None:
@@ -281,7 +285,10 @@ class Hooks:
         unit = self.units[unit_index]
         bucket = unit.buckets[number]
         if not self.schedule.in_backward:
-            self.start_backward()
+            with torch._C.DisableTorchFunctionSubclass():
+                grad, parameter.grad = parameter.grad, None  # which was not there before this backward
+                self.start_backward()
+                parameter.grad = grad
         if not bucket.present or torch.is_grad_enabled():
             self._refuse(unit, bucket, index)
         if self.scaler is not None and not self.scaler.in_use:
@@ -326,6 +333,8 @@ class Hooks:
         """Note that a backward pass is under way; returns its number."""
         if not self.schedule.in_backward:
             self._begun()
+            trainable = (bucket for unit in self.units for bucket in unit.trainable())
+            self._progress.earlier = any(bucket.gradient.held for bucket in trainable)
             self.schedule.begin_backward()
             self._late.clear()
             self._passes += 1

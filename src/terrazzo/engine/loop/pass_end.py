@@ -49,11 +49,11 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
 
 
 def _trail(axes: Axes, progress: Progress) -> int:
-    """A checksum of what must be equal on all ranks: optimizer steps and their hyper-parameters, gradients that were
-    left out of them, what gradients are divided by, and what has been exchanged on transports whose messages carry no
+    """A checksum of what must be equal on all ranks: optimizer steps and their hyper-parameters, what the loop has
+    done to gradients, what they are divided by, and what has been exchanged on transports whose messages carry no
     labels.
     """
-    checksum = zlib.crc32(struct.pack("<qqd", progress.steps, progress.dropped, progress.denominator.unscaled))
+    checksum = zlib.crc32(struct.pack("<qqd", progress.steps, progress.edits, progress.denominator.unscaled))
     checksum = zlib.crc32(array("d", _hyper_parameters(progress).values()).tobytes(), checksum)
     for axis in axes.every:
         checksum = zlib.crc32(axes.along(axis).checksum.to_bytes(4, "little"), checksum)
@@ -78,12 +78,12 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
             f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
             "on it, for example with an all_reduce of whether the loss is finite."
         )
-    dropped = axes.rows(torch.tensor([progress.dropped], device=axes.control_device)).flatten().tolist()
-    if min(dropped) != max(dropped):
+    edits = axes.rows(torch.tensor([progress.edits], device=axes.control_device)).flatten().tolist()
+    if min(edits) != max(edits):
         raise RanksApart(
-            f"The ranks have not run the same: before {label}, the .grad of a parameter has been set to None on some "
-            "ranks and not on others, so that they have stepped other parameters. Set it to None on every rank, or on "
-            "none."
+            f"The ranks have not run the same: before {label}, gradients have been forgotten or changed on some ranks "
+            f"and not on others, or by other numbers; what was done last here: {progress.last_edit}. Each rank steps "
+            "its own part of the weights: call zero_grad(), set .grad to None, scale and clip on every rank or on none."
         )
     held = _hyper_parameters(progress)
     rows = axes.rows(torch.tensor([*held.values()], dtype=torch.float64, device=axes.control_device))

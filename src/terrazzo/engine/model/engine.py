@@ -18,6 +18,7 @@ from terrazzo.engine.bucket import Bucket, take_displaced
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks
+from terrazzo.engine.model.alike import compare_written, take_first
 from terrazzo.engine.model.average import Average
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
@@ -121,9 +122,22 @@ class Engine:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget every gradient, or set finished ones to zero."""
+        self.note_zeroed(set_to_none)
         for driver in self.drivers:
             driver.forget(set_to_none)
         self.schedule.forget_gradients(set_to_none)
+
+    def note_zeroed(self, set_to_none: bool, first: int = 0) -> None:
+        """Gradients are about to be forgotten, or set to zero: on every rank, where there are any.
+
+        Args:
+            first: number of the first param group of the optimizer that does so.
+        """
+        progress, which = self.progress, "" if set_to_none else "set_to_none=False"
+        failed = progress.raised or progress.abandoned or self.schedule.in_backward
+        if failed or any(bucket.gradient.held for bucket in self.trainable()):
+            progress.note(f"zero_grad({which})" + (f" of param group {first} and on" if first else ""))
+        progress.raised = progress.abandoned = False
 
     def require_own_weights(self, what: str) -> None:
         """Refuse `what` where the averages are in the place of the weights.
@@ -176,7 +190,7 @@ class Engine:
         Raises:
             Misuse: there.
         """
-        if self.schedule.in_backward:
+        if self.schedule.in_backward or self.progress.abandoned:
             raise Misuse(
                 f"{what} was called after a backward that raised, or inside of one: a part of the parameters have "
                 "gradients, and the others have none. Call optimizer.zero_grad() instead, or leave it out, and run "
@@ -197,6 +211,7 @@ class Engine:
                 "micro-batch's backward outside 'with tz.accumulate(model)' first."
             )
         self.hooks.before_use()
+        self.progress.note(f"tz.clip_grad_norm_(model, {float(max_norm)}, {float(norm_type)})")
         for driver in self.drivers:
             driver.prepare_clipping(max_norm)
         return clip_grad_norm(self.trainable(), self.recipe, max_norm, norm_type, error_if_nonfinite)
@@ -310,13 +325,15 @@ class Engine:
         return rehearse(self.units, self._paper_step(micro_batches, local)).traffic
 
     @contextlib.contextmanager
-    def gathered(self, write: bool) -> Iterator[dict[str, Tensor]]:
+    def gathered(self, write: bool | Literal["first rank"]) -> Iterator[dict[str, Tensor]]:
         """Full weights of the whole model; see `tz.gathered`."""
         outer = self._gathered
         members = [member for bucket in self.buckets() for member in bucket.members]
         named: dict[str, Tensor] = {name: member.parameter for member in members for name in member.names}
         if outer is not None and (outer == "write" or not write) and all(unit.present for unit in self.units):
             yield named  # who began takes over what is written
+            if write == "first rank":
+                self._agree_on_written(write)
             return
         self.settle()
         for bucket in self.buckets():
@@ -327,7 +344,7 @@ class Engine:
             yield named
             with torch.no_grad():
                 if write:
-                    take_displaced(self.buckets())
+                    self._agree_on_written(write)
                 for bucket in self.buckets() if write else ():
                     bucket.take_written()
         except BaseException:
@@ -344,6 +361,13 @@ class Engine:
             self.schedule.rest()
         if write:
             self.publish()
+
+    @torch.no_grad()
+    def _agree_on_written(self, write: Literal[True, "first rank"]) -> None:
+        """Compare what ranks have written into gathered weights, or take what the first one has."""
+        buckets = self.buckets()
+        take_displaced(buckets)
+        take_first(buckets) if write == "first rank" else compare_written(self.axes, buckets)
 
     def _within(self, gathered: Literal["read", "write"] | None) -> None:
         self._gathered = gathered

@@ -15,8 +15,9 @@ from terrazzo.engine.border.parameter import AtRest
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.materialize import replace_buffers
-from terrazzo.engine.model.names import extra_state, extra_state_takers, persistent_buffers
+from terrazzo.engine.model.names import PersistentBuffer, extra_state, extra_state_takers, persistent_buffers
 from terrazzo.engine.model.state import ModelState
+from terrazzo.engine.model.together import together
 from terrazzo.engine.model.wrappers import refuse_class
 from terrazzo.errors import BadInput, Misuse, listed
 
@@ -95,32 +96,50 @@ class ShardedModule(nn.Module):
             `missing_keys` and `unexpected_keys`, as torch does.
 
         Raises:
-            BadInput: for what is no state dict, for names, if `strict`, and for tensors of other shapes; nothing has
-                been changed.
+            BadInput: for what is no state dict, for names, if `strict`, and for tensors of other shapes, on any rank;
+                nothing has been changed.
+            RanksApart: where ranks were given other names, before anything is changed, or other values.
         """
-        if not isinstance(state_dict, Mapping):
-            raise BadInput(
-                f"load_state_dict takes names with full tensors, not a {type(state_dict).__name__}. A file is read by"
-                " tz.checkpoint.load_weights(model, path), and a module gives its state_dict()."
-            )
-        engine, own, buffers = self._terrazzo, ModelState(self), persistent_buffers(self)
-        known = {name for bucket in engine.buckets() for slot in bucket.slots for name in slot.names}
-        known |= {name for buffer in buffers for name in buffer.names}
-        given = {buffer.name: [name for name in buffer.names if name in state_dict] for buffer in buffers}
-        takers = extra_state_takers(self)
-        known |= takers.keys()
-        missing = sorted(own.missing(state_dict) | {name for name, present in given.items() if not present})
-        missing += [name for name, each in takers.items() if name not in state_dict and extra_state(each) is not None]
-        unexpected = [name for name in state_dict if name not in known]
-        if strict and (missing or unexpected):
-            how = _meant(state_dict, unexpected, known) or "Pass strict=False to load what matches."
-            lists = [listed([*map(repr, names)], _NAMED) or "nothing" for names in (missing, unexpected)]
-            raise BadInput(f"load_state_dict: missing {lists[0]}, unexpected {lists[1]}. {how}")
-        own.load(state_dict, {names[0]: buffer.tensor for buffer in buffers if (names := given[buffer.name])})
+        buffers, takers = persistent_buffers(self), extra_state_takers(self)
+        own = ModelState(self)
+        missing, unexpected = together(
+            self._terrazzo.axes, lambda: self._compare_names(state_dict, strict, own, buffers, takers)
+        )
+        own.load(state_dict, buffers)
         for name, module in takers.items():
             if name in state_dict:
                 module.set_extra_state(state_dict[name])
         return _Loaded(missing, unexpected)
+
+    def _compare_names(
+        self,
+        given: Any,
+        strict: bool,
+        own: ModelState,
+        buffers: Sequence[PersistentBuffer],
+        takers: Mapping[str, nn.Module],
+    ) -> tuple[list[str], list[str]]:
+        """What a state dict lacks, and what it has too much.
+
+        Raises:
+            BadInput: where there is any, if `strict`, and for what is no state dict.
+        """
+        if not isinstance(given, Mapping):
+            raise BadInput(
+                f"load_state_dict takes names with full tensors, not a {type(given).__name__}. A file is read by"
+                " tz.checkpoint.load_weights(model, path), and a module gives its state_dict()."
+            )
+        known = {name for bucket in self._terrazzo.buckets() for slot in bucket.slots for name in slot.names}
+        known |= {name for buffer in buffers for name in buffer.names} | takers.keys()
+        absent = {buffer.name for buffer in buffers if not any(name in given for name in buffer.names)}
+        missing = sorted(own.missing(given) | absent)
+        missing += [name for name, each in takers.items() if name not in given and extra_state(each) is not None]
+        unexpected = [name for name in given if name not in known]
+        if strict and (missing or unexpected):
+            how = _meant(given, unexpected, known) or "Pass strict=False to load what matches."
+            lists = [listed([*map(repr, names)], _NAMED) or "nothing" for names in (missing, unexpected)]
+            raise BadInput(f"load_state_dict: missing {lists[0]}, unexpected {lists[1]}. {how}")
+        return missing, unexpected
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What `.to`, `.half` and their like do: nothing to parameters, or an error if it would be something; to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -190,13 +190,13 @@ def clip_grad_norm_(
 
 
 @contextlib.contextmanager
-def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Tensor]]:
+def gathered(model: nn.Module, *, write: bool | Literal["first rank"] = False) -> Iterator[dict[str, Tensor]]:
     """Full parameters on every rank, by original name; call it on every rank. Of those that ranks along `tp` share,
     each rank has its own part.
 
     Args:
-        write: take over what was written into them, which must be the same on every rank. Master weights change only
-            where the value read from them was changed.
+        write: take over what was written into them, which must be the same on every rank; or, by "first rank", what the
+            first rank wrote, on all. Master weights change only where the value read from them was changed.
 
     Where the plan keeps weights whole, they are ordinary parameters: what is written stays, also without `write`, and
     also if the body raises. Where it splits them, writing without `write` is refused; what was written is lost then,
@@ -208,9 +208,13 @@ def gathered(model: nn.Module, *, write: bool = False) -> Iterator[dict[str, Ten
     than the parameter. `state_dict()`, of the model and of modules inside it, gives copies.
 
     Raises:
+        BadInput: for another `write`.
         Misuse: at the end, for what was written without `write` under a plan that splits weights; with `write` there,
             for a forward inside.
+        RanksApart: at the end, on every rank, where ranks have written other values; nothing is taken over then.
     """
+    if write not in (True, False, "first rank"):
+        raise BadInput(f"tz.gathered(write={write!r}): give True, False, or 'first rank' to take what that one writes.")
     with engine_of(model).gathered(write) as parameters:
         yield parameters
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from terrazzo.engine.border.parameter import AtRest, torch_names
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.listeners import eager, inside_backward, weakly
+from terrazzo.engine.model.by_hand import put_back, set_before, set_by_hand
 from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.model.factors import beside, check_numbers, text_of
 from terrazzo.engine.model.measured import measured_gradient, measures
 from terrazzo.engine.optim.clipping import norms
 from terrazzo.engine.partition import Member
@@ -59,7 +61,7 @@ class _Shelf:
     @property
     def wanted(self) -> bool:
         """Whether there is a gradient, be it one that further micro-batches add to."""
-        return self.bucket.gradient.finished is not None or self.bucket.gradient.unfinished
+        return self.bucket.gradient.held
 
     def show(self) -> None:
         self.shown = list(compress(self._numbered, self.bucket.gradient.seen))
@@ -85,7 +87,7 @@ class _Shelf:
             if grad is None and seen[index]:
                 indices.append(index)
             elif grad is not None:
-                raise _set_by_hand(self.bucket.members[index])
+                raise set_by_hand(self.bucket.members[index])
         return indices
 
     def foreign(self) -> Iterator[tuple[Member, bool]]:
@@ -107,7 +109,7 @@ class _StandIns:
         self._shown: list[_Shelf] = []
         self._norms: dict[float, dict[Key, Tensor]] = {}
         self._measured = 0
-        engine.hooks.tell_of_gradients(begun=self.take_away, ended=self.show, before_use=self.before_use)
+        engine.hooks.tell_of_gradients(begun=self.begin_backward, ended=self.show, before_use=self.before_use)
         before = weakly(self, _StandIns.begin)  # else autograd would add to a stand-in
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
@@ -146,6 +148,19 @@ class _StandIns:
                     shelf.take_away()
             self._shown = []
 
+    def begin_backward(self) -> None:
+        """A backward pass begins, and adds to the `.grad` that users have set.
+
+        Raises:
+            Misuse: where that would be divided as gradients are which have been multiplied before.
+        """
+        self.take_away()
+        if not self._engine.progress.denominator.is_mean:
+            with _PLAINLY():
+                for shelf in self._all_shelves():
+                    for member, is_forgotten in shelf.foreign():
+                        raise put_back(member) if is_forgotten else set_before(member)
+
     def begin(self, *_: Any) -> None:
         """A forward begins, or a gradient comes, maybe before anything has announced a backward pass."""
         if self._shown:
@@ -166,7 +181,7 @@ class _StandIns:
             for shelf in self._all_shelves():
                 for member, is_forgotten in shelf.foreign():
                     if member.group >= 0 and self._learns():
-                        raise _put_back(member) if is_forgotten else _set_by_hand(member)
+                        raise put_back(member) if is_forgotten else set_by_hand(member)
         self.notice_dropped()
 
     def _learns(self) -> bool:
@@ -181,11 +196,12 @@ class _StandIns:
         names = [bucket.members[index].name for bucket, indices in dropped for index in indices]
         if not names:
             return
-        self._engine.progress.note_dropped(names)
         if all(len(indices) == sum(bucket.gradient.seen) for bucket, indices in dropped):
             self._engine.zero_grad(set_to_none=True)
             return
         self._prepare_change(names[0])
+        for name in names:
+            self._engine.progress.note(f"{name}.grad = None")
         for bucket, indices in dropped:
             bucket.gradient.forget(indices)  # later micro-batches may add to the others
 
@@ -216,10 +232,12 @@ class _StandIns:
         total = norms(([bucket.gradient.given(index)] for bucket, index in self.keys), engine.recipe, kind)
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
-    def change(self, key: Key, change: Callable[[Tensor], Any]) -> None:
-        """Change this rank's elements of one parameter's gradient in place."""
-        self._prepare_change(_member(key).name)
+    def change(self, key: Key, what: str, change: Callable[[Tensor], Any]) -> None:
+        """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
         bucket, index = key
+        name = bucket.members[index].name
+        self._prepare_change(name)
+        self._engine.progress.note(f"{name}.grad.{what}")
         bucket.gradient.change(index, change)
 
     def _prepare_change(self, name: str) -> None:
@@ -244,23 +262,6 @@ class _StandIns:
                 "the last micro-batch's backward outside 'with tz.accumulate(model)' first; zero_grad() of the "
                 "optimizer or the model forgets them."
             )
-
-
-def _set_by_hand(member: Member) -> Misuse:
-    return Misuse(
-        f"The .grad of {member.name!r} was replaced by a tensor, by hand or before tz.shard, and no step would use it: "
-        "the gradients of a sharded model are in memory of the engine, where backward() puts them. Change those in "
-        "place (mul_, div_, zero_), or before backward with parameter.register_hook; optimizer.zero_grad() forgets "
-        "this one."
-    )
-
-
-def _put_back(member: Member) -> Misuse:
-    return Misuse(
-        f"The .grad of {member.name!r} was put back after its gradient had been forgotten, by zero_grad() say: it "
-        "stands for what the engine holds, and holds no values itself. Run backward again, or leave zero_grad() out "
-        "until behind optimizer.step()."
-    )
 
 
 def _member(key: Key) -> Member:
@@ -324,47 +325,30 @@ def _norm(grad: _StandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = Fa
     return owner.norm(key, float(kind)).to(dtype or torch.float32)
 
 
-def _changed(grad: _StandIn, change: Callable[[Tensor], Any]) -> _StandIn:
+def _changed(grad: _StandIn, what: str, change: Callable[[Tensor], Any]) -> _StandIn:
     owner, key = _found(grad)
-    owner.change(key, change)
+    owner.change(key, what, change)
     return grad
 
 
 def _scale(grad: _StandIn, other: Any) -> _StandIn:
-    _check_numbers(other)
-    return _changed(grad, lambda data: data.mul_(_beside(data, other)))
+    check_numbers(other)
+    return _changed(grad, f"mul_({text_of(other)})", lambda data: data.mul_(beside(data, other)))
 
 
 def _divide(grad: _StandIn, other: Any, **named: Any) -> _StandIn:
-    _check_numbers(other)
-    return _changed(grad, lambda data: data.div_(_beside(data, other), **named))
-
-
-def _check_numbers(*numbers: Any) -> None:
-    """Refuse a number for each element, which ranks that hold other elements would take from the wrong places.
-
-    Raises:
-        Misuse: there.
-    """
-    for number in numbers:
-        if torch.is_tensor(number) and number.numel() != 1:
-            raise Misuse(
-                f"A sharded gradient was multiplied, divided or clamped by a tensor of {number.numel()} elements: it "
-                "takes one number. To mask elements, multiply the weight by the mask in the module's forward."
-            )
-
-
-def _beside(data: Tensor, number: Any) -> Any:
-    return number.to(data.device) if torch.is_tensor(number) else number
+    check_numbers(other)
+    return _changed(grad, f"div_({text_of(other)})", lambda data: data.div_(beside(data, other), **named))
 
 
 def _clamp(grad: _StandIn, *bounds: Any, **named: Any) -> _StandIn:
-    _check_numbers(*bounds, *named.values())
-    return _changed(grad, lambda data: data.clamp_(*bounds, **named))
+    check_numbers(*bounds, *named.values())
+    what = ", ".join([*map(text_of, bounds), *(f"{name}={text_of(bound)}" for name, bound in sorted(named.items()))])
+    return _changed(grad, f"clamp_({what})", lambda data: data.clamp_(*bounds, **named))
 
 
 def _zero(grad: _StandIn) -> _StandIn:
-    return _changed(grad, Tensor.zero_)
+    return _changed(grad, "zero_()", Tensor.zero_)
 
 
 def _same(grad: _StandIn, *rest: Any) -> _StandIn:

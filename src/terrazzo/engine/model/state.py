@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.family import Box
-from terrazzo.engine.layout import Slot
+from terrazzo.engine.model.alike import unlike
+from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.engine import engine_of
+from terrazzo.engine.model.names import PersistentBuffer
 from terrazzo.engine.model.pieces import Piece, average_pieces, copied_pieces, model_pieces, optimizer_pieces
 from terrazzo.engine.model.restore import Read, restore_averages, restore_model, restore_optimizer
 from terrazzo.engine.model.together import together
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, RanksApart, listed
 
 __all__ = ["ModelState", "ParameterInfo"]
 
@@ -134,57 +137,92 @@ class ModelState:
     def missing(self, state: Mapping[str, Tensor]) -> set[str]:
         """Parameters that `state` does not have, under any of their names."""
         slots = [slot for bucket in self._engine.buckets() for slot in bucket.slots]
-        return {slot.name for slot in slots if _name_in(state, slot) is None}
+        return {slot.name for slot in slots if _name_in(state, slot.names) is None}
 
-    def load(self, state: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Set weights and `buffers` from full tensors by name, this rank keeping its own ranges.
+    def load(self, state: Mapping[str, Tensor], buffers: Sequence[PersistentBuffer]) -> None:
+        """Set weights and buffers from full tensors by name, this rank keeping its own ranges. Collective.
 
         Args:
             state: may be lazy: one tensor at a time is looked up, for its shape before anything is changed, and then
-                for its values. A tied parameter may come under any of its names. A DTensor is gathered, so all ranks
-                must have it.
-            buffers: those to set; `state` has each.
+                for its values. A parameter or buffer may come under any of its names. A DTensor is gathered, so all
+                ranks must have it.
+            buffers: those that the model has.
 
         Raises:
-            BadInput: tensors of the wrong shape; all are listed, and nothing is changed.
+            BadInput: tensors of the wrong shape, here or on another rank; all are listed, and nothing is changed.
+            RanksApart: on every rank, if other names are found on another, before anything is changed, or other values.
         """
-        self._engine.require_own_weights("load_state_dict()")
-        found = self._fitting(state, {name: tuple(buffer.shape) for name, buffer in buffers.items()})
-        self._engine.settle()
-        with torch.no_grad():
-            for bucket, slot, name in found:
-                value = state[name]
-                full = value.full_tensor() if isinstance(value, DTensor) else value
-                bucket.write(slot, full if bucket.box(slot).is_all else bucket.box(slot).of(full))
-            for name, buffer in buffers.items():
-                buffer.copy_(state[name])
-        self._engine.show_changed()
-
-    def _fitting(
-        self, state: Mapping[str, Tensor], buffers: Mapping[str, tuple[int, ...]]
-    ) -> list[tuple[Bucket, Slot, str]]:
-        """The parameters that `state` has, and their names there.
-
-        Args:
-            buffers: shapes of those that it has, too.
-
-        Raises:
-            BadInput: tensors of the wrong shape; all are listed.
-        """
-        slots = [(b, slot, _name_in(state, slot)) for b in self._engine.buckets() for slot in b.slots]
+        engine = self._engine
+        engine.require_own_weights("load_state_dict()")
+        slots = [(b, slot, _name_in(state, slot.names)) for b in engine.buckets() for slot in b.slots]
         found = [(bucket, slot, name) for bucket, slot, name in slots if name is not None]
-        wanted = {name: bucket.box(slot).shape for bucket, slot, name in found} | dict(buffers)
-        shapes = {name: tuple(state[name].shape) for name in wanted}
-        unequal = [name for name in wanted if shapes[name] != wanted[name]]
-        wrong = [f"{name} is {shapes[name]} and should be {wanted[name]}" for name in unequal]
-        if wrong:
-            raise BadInput(
-                f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}. Give full tensors, from a model that "
-                "was built as this one was."
+        kept = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
+        shapes = {name: bucket.box(slot).shape for bucket, slot, name in found}
+        shapes |= {name: tuple(buffer.tensor.shape) for buffer, name in kept if name is not None}
+        together(engine.axes, lambda: _check_shapes(state, shapes))
+        names = {slot.name: name or "" for _, slot, name in slots} | {b.name: name or "" for b, name in kept}
+        checksums = {name: zlib.crc32(there.encode()) for name, there in names.items()}
+        if differing := unlike(engine.axes, checksums):
+            raise RanksApart(
+                f"load_state_dict: the ranks were given other names; of {listed([*map(repr, differing)])} some ranks "
+                f"alone have one. Nothing has been loaded. {_GIVE_ALL}"
             )
-        return found
+        engine.settle()
+
+        def write() -> dict[str, Tensor]:
+            hashes = {}
+            for bucket, slot, name in found:
+                full = _full(state[name])
+                hashes[slot.name] = self._hashed(full)
+                bucket.write(slot, full if bucket.box(slot).is_all else bucket.box(slot).of(full))
+            for buffer, there in kept:
+                if there is not None:
+                    full = _full(state[there])
+                    hashes[buffer.name] = self._hashed(full)
+                    buffer.tensor.copy_(full)
+            return hashes
+
+        with torch.no_grad():
+            hashes = together(engine.axes, write)
+        engine.show_changed()
+        if differing := unlike(engine.axes, hashes):
+            raise RanksApart(
+                f"load_state_dict: the ranks were given other values of {listed([*map(repr, differing)])}, and each "
+                f"has kept its own part. {_GIVE_ALL}"
+            )
+
+    def _hashed(self, given: Tensor) -> Tensor:
+        """What ranks compare of a full tensor, wherever each has it; nothing where there is one rank."""
+        axes = self._engine.axes
+        return digest(given.cpu()) if axes.live(axes.every) else torch.zeros((), dtype=torch.int64)
 
 
-def _name_in(state: Mapping[str, Tensor], slot: Slot) -> str | None:
-    """Under which of its names a parameter is in `state`."""
-    return next((name for name in slot.names if name in state), None)
+_GIVE_ALL = (
+    "Give every rank the same state dict, or copy it into the weights on the first alone, inside 'with "
+    'tz.gathered(model, write="first rank")\'.'
+)
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _check_shapes(state: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse tensors of the wrong shape.
+
+    Raises:
+        BadInput: there; all are listed.
+    """
+    shapes = {name: tuple(state[name].shape) for name in wanted}
+    unequal = [name for name in wanted if shapes[name] != wanted[name]]
+    wrong = [f"{name} is {shapes[name]} and should be {wanted[name]}" for name in unequal]
+    if wrong:
+        raise BadInput(
+            f"{len(wrong)} tensors have the wrong shape: {'; '.join(wrong)}. Give full tensors, from a model that "
+            "was built as this one was."
+        )
+
+
+def _name_in(state: Mapping[str, Tensor], names: Sequence[str]) -> str | None:
+    """Under which of its names something is in `state`."""
+    return next((name for name in names if name in state), None)

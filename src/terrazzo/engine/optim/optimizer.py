@@ -292,6 +292,8 @@ class OptimizerDriver:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients of its own parameters, or set finished ones to zero."""
+        if not self._retired and (model := self._model()) is not None:
+            model.note_zeroed(set_to_none, self.groups.start)
         self.forget(set_to_none)
         if self.schedule.in_backward:  # a backward raised: gradients of all optimizers hold a part of it, or not
             self.schedule.forget_gradients(set_to_none)

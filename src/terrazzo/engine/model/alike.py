@@ -1,0 +1,58 @@
+"""Values that a user gives on each rank, and that must be the same on all: each keeps its own part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buffer import view
+from terrazzo.engine.model.digest import digest
+from terrazzo.errors import RanksApart, listed
+
+__all__ = ["compare_written", "take_first", "unlike"]
+
+
+def unlike(axes: Axes, numbers: Mapping[str, Tensor | int], along: Iterable[str] | None = None) -> list[str]:
+    """Names of the numbers, int64, that are not the same on all ranks of some axes, by default of all. Collective.
+
+    Args:
+        numbers: under the same names on every rank.
+    """
+    if not numbers:
+        return []
+    values = torch.stack([torch.as_tensor(each, device=axes.control_device) for each in numbers.values()])
+    return [name for name, same in zip(numbers, axes.equal(values, along), strict=True) if not same]
+
+
+def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
+    """Compare what has been written into gathered weights. Collective.
+
+    Raises:
+        RanksApart: on every rank, where it differs between ranks that hold the same parameters.
+    """
+    if not axes.live(axes.every):
+        return
+    differing = []
+    for along in dict.fromkeys(bucket.recipe.axes.names for bucket in buckets):
+        own = [bucket for bucket in buckets if bucket.recipe.axes.names == along]
+        # of copies: memory that numpy has seen once cannot be given back
+        hashes = {slot.name: digest(view(bucket.full.data, slot).clone()) for bucket in own for slot in bucket.slots}
+        differing += unlike(axes, hashes, along)
+    if axes.maximum(torch.tensor([len(differing)], device=axes.control_device)).item():
+        raise RanksApart(
+            "The ranks have not written the same inside 'with tz.gathered(model, write=True)': they differ in "
+            f"{listed([*map(repr, differing)]) or 'what other ranks hold'}. Each rank keeps its own part of what it "
+            "has. Write the same values on every rank, or on the first alone with "
+            "'tz.gathered(model, write=\"first rank\")'."
+        )
+
+
+def take_first(buckets: Iterable[Bucket]) -> None:
+    """Take the gathered weights of the first rank, of those that hold the same parameters, on all. Collective."""
+    for bucket in buckets:
+        axes = bucket.recipe.axes
+        axes.broadcast(bucket.full.data, axes.names)
