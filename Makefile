@@ -22,10 +22,9 @@ export PYTHONDONTWRITEBYTECODE :=
 install: $(TEST)
 
 $(BASE): pyproject.toml constraints.txt
-	@echo "installing Terrazzo and torch into .venv: once, some minutes ..."
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) -e .
-	@touch $@
+	@echo "installing Terrazzo and torch into .venv: once, some minutes, mostly the download of torch ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@rm -f $@; { $(PIP) -e . && touch $@; } | sed -un '/^ *Downloading .*whl (/p; /^Installing/p'; test -f $@
 
 $(TEST): $(BASE)
 	$(PIP) -e '.[test]'
@@ -36,7 +35,7 @@ $(DEV): $(TEST)
 	@touch $@
 
 demo: $(BASE)
-	@echo "training a small language model on two processes, a minute or two ..."
+	@echo "training a small language model on two processes: two minutes on a quiet laptop, longer on a busy machine ..."
 	@$(BIN)/terrazzo train examples/quickstart.yaml
 
 test: install

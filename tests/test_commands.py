@@ -24,6 +24,7 @@ from terrazzo.train import run
 from terrazzo.train.command import Command, folded, program
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
+from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.loop import Trainer
 from terrazzo.train.preflight import check
 from terrazzo.train.session import open_session
@@ -38,11 +39,16 @@ SMALL = {
 }  # fmt: skip
 
 
-class _NeverAsked(StopRequest):
-    """Signals belong to the main thread."""
+class _AskedAfter(StopRequest):
+    """Signals belong to the main thread: it is asked after so many steps, or never."""
 
-    def __init__(self) -> None:
-        self._requested = False
+    def __init__(self, steps: int | None = None) -> None:
+        self._requested, self._left = False, steps
+
+    def agreed(self, broken: bool) -> tuple[bool, bool]:
+        self._left = None if self._left is None else self._left - 1
+        self._requested = self._left == 0
+        return super().agreed(broken)
 
 
 class Runs:
@@ -53,18 +59,19 @@ class Runs:
         self._small += [f"data.cache={folder / 'cache'}"]
         self._folder = folder
         self.steps: list[int] = []
+        self.stop_after: int | None = None
 
     def __call__(self, path: Path, overrides: list[str]) -> int:
         asked = load_config(path, ["schedule.warmup_steps=0", *overrides])  # steps may be few already
         check(asked, asked.launch.ranks or 1)
-        steps = asked.train.steps if asked.train.steps < 10 else 2
+        steps = asked.train.steps if asked.train.steps < 10 else max(2, asked.train.steps // 125)
         here = [f"log.folder={self._folder / asked.log.folder}", f"train.steps={steps}", "launch.ranks=1"]
         config = load_config(path, [*overrides, *self._small, *here])
 
         def body(rank: int) -> int:
             with open_session(config, Ranks(0, 1, torch.device("cpu"))) as session:
                 self.steps.append(session.step)
-                return Trainer(session, _NeverAsked(), Command(path, overrides)).run()
+                return Trainer(session, _AskedAfter(self.stop_after), Command(path, overrides)).run()
 
         return run_in_threads(1, body)[0]
 
@@ -77,8 +84,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     return made
 
 
-def obey(command: str) -> None:
-    """Do what a shell would; it ends the test where a shell would say that there is an error."""
+def obey(command: str, code: int = 0) -> None:
+    """Do what a shell would; it ends the test where a shell would say that there is an error, or another exit code."""
     words = shlex.split(command, comments=True)
     name, arguments = Path(words[0]).name, words[1:]
     if name == "make":
@@ -102,7 +109,7 @@ def obey(command: str) -> None:
             patch.setattr(sys, "argv", words)
             with pytest.raises(SystemExit) as ended:
                 cli.main()
-        assert ended.value.code in (0, None), command
+        assert (ended.value.code or 0) == code, command
 
 
 def commands_of(page: str) -> list[str]:
@@ -119,11 +126,30 @@ def test_every_command_of_the_first_pages_works(runs: Runs) -> None:
     assert len(runs.steps) >= 4, "some of them train"
 
 
+def test_stop_and_continue_does_what_the_page_says(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/start.md").read_text(encoding="utf-8")
+    section = page.partition("## Stop and continue")[2].partition("\n## ")[0]
+    first, stop, second = re.findall(
+        r"^(?:\$ )?(\S.*)$", section.partition("```console\n")[2].partition("```")[0], re.M
+    )
+    assert stop == "^C"
+    obey("terrazzo train examples/quickstart.yaml")  # the demo, which ends at its last step
+    runs.stop_after = 1
+    obey(first, PREEMPTED)
+    assert "stopping as asked: saving" in capsys.readouterr().out
+    runs.stop_after = None
+    obey(second)
+    assert runs.steps == [0, 2, 3]
+    out = capsys.readouterr().out
+    assert "done      step 4 of 4" in out
+    assert "\nplan      zero1 on 1 CPU rank" in out
+
+
 def test_the_demo_is_short_and_its_commands_work(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     make = ["make", "--no-print-directory", "--dry-run", "--always-make", "demo"]
     shown = subprocess.run(make, cwd=ROOT, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
     assert shown[0].startswith("echo "), "something to see at once"
-    assert not any("quiet" in line for line in shown)
+    assert not any("--quiet" in line for line in shown), "pip says what it downloads"
     obey(shown[-1])
     out = capsys.readouterr().out
     summary = out.split("\n\n")[-1].splitlines()

@@ -182,3 +182,18 @@ def test_bench_outside_a_checkout_says_where_it_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "root of a checkout" in done.stderr
+
+
+def test_what_needs_no_torch_does_not_import_it() -> None:
+    """In a fresh interpreter: the version, the help, and an option that no verb has."""
+    lines = [["--version"], ["--help"], ["plan", "--help"], ["checkpoint", "inspect", "--help"], ["train", "--sped"]]
+    code = (
+        "import sys\nfrom terrazzo.cli import main\n"
+        f"for words in {lines!r}:\n"
+        "    sys.argv = ['terrazzo', *words]\n"
+        "    try:\n        main()\n"
+        "    except SystemExit as ended:\n        print('ended', ended.code, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ended = [line for line in done.stdout.splitlines() if line.startswith("ended ")]
+    assert ended == [*(["ended 0 False"] * 4), "ended 2 False"]

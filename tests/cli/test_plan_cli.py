@@ -282,6 +282,17 @@ def test_sizing_is_said_in_a_sentence() -> None:
     assert output.startswith("14 is only the floor for model states; ")
 
 
+def test_machines_without_gpus_are_called_so_and_this_one_comes_first() -> None:
+    output = shown("--model", "llama-7b", "--gpu", "cpu", "--memory-gb", "25")
+    first, _, heads, *_ = output.splitlines()
+    assert first == (
+        "It does not fit on this machine: model states alone need 100.4 GiB of 23.3. Of machines like it 5 would hold"
+        " the model states and nothing else, 7 is the first number that runs."
+    )
+    assert heads.startswith("machines  runs")
+    assert "among these what sends the fewest bytes per token is first" in output
+
+
 def test_what_was_assumed_is_said() -> None:
     output = shown("--model", "llama3-8b", "--gpus", "8", "--strategy", "zero3")
     assert "note: No GPU was named" in output

@@ -50,6 +50,12 @@ def findings(document: dict[str, Any], level: str = "error") -> dict[str, str]:
     return {each.key: each.text for each in found if each.level == level}
 
 
+def test_a_misspelt_word_is_answered_in_the_spelling_of_the_file() -> None:
+    said = verdict(fsdp(1, sharding_strategy="FULL_SHART"), "fsdp_config.fsdp_sharding_strategy").why
+    words = "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, 1, 2, 3, 4, 5"
+    assert said == f"it is 'FULL_SHART', expected one of {words}. Did you mean 'FULL_SHARD'?"
+
+
 # -- profiles in the shapes that questionnaires and training libraries write -----------------------------------------
 
 _PROFILE = {

@@ -310,7 +310,9 @@ def test_unknown_name_says_what_is_accepted() -> None:
 
 @pytest.mark.parametrize("text", ["70e9", "70B", "8,000,000"])
 def test_a_number_of_parameters_is_no_name(text: str) -> None:
-    with pytest.raises(BadInput, match=rf"a number in Python, and --params {text} on the command line\.$"):
+    with pytest.raises(
+        BadInput, match=rf"Did you mean a preset such as [\w.-]+, or --params {text} \(in Python, a number\)\?$"
+    ):
         model_shape(text)
 
 

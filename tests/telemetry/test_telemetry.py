@@ -234,6 +234,17 @@ def test_peak_memory_of_a_cpu_run_is_that_of_the_process() -> None:
     assert PeakMemory(torch.device("cpu")).peak_bytes >= max(peak, ballast.nbytes)
 
 
+def test_a_long_line_is_wrapped_on_a_terminal_and_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "bytes     " + "states 17.26, transient 9.95, sent per step 17.14 MiB, as promised, and more of it"
+    assert Console().wrapped(said, 10) == said
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setenv("COLUMNS", "60")
+    first, second = Console().wrapped(said, 10).splitlines()
+    assert len(first) <= 60
+    assert second.startswith(" " * 10) and second[10] != " "
+    assert f"{first} {second.strip()}" == said
+
+
 def test_the_bar_of_a_terminal_says_what_it_counts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,7 +22,7 @@ from terrazzo.train.launch import script as launching
 from terrazzo.train.launch import starting
 from terrazzo.train.launch.labelled import Labelled
 from terrazzo.train.launch.starting import _report
-from terrazzo.train.launch.telling import Failure
+from terrazzo.train.launch.telling import REPORT, Failure
 from tests.train.test_launch import Ended, S
 
 STARTED = [
@@ -253,6 +253,22 @@ def test_the_traceback_of_the_rank_that_failed_is_said_once_and_is_the_scripts_a
     assert (first, trace[0]) == ("Rank 1 failed first:", "Traceback (most recent call last):")
     assert last == "ZeroDivisionError: the cause of it all"
     assert {line.split('"')[1] for line in trace if line.startswith("  File")} == {str(tmp_path / "mine.py")}
+
+
+def test_a_line_of_the_first_rank_is_one_write_also_where_python_is_unbuffered(tmp_path: Path) -> None:
+    """Its end written apart would let another rank's line in between."""
+    script = tmp_path / "mine.py"
+    script.write_text("print('one line')\nprint('tw', end='', flush=True)\nprint('o')\n")
+    reader, writer = os.pipe2(os.O_DIRECT)  # each read gives one write
+    told, tell = os.pipe()
+    environment = {**os.environ, "RANK": "0", "PYTHONUNBUFFERED": "1", REPORT: str(tell)}
+    command = [sys.executable, "-m", "terrazzo.train.launch.script_rank", str(script)]
+    done = subprocess.run(command, stdout=writer, env=environment, pass_fds=[tell], timeout=60, check=False)
+    written = [os.read(reader, 100) for _ in range(3)]
+    for end in (reader, writer, told, tell):
+        os.close(end)
+    assert done.returncode == 0
+    assert written == [b"one line\n", b"tw", b"o\n"]
 
 
 @pytest.mark.processes

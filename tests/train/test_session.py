@@ -157,13 +157,51 @@ def test_a_resumed_run_names_what_differs_and_which_value_is_used(
         "resume: optimizer.lr is 5.0 in the configuration and 0.003 in the checkpoint, which is used",
         "resume: the learning rate goes on at 5.6e-04, where this schedule has it; it was 3.0e-04",
     ]
-    assert "zero3 on 1 CPU rank, fp32" in out[: out.index("tok/s")]
+    assert "zero3 on 1 CPU rank, fp32, 1 thread\n" in out[: out.index("tok/s")]
     assert re.match(r"plan zero3 on .*\nprecision: .*\n\d units", (tmp_path / "run/plan.txt").read_text(), re.DOTALL)
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "step-00000006" / "manifest.json").read_text())
     assert {group["initial_lr"] for group in manifest["optimizer"]["groups"]} == {0.003}
     trained(config_in(tmp_path, optimizer={"lr": 4.0}, batch={"micro_batch": 1}, train={"steps": 8}))
     again = "resume: optimizer.lr is 4.0 in the configuration and 0.003 in the checkpoint, which is used"
     assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("resume: optim")] == [again]
+
+
+def test_a_checkpoint_of_another_model_is_refused_in_a_few_words_with_the_way_on(tmp_path: Path) -> None:
+    trained(config_in(tmp_path, train={"steps": 1}))
+    with pytest.raises(BadInput) as caught:
+        trained(config_in(tmp_path, model={"dim": 32}))
+    said = str(caught.value)
+    assert len(said) < 1200
+    assert said.count(" in the model") == 3
+    assert " more like these. " in said
+    assert "This run differs from the checkpoint's in model.dim (16 → 32). " in said
+    assert said.endswith(
+        "take another log.folder, or checkpoint.resume=never checkpoint.overwrite=true, which removes the checkpoints"
+        " that are there."
+    )
+    trained(config_in(tmp_path, model={"dim": 32}, checkpoint={"resume": "never", "overwrite": True}))
+
+
+def test_a_run_with_nothing_left_does_not_say_how_it_would_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(config_in(tmp_path))
+    trained(config_in(tmp_path, train={"steps": 4}, schedule={"name": "linear", "final_fraction": 0.5}))
+    out = capsys.readouterr().out
+    assert "nothing left to do" in out
+    assert "the learning rate goes on" not in out
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    config = config_in(tmp_path, log={"folder": str(tmp_path / "runs" / "a")}, data={"source": str(tmp_path / "x.txt")})
+    (tmp_path / "x.txt").write_bytes(b"a\0b")
+    (tmp_path / "kept").mkdir()
+    for name, left in (("runs/a", "runs"), ("kept/b", "kept/b")):
+        log = config.log.model_copy(update={"folder": tmp_path / name})
+        with pytest.raises(BadInput, match="binary"):
+            trained(config.model_copy(update={"log": log}))
+        assert not (tmp_path / left).exists()
+    assert (tmp_path / "kept").is_dir(), "it was there before"
 
 
 @pytest.mark.parametrize(

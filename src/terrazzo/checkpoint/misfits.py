@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,37 +14,47 @@ from terrazzo.engine import ModelState, engine_of, persistent_buffers
 
 __all__ = ["fitted_groups", "misfits", "unstepped"]
 
+MOST = 3
 _OF_NO_OPTIMIZER = {WEIGHT, BUFFER, AVERAGE}
 
 
 def misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
-    """A line for each reason why `source` cannot be loaded."""
+    """Why `source` cannot be loaded: of each kind of reason the first three, and how many more there are.
+
+    What is of another shape is named once, and its states not again.
+    """
     shapes = {tuple(kept.names): kept.shape for kept in ModelState(model).parameters()}
     buffers = {tuple(buffer.names): tuple(buffer.tensor.shape) for buffer in persistent_buffers(model)}
     shapes |= buffers
     found = {names: source.resolve(names) for names in shapes}
-    yield from (f"missing: {_shown(names[0])}" for names, name in sorted(found.items()) if name is None)
+    yield from _first_of(f"missing: {_shown(names[0])}" for names, name in sorted(found.items()) if name is None)
     unused = set(source.tensors) - set(found.values())
     if not source.names_ties:  # one tensor may be there under all of its names
         unused -= {name for names in shapes for name in names}
-    yield from (f"not in the model: {_shown(name)}" for name in sorted(unused))
-    for buffer in persistent_buffers(model):
-        if (name := found[tuple(buffer.names)]) is not None:
-            states = source.tensors[name].states
-            if (state := states.get(BUFFER) or states.get(WEIGHT)) is not None:
-                yield from _misfit(_shown(name), state, source.tensors[name].numel, buffer.tensor.dtype, cast)
-    for names, name in found.items():
-        if name is None:
-            continue
-        info = source.tensors[name]
-        if info.shape != shapes[names]:
-            was, wanted = list(info.shape), list(shapes[names])
-            yield f"{_shown(name)} is {was} in the checkpoint and {wanted} in the model"
-        elif not info.states.keys() & ({WEIGHT, BUFFER} if names in buffers else {WEIGHT}):
-            yield f"{_shown(name)} has no weight in the checkpoint"
-    yield from _state_misfits(source, model, with_optimizer, cast)
+    yield from _first_of(f"not in the model: {_shown(name)}" for name in sorted(unused))
+    both = [(names, name, source.tensors[name]) for names, name in found.items() if name is not None]
+    yield from _first_of(
+        f"{_shown(name)} is {list(info.shape)} in the checkpoint and {list(shapes[names])} in the model"
+        for names, name, info in both
+        if info.shape != shapes[names]
+    )
+    yield from _first_of(
+        f"{_shown(name)} has no weight in the checkpoint"
+        for names, name, info in both
+        if not info.states.keys() & ({WEIGHT, BUFFER} if names in buffers else {WEIGHT})
+    )
+    yield from _first_of(_buffer_misfits(source, model, cast))
+    yield from _first_of(_state_misfits(source, model, with_optimizer, cast))
     if with_optimizer:
         yield from _optimizer_misfits(source, model)
+
+
+def _first_of(lines: Iterable[str]) -> Iterator[str]:
+    """The first of them, of a model that may have thousands of tensors, and how many more there are."""
+    found = list(lines)
+    yield from found[:MOST]
+    if len(found) > MOST:
+        yield f"and {len(found) - MOST} more like these"
 
 
 def unstepped(source: Source, model: torch.nn.Module) -> list[str]:
@@ -79,6 +89,17 @@ def _group_names(source: Source, model: torch.nn.Module) -> list[tuple[dict[str,
     return [(group, frozenset(names[number])) for number, group in numbered]
 
 
+def _buffer_misfits(source: Source, model: torch.nn.Module, cast: bool) -> Iterator[str]:
+    """What is wrong with the values of buffers that have the right shape."""
+    for buffer in persistent_buffers(model):
+        name = source.resolve(buffer.names)
+        if name is None or source.tensors[name].shape != tuple(buffer.tensor.shape):
+            continue
+        states = source.tensors[name].states
+        if (state := states.get(BUFFER) or states.get(WEIGHT)) is not None:
+            yield from _misfit(_shown(name), state, source.tensors[name].numel, buffer.tensor.dtype, cast)
+
+
 def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
     """What is wrong with the states of each parameter, seen from what they are to become."""
     averaged = {slot.name for bucket in engine_of(model).averages for slot in bucket.slots} if with_optimizer else set()
@@ -86,6 +107,8 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
         if (name := source.resolve(kept.names)) is None:
             continue
         info = source.tensors[name]
+        if info.shape != kept.shape:
+            continue
         wanted: dict[str, tuple[int, torch.dtype | None]] = {WEIGHT: (kept.numel, kept.dtype)}
         there = info.states.keys() - _OF_NO_OPTIMIZER
         if kept.name in averaged:

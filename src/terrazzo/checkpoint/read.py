@@ -90,7 +90,7 @@ def load(
 
     Raises:
         Damaged: what is there is not what was written; the message names the file, the tensor and the bytes.
-        BadInput: the checkpoint does not fit the model or optimizer; all differences are listed.
+        BadInput: the checkpoint does not fit the model or optimizer; of each kind of difference three are named.
     """
     source = together(lambda: open_source(path, None if optimizer is None else model), Misuse)
     restore(source, model, optimizer, cast=cast)
@@ -164,9 +164,14 @@ class SourceWeights(Mapping[str, Tensor]):
 def _check_fit(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> None:
     problems = list(misfits(source, model, with_optimizer, cast))
     if problems:
-        listed = "; ".join(problems)
-        hint = " (adapters differ: keep the settings that they were added with)" if ".lora_" in listed else ""
-        raise BadInput(printable(f"The checkpoint '{source.where}' does not fit this run{hint}: {listed}."))
+        found = "; ".join(problems)
+        hint = " (adapters differ: keep the settings that they were added with)" if ".lora_" in found else ""
+        raise BadInput(
+            printable(
+                f"The checkpoint '{source.where}' does not fit this run{hint}: {found}. Build model and optimizer as"
+                " they were when it was saved, or begin anew in another folder."
+            )
+        )
 
 
 def _generators(source: Source) -> dict[str, Any] | None:

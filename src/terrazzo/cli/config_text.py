@@ -86,7 +86,7 @@ def say_conversion(file: str, conversion: Conversion, context: Context, *, stder
     _say_verdicts(conversion.verdicts, stderr=stderr)
     say(_counts(conversion.verdicts), stderr=stderr)
     if conversion.unsaid:
-        say(f"\nin no key of the file, and lost or open in {target}:", stderr=stderr)
+        say(f"\nnot set in the file: what {source} does by default, and {target} cannot say:", stderr=stderr)
         _say_verdicts(conversion.unsaid, stderr=stderr)
     if conversion.added:
         say(f"\nby {target}'s defaults, where {source} leaves it to code or was refused:", stderr=stderr)

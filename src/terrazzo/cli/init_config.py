@@ -138,7 +138,7 @@ def _document(files: TrainFiles, answers: Mapping[str, Any], file: Path) -> dict
         "batch": config["batch"],
         "optimizer": {**config["optimizer"], "lr": rate},
         "schedule": {"name": "cosine", "warmup_steps": max(1, answers["steps"] // 20)},
-        "train": {"steps": answers["steps"], **config["train"]},
+        "train": {"steps": answers["steps"], "eval_every": max(1, answers["steps"] // 10), **config["train"]},
         "checkpoint": {"every": max(1, answers["steps"] // 4)},
         **({"launch": launch} if launch else {}),
         "log": {"folder": str(log)},
@@ -161,7 +161,7 @@ def _reasons(found: Frontier, best: Estimate, answers: Mapping[str, Any]) -> dic
         "precision": [_precision_reason(setup.precision.loss_scaling is not None, machine)],
         "batch": [batch],
         "optimizer": ["The rate is a usual first value, and not the planner's: try others."],
-        "train": [_checkpointing_reason(setup.checkpointing)],
+        "train": [f"eval_every: steps between losses on held-out data. {_checkpointing_reason(setup.checkpointing)}"],
         "checkpoint": ["Ctrl-C saves too, and the same command continues."],
         "launch": ["How many processes `terrazzo train` starts. torchrun and Slurm say it themselves."],
     }

@@ -19,7 +19,11 @@ _RANKS = "--ranks"
 def run(
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m a module.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own, passed on untouched.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[ARGUMENT]...",
+            help="The script's own, passed on untouched; only --ranks N right behind SCRIPT is taken as if before it.",
+        ),
     ] = None,
     ranks: Annotated[
         int | None, typer.Option(_RANKS, min=1, metavar="N", help="Processes; default: one per GPU, or one on a CPU.")

@@ -10,7 +10,6 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from terrazzo.config import KEYS, keys_meant
 from terrazzo.errors import BadInput
 
 __all__ = ["Verb", "answering", "as_setting", "in_the_file", "of_torchrun"]
@@ -98,10 +97,14 @@ def _value(option: str, words: list[str]) -> str:
 
 def _settings(option: str, value: str) -> str | None:
     """`plan=zero1`, or which settings it may be, of `--plan zero1`."""
+    from terrazzo.config import keys_meant  # the schema, and torch with it
+
     keys = keys_meant(option.lstrip("-").replace("-", "_"))
     shown = [f"{key}={value or _example(key)}" for key in keys]
     return " or ".join(shown) or None
 
 
 def _example(key: str) -> str:
+    from terrazzo.config import KEYS
+
     return "true" if key in KEYS and KEYS[key].kind is bool else "..."

@@ -5,22 +5,42 @@ Open to other packages:
     files   any configuration's file as plain data, for those who read other libraries'
 """
 
-from terrazzo.config.keys import KEYS, keys_meant
-from terrazzo.config.reading import CheckedKeys, check_keys, config_from_dict, flatten, load_config
-from terrazzo.config.schema import (
-    BatchConfig,
-    Config,
-    LaunchConfig,
-    MeshConfig,
-    OffloadConfig,
-    OptimizerConfig,
-    PlanConfig,
-    ScheduleConfig,
-    tier_text,
-)
-from terrazzo.config.secrets import without_passwords
-from terrazzo.config.section import Section
-from terrazzo.config.task import DataConfig, LoraConfig, ObjectiveConfig, ObjectiveKind
+from typing import TYPE_CHECKING
+
+from terrazzo.lazy import lazily
+
+if TYPE_CHECKING:
+    from terrazzo.config.keys import KEYS, keys_meant
+    from terrazzo.config.reading import CheckedKeys, check_keys, config_from_dict, flatten, load_config
+    from terrazzo.config.schema import (
+        BatchConfig,
+        Config,
+        LaunchConfig,
+        MeshConfig,
+        OffloadConfig,
+        OptimizerConfig,
+        PlanConfig,
+        ScheduleConfig,
+        tier_text,
+    )
+    from terrazzo.config.secrets import without_passwords
+    from terrazzo.config.section import Section
+    from terrazzo.config.task import DataConfig, LoraConfig, ObjectiveConfig, ObjectiveKind
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "terrazzo.config.keys": ("KEYS", "keys_meant"),
+            "terrazzo.config.reading": ("CheckedKeys", "check_keys", "config_from_dict", "flatten", "load_config"),
+            "terrazzo.config.schema": (
+                *("BatchConfig", "Config", "LaunchConfig", "MeshConfig", "OffloadConfig", "OptimizerConfig"),
+                *("PlanConfig", "ScheduleConfig", "tier_text"),
+            ),
+            "terrazzo.config.secrets": ("without_passwords",),
+            "terrazzo.config.section": ("Section",),
+            "terrazzo.config.task": ("DataConfig", "LoraConfig", "ObjectiveConfig", "ObjectiveKind"),
+        },
+    )
 
 __all__ = [
     "KEYS",

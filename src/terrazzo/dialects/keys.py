@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 Keep = Literal["", "harmless", "lossy", "refused"]
+ONE_OF = "one of "
+"""How the `expected` of `words` begins."""
 MISSING = object()
 """What `Type.parse` gives for a value that is none of the type's."""
 
@@ -140,7 +142,7 @@ def words(choices: Mapping[Any, Any], *, fold: bool = True) -> Type:
         word = value.lower() if fold and isinstance(value, str) else value
         return choices.get(word, MISSING) if isinstance(word, str | int | float) else MISSING
 
-    return Type(f"one of {', '.join(str(each) for each in choices)}", parse)
+    return Type(f"{ONE_OF}{', '.join(dict.fromkeys(str(each) for each in choices))}", parse)
 
 
 def _number(value: Any, low: float, high: float | None) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 
 from terrazzo.dialects.description import Extra, Origin, Setting, Settings, build
 from terrazzo.dialects.dialect import Document, Reading
-from terrazzo.dialects.keys import LIST, MISSING, SWITCH, TEXT, Key, Type, number, row_of, whole, words
+from terrazzo.dialects.keys import LIST, MISSING, ONE_OF, SWITCH, TEXT, Key, Type, number, row_of, whole, words
 from terrazzo.dialects.verdict import Kind, Verdict
 from terrazzo.errors import did_you_mean
 
@@ -169,8 +169,7 @@ class Reader:
             return Setting(default, "default", key)
         value = kind.parse(raw)
         if value is MISSING:
-            near = did_you_mean(raw, kind.expected.removeprefix("one of ").split(", ")) if isinstance(raw, str) else ""
-            self.refuse(key, f"it is {_shown(raw)}, expected {kind.expected}.{near}")
+            self.refuse(key, f"it is {_shown(raw)}, expected {_expected(kind, raw)}")
             return Setting(default, "default", key)
         self.say(key, "applied")
         return Setting(value, "file", key)
@@ -286,6 +285,16 @@ def _put(nested: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for name in path[:-1]:
         nested = nested.setdefault(name, {})
     nested[path[-1]] = value
+
+
+def _expected(kind: Type, raw: Any) -> str:
+    """What a type takes, and which of its words may have been meant; in capitals where the file has them so."""
+    if not isinstance(raw, str) or not kind.expected.startswith(ONE_OF):
+        return f"{kind.expected}."
+    known = kind.expected.removeprefix(ONE_OF).split(", ")
+    if raw.isupper():
+        known = [word if kind.parse(word.upper()) is MISSING else word.upper() for word in known]
+    return f"{ONE_OF}{', '.join(known)}.{did_you_mean(raw, known)}"
 
 
 def _shown(value: Any) -> str:

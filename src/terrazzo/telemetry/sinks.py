@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import sys
+import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,6 +180,14 @@ class Console:
     def width(self) -> int:
         """Columns of the terminal; 80 in a pipe."""
         return self._console.width
+
+    def wrapped(self, text: str, indent: int) -> str:
+        """`text` over as many lines of the terminal as it takes, all but the first indented; in a pipe as it is."""
+        if not self._console.is_terminal or len(text) <= self.width:
+            return text
+        room, words = max(self.width, indent + 20), " " * indent
+        lines = textwrap.wrap(text, room, subsequent_indent=words, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(lines)
 
     def begin(self, steps: int, first_step: int = 0) -> None:
         """Show how far the run has come, on a terminal."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.train.plan import build_offload, build_plan
 
-__all__ = ["is_own", "make_log_folder", "make_swap_folders", "swap_folders"]
+__all__ = ["absent_folders", "is_own", "make_log_folder", "make_swap_folders", "remove_empty", "swap_folders"]
 
 
 def make_log_folder(config: Config) -> None:
@@ -24,6 +26,21 @@ def make_log_folder(config: Config) -> None:
         raise BadInput(
             f"log.folder is '{folder}', which cannot be written to: {error.strerror}. Make it writable, or use another."
         ) from None
+
+
+def absent_folders(config: Config) -> list[Path]:
+    """Of the run's folders, and of those above them, the ones that are not there yet; the deepest first."""
+    saved = config.checkpoint_folder
+    wanted = [config.log.folder, *([] if "://" in saved else [Path(saved)])]
+    absent = {each for folder in wanted for each in (folder, *folder.parents) if not each.exists()}
+    return sorted(absent, key=lambda each: len(each.parts), reverse=True)
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Of a run that did not begin nothing is left, unless somebody has put something there."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def swap_folders(config: Config) -> tuple[Path, ...]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.process import device as devices
@@ -125,16 +127,17 @@ class Report:
         for note in session.data.notes:
             self._row("data", note)
         ranks = f"{size} {session.ranks.device.type.upper()} rank{'s' if size > 1 else ''}"
-        self._row("plan", f"{self._engine.plan.name} on {ranks}, {_precision(config)}")
+        threads = "" if self._on_cuda else f", {_threads()}{' each' if size > 1 else ''}"
+        self._row("plan", f"{self._engine.plan.name} on {ranks}, {_precision(config)}{threads}")
         for label, line in zip(("mesh", ""), mesh_picture(mesh_shape(config.plan.mesh, size)), strict=False):
             self._row(label, line)
         self._row("step", f"{batch.global_batch} × {batch.sequence_length} tokens{micro}")
         self._row("memory", f"{self._bill_text()} per rank, beside activations")
         self._row("folder", str(config.log.folder))
         for note in [*session.notes, *([f"resumed at step {session.step}"] if session.step else [])]:
-            self._say(note)
+            self._note(note)
         for note in session.resume_notes:
-            self._say(note)
+            self._note(note)
         if session.step < config.train.steps:
             self._say(f"\n{self._table.header()}")
         if self._console is not None:
@@ -302,7 +305,11 @@ class Report:
             sink.log(kind, self._session.step, values)
 
     def _row(self, label: str, text: str) -> None:
-        self._say(f"{label:<{LABEL}}{text}")
+        self._note(f"{label:<{LABEL}}{text}", LABEL)
+
+    def _note(self, text: str, indent: int = 2) -> None:
+        if self._console is not None:
+            self._say(self._console.wrapped(text, indent))
 
     def _remark(self, text: str, loss: str = "") -> None:
         self._say(self._table.remark(self._session.step, loss, text))
@@ -320,6 +327,11 @@ def _precision(config: Config) -> str:
     """Its name, and the dtypes that were given in place of its own."""
     given = config.precision.model_dump(exclude={"name"}, exclude_none=True)
     return ", ".join([config.precision.name, *(f"{state} {dtype}" for state, dtype in given.items())])
+
+
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def _on_one_line(text: str) -> str:

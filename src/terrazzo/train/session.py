@@ -27,10 +27,12 @@ from terrazzo.train.checkpoints.resume import (
     is_restored,
     resume_from,
     resume_notes,
+    saying_what_differs,
+    seeded_anew,
     stamps,
 )
 from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
-from terrazzo.train.folders import make_log_folder, make_swap_folders
+from terrazzo.train.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
@@ -164,7 +166,8 @@ class Session:
 
     def resume(self) -> None:
         """Continue from the newest whole checkpoint. Collective."""
-        resumed = self.keeper.resume(self.model, self.optimizer)
+        with saying_what_differs(self.config, self.keeper.folder):
+            resumed = self.keeper.resume(self.model, self.optimizer)
         if resumed is None:  # it was there when this run began, and so nothing else has given the model its weights
             raise BadInput(
                 f"{self.keeper.folder} had a checkpoint when this run began, and has none that can be read now: put it"
@@ -189,7 +192,8 @@ class Session:
         self._restored = {
             key: value for key, value in extra["config"]["optimizer"].items() if is_restored(f"optimizer.{key}")
         }
-        if not math.isclose(group["lr"], due, rel_tol=1e-9):  # train.steps may stretch a schedule
+        goes_on = self.step < self.config.train.steps
+        if goes_on and not math.isclose(group["lr"], due, rel_tol=1e-9):  # train.steps may stretch a schedule
             self.resume_notes.append(
                 f"resume: the learning rate goes on at {group['lr']:.1e}, where this schedule has it; it was {due:.1e}"
             )
@@ -199,11 +203,8 @@ class Session:
         tp, before = self.config.plan.mesh.tp, extra["config"]["plan"].get("mesh", {}).get("tp", 1)
         if not resumed.generators or tp != before:  # ranks along tp draw alike, and others did
             torch.manual_seed(_seed(self.config.train.seed, self.step, self.parts.drawer))
-            those = f"{ranks.world_size} ranks" + (f" with plan.mesh.tp {tp}" if tp != before else "")
-            self.resume_notes.append(
-                f"resume: no random generators of {those} in the checkpoint: they are seeded anew from the seed, the"
-                " step and the rank"
-            )
+            if goes_on:
+                self.resume_notes.append(seeded_anew((resumed.world_size, before), (ranks.world_size, tp)))
 
 
 def evaluation_limit(config: Config, readers: int) -> int:
@@ -213,12 +214,17 @@ def evaluation_limit(config: Config, readers: int) -> int:
 
 def open_session(config: Config, ranks: Ranks, notes: Sequence[str] = ()) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective."""
-    on_first(lambda: make_log_folder(config), BadInput)
-    keeper = Keeper(config, ranks)
+    absent = absent_folders(config) if ranks.is_first else []
     try:
-        return _open(config, ranks, keeper, notes)
+        on_first(lambda: make_log_folder(config), BadInput)
+        keeper = Keeper(config, ranks)
+        try:
+            return _open(config, ranks, keeper, notes)
+        except BaseException:
+            keeper.abandon()
+            raise
     except BaseException:
-        keeper.abandon()
+        remove_empty(absent)
         raise
 
 

@@ -18,6 +18,8 @@ from terrazzo.planner.text.words import checkpointing_text, mesh_text
 __all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest", "noted"]
 
 NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strategy, or leave --tp and --pp open."
+FIRST = {"throughput": "the fastest", "gpus": "what takes the fewest GPUs", "cost": "the cheapest token"}
+"""By `request.rank`."""
 ROWS = 12
 """Of a table on screen; the JSON has all."""
 
@@ -135,7 +137,13 @@ def _ranking(frontier: Frontier) -> list[Block]:
     blocks: list[Block] = []
     if leaders:
         blocks.append(_ranked(leaders[:ROWS]))
-        blocks.append(Line(f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit.", "dim"))
+        counts = f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit."
+        timed = any(found.time is not None for found in leaders)
+        first = FIRST[frontier.request.rank] if timed else "what sends the fewest bytes per token"
+        blocks.append(
+            Line(f"{counts} What fits surely (its upper bound too) stands before what fits as expected", "dim")
+        )
+        blocks.append(Line(f"(yes); among these {first} is first.", "dim"))
     return blocks + _refusals(frontier)
 
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from terrazzo.errors import BadInput
+from terrazzo.files import GIB
 from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.choice.search import search, spread
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.gate import TERRAZZO
+from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 from terrazzo.planner.timing.calibration import Calibration
@@ -60,7 +62,27 @@ class Sizing:
         """What was found on `gpus` devices."""
         return next((step for step in self.steps if step.request.gpus == self.gpus), None)
 
+    @property
+    def machines(self) -> bool:
+        """Whether what is counted is hosts without GPUs, each as the one that is asked on."""
+        device = self.steps[0].request.gpu if self.steps else None
+        return isinstance(device, Device) and device.kind == "cpu"
+
     def __str__(self) -> str:
+        return self._of_machines() if self.machines and self.gpus != 1 else self._of_gpus()
+
+    def _of_machines(self) -> str:
+        device = self.steps[0].request.gpu
+        assert isinstance(device, Device)
+        assert device.memory_bytes is not None
+        needs = f"model states alone need {self.state_bytes / GIB:,.1f} GiB of {device.memory_bytes / GIB:,.1f}"
+        here = "It does not fit on this machine" + (f": {needs}." if self.floor > 1 else ".")
+        if self.gpus is None:
+            return f"{here} No number of machines like it that was tried runs it."
+        states = f"{self.floor:,} would hold the model states and nothing else, " if self.floor < self.gpus else ""
+        return f"{here} Of machines like it {states}{self.gpus:,} is the first number that runs."
+
+    def _of_gpus(self) -> str:
         alone = f"{self.floor} is only the floor for model states"
         if self.gpus is None:
             return f"{alone}; no number of GPUs that was tried runs."

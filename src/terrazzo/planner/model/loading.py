@@ -107,7 +107,9 @@ def _hint(text: str) -> str:
 def _of_a_number(text: str) -> str:
     """How a number of parameters is given, for text that is one."""
     if re.fullmatch(r"[0-9][0-9_.,]*(e[0-9]+)?[kmbt]?", text.strip()[:100], re.IGNORECASE):
-        return f" A number of parameters is a number in Python, and --params {text.strip()} on the command line."
+        size = text.strip().lower()
+        preset = next((name for name in PRESETS if name.endswith(f"-{size}")), "llama-7b")
+        return f" Did you mean a preset such as {preset}, or --params {text.strip()} (in Python, a number)?"
     return ""
 
 

@@ -87,7 +87,7 @@ def _sizing_row(step: Frontier) -> SizingRow:
 
 def _sizing_table(sizing: Sizing) -> Table:
     columns = (
-        Column("GPUs", "right"),
+        Column("machines" if sizing.machines else "GPUs", "right"),
         Column("runs"),
         Column("strategy", keep=8),
         Column("GiB", "right", 8),

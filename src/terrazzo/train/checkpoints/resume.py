@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from terrazzo.checkpoint import clear, latest, step_path
+from terrazzo.checkpoint import clear, latest, open_source, step_path
 from terrazzo.config import Config, flatten, without_passwords
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput, Damaged, TerrazzoError, listed
 from terrazzo.train.command import program
 from terrazzo.train.data.source_file import SourceFile
 
-__all__ = ["clear_checkpoints", "data_changes", "is_restored", "resume_from", "resume_notes", "stamps"]
+__all__ = [
+    "clear_checkpoints",
+    "data_changes",
+    "is_restored",
+    "resume_from",
+    "resume_notes",
+    "saying_what_differs",
+    "seeded_anew",
+    "stamps",
+]
 
 COMPARED = ("optimizer", "schedule", "precision", "model", "lora", "data", "objective", "batch")
+BUILT = ("model", "lora", "objective", "data.tokenizer", "optimizer.name")
+"""What decides which tensors a run has, and which states an optimizer keeps of them."""
 PLACES = ("data.cache", "model.path", "model.weights")  # where things are, and how they were before the first step
 
 
@@ -44,12 +56,57 @@ def clear_checkpoints(config: Config) -> None:
         clear(config.checkpoint_folder)
 
 
+@contextmanager
+def saying_what_differs(config: Config, folder: str) -> Iterator[None]:
+    """Adds to the error of a checkpoint in `folder` that does not fit: the settings that differ, and the ways on."""
+    try:
+        yield
+    except Damaged:
+        raise
+    except BadInput as error:
+        changed = _rebuilt(config, folder)
+        if not changed:
+            raise
+        where = "log.folder" if config.checkpoint.folder is None else "checkpoint.folder"
+        raise BadInput(
+            f"{error} This run differs from the checkpoint's in {listed(changed, 8)}. To go on, put that back; to start"
+            f" anew, take another {where}, or checkpoint.resume=never checkpoint.overwrite=true, which removes the"
+            " checkpoints that are there."
+        ) from None
+
+
+def _rebuilt(config: Config, folder: str) -> list[str]:
+    """`model.dim (256 → 128)` for each setting of `BUILT` that is not the newest checkpoint's, as far as it tells."""
+    try:
+        newest = latest(folder)
+        saved = {} if newest is None else open_source(newest).extra.get("config", {})
+    except TerrazzoError:
+        return []
+    if not isinstance(saved, dict) or not saved:
+        return []
+    changed = _differing(config, saved)
+    return [f"{key} ({before} → {now})" for key, now, before in changed if key.startswith(BUILT)]
+
+
 def resume_notes(config: Config, saved: dict[str, Any]) -> list[str]:
     """One line for each setting of training that differs from `saved`, the checkpoint's, saying which one is used."""
+    return [_note(*each) for each in _differing(config, saved)]
+
+
+def _differing(config: Config, saved: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Settings of training that differ: the key, what it is here and what it was in the checkpoint."""
     now = _settings_of(without_passwords(config.model_dump(mode="json")))  # as it was saved
     before = _settings_of(Config()) | _settings_of(saved)  # a key that was not there yet had its default's meaning
     keys = [key for key in sorted(now.keys() | before.keys()) if key.split(".")[0] in COMPARED and key not in PLACES]
-    return [_note(key, now.get(key), before.get(key)) for key in keys if now.get(key) != before.get(key)]
+    both = [(key, now.get(key) or "not set", before.get(key) or "not set") for key in keys]
+    return [(key, here, there) for key, here, there in both if here != there]
+
+
+def seeded_anew(saved: tuple[int, int], here: tuple[int, int]) -> str:
+    """That random generators do not go on. Both are a number of ranks, and how many of them cut matrices together."""
+    before, now = (f" with plan.mesh.tp {tp}" if saved[1] != here[1] else "" for _, tp in (saved, here))
+    by = f"{saved[0]} rank{'s' if saved[0] > 1 else ''}{before}"
+    return f"resume: saved by {by}: random generators are seeded anew for {here[0]}{now}"
 
 
 def is_restored(key: str) -> bool:
@@ -122,7 +179,6 @@ _MOST_FILES = 256
 _NOT_TRAINED_ON = ("data.cache", "data.validation_source")
 
 
-def _note(key: str, now: str | None, before: str | None) -> str:
+def _note(key: str, now: str, before: str) -> str:
     here, there = ("", ", which is used") if is_restored(key) else (", which is used,", "")
-    now, before = now or "not set", before or "not set"
     return f"resume: {key} is {now} in the configuration{here} and {before} in the checkpoint{there}"

@@ -59,7 +59,7 @@ def _main() -> None:
     sys.excepthook = ending.excepthook
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # also into a pipe or file: lines of ranks in the order of time
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)  # PYTHONUNBUFFERED writes a line's end apart
     launcher.begun()
     try:
         become(sys.argv[1:])

@@ -168,8 +168,11 @@ def _both(summary: Mapping[str, Any], name: str, key: str) -> str:
 
 def _peak_line(summary: Mapping[str, Any]) -> str:
     line = _both(summary, "peak memory", "peak_memory_bytes")
-    if summary["base_memory_bytes"]:
-        line += f" resident, beyond {_mib(summary['base_memory_bytes'])} of the program itself"
+    if summary["base_memory_bytes"]:  # on a CPU
+        line += (
+            f" beyond the {_mib(summary['base_memory_bytes'])} of the program itself; the promise counts tensors,"
+            " what is measured also what libraries and malloc keep"
+        )
     return line
 
 
