@@ -239,7 +239,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights on other ranks stay as they were after loading",
-        "engine/model/state.py",
+        "engine/states/state.py",
         "        self._engine.publish()\n",
         "",
         "checkpoint/test_save_load.py",

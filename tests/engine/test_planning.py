@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from terrazzo.engine.model.shard import estimate
+from terrazzo.engine.making.shard import estimate
 from terrazzo.engine.partition import find_units, partition
 from tests.helpers.fake import fake_group
 

@@ -28,7 +28,10 @@ LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 # The same inside the engine and the planner: folders and modules, the others of these as CORE, "" for `__init__`.
 CORE = "(core)"
 INNER_LAYERS = {
-    "engine": ("process", "links", "border", CORE, "loop", "optim", "offload", "paper", "model", ""),
+    "engine": (
+        *("process", "links", "border", CORE, "loop", "optim", "offload", "paper", "model", "states", "answers"),
+        *("making", ""),
+    ),
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),
         *("assemble", "choice", "report", CORE, ""),

@@ -12,7 +12,10 @@ reductions and schedule, when it moves. Folders, from the lowest to the highest,
     optim       stock optimizers over flat master weights
     offload     what is away from the device
     paper       memory and traffic of a step that has not run
-    model       a sharded model: how it is made, and what can be asked of it
+    model       a sharded model as one object, and what its ranks agree on
+    states      what there is to save of it, and how it comes back
+    answers     what its parameters, gradients and methods answer a loop that knows nothing of it
+    making      tz.shard, and what comes before it
 
 A module imports from its own folder and from those before it in this list, so the core knows links and nothing of
 offload. Other packages import from here: what they want of a sharded model, they ask its `Engine`. Open to other
@@ -26,7 +29,7 @@ packages:
     order, schedule, tally, paper.rehearsal           a step on paper, likewise
     links.side, links.transfer, links.collectives     chains of collectives on paper, likewise
     links.backends                                    the collectives of a group, for what modules exchange
-    axes, model.materialize, model.parts              what is exchanged before a model is sharded, and of activations
+    axes, states.materialize, making.parts              what is exchanged before a model is sharded, and of activations
     model.together                                    what ranks are told alike, or refuse as one
     border.parameter, unit                            what a forward does with a weight, whether it is compiled
     links.gloo, links.columns                         what sums receive, likewise
@@ -35,24 +38,18 @@ packages:
 `python -m tools.lint` checks both.
 """
 
+from terrazzo.engine.answers.methods import register_forward_method
+from terrazzo.engine.answers.module import ShardedModule
 from terrazzo.engine.axes import data_mesh, named_mesh
 from terrazzo.engine.border.parameter import Zeros
 from terrazzo.engine.family import Box, Family, Owned, Record, leave_record, record_of
 from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.making.attach import attach
+from terrazzo.engine.making.forwards import checkpoint_activations, compile_units
+from terrazzo.engine.making.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.model.accumulation import accumulate
-from terrazzo.engine.model.attach import attach
-from terrazzo.engine.model.ema import EMA
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.model.forwards import checkpoint_activations, compile_units
-from terrazzo.engine.model.full_state import OptimizerStates
-from terrazzo.engine.model.methods import register_forward_method
-from terrazzo.engine.model.module import ShardedModule
 from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
-from terrazzo.engine.model.pieces import Piece
-from terrazzo.engine.model.restore import Read
-from terrazzo.engine.model.shard import clip_grad_norm_, estimate, gathered, shard
-from terrazzo.engine.model.state import ModelState, ParameterInfo
-from terrazzo.engine.model.whole import whole_weights
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.foreign import on_foreign_step
 from terrazzo.engine.optim.sharded import ShardedOptimizer
@@ -72,6 +69,12 @@ from terrazzo.engine.precision import (
     preset_named,
 )
 from terrazzo.engine.rectangles import Rectangle
+from terrazzo.engine.states.ema import EMA
+from terrazzo.engine.states.full_state import OptimizerStates
+from terrazzo.engine.states.pieces import Piece
+from terrazzo.engine.states.restore import Read
+from terrazzo.engine.states.state import ModelState, ParameterInfo
+from terrazzo.engine.states.whole import whole_weights
 
 __all__ = [
     "DTYPES",

@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.model.parts import SHARES_MATRICES, check_uncut
+from terrazzo.engine.making.parts import SHARES_MATRICES, check_uncut
 from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.errors import BadInput
 from terrazzo.parallel.chunks import Balance

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine import Record
-from terrazzo.engine.model.materialize import successor
+from terrazzo.engine.states.materialize import successor
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["check_replaceable", "replaced_by_part", "watch_states"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.model.parts import SHARES_SEQUENCES
+from terrazzo.engine.making.parts import SHARES_SEQUENCES
 from terrazzo.errors import BadInput
 from terrazzo.parallel.context import Context
 from terrazzo.parallel.registry import is_of_transformers, register

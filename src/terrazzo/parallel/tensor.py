@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from terrazzo.engine import Box, Family, Record, leave_record
-from terrazzo.engine.model.materialize import synchronize
+from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.adapters import with_adapters
 from terrazzo.parallel.direct import watch_direct_use

@@ -17,7 +17,7 @@ from terrazzo.engine import gradient
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.loop import hooks
-from terrazzo.engine.model import prepare
+from terrazzo.engine.making import prepare
 from terrazzo.engine.optim import optimizer
 from terrazzo.engine.scaler import Denominator
 

@@ -78,7 +78,7 @@ _WAITS = "`tz.Offload(step='synchronous')` lets it be done there, too."
 _LEAVES_TRACES = "What numpy holds by itself, and bf16 seen as integers, leaves no trace: write through the parameter."
 
 ACTS: Mapping[str, Act] = {
-    "measure": Act("p.norm(), p.isnan().any()", "dddddd", "dddddd", "model/measured", _REFUSED, "Collective."),
+    "measure": Act("p.norm(), p.isnan().any()", "dddddd", "dddddd", "answers/measured", _REFUSED, "Collective."),
     "read": Act("p.detach().clone(), p[0]", "dddddd", "rdrrdd", "border/parameter", _REFUSED, _WAITS),
     "write": Act("p.mul_(0.9) under torch.no_grad()", "dndddd", "rnrrld", "border/edits", _REFUSED, _LEAVES_TRACES),
     "write-data": Act("p.data.mul_(0.9)", "dddddd", "rlrrld", "border/edits", _REFUSED),
@@ -102,30 +102,30 @@ ACTS: Mapping[str, Act] = {
     ),
     "give-grad": Act(
         "p.grad = tensor",
-        *("ddlddd", "ddlddd", "model/stand_in", _DONE),
+        *("ddlddd", "ddlddd", "answers/stand_in", _DONE),
         "Before a backward, which adds to it, as in PyTorch; but in fp16, or with a gradient denominator, that raises.",
     ),
     "drop-grad": Act(
         "p.grad = None",
-        *("d", "d", "model/stand_in"),
+        *("d", "d", "answers/stand_in"),
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
     "change-grad": Act(
         "p.grad.mul_(0.5), p.grad.zero_()",
-        *("d", "d", "model/stand_in"),
+        *("d", "d", "answers/stand_in"),
         note="Finished ones, and on every rank: else the next backward raises `RanksApart`.",
     ),
-    "clip": Act("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "model/stand_in"),
+    "clip": Act("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "answers/stand_in"),
     "states": Act(
         "for kept in optimizer.state.values(): kept['exp_avg'].zero_()",
         *("d", "d", "optim/sharded"),
         note="On drives it raises. Ask for `optimizer.state` anew each time: that waits for updates under way.",
     ),
     "state-of": Act("optimizer.state[p]", "r", "r", "optim/sharded"),
-    "state-dict": Act("model.state_dict()", "dddddd", "rdrrdd", "model/module", _DONE),
-    "load": Act("model.load_state_dict(state)", "dndddd", "dndddr", "model/module", _DONE),
+    "state-dict": Act("model.state_dict()", "dddddd", "rdrrdd", "answers/module", _DONE),
+    "load": Act("model.load_state_dict(state)", "dndddd", "dndddr", "answers/module", _DONE),
     "save-optimizer": Act("optimizer.state_dict(), torch.save(optimizer, file)", "r", "r", "optim/sharded"),
-    "copy-model": Act("copy.deepcopy(model)", "r", "r", "model/module"),
+    "copy-model": Act("copy.deepcopy(model)", "r", "r", "answers/module"),
     "copy-module": Act(
         "copy.deepcopy(model.block)",
         *("dddddd", "rdrrdd", "loop/hooks", _REFUSED),

@@ -15,13 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.answers.by_hand import put_back, set_before, set_by_hand
+from terrazzo.engine.answers.factors import beside, check_numbers, text_of
+from terrazzo.engine.answers.measured import measured_gradient, measures
 from terrazzo.engine.border.parameter import AtRest, torch_names
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.loop.listeners import eager, inside_backward, weakly
-from terrazzo.engine.model.by_hand import put_back, set_before, set_by_hand
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.model.factors import beside, check_numbers, text_of
-from terrazzo.engine.model.measured import measured_gradient, measures
 from terrazzo.engine.optim.clipping import norms
 from terrazzo.engine.partition import Member
 from terrazzo.errors import Misuse

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.links.transfer import Ledger
-from terrazzo.engine.model.checks import (
+from terrazzo.engine.making.checks import (
     check_device,
     check_dtypes,
     check_graphs,
@@ -32,8 +32,7 @@ from terrazzo.engine.model.checks import (
     optimizer_facts,
     warn_of_unused,
 )
-from terrazzo.engine.model.materialize import check_initializable
-from terrazzo.engine.model.parts import check_parts, check_sequences
+from terrazzo.engine.making.parts import check_parts, check_sequences
 from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import Templates
@@ -44,6 +43,7 @@ from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.states.materialize import check_initializable
 from terrazzo.engine.tally import Tally
 from terrazzo.engine.unit import Unit, compilation_of
 from terrazzo.errors import BadInput

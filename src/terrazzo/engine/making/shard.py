@@ -13,23 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from terrazzo.engine.answers.measured import let_measure
+from terrazzo.engine.answers.module import make_sharded_module
+from terrazzo.engine.answers.stand_in import show_gradients
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, weights_are_split
-from terrazzo.engine.model.attach import put_on
+from terrazzo.engine.making.attach import put_on
+from terrazzo.engine.making.parts import exchanged_along
+from terrazzo.engine.making.prepare import OptimizerLike, Options, prepare
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.model.materialize import (
-    initializer_of,
-    materialize,
-    materialize_buffers,
-    move_buffers,
-    step_real,
-    synchronize,
-)
-from terrazzo.engine.model.measured import let_measure
-from terrazzo.engine.model.module import make_sharded_module
-from terrazzo.engine.model.parts import exchanged_along
-from terrazzo.engine.model.prepare import OptimizerLike, Options, prepare
-from terrazzo.engine.model.stand_in import show_gradients
 from terrazzo.engine.model.together import together
 from terrazzo.engine.model.wrappers import watch_wrapping
 from terrazzo.engine.offload.activations import offloading_of
@@ -47,6 +39,14 @@ from terrazzo.engine.process.pages import give_back_freed, keep_freed
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.states.materialize import (
+    initializer_of,
+    materialize,
+    materialize_buffers,
+    move_buffers,
+    step_real,
+    synchronize,
+)
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, listed, warn
 

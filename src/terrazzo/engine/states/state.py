@@ -18,9 +18,9 @@ from terrazzo.engine.model.alike import unlike
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.model.names import PersistentBuffer
-from terrazzo.engine.model.pieces import Piece, average_pieces, copied_pieces, model_pieces, optimizer_pieces
-from terrazzo.engine.model.restore import Read, restore_averages, restore_model, restore_optimizer
 from terrazzo.engine.model.together import together
+from terrazzo.engine.states.pieces import Piece, average_pieces, copied_pieces, model_pieces, optimizer_pieces
+from terrazzo.engine.states.restore import Read, restore_averages, restore_model, restore_optimizer
 from terrazzo.errors import BadInput, RanksApart, listed
 
 __all__ = ["ModelState", "ParameterInfo"]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from terrazzo.engine.border.parameter import AtRest
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.model.materialize import replace_buffers
 from terrazzo.engine.model.names import PersistentBuffer, extra_state, extra_state_takers, persistent_buffers
-from terrazzo.engine.model.state import ModelState
 from terrazzo.engine.model.together import together
 from terrazzo.engine.model.wrappers import refuse_class
+from terrazzo.engine.states.materialize import replace_buffers
+from terrazzo.engine.states.state import ModelState
 from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = ["ShardedModule", "make_sharded_module"]

@@ -8,9 +8,8 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.model.checks import check_several, optimizer_facts
+from terrazzo.engine.making.checks import check_several, optimizer_facts
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.model.restore import reading, restore_optimizer
 from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.offload.background import Background
 from terrazzo.engine.offload.needs import Templates, further_moment_bytes, moment_names
@@ -19,6 +18,7 @@ from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.sharded import make_sharded_optimizer
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, choose_kernel, state_of
 from terrazzo.engine.process import device as devices
+from terrazzo.engine.states.restore import reading, restore_optimizer
 from terrazzo.errors import Misuse
 
 __all__ = ["attach", "put_on"]

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer, Resting
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.model.restore import restore_optimizer
-from terrazzo.engine.model.whole import gathered_state, whole_parameter
 from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.optim.twin import Twin
+from terrazzo.engine.states.restore import restore_optimizer
+from terrazzo.engine.states.whole import gathered_state, whole_parameter
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput
 
