@@ -75,7 +75,16 @@ class DTensorParallel(Loop):
         return whole
 
 
-class TerrazzoTensor(Loop):
+class Terrazzo(Loop):
+    """Counts what it sends."""
+
+    def sent_bytes(self) -> int | None:
+        from terrazzo.engine import engine_of
+
+        return engine_of(self.model).traffic.total_bytes
+
+
+class TerrazzoTensor(Terrazzo):
     """A row of the table with `tp`."""
 
     def __init__(self, model: nn.Module, case: Case, plan: str) -> None:
@@ -141,7 +150,7 @@ class Ulysses(Loop):
         self.engine.step()
 
 
-class TerrazzoContext(Loop):
+class TerrazzoContext(Terrazzo):
     """A row of the table with `cp`."""
 
     def __init__(self, model: nn.Module, case: Case, plan: str, mode: Any) -> None:

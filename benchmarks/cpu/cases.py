@@ -71,6 +71,7 @@ CASES = {
     "small": Case(Shape(20, 64, 256, 32), 1, "a thousand small tensors, clipped", clip=1.0, small=True),
     "matrices-small": Case(Shape(4, 256, 1024, 128), 2, "matrices in two parts, small ones", sharing=2),
     "matrices-large": Case(Shape(4, 1024, 8192, 256), 2, "matrices in two parts, large ones", sharing=2),
-    "sequences": Case(Shape(4, 256, 1024, 2048), 1, "sequences in two parts", sharing=2),
+    "sequences": Case(Shape(4, 256, 1024, 2048), 1, "sequences in two parts, long ones", sharing=2),
+    "sequences-wide": Case(Shape(8, 768, 1024, 256), 1, "sequences in two parts, a wide model", sharing=2),
     "tiny": Case(Shape(3, 64, 128, 32), 2, "for trying the benchmark itself"),
 }

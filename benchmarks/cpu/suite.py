@@ -66,6 +66,7 @@ SUITES: dict[str, list[Run]] = {
         Run("matrices-small", [TENSOR], ["fsdp2-tensor"], Effort(rounds=9, ranks=4)),
         Run("matrices-large", [TENSOR], ["fsdp2-tensor"], Effort(rounds=5, ranks=4)),
         Run("sequences", [CONTEXT], ["deepspeed-3-ulysses"], Effort(rounds=7)),
+        Run("sequences-wide", [CONTEXT], ["deepspeed-3-ulysses"], Effort(rounds=7)),
     ],
     "tiny": [Run("tiny", [["alone", "ddp", "terrazzo-zero3"]], ["ddp"], Effort(rounds=2))],
 }

@@ -114,8 +114,9 @@ AXES = [
     Target("small matrices: `zero3`, tp / FSDP2, DTensor", 0.80, _time("matrices-small-4", *TENSOR)),
     Target("large matrices: `zero3`, tp / FSDP2, DTensor", 0.95, _time("matrices-large-4", *TENSOR)),
     Target("large matrices: the same, peak", 1.00, _peak("matrices-large-4", TENSOR[0], TENSOR[1:])),
-    Target("sequences: `zero3`, `ulysses` / DeepSpeed 3, Ulysses", 0.70, _time("sequences", *SEQUENCES)),
-    Target("sequences: the same, peak", 1.00, _peak("sequences", SEQUENCES[0], SEQUENCES[1:])),
+    Target("long sequences: `zero3`, `ulysses` / DeepSpeed 3, Ulysses", 0.70, _time("sequences", *SEQUENCES)),
+    Target("wide, short sequences: the same", 0.70, _time("sequences-wide", *SEQUENCES)),
+    Target("long sequences: the same, peak", 1.00, _peak("sequences", SEQUENCES[0], SEQUENCES[1:])),
 ]
 """Where ranks share matrices or sequences."""
 
