@@ -31,7 +31,7 @@ class Links:
 
     A ring of n ranks gathers or scatters S bytes in n - 1 steps of S / n, and sums them everywhere in twice as many
     (NVIDIA/nccl-tests, doc/PERFORMANCE.md; Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
-    Operations in MPICH", 2005, section 4).
+    Operations in MPICH", 2005, section 4). Of an exchange of all with all each message is a step.
     """
 
     near: float = 3e11
@@ -128,9 +128,12 @@ class _Nccl(c10d.ProcessGroupGloo):
         return self._stream
 
     def _seconds(self, call: _Call) -> float:
-        step_bytes = max(tensor.nbytes for tensor in (*call.reads, *call.writes)) / self.size()
-        steps = call.trips * (self.size() - 1)
-        return steps * (step_bytes / (LINKS.near if self._near else LINKS.far) + LINKS.hop_s)
+        if call.messages is not None:
+            steps = [nbytes for rank, nbytes in enumerate(call.messages) if rank != self.rank() and nbytes]
+        else:
+            step_bytes = max(tensor.nbytes for tensor in (*call.reads, *call.writes)) / self.size()
+            steps = [step_bytes] * (call.trips * (self.size() - 1))
+        return sum(steps) / (LINKS.near if self._near else LINKS.far) + len(steps) * LINKS.hop_s
 
 
 def _quietly(group: Any, name: str, *arguments: Any) -> None:
@@ -143,6 +146,7 @@ class _Call:
 
     Attributes:
         trips: how often its largest tensor goes over the links.
+        messages: bytes to each rank, where these differ from what a ring would carry.
     """
 
     name: str
@@ -151,6 +155,7 @@ class _Call:
     values: Callable[[_Nccl], Sequence[Tensor]]
     asynchronous: bool
     trips: int = 1
+    messages: Sequence[float] | None = None
 
 
 class _Work(dist.Work):
@@ -240,6 +245,19 @@ def _reduce_scatter(output: Tensor, full: Tensor, options: Any) -> _Call:
     return _Call("reduce_scatter", [full], [output], values, options.asyncOp)
 
 
+def _all_to_all(received: Tensor, sent: Tensor, coming: Sequence[int], going: Sequence[int], options: Any) -> _Call:
+    """`coming` and `going`: rows from and to each rank; empty where all are alike."""
+
+    def values(nccl: _Nccl) -> list[Tensor]:
+        found = torch.empty(received.shape, dtype=received.dtype)
+        _quietly(nccl, "alltoall_base", found, _alias(sent).clone(), list(coming), list(going))
+        return [found.view(-1)]
+
+    row_bytes = sent.nbytes / max(len(sent), 1)
+    messages = [rows * row_bytes for rows in going] or None
+    return _Call("all_to_all", [sent], [received], values, options.asyncOp, messages=messages)
+
+
 _CALLS: dict[str, Callable[..., _Call]] = {
     "allreduce": _all_reduce,
     "reduce": _reduce,
@@ -249,6 +267,8 @@ _CALLS: dict[str, Callable[..., _Call]] = {
     "_allgather_base": _all_gather,
     "reduce_scatter_single": _reduce_scatter,
     "_reduce_scatter_base": _reduce_scatter,
+    "alltoall_base": _all_to_all,
+    "all_to_all_single": _all_to_all,
 }
 
 

@@ -12,4 +12,6 @@ estimate     what the planner says of the same step
 report       tables and a picture
 suite        all of it
 page         the targets in docs/performance.md
+axes         a step in which ranks share matrices or sequences, in a rank
+exposed      what of their exchanges nothing hides: a table, by a command of its own
 """

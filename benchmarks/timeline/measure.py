@@ -18,7 +18,7 @@ from benchmarks.timeline.model import SCALE, WIDTH, Model
 from benchmarks.timeline.waits import waits
 from hostcuda.device import report, start, virtual
 
-__all__ = ["join", "outcomes"]
+__all__ = ["become", "join", "outcomes"]
 
 NANO = 9
 """Digits of a second."""
@@ -59,7 +59,7 @@ def _trained(trainee: Trainee, cells: Sequence[dict[str, Any]]) -> Iterator[dict
             _step(trainee)
         loss = _forward(trainee, x)
         for cell in same:
-            _become(cell["figures"])
+            become(cell["figures"])
             found, loss = _measured(trainee, x, loss)
             yield {**cell["cell"], **found}
         loss.backward()
@@ -94,7 +94,8 @@ def _measured(trainee: Trainee, x: Tensor, loss: Tensor) -> tuple[dict[str, Any]
     }, loss
 
 
-def _become(figures: dict[str, float]) -> None:
+def become(figures: dict[str, float]) -> None:
+    """Have the device and its links these speeds, by the names of `machines.Figures`."""
     virtual.set_speeds(figures["flops"], figures["memory"], figures["pcie"])
     virtual.LINKS.near, virtual.LINKS.far, virtual.LINKS.hop_s = figures["near"], figures["far"], figures["hop_s"]
 

@@ -16,12 +16,13 @@ def main(job_path: str, rank: int) -> None:
     hostcuda.load()
     from torch.distributed import destroy_process_group
 
+    from benchmarks.timeline.axes import exchanged
     from benchmarks.timeline.measure import join, outcomes
 
     with open(job_path) as file:
         job = json.load(file)
     join(job, rank)
-    for outcome in outcomes(job):
+    for outcome in exchanged(job) if "axes" in job else outcomes(job):
         if rank == 0:
             print(json.dumps(outcome), flush=True)
     destroy_process_group()

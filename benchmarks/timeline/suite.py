@@ -21,7 +21,7 @@ from benchmarks.timeline.machines import GPUS, LAYOUTS, TOKENS, Cell
 from benchmarks.timeline.outcome import PEERS, Outcome
 from hostcuda.build import library
 
-__all__ = ["SUITES", "cases", "markdown", "run_suite", "write"]
+__all__ = ["SUITES", "cases", "markdown", "run_suite", "told", "write"]
 
 TRAINED: dict[str, tuple[str, ...]] = {
     "host": ("replicate", "fsdp2-keep", "fsdp2", "zero0", "zero1", "zero2", "shard_grad_op", "zero3"),
@@ -75,7 +75,7 @@ def _simulated(layout: str) -> Iterator[Outcome]:
     """What ranks tell of one layout, with what the planner says of it."""
     cells = [Cell(layout, gpu, tokens) for tokens in TOKENS for gpu in GPUS]
     count = len(TRAINED[layout]) * len(cells)
-    for number, found in enumerate(_told(layout, cells), start=1):
+    for number, found in enumerate(told(_job(layout, cells)), start=1):
         outcome = Outcome(**found)
         planned = planned_s(outcome.cell, outcome.contender) if outcome.contender in PEERS else None
         print(
@@ -86,20 +86,23 @@ def _simulated(layout: str) -> Iterator[Outcome]:
         yield Outcome(**{**found, "planned_s": planned})
 
 
-def _told(layout: str, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
-    """Line by line what the first rank prints."""
+def _job(layout: str, cells: Sequence[Cell]) -> dict[str, Any]:
+    """What ranks are to do."""
     mesh = {axis: size for axis, size in asdict(LAYOUTS[layout].mesh).items() if axis.startswith("dp_") and size > 1}
+    return {
+        "ranks": LAYOUTS[layout].ranks,
+        "mesh": mesh,
+        "contenders": TRAINED[layout],
+        "cells": [{"cell": cell.record(), "figures": asdict(cell.figures())} for cell in cells],
+    }
+
+
+def told(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Line by line what the first rank prints. Raises: `SystemExit` with a rank's output where one fails."""
     with tempfile.TemporaryDirectory(prefix="terrazzo-timeline-") as folder:
-        job = {
-            "ranks": LAYOUTS[layout].ranks,
-            "store": os.path.join(folder, "store"),
-            "mesh": mesh,
-            "contenders": TRAINED[layout],
-            "cells": [{"cell": cell.record(), "figures": asdict(cell.figures())} for cell in cells],
-        }
         path, log = Path(folder, "job.json"), Path(folder, "log")
-        path.write_text(json.dumps(job))
-        ranks = [_started(path, rank, log) for rank in range(LAYOUTS[layout].ranks)]
+        path.write_text(json.dumps({**job, "store": os.path.join(folder, "store")}))
+        ranks = [_started(path, rank, log) for rank in range(job["ranks"])]
         try:
             yield from map(json.loads, ranks[0].stdout or ())
             codes = [rank.wait() for rank in ranks]
@@ -108,7 +111,7 @@ def _told(layout: str, cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
                 rank.kill()
                 rank.wait()
         if any(codes):
-            raise SystemExit(f"Ranks of {layout} ended with {codes}:\n{log.read_text()[-4000:]}")
+            raise SystemExit(f"Ranks ended with {codes}:\n{log.read_text()[-4000:]}")
 
 
 def _started(job: Path, rank: int, log: Path) -> subprocess.Popen[str]:

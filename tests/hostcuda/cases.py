@@ -281,8 +281,8 @@ def compare(case: Case, folder: str) -> Comparison:
         cuda = train(case, "cuda", folder)
     findings = report.take()
     cpu = train(case, "cpu", folder)
-    weights = max(_apart(cuda.weights[key], cpu.weights[key]) for key in cpu.weights)
-    losses = _apart(torch.tensor(cuda.losses), torch.tensor(cpu.losses))
+    weights = max(apart(cuda.weights[key], cpu.weights[key]) for key in cpu.weights)
+    losses = apart(torch.tensor(cuda.losses), torch.tensor(cpu.losses))
     report.take()
     return Comparison(weights, losses, cuda.promised, cuda.held, findings)
 
@@ -308,7 +308,7 @@ def delayed(seed: int | None) -> Iterator[None]:
         yield
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
+def apart(one: Tensor, other: Tensor) -> float:
     """The largest difference, of the largest value; infinite where one is a number and the other is not."""
     apart = (one.float() - other.float()).abs().nan_to_num(nan=float("inf")).max()
     return float(apart / other.float().abs().max())

@@ -28,7 +28,10 @@ def test_kernels_take_their_flops_or_the_bytes_that_they_read_and_write(one_rank
 
 
 def test_collectives_take_what_a_ring_takes(four_ranks: Ranks) -> None:
-    """Four ranks send 1,024 bytes in quarters, each as if 16 longer; the last time at a quarter of the speed."""
+    """Four ranks send 1,024 bytes in quarters, each as if 16 longer; the second sum at a quarter of the speed.
+
+    What goes to the next rank alone is one step.
+    """
     around = 3 * (256 + 16)
     for heard, took in four_ranks.run(times.collectives):
         assert heard == [
@@ -36,6 +39,8 @@ def test_collectives_take_what_a_ring_takes(four_ranks: Ranks) -> None:
             ("reduce_scatter", True, pytest.approx(around)),
             ("all_reduce", True, pytest.approx(2 * around)),
             ("all_reduce", False, pytest.approx(2 * (4 * 512 + 16))),
+            ("all_to_all", True, pytest.approx(around)),
+            ("all_to_all", True, pytest.approx(256 + 16)),
         ]
         assert took == pytest.approx(sum(amount for *_, amount in heard))
 

@@ -66,6 +66,8 @@ def collectives() -> tuple[list[tuple[str, bool, float]], float]:
     ranks = dist.get_world_size()
     far = [dist.new_group(list(range(first, ranks, 2))) for first in range(2)][dist.get_rank() % 2]
     own, whole = torch.ones(64, device="cuda"), torch.ones(64 * ranks, device="cuda")
+    shares, to_next = torch.empty_like(whole), [64 * (each == (dist.get_rank() + 1) % ranks) for each in range(ranks)]
+    of_last = [64 * (each == (dist.get_rank() - 1) % ranks) for each in range(ranks)]
     with _speeds(), virtual.listening() as heard:
         torch.cuda.synchronize()
         begun_s = virtual.now_s()
@@ -73,6 +75,8 @@ def collectives() -> tuple[list[tuple[str, bool, float]], float]:
         dist.reduce_scatter_tensor(own, whole)
         dist.all_reduce(whole)
         dist.all_reduce(whole, group=far)
+        dist.all_to_all_single(shares, whole)
+        dist.all_to_all_single(torch.empty_like(own), own, of_last, to_next)
         torch.cuda.synchronize()
         took_s = virtual.now_s() - begun_s
     dist.all_reduce(own)  # nobody listens

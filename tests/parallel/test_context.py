@@ -217,6 +217,9 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         for part in refused(2, lambda context: Context(dist.group.WORLD, "ring", "zigzag"))
     )
     assert any("5 heads do not divide" in part for part in refused(2, lambda c: c.check_heads(5), "ulysses"))
+    assert any(
+        "on meta" in part for part in refused(2, lambda context: context.place(tokens.to("meta"), tokens.device))
+    )
     positions = torch.arange(24).unsqueeze(0)
     assert any("sliding window of 7" in part for part in refused(2, lambda c: c.sight(positions, 24, 7), "ring"))
 
@@ -234,6 +237,27 @@ def test_a_model_must_be_told_which_part_it_is_given() -> None:
     assert any("run ahead" in part for part in refused(2, lambda context: context.sight(ahead, 24)))
     few = torch.arange(12).unsqueeze(0)
     assert any("split both" in part for part in refused(2, lambda context: context.sight(few, 24)))
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
+def test_placed_positions_say_what_split_ones_say_and_no_more_once_they_are_changed(mode: str) -> None:
+    whole = positions_of(DOCUMENTS["documents"])
+
+    def on_rank(rank: int) -> None:
+        context = Context(dist.group.WORLD, mode)
+        placed, (own,) = context.place(whole, torch.device("cpu")), context.split(whole)
+        assert torch.equal(placed, own)
+        for window in (None, 7):
+            found, expected = (context.sight(each, TOKENS // 2, window) for each in (placed, own))
+            assert (found.runs, found.bounds) == (expected.runs, expected.bounds)
+            assert torch.equal(found.begins, expected.begins)
+        placed.copy_(context.positions(whole))
+        assert context.sight(placed, TOKENS // 2).begins is None
+        with context.unsplit():
+            alone = context.place(whole, torch.device("cpu"))
+            assert context.sight(alone, TOKENS).bounds == context.sight(whole.clone(), TOKENS).bounds
+
+    run_in_threads(2, on_rank)
 
 
 def test_a_model_that_cannot_share_is_refused() -> None:

@@ -120,17 +120,20 @@ def test_targets_are_shifted_before_they_are_split() -> None:
     batch = Batch(tokens[:-1].unsqueeze(0), tokens[1:].unsqueeze(0).clone(), 16, 16)
     batch.targets[0, 3] = IGNORED
 
-    def body(rank: int) -> Batch:
+    def body(rank: int) -> tuple[Batch, list[list[int]]]:
         import torch.distributed as dist
 
         from terrazzo.parallel import Context
 
-        return Parts(0, 1, Context(dist.group.WORLD)).of(batch)
+        context = Context(dist.group.WORLD)
+        part = Parts(0, 1, context).of(batch)
+        assert part.positions is not None
+        return part, context.place(part.positions, torch.device("cpu")).tolist()
 
-    first, second = run_in_threads(2, body)
+    (first, _), (second, places) = run_in_threads(2, body)
     assert first.inputs.tolist() == [[100, 101, 102, 103, 112, 113, 114, 115]]
     assert first.targets.tolist() == [[101, 102, 103, IGNORED, 113, 114, 115, 116]]
-    assert second.positions is not None and second.positions.tolist() == [[4, 5, 6, 7, 8, 9, 10, 11]]
+    assert places == [[4, 5, 6, 7, 8, 9, 10, 11]]
     assert (first.samples, second.samples, second.valid_tokens) == (7, 8, 8)
 
 

@@ -54,6 +54,7 @@ class Context:
         self.rank, self.size = self._peers.rank, self._peers.size
         self._is_split = True
         self._last: tuple[weakref.ref[Tensor], tuple[int, int | None], Sight] | None = None
+        self._placed: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied model belongs to the same group."""
@@ -74,6 +75,26 @@ class Context:
         self.chunks.check(tokens.shape[1])
         places = self.chunks.places(self.rank, tokens.shape[1], tokens.device)
         return places.expand(tokens.shape[0], -1)
+
+    def place(self, positions: Tensor, device: torch.device) -> Tensor:
+        """This rank's part of whole `positions` `[B, T]` of the host, on a device: int64 `[B, T / ranks]`.
+
+        As `split` gives them; and the next forward, which has to know where documents begin, need not wait for the
+        device to tell it.
+
+        Raises:
+            BadInput: T does not divide into chunks; positions that are on a device.
+        """
+        if positions.device.type != "cpu":
+            raise BadInput(
+                f"Context.place was given positions that are on {positions.device}, from which the host would have to"
+                " wait for them: give those of the host's memory, or take context.split(positions)."
+            )
+        own = self.chunks.split(positions, self.rank) if self.is_split else positions
+        placed = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
+        begins = torch.arange(positions.shape[1]) - positions  # anew: a loader may fill the same memory again
+        self._placed = (weakref.ref(placed), _version(placed), begins)
+        return placed
 
     @contextlib.contextmanager
     def unsplit(self) -> Iterator[None]:
@@ -97,6 +118,8 @@ class Context:
     def sight(self, positions: Tensor | None, tokens: int, window: int | None = None) -> Sight:
         """What this rank's tokens see. Under `ulysses` a collective of the group.
 
+        The host reads positions once, and waits for the device that they are on, unless `place` has brought them there.
+
         Args:
             positions: int64 `[B, tokens]`, counted from 0 in each document; None for whole sequences of one document.
             tokens: how many of each sequence this rank has.
@@ -106,7 +129,7 @@ class Context:
             Misuse: no positions, which only the caller can know of a part, or impossible ones.
             BadInput: the tokens are no whole chunks; a window under `ring`.
         """
-        key = (0 if positions is None or positions.is_inference() else positions._version, window)
+        key = (0 if positions is None else _version(positions), window)
         if self._last is not None and positions is not None:
             last, its_key, sight = self._last
             if last() is positions and its_key == key:
@@ -169,9 +192,27 @@ class Context:
             )
 
     def _sight(self, positions: Tensor | None, tokens: int, window: int | None) -> Sight:
-        if not self.is_split:
-            begins = _begins([Run(0, 0, tokens)], positions, window)
-            return Sight.of([Run(0, 0, tokens)], begins)
+        runs = [Run(0, 0, tokens)]
+        if self.is_split:
+            self._check_parts(positions, tokens, window)
+            runs = self.chunks.runs(self.rank, tokens * self.size)
+        if positions is None and window is None:
+            return Sight.of(runs, None)
+        device = None if positions is None else positions.device
+        begins = _places(runs, device) - (_places(runs, device) if positions is None else positions)
+        if self.is_split and self.mode == "ulysses":
+            runs = [Run(0, 0, tokens * self.size)]
+            begins = self.chunks.in_order(self._peers.gathered(begins), dim=1)
+        told = begins.cpu() if (known := self._known(positions)) is None else known
+        if bool(((told < 0) | (told > _places(runs))).any()):
+            raise Misuse(
+                "Positions run ahead of the places of their tokens in the sequence, so they are not those of these"
+                " tokens: they count from 0 in each document. Split tokens and positions with one call of"
+                " context.split(...)."
+            )
+        return Sight.of(runs, *(_within(window, each, runs) for each in (begins, told)))
+
+    def _check_parts(self, positions: Tensor | None, tokens: int, window: int | None) -> None:
         if positions is None:
             raise Misuse(
                 f"The model shares each sequence with {self.size - 1} other ranks, and was given tokens without"
@@ -184,32 +225,30 @@ class Context:
                 " both with context.split(tokens, positions)."
             )
         self.check_window(window)
-        length = tokens * self.size
-        self.chunks.check(length)
-        runs = self.chunks.runs(self.rank, length)
-        begins = _begins(runs, positions, window)
-        if self.mode != "ulysses" or begins is None:
-            return Sight.of(runs, begins)
-        return Sight.of([Run(0, 0, length)], self.chunks.in_order(self._peers.gathered(begins), dim=1))
+        self.chunks.check(tokens * self.size)
+
+    def _known(self, positions: Tensor | None) -> Tensor | None:
+        """Where documents begin, as `_sight` finds it on the device, of positions that are as `place` gave them."""
+        if self._placed is None or positions is None:
+            return None
+        placed, version, begins = self._placed
+        if placed() is not positions or version != _version(positions):
+            return None
+        return begins if self.mode == "ulysses" or not self.is_split else self.chunks.split(begins, self.rank)
 
 
-def _begins(runs: list[Run], positions: Tensor | None, window: int | None) -> Tensor | None:
-    """The first place that each token sees, int64 `[B, tokens]`; None where that is the sequence's first for all.
+def _places(runs: list[Run], device: torch.device | None = None) -> Tensor:
+    """Of the tokens of runs, int64 `[1, tokens]`."""
+    return torch.cat([torch.arange(run.place, run.end, device=device) for run in runs]).unsqueeze(0)
 
-    Raises:
-        Misuse: positions that run ahead of their tokens' places.
-    """
-    if positions is None and window is None:
-        return None
-    device = None if positions is None else positions.device
-    places = torch.cat([torch.arange(run.place, run.end, device=device) for run in runs]).unsqueeze(0)
-    begins = torch.zeros_like(places) if positions is None else places - positions
-    if positions is not None and bool(((begins < 0) | (positions < 0)).any()):
-        raise Misuse(
-            "Positions run ahead of the places of their tokens in the sequence, so they are not those of these tokens:"
-            " they count from 0 in each document. Split tokens and positions with one call of context.split(...)."
-        )
-    return begins if window is None else torch.maximum(begins, places - (window - 1))
+
+def _within(window: int | None, begins: Tensor, runs: list[Run]) -> Tensor:
+    """The first place that each token sees, where it sees at most `window` of those from `begins` on."""
+    return begins if window is None else torch.maximum(begins, _places(runs, begins.device) - (window - 1))
+
+
+def _version(values: Tensor) -> int:
+    return 0 if values.is_inference() else values._version
 
 
 def _one_of(what: str, value: str, known: tuple[Any, ...]) -> Any:

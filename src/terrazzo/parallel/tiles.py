@@ -31,11 +31,11 @@ class Sight:
     bounds: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, runs: Sequence[Run], begins: Tensor | None) -> Sight:
-        """Reads `begins` on the host, once; they are left out where all see the sequence from its start."""
-        if begins is None or not begins.any():
+    def of(cls, runs: Sequence[Run], begins: Tensor | None, told: Tensor | None = None) -> Sight:
+        """Reads `told`, which are `begins` on the host; they are left out where all see the sequence from its start."""
+        if begins is None or told is None or not told.any():
             return cls(tuple(runs))
-        blocks = [begins[:, rows.offset : rows.offset + rows.length] for run in runs for rows in _blocks(run)]
+        blocks = [told[:, rows.offset : rows.offset + rows.length] for run in runs for rows in _blocks(run)]
         bounds = torch.stack([torch.stack(block.aminmax()) for block in blocks]).tolist()
         return cls(tuple(runs), begins, tuple((low, high) for low, high in bounds))
 

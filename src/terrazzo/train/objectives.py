@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from terrazzo import checkpoint
 from terrazzo.config import Config
-from terrazzo.parallel import vocabulary_of
+from terrazzo.parallel import context_of, vocabulary_of
 from terrazzo.planner import ModelShape
 from terrazzo.train.data import IGNORED, Batch
 from terrazzo.train.model.causal_lm import build_model, logits_of
@@ -186,11 +186,17 @@ def _cross_entropy(model: nn.Module, batch: Batch, device: torch.device, reducti
     if batch.positions is None:
         output = model(inputs)
     else:
-        output = model(inputs, position_ids=batch.positions.to(device, non_blocking=True))
+        output = model(inputs, position_ids=_placed(model, batch.positions, device))
     rows = logits_of(output).flatten(0, -2)
     if (vocabulary := vocabulary_of(model)) is not None:
         return vocabulary(rows, targets.flatten(), reduction)
     return F.cross_entropy(rows.float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+
+
+def _placed(model: nn.Module, positions: Tensor, device: torch.device) -> Tensor:
+    """Of this rank's tokens."""
+    context = context_of(model)
+    return positions.to(device, non_blocking=True) if context is None else context.place(positions, device)
 
 
 def _last(batch: Batch) -> Tensor:

@@ -32,13 +32,16 @@ class Parts:
     counts: bool = True
 
     def of(self, batch: Batch) -> Batch:
-        """This rank's part of a micro-batch of its share. Targets are those of whole sequences, one token ahead."""
+        """This rank's part of a micro-batch of its share. Targets are those of whole sequences, one token ahead.
+
+        Positions stay whole: `Context.place` splits them.
+        """
         if self.context is None:
             return batch
         positions = batch.positions
         if positions is None:
             positions = torch.arange(batch.inputs.shape[1]).expand_as(batch.inputs)
-        inputs, targets, positions = self.context.split(batch.inputs, batch.targets, positions)
+        inputs, targets = self.context.split(batch.inputs, batch.targets)
         learnt = int((targets != IGNORED).sum())
         return replace(batch, inputs=inputs, targets=targets, positions=positions, valid_tokens=learnt, samples=learnt)
 

@@ -43,8 +43,8 @@ class Batch:
 
     `valid_tokens` counts the targets that are not `IGNORED`; it may be 0. `samples` counts what a loss is the mean of:
     these tokens, or preference pairs, of which each is two rows. `reference`, fp32 `[B / 2, 2]`, are log-probabilities
-    of the pairs' completions under the initial model. `positions`, int64 `[B, T]`, count from 0 in each document; None
-    where attention is not cut between documents.
+    of the pairs' completions under the initial model. `positions`, int64 `[B, T]`, count from 0 in each document, of
+    whole sequences where ranks share these; None where attention is not cut between documents.
     """
 
     inputs: Tensor

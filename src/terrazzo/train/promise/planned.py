@@ -127,7 +127,8 @@ def _training_pass(config: Config, setup: Setup) -> Callable[[nn.Module], torch.
 
     def run(model: nn.Module) -> torch.Tensor:
         tokens = torch.zeros(size, dtype=torch.int64)
-        positions = torch.zeros_like(tokens) if config.cuts_attention or setup.mesh.cp > 1 else None
+        whole = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
+        positions = whole if config.cuts_attention or setup.mesh.cp > 1 else None
         batch = Batch(tokens, torch.zeros_like(tokens), tokens.numel(), config.batch.micro_batch, reference, positions)
         return objective_of(config).loss(model, batch, torch.device("cpu"))
 
