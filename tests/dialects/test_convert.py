@@ -234,7 +234,7 @@ def test_choices_find_their_neighbour() -> None:
     assert reader.choice("c", choices, "y", null=True).value == "y"
     reader.choice("d", choices)
     why = {verdict.key: verdict.why for verdict in reader.finish("toy", {}, ["a", "b", "c", "d"]).verdicts}
-    assert "one of full, none" in why["a"]
+    assert "one of FULL, NONE. Did you mean 'FULL'?" in why["a"]
     assert why["b"] == ""
 
 
@@ -487,7 +487,7 @@ def test_the_page_has_every_option_with_who_set_it(tmp_path: Path) -> None:
     assert [extra.key for extra in page.own] == ["log.every"]
     assert page.unsettled == ()
     assert {option.path for option in page.options} | set(page.left) == set(PATHS)
-    assert "mesh.tp" in page.left
+    assert "mesh.pp" in page.left
 
 
 def test_no_plan_is_said_to_be_none() -> None:

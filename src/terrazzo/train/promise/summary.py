@@ -58,7 +58,8 @@ def summarize(
     usage = engine.usage()
     estimate, why = _promise(session)
     sent = {kind: count for kind, count in expected.bytes.items() if kind != "control"}  # flags and norms: a few bytes
-    sent |= expected_exchanges(estimate.setup) if estimate else {}
+    if estimate and estimate.setup.model.trainable_numel == estimate.setup.model.numel:  # else no one knows how many
+        sent |= expected_exchanges(estimate.setup)
     return {
         "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes,
         "state_bytes_measured": engine.state_bytes(),
