@@ -429,8 +429,10 @@ def test_a_summary_reads_promised_then_measured() -> None:
         "states: promised 3.00 MiB, measured 3.00 MiB",
         "transient peak: promised 1.00 MiB, measured 1.00 MiB",
         "all-gather per step: promised 1.00 MiB, measured 0.50 MiB",
-        "peak memory: promised 16.00 MiB, measured 32.00 MiB beyond the 256.00 MiB of the program itself; the promise "
-        "counts tensors, what is measured also what libraries and malloc keep",
+        (
+            "peak memory: promised 16.00 MiB, measured 32.00 MiB beyond the 256.00 MiB of the program itself; the "
+            "promise counts tensors, what is measured also what libraries and malloc keep"
+        ),
         f"pace: promised {promised}, measured 0.25 s per step, 4,000 tok/s, MFU 40.0%",
     ]
     usage = {
