@@ -102,16 +102,17 @@ def flood() -> Iterator[None]:
         process.kill()
 
 
+IN_TURN = pytest.mark.xdist_group("doors")
+"""The flood that one worker's test makes is at the doors of all others, where tests that wait in line would wait on."""
+
+
+@IN_TURN
 @pytest.mark.usefixtures("flood")
 def test_a_flood_of_strangers_does_not_stop_a_start() -> None:
     with patch.object(doors, "_QUEUE", 50):
         ranks = Ranks(3, pause_s=1.0)
         found = ranks.find()
     assert [set(near) for near in found] == everybody(3)
-
-
-# The flood of one worker's test is at the doors of all others, where these tests wait in line themselves.
-pytestmark = pytest.mark.xdist_group("doors")
 
 
 def knock(door: doors.Door, times: int, message: bytes = b"") -> list[Any]:
@@ -125,6 +126,7 @@ def knock(door: doors.Door, times: int, message: bytes = b"") -> list[Any]:
     return lines
 
 
+@IN_TURN
 @pytest.mark.parametrize(
     "message", [b"", b"x", doors._HELLO.pack(1, 0, 0, 0, 0), doors._HELLO.pack(1, 0, 99, 0, 0) + b"more"]
 )

@@ -126,7 +126,7 @@ class Neighbour:
         self.name, self.pid, self._lines = name, pid, lines
         self._count = dict.fromkeys(lines, 0)
         _permission.hold()
-        self._ending = Ending(self, functools.partial(_take_leave, list(lines.values())))
+        self._ending = Ending(self, functools.partial(_take_leave, list(lines.values()), _permission))
         leaves_to_parent(self)
 
     def leave_to_parent(self) -> None:
@@ -198,10 +198,10 @@ def _close(lines: Sequence[socket.socket]) -> None:
         line.close()
 
 
-def _take_leave(lines: Sequence[socket.socket]) -> None:
+def _take_leave(lines: Sequence[socket.socket], permission: _Permission) -> None:
     """Nothing is exchanged with a neighbour any more."""
     _close(lines)
-    _permission.release()
+    permission.release()
 
 
 _OFFER, _TAKEN = struct.Struct("<QQQQ"), b"taken"
