@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.cpu.cases import Case
-from benchmarks.cpu.loops import Contender, Loop, adamw, deepspeed_config
+from benchmarks.cpu.loops import Contender, Counted, Loop, adamw, deepspeed_config
 from benchmarks.cpu.models import HEAD_WIDTH, Divisible, DivisibleBlock
 
 
@@ -75,16 +75,7 @@ class DTensorParallel(Loop):
         return whole
 
 
-class Terrazzo(Loop):
-    """Counts what it sends."""
-
-    def sent_bytes(self) -> int | None:
-        from terrazzo.engine import engine_of
-
-        return engine_of(self.model).traffic.total_bytes
-
-
-class TerrazzoTensor(Terrazzo):
+class TerrazzoTensor(Counted):
     """A row of the table with `tp`."""
 
     def __init__(self, model: nn.Module, case: Case, plan: str) -> None:
@@ -140,8 +131,7 @@ class Ulysses(Loop):
         return F.cross_entropy(self.model(own[0]).flatten(0, 1), own[1].flatten())
 
     def shown(self, loss: Tensor) -> Tensor:
-        dist.all_reduce(loss, group=self.group)
-        return loss / self.case.sharing
+        return _mean(loss, self.group)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.engine.backward(loss)
@@ -150,7 +140,7 @@ class Ulysses(Loop):
         self.engine.step()
 
 
-class TerrazzoContext(Terrazzo):
+class TerrazzoContext(Counted):
     """A row of the table with `cp`."""
 
     def __init__(self, model: nn.Module, case: Case, plan: str, mode: Any) -> None:
@@ -170,8 +160,13 @@ class TerrazzoContext(Terrazzo):
         return F.cross_entropy(self.model(own, places).flatten(0, 1), wanted.flatten())
 
     def shown(self, loss: Tensor) -> Tensor:
-        dist.all_reduce(loss, group=self.group)
-        return loss / self.case.sharing
+        return _mean(loss, self.group)
+
+
+def _mean(loss: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Of ranks that have parts of the same sequences."""
+    dist.all_reduce(loss, group=group)
+    return loss / group.size()
 
 
 def _tokens_first(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

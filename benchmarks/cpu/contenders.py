@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.cpu import axes
 from benchmarks.cpu.cases import Case
-from benchmarks.cpu.loops import HYPERPARAMETERS, Contender, Loop, adamw, autocast, deepspeed_config
+from benchmarks.cpu.loops import HYPERPARAMETERS, Contender, Counted, Loop, adamw, autocast, deepspeed_config
 from benchmarks.cpu.models import UNITS
 
 
@@ -147,7 +147,7 @@ class DeepSpeed(Loop):
         self.engine.step()
 
 
-class Terrazzo(Loop):
+class Terrazzo(Counted):
     """One row of the table."""
 
     def __init__(self, model: nn.Module, case: Case, plan: str) -> None:
@@ -158,16 +158,12 @@ class Terrazzo(Loop):
         units = [kind for kind in UNITS if any(isinstance(module, kind) for module in model.modules())]
         self.model, self.optimizer = tz.shard(model, optimizer, plan=plan, units=units, precision=case.precision)
         self._accumulate, self._clip = tz.accumulate, tz.clip_grad_norm_
-        self._traffic = tz.engine.engine_of(self.model).traffic
 
     def not_last(self) -> AbstractContextManager[Any]:
         return self._accumulate(self.model)
 
     def clip(self, norm: float) -> None:
         self._clip(self.model, norm)
-
-    def sent_bytes(self) -> int | None:
-        return self._traffic.total_bytes
 
 
 CONTENDERS = {

@@ -63,6 +63,15 @@ class Loop:
         return None
 
 
+class Counted(Loop):
+    """Counts what it sends: a sharded model of Terrazzo."""
+
+    def sent_bytes(self) -> int | None:
+        from terrazzo.engine import engine_of
+
+        return engine_of(self.model).traffic.total_bytes
+
+
 @dataclass(frozen=True)
 class Contender:
     """A loop, and the library that it needs.

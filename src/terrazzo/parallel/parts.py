@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine import Record
+from terrazzo.engine import Record, record_of
 from terrazzo.engine.states.materialize import successor
 from terrazzo.errors import BadInput, Misuse
 
@@ -70,7 +70,9 @@ class _Refusing:
 
 def _cut_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Torch has made `state` a mapping of its own."""
-    for attribute, record in vars(module)["terrazzo_records"].items():
-        given = state.get(f"{prefix}{attribute}")
-        if given is not None and tuple(given.shape) == record.box.shape and not record.box.is_all:
+    for attribute in module._parameters:
+        record, given = record_of(module, attribute), state.get(f"{prefix}{attribute}")
+        if record is None or given is None:
+            continue
+        if tuple(given.shape) == record.box.shape and not record.box.is_all:
             state[f"{prefix}{attribute}"] = record.box.of(given)
