@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 from unittest import mock
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from terrazzo.engine import checkpoint_activations
+from terrazzo.engine.links.transfer import Handle
 from terrazzo.parallel import Context, VocabularyLoss, context_of, kernels
 from terrazzo.parallel.exchanges import Peers
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
@@ -147,13 +147,15 @@ def waits_unplaced(mode: str) -> int:
 
 def faults_of_a_hasty_ring() -> list[str]:
     """What the device has against one whose ranks use keys before they are there."""
-    send = Peers._send
+    pass_on = Peers.pass_on
 
-    def hasty(self: Peers, *arguments: Any) -> Callable[[], object]:
-        send(self, *arguments)
-        return lambda: None
+    def hasty(self: Peers, own: Tensor) -> Callable[[], Tensor]:
+        arrived = pass_on(self, own)
+        with mock.patch.object(Handle, "wait", lambda handle: None):
+            received = arrived()
+        return lambda: received
 
-    with mock.patch.object(Peers, "_send", hasty):
+    with mock.patch.object(Peers, "pass_on", hasty):
         return compare(Shared(cp=2, mode="ring")).faults
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.links.transfer import Ledger, Traffic, Transfer
+from terrazzo.engine.links.transfer import Handle, Ledger, Traffic, Transfer
 
 __all__ = ["Move", "Peers", "exchange"]
 
@@ -68,8 +67,7 @@ class Peers:
         """`parts` `[ranks, ...]` has one for each rank; the result has one of each rank."""
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
         self.traffic.record("all_to_all", parts.nbytes // self.size * (self.size - 1))
-        with self._waiting():
-            self._all_to_all(received.view(-1), parts.contiguous().view(-1))
+        self._all_to_all(received, parts.contiguous()).wait()
         return received
 
     def summed(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,17 +87,13 @@ class Peers:
         going, coming = [0] * self.size, [0] * self.size
         going[(self.rank + 1) % self.size] = coming[(self.rank - 1) % self.size] = own.numel()
         self.traffic.record("send", own.nbytes)
-        arrive = self._send(received.view(-1), sent.view(-1), coming, going)
+        handle = self._all_to_all(received, sent, coming, going)
 
         def arrived() -> Tensor:
-            with self._waiting():
-                arrive()
-            return received if sent is not None else own  # keeps what is being sent
+            handle.wait()
+            return received
 
         return arrived
-
-    def _waiting(self) -> _Waiting:
-        return _Waiting(self.traffic)
 
     # -- the backend -------------------------------------------------------------------------------------------
 
@@ -107,23 +101,10 @@ class Peers:
         """The engine's own: gloo's all-gather goes through a copy, which it keeps for a while."""
         return collectives_for(self._group, device, self.traffic, Ledger())
 
-    def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        dist.all_to_all_single(received, sent, group=self._group)
-
-    def _send(self, received: Tensor, sent: Tensor, coming: list[int], going: list[int]) -> Callable[[], object]:
-        work = dist.all_to_all_single(received, sent, coming, going, group=self._group, async_op=True)
-        wait: Callable[[], object] = work.wait
-        return wait
-
-
-class _Waiting:
-    """Counts how long the host waits inside."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._traffic.wait_s += time.perf_counter() - self._start
+    def _all_to_all(
+        self, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
+    ) -> Handle:
+        """Of flat `sent` so many elements to each rank, by default as many; likewise of `received`."""
+        flat = received.view(-1), sent.view(-1)
+        work = dist.all_to_all_single(*flat, coming, going, group=self._group, async_op=True)
+        return Handle([work], (received, sent), self.traffic)

@@ -5,7 +5,6 @@ Values are of no use, shapes are those of a run: the planner looks at what memor
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.gloo import NEAR_BLOCK_BYTES
-from terrazzo.engine.links.transfer import Ledger, Moves, Traffic
+from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
 from terrazzo.parallel.chunks import Run
 from terrazzo.parallel.context import Context
 from terrazzo.parallel.exchanges import Peers
@@ -51,11 +50,10 @@ class _PaperPeers(Peers):
         self.size, self.rank, self.traffic = size, 0, Traffic()
         self._collectives = _PaperCollectives(size)
 
-    def _all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        pass
-
-    def _send(self, received: Tensor, sent: Tensor, coming: list[int], going: list[int]) -> Callable[[], object]:
-        return lambda: None
+    def _all_to_all(
+        self, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
+    ) -> Handle:
+        return Handle(keep=(received, sent))
 
 
 def cut_on_paper(
