@@ -103,9 +103,11 @@ class Collectives(ABC):
 
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         own = yield from self._reduce_scatter(full, dtype)
-        self._chunks(full)[self.rank].copy_(divide(own, denominator))
+        # What is sent back in fp16 keeps the loss scale, without which small gradients would be zero.
+        scaled = full.dtype == torch.float16
+        self._chunks(full)[self.rank].copy_(divide(own, self.size if scaled else denominator))
         yield from self._all_gather(full)
-        return full.to(dtype)
+        return divide(full.to(dtype), denominator / self.size) if scaled else full.to(dtype)
 
     def _chunks(self, full: Tensor) -> list[Tensor]:
         return list(full.view(self.size, -1).unbind())

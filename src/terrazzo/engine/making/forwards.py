@@ -156,14 +156,19 @@ def _checkpointed(context: Callable[[], Any] | None, keeps_keywords: bool, forwa
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        bound = {name: kwargs.pop(name) for name in _OF_CHECKPOINT & kwargs.keys()}  # else torch would take them
+        called = functools.partial(forward, **bound) if bound else forward
         if not keeps_keywords:
-            return checkpoint(forward, *args, **options, **kwargs)
+            return checkpoint(called, *args, **options, **kwargs)
         names = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
         tensors = [kwargs.pop(name) for name in names]
-        run = functools.partial(_run, forward, len(args), names)
+        run = functools.partial(_run, called, len(args), names)
         return checkpoint(run, *args, *tensors, **options, **kwargs)
 
     return wrapped
+
+
+_OF_CHECKPOINT = {"use_reentrant", "context_fn", "preserve_rng_state", "determinism_check", "debug", "early_stop"}
 
 
 def _run(forward: Forward, count: int, names: Sequence[str], /, *values: Any, **others: Any) -> Any:

@@ -57,6 +57,7 @@ class OptimizerDriver:
         self.given = [tuple(group["params"]) for group in optimizer.param_groups]
         self._given_names = [group.get("param_names") for group in optimizer.param_groups]
         self._stepping = self._skipping = False
+        self._before_skipped: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
         self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
@@ -131,9 +132,9 @@ class OptimizerDriver:
         self.schedule.on_finished(weakly(self, OptimizerDriver._reduced))
 
     def _reduced(self, unit: int) -> None:
-        if self.background is not None:
-            self._check_groups(self.optimizer)
-            self.background.unit_reduced(unit, self.optimizer)
+        if self.background is not None and (optimizer := self.reference()) is not None:
+            self._check_groups(optimizer)
+            self.background.unit_reduced(unit, optimizer)
 
     def catch_up(self) -> None:
         """Return once no update is under way."""
@@ -209,6 +210,7 @@ class OptimizerDriver:
             self._skipping = self._overflowed()
             self.scaler.update(self._skipping)
             if self._skipping:
+                self._before_skipped = attributes_of(optimizer), settings_of(optimizer)
                 self._fill_groups(optimizer)
                 return
         self._cut_segments(optimizer)
@@ -227,12 +229,21 @@ class OptimizerDriver:
             return
         self._turn(optimizer, stepping=False)
         self.drop_segment_gradients()
+        if self._skipping:
+            self._forget_step(optimizer)
         self.progress.steps += 1
         self._note_hyper_parameters(optimizer)
         if not self._skipping and (model := self._model()) is not None:  # skipped alike on all ranks
             model.publish(self._owned.keys())
         if self.background is not None:
             self.background.end_step()
+
+    def _forget_step(self, optimizer: Optimizer) -> None:
+        """A skipped one had nothing to update; whatever else its class has done, such as counting, is undone."""
+        attributes, settings = self._before_skipped
+        put_back(vars(optimizer), attributes)
+        for group, earlier in zip(optimizer.param_groups, settings, strict=True):
+            put_back(group, earlier)
 
     def _note_hyper_parameters(self, optimizer: Optimizer) -> None:
         """Those that there were at the beginning: ranks compare as many as ever, whoever adds a key to a group."""

@@ -45,12 +45,46 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """One of its class, with its attributes and states, which knows nothing of the model and has no hooks."""
+    """One of its class, with its states and attributes of its own, which knows nothing of the model and has no hooks."""
     copied = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
     ties = ("_driver", "step")  # they lead to the model
     copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ties})
     copied.__dict__.update({key: OrderedDict() for key in STEP_HOOKS})  # so do these, and a base class's step asks
+    copied.__dict__.update(attributes_of(copied))
     return copied
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """What its class keeps beside torch's own, such as a count of steps, as it is now."""
+    return {key: frozen(value) for key, value in vars(optimizer).items() if not _is_of_torch(key)}
+
+
+def _is_of_torch(key: str) -> bool:
+    return key in ("state", "param_groups", "defaults", "step", "_driver") or key.startswith("_optimizer_")
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The hyper-parameters of each of its groups, as they are now."""
+    groups = optimizer.param_groups
+    return [{key: frozen(value) for key, value in group.items() if key not in NOT_HYPER} for group in groups]
+
+
+def put_back(held: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Make the values of `earlier` those of `held` again; tensors stay the same objects."""
+    for key, value in earlier.items():
+        if isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
+            held[key].copy_(value)
+        else:
+            held[key] = value
+
+
+def frozen(value: Any) -> Any:
+    """As it is now, whoever changes it in place: tensors, and dicts, lists, tuples and sets of them."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {key: frozen(each) for key, each in value.items()}
+    return type(value)(map(frozen, value)) if type(value) in (list, tuple, set) else value
 
 
 def move_step_hooks(optimizer: Optimizer, last_before: int, first_after: int) -> None:
@@ -188,7 +222,7 @@ def choose_kernel(optimizer: Optimizer) -> None:
     one kernel on every tier makes one result.
     """
     for group in optimizer.param_groups:
-        taken = group.get("foreach") or group.get("differentiable")
+        taken = group.get("foreach") is not None or group.get("differentiable") or group.get("capturable")
         if type(optimizer) in _FUSED and group.get("fused") is None and not taken:
             group["fused"] = True
 
@@ -218,7 +252,8 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) ->
     tensor.grad = torch.zeros_like(tensor)
     probe = bare_copy(optimizer)
     probe.state = defaultdict(dict)
-    probe.param_groups = [{**group, "params": [tensor]}]
+    settings = {key: frozen(value) for key, value in group.items() if key not in NOT_HYPER}
+    probe.param_groups = [{**settings, "params": [tensor]}]
     unhooked_step(probe)
     return _specs(probe.state[tensor], tensor.shape)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.stock import NOT_HYPER, bare_copy, unhooked_step
+from terrazzo.engine.optim.stock import attributes_of, bare_copy, frozen, settings_of, unhooked_step
 
 __all__ = ["Twin"]
 
@@ -23,11 +23,9 @@ class Twin:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.state: dict[Tensor, dict[str, Any]] = optimizer.state
-        self._settings = [
-            {key: _frozen(value) for key, value in group.items() if key not in NOT_HYPER}
-            for group in optimizer.param_groups
-        ]
+        self._settings = settings_of(optimizer)
         self._twin = bare_copy(optimizer)
+        self._attributes = attributes_of(optimizer)
 
     def step(self, index: int, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         """Update `parameter` by its `.grad`; returns what the optimizer keeps for it from now on.
@@ -37,8 +35,9 @@ class Twin:
             state: what it kept so far; empty before the first step.
         """
         twin = self._twin
+        vars(twin).update(frozen(self._attributes))  # a step counts once, however many tensors it has
         twin.state = defaultdict(dict, {parameter: state} if state else {})
-        twin.param_groups = [{**self._settings[index], "params": [parameter]}]
+        twin.param_groups = [{**frozen(self._settings[index]), "params": [parameter]}]
         unhooked_step(twin)
         return dict(twin.state[parameter])
 
@@ -46,10 +45,6 @@ class Twin:
         """Hyper-parameters that `optimizer` has other values of now."""
         pairs = zip(self._settings, optimizer.param_groups, strict=True)
         return sorted({key for old, new in pairs for key in old if key in new and not _equal(old[key], new[key])})
-
-
-def _frozen(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
 
 
 def _equal(old: Any, new: Any) -> bool:
