@@ -22,7 +22,7 @@ from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.together import check_agreement
 from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.stock import NOT_HYPER
+from terrazzo.engine.optim.settings import NOT_HYPER
 from terrazzo.engine.partition import UnitSpec
 from terrazzo.engine.place import DATA_AXES, Plan
 from terrazzo.engine.precision import Precision

@@ -24,6 +24,7 @@ from terrazzo.engine.loop.listeners import model_gone, weakly
 from terrazzo.engine.optim.around import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.segment import Segment, segments_of
+from terrazzo.engine.optim.settings import Settings
 from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.scaler import LossScaler
@@ -56,8 +57,8 @@ class OptimizerDriver:
         self.groups = range(first, first + len(optimizer.param_groups))
         self.given = [tuple(group["params"]) for group in optimizer.param_groups]
         self._given_names = [group.get("param_names") for group in optimizer.param_groups]
-        self._stepping = self._skipping = False
-        self._before_skipped: tuple[dict[str, Any], list[dict[str, Any]]] = {}, []
+        self._stepping = False
+        self._skipping: Settings | None = None  # a step that overflowed, and what there was before it
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
         self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
@@ -97,7 +98,7 @@ class OptimizerDriver:
 
     def _is_stepped_apart(self, segment: Segment) -> bool:
         """Whether the optimizer's own step is to leave it alone, without a gradient too: it decays all, perhaps."""
-        return self._skipping or self._moments_differ or segment.bucket.updated_off_device
+        return self._skipping is not None or self._moments_differ or segment.bucket.updated_off_device
 
     def _check_groups(self, optimizer: Optimizer) -> None:
         """Param groups are known by their places."""
@@ -201,16 +202,16 @@ class OptimizerDriver:
             )
         self._check_groups(optimizer)
         self._check_parameters(optimizer)
-        self._skipping = False
+        self._skipping = None
         self._turn(optimizer, stepping=True)
         self.drop_segment_gradients()
         for unit in self.units:
             unit.finish_publishing()  # a step behind a step, with no forward between: what is sent is about to change
         if self.scaler is not None:
-            self._skipping = self._overflowed()
-            self.scaler.update(self._skipping)
-            if self._skipping:
-                self._before_skipped = attributes_of(optimizer), settings_of(optimizer)
+            overflowed = self._overflowed()
+            self.scaler.update(overflowed)
+            if overflowed:
+                self._skipping = Settings(optimizer)
                 self._fill_groups(optimizer)
                 return
         self._cut_segments(optimizer)
@@ -229,21 +230,14 @@ class OptimizerDriver:
             return
         self._turn(optimizer, stepping=False)
         self.drop_segment_gradients()
-        if self._skipping:
-            self._forget_step(optimizer)
+        if self._skipping is not None:
+            self._skipping.put_back(optimizer)  # such as a count of steps: there was nothing to update
         self.progress.steps += 1
         self._note_hyper_parameters(optimizer)
-        if not self._skipping and (model := self._model()) is not None:  # skipped alike on all ranks
+        if self._skipping is None and (model := self._model()) is not None:  # skipped alike on all ranks
             model.publish(self._owned.keys())
         if self.background is not None:
             self.background.end_step()
-
-    def _forget_step(self, optimizer: Optimizer) -> None:
-        """A skipped one had nothing to update; whatever else its class has done, such as counting, is undone."""
-        attributes, settings = self._before_skipped
-        put_back(vars(optimizer), attributes)
-        for group, earlier in zip(optimizer.param_groups, settings, strict=True):
-            put_back(group, earlier)
 
     def _note_hyper_parameters(self, optimizer: Optimizer) -> None:
         """Those that there were at the beginning: ranks compare as many as ever, whoever adds a key to a group."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from terrazzo.engine.optim.settings import NOT_HYPER, Settings, frozen
 from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput
 
 __all__ = [
     "ELEMENTWISE",
-    "NOT_HYPER",
     "StateSpec",
     "assign_groups",
     "bare_copy",
@@ -37,54 +37,18 @@ ELEMENTWISE = frozenset(
 )
 """Optimizers whose update of an element depends on that element's own values alone: correct on any flat shard."""
 
-NOT_HYPER = ("params", "param_names")
-"""Keys of a param group whose values are no hyper-parameters."""
-
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """Where torch keeps what is called around an optimizer's step, and around that of its base class."""
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """One of its class, with its states and attributes of its own, which knows nothing of the model and has no hooks."""
+    """One of its class with its states, and attributes of its own; it knows nothing of the model and has no hooks."""
     copied = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
     ties = ("_driver", "step")  # they lead to the model
     copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ties})
     copied.__dict__.update({key: OrderedDict() for key in STEP_HOOKS})  # so do these, and a base class's step asks
-    copied.__dict__.update(attributes_of(copied))
+    copied.__dict__.update(Settings(copied).attributes)
     return copied
-
-
-def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """What its class keeps beside torch's own, such as a count of steps, as it is now."""
-    return {key: frozen(value) for key, value in vars(optimizer).items() if not _is_of_torch(key)}
-
-
-def _is_of_torch(key: str) -> bool:
-    return key in ("state", "param_groups", "defaults", "step", "_driver") or key.startswith("_optimizer_")
-
-
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The hyper-parameters of each of its groups, as they are now."""
-    groups = optimizer.param_groups
-    return [{key: frozen(value) for key, value in group.items() if key not in NOT_HYPER} for group in groups]
-
-
-def put_back(held: dict[str, Any], earlier: dict[str, Any]) -> None:
-    """Make the values of `earlier` those of `held` again; tensors stay the same objects."""
-    for key, value in earlier.items():
-        if isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
-            held[key].copy_(value)
-        else:
-            held[key] = value
-
-
-def frozen(value: Any) -> Any:
-    """As it is now, whoever changes it in place: tensors, and dicts, lists, tuples and sets of them."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) is dict:
-        return {key: frozen(each) for key, each in value.items()}
-    return type(value)(map(frozen, value)) if type(value) in (list, tuple, set) else value
 
 
 def move_step_hooks(optimizer: Optimizer, last_before: int, first_after: int) -> None:
@@ -252,8 +216,7 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) ->
     tensor.grad = torch.zeros_like(tensor)
     probe = bare_copy(optimizer)
     probe.state = defaultdict(dict)
-    settings = {key: frozen(value) for key, value in group.items() if key not in NOT_HYPER}
-    probe.param_groups = [{**settings, "params": [tensor]}]
+    probe.param_groups = [{**frozen({**group, "params": None}), "params": [tensor]}]
     unhooked_step(probe)
     return _specs(probe.state[tensor], tensor.shape)
 

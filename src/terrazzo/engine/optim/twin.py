@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.stock import attributes_of, bare_copy, frozen, settings_of, unhooked_step
+from terrazzo.engine.optim.settings import Settings, frozen
+from terrazzo.engine.optim.stock import bare_copy, unhooked_step
 
 __all__ = ["Twin"]
 
@@ -23,9 +24,8 @@ class Twin:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.state: dict[Tensor, dict[str, Any]] = optimizer.state
-        self._settings = settings_of(optimizer)
+        self._settings = Settings(optimizer)
         self._twin = bare_copy(optimizer)
-        self._attributes = attributes_of(optimizer)
 
     def step(self, index: int, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         """Update `parameter` by its `.grad`; returns what the optimizer keeps for it from now on.
@@ -35,15 +35,15 @@ class Twin:
             state: what it kept so far; empty before the first step.
         """
         twin = self._twin
-        vars(twin).update(frozen(self._attributes))  # a step counts once, however many tensors it has
+        vars(twin).update(frozen(self._settings.attributes))  # a step counts once, however many tensors it has
         twin.state = defaultdict(dict, {parameter: state} if state else {})
-        twin.param_groups = [{**frozen(self._settings[index]), "params": [parameter]}]
+        twin.param_groups = [{**frozen(self._settings.groups[index]), "params": [parameter]}]
         unhooked_step(twin)
         return dict(twin.state[parameter])
 
     def changed_since(self, optimizer: Optimizer) -> list[str]:
         """Hyper-parameters that `optimizer` has other values of now."""
-        pairs = zip(self._settings, optimizer.param_groups, strict=True)
+        pairs = zip(self._settings.groups, optimizer.param_groups, strict=True)
         return sorted({key for old, new in pairs for key in old if key in new and not _equal(old[key], new[key])})
 
 

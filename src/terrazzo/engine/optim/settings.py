@@ -1,0 +1,65 @@
+"""What an optimizer has beside parameters and states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["NOT_HYPER", "Settings", "frozen"]
+
+NOT_HYPER = ("params", "param_names")
+"""Keys of a param group whose values are no hyper-parameters."""
+
+_OF_TORCH = ("state", "param_groups", "defaults", "step", "_driver")
+
+
+class Settings:
+    """What its class keeps in attributes, such as a count of steps, and its hyper-parameters, as they are now.
+
+    Args:
+        optimizer: may change them afterwards, in place too.
+
+    Attributes:
+        attributes: by name, those that are neither torch's nor the engine's.
+        groups: hyper-parameters of each param group.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.attributes: dict[str, Any] = {key: frozen(value) for key, value in _own(vars(optimizer)).items()}
+        self.groups = [
+            {key: frozen(value) for key, value in group.items() if key not in NOT_HYPER}
+            for group in optimizer.param_groups
+        ]
+
+    def put_back(self, optimizer: Optimizer) -> None:
+        """Undo what was changed since, or added; tensors stay the same objects."""
+        _put_back(vars(optimizer), _own(vars(optimizer)).keys() - self.attributes.keys(), self.attributes)
+        for group, earlier in zip(optimizer.param_groups, self.groups, strict=True):
+            _put_back(group, group.keys() - earlier.keys() - {*NOT_HYPER}, earlier)
+
+
+def frozen(value: Any) -> Any:
+    """As it is now, whoever changes it in place: tensors, and dicts, lists, tuples and sets of them."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) is dict:
+        return {key: frozen(each) for key, each in value.items()}
+    return type(value)(map(frozen, value)) if type(value) in (list, tuple, set) else value
+
+
+def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value for key, value in attributes.items() if key not in _OF_TORCH and not key.startswith("_optimizer_")
+    }
+
+
+def _put_back(held: dict[str, Any], added: set[str], earlier: dict[str, Any]) -> None:
+    for key in added:
+        del held[key]
+    for key, value in earlier.items():
+        if isinstance(value, Tensor) and isinstance(held.get(key), Tensor):
+            held[key].copy_(value)
+        else:
+            held[key] = value
