@@ -133,3 +133,25 @@ def test_an_operators_result_is_kept_whichever_overload_made_it(ops: list[str], 
 def test_checkpointing_that_cannot_work_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(tz.BadInput, match=words):
         checkpoint_activations(Net(), **options)
+
+
+class Verbose(nn.Module):
+    """Its forward has a keyword that `torch.utils.checkpoint.checkpoint` has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, debug: bool = False, early_stop: float = 0.0) -> Tensor:
+        return self.up(x) * (2.0 if debug else 1.0) + early_stop
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_keywords_that_torchs_checkpoint_has_are_the_forwards(mode: str) -> None:
+    model, x = nn.ModuleList([Verbose()]), torch.ones(2, 3)
+    wanted = model[0](x, debug=True, early_stop=1.0)
+    checkpoint_activations(model, mode, units=[Verbose])  # type: ignore[arg-type]
+    found = model[0](x, debug=True, early_stop=1.0)
+    found.sum().backward()
+    assert torch.equal(found, wanted)
+    assert torch.equal(model[0].up.bias.grad, torch.full((3,), 4.0))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -484,3 +485,19 @@ def test_what_is_put_aside_trains_at_the_scale_of_an_output(plan: str, way: str)
     wanted = on_ranks(2, lambda rank: body(rank, "output"))
     for found, others in zip(on_ranks(2, lambda rank: body(rank, way)), wanted, strict=True):
         assert_equal(found, others)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "hybrid_shard"])
+def test_gradients_sent_back_in_fp16_keep_the_loss_scale(plan: str) -> None:
+    """Divided by 1e8 they are below what fp16 has; the scale is divided off where they have become wider."""
+    base = Net()
+
+    def norm(reduce: str, rank: int) -> float:
+        precision = replace(fp16(init=256.0), reduce=reduce)
+        model, _ = sharded(base, plan, 4, precision=precision)
+        model.set_gradient_denominator(1e8)
+        (loss_of(model, batch(0, rank)) * 12).backward()
+        return float(tz.clip_grad_norm_(model, float("inf")))
+
+    wanted, found = (on_ranks(4, partial(norm, reduce)) for reduce in ("fp32", "fp16"))
+    assert found == pytest.approx(wanted, rel=1e-2)

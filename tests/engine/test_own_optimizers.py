@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import terrazzo as tz
 from tests.engine.toys import Net, assert_close, batch, full_parameters, loss_of, on_ranks, step
+from tests.helpers.fake import fake_group
 
 
 class Decaying(torch.optim.SGD):
@@ -68,3 +70,98 @@ def test_a_list_of_groups_that_was_changed_is_refused(plan: str, change: Any) ->
             step(model, optimizer, loss_of(model, batch()))
 
     on_ranks(2, body)
+
+
+class Counting(torch.optim.SGD):
+    """Each step is as long as it has taken steps, and counts in attributes and in its groups."""
+
+    elementwise = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.count, self.seen, self.history = 0, torch.zeros(()), [0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.seen += 1
+        self.history.append(self.count)
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    length = self.count + float(self.seen) + len(self.history) + group["steps"]
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * length)
+
+
+@pytest.mark.parametrize(
+    ("plan", "precision"),
+    [
+        ("zero3", None),
+        ("zero3@cpu", None),
+        ("zero2@nvme", None),
+        ("zero3", tz.Precision(moments="bf16")),  # type: ignore[arg-type]
+    ],
+    ids=["zero3", "cpu", "nvme", "moments"],
+)
+def test_what_a_step_counts_is_counted_once(plan: str, precision: Any, tmp_path: Path) -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    optimizer = Counting(alone.parameters(), lr=0.01)
+    for number in range(3):
+        step(alone, optimizer, loss_of(alone, batch(number)))
+
+    def body(rank: int) -> dict[str, Tensor]:
+        own = copy.deepcopy(base)
+        options = {} if precision is None else {"precision": precision}
+        tier = {"offload": tz.Offload(path=tmp_path)} if "nvme" in plan else {}
+        model, counting = tz.shard(own, Counting(own.parameters(), lr=0.01), plan, **options, **tier)
+        for number in range(3):
+            step(model, counting, loss_of(model, batch(number)))
+        assert (counting.count, float(counting.seen), counting.history) == (3, 3.0, [0, 1, 2, 3])
+        assert counting.param_groups[0]["steps"] == 3
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+def test_a_skipped_step_is_not_counted() -> None:
+    def body(rank: int) -> None:
+        model, counting = Net(), None
+        model, counting = tz.shard(model, Counting(model.parameters(), lr=0.01), "zero2", precision="fp16")
+        seen = counting.seen
+        step(model, counting, loss_of(model, batch(0)) * float("inf"))
+        assert counting.skipped_steps == 1
+        assert (counting.count, float(counting.seen), counting.history) == (0, 0.0, [0])
+        assert counting.seen is seen
+        assert "steps" not in counting.param_groups[0]
+        step(model, counting, loss_of(model, batch(1)))
+        assert (counting.count, counting.param_groups[0]["steps"]) == (1, 1)
+
+    on_ranks(2, body)
+
+
+def test_a_kernel_that_was_declined_is_not_taken() -> None:
+    """`foreach=False` is a choice."""
+    for choice in ({"foreach": False}, {"foreach": True}, {"fused": False}):
+        with fake_group(2):
+            model = Net()
+            _, optimizer = tz.shard(model, torch.optim.AdamW(model.parameters(), **choice), "zero2@cpu")
+            assert not optimizer.param_groups[0]["fused"]
+    with fake_group(2):
+        model = Net()
+        _, optimizer = tz.shard(model, torch.optim.AdamW(model.parameters()), "zero2@cpu")
+        assert optimizer.param_groups[0]["fused"]
+
+
+def test_gradients_of_a_model_whose_optimizer_is_gone() -> None:
+    def body(rank: int) -> float:
+        model = Net()
+        model, optimizer = tz.shard(model, torch.optim.AdamW(model.parameters()), "zero2@cpu")
+        step(model, optimizer, loss_of(model, batch(0)))
+        del optimizer
+        loss_of(model, batch(1)).backward()
+        return float(tz.clip_grad_norm_(model, float("inf")))
+
+    assert all(norm > 0 for norm in on_ranks(2, body))
