@@ -175,9 +175,9 @@ MUTATIONS = [
     # -- offload
     Mutation(
         "an update that is under way sees a rate set later",
-        "engine/optim/twin.py",
-        "return value.clone() if isinstance(value, Tensor)",
-        "return value if isinstance(value, Tensor)",
+        "engine/optim/settings.py",
+        "return value.clone()",
+        "return value",
         "engine/offload/test_bits.py engine/offload/test_modes.py",
     ),
     Mutation(

@@ -151,7 +151,7 @@ def faults_of_a_hasty_ring() -> list[str]:
 
     def hasty(self: Peers, own: Tensor) -> Callable[[], Tensor]:
         arrived = pass_on(self, own)
-        with mock.patch.object(Handle, "wait", lambda handle: None):
+        with mock.patch.object(Handle, "wait", return_value=None):
             received = arrived()
         return lambda: received
 

@@ -103,7 +103,7 @@ class Collectives(ABC):
 
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         own = yield from self._reduce_scatter(full, dtype)
-        # What is sent back in fp16 keeps the loss scale, without which small gradients would be zero.
+        # What fp16 sends back keeps the loss scale, without which small gradients would be zero.
         scaled = full.dtype == torch.float16
         self._chunks(full)[self.rank].copy_(divide(own, self.size if scaled else denominator))
         yield from self._all_gather(full)

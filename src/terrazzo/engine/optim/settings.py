@@ -12,7 +12,7 @@ __all__ = ["NOT_HYPER", "Settings", "frozen"]
 NOT_HYPER = ("params", "param_names")
 """Keys of a param group whose values are no hyper-parameters."""
 
-_OF_TORCH = ("state", "param_groups", "defaults", "step", "_driver")
+_NOT_OWN = ("state", "param_groups", "defaults", "step", "_driver")
 
 
 class Settings:
@@ -50,9 +50,7 @@ def frozen(value: Any) -> Any:
 
 
 def _own(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value for key, value in attributes.items() if key not in _OF_TORCH and not key.startswith("_optimizer_")
-    }
+    return {key: value for key, value in attributes.items() if key not in _NOT_OWN}
 
 
 def _put_back(held: dict[str, Any], added: set[str], earlier: dict[str, Any]) -> None:
