@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,6 +20,7 @@ from terrazzo.engine import Box, LossScaling, checkpoint_activations, engine_of
 from terrazzo.parallel import context_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.helpers.cover import places
+from tests.helpers.processes import Pool
 from tests.helpers.threads import run_in_threads
 
 SIZES = DecoderConfig(61, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_sequence_length=32)
@@ -165,10 +167,10 @@ def trained(case: Case, rank: int) -> list[tuple[float, float, dict[str, Part], 
     return found
 
 
-def check(case: Case) -> None:
+def compare(case: Case, ranks: list[Any]) -> None:
+    """What each rank has `trained`, with one process of plain PyTorch."""
     relative = 2e-6 if case.precision == "fp32" else 3e-2
-    expected_steps = plain(case.documents)  # first: the threads would share one random generator
-    ranks = run_in_threads(case.mesh.ranks, lambda rank: trained(case, rank))
+    expected_steps = plain(case.documents)
     for step, (loss, norm, gradients, weights) in enumerate(expected_steps):
         total = sum(each[step][0] for each in ranks) / case.mesh.tp  # whose ranks have lost the same
         assert total == pytest.approx(loss, rel=relative)
@@ -209,4 +211,41 @@ def shape(mesh: Mesh) -> dict[str, object]:
 def test_training_in_parts_is_training(
     mesh: Mesh, mode: str, documents: bool, checkpointing: str, precision: str
 ) -> None:
-    check(Case(mesh, mode, documents, checkpointing, precision))
+    case = Case(mesh, mode, documents, checkpointing, precision)
+    plain(documents)  # first: the threads would share one random generator
+    compare(case, run_in_threads(mesh.ranks, lambda rank: trained(case, rank)))
+
+
+@pytest.fixture(scope="module")
+def four_processes() -> Iterator[Pool]:
+    with Pool(4) as pool:
+        yield pool
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("plan", "tp", "cp", "mode", "precision"),
+    [
+        ("zero0", 2, 1, "gather", "fp32"),
+        ("zero0", 2, 2, "ring", "fp16"),
+        ("zero1", 2, 2, "gather", "fp32"),
+        ("zero1", 1, 2, "ulysses", "bf16"),
+        ("zero2", 1, 4, "ring", "fp32"),
+        ("zero2@cpu-all", 2, 2, "ulysses", "fp32"),
+        ("zero3", 2, 2, "ulysses", "fp32"),
+        ("zero3", 2, 1, "gather", "bf16"),
+        ("zero3@cpu", 1, 2, "gather", "fp16"),
+        ("shard_grad_op", 2, 2, "ring", "fp32"),
+        ("hybrid_shard", 2, 1, "gather", "fp32"),
+        ("hpz", 1, 2, "ring", "fp32"),
+    ],
+)
+def test_so_it_is_between_processes(
+    four_processes: Pool, plan: str, tp: int, cp: int, mode: str, precision: str
+) -> None:
+    case = Case(Mesh(plan, 4, tp, cp), mode, plan == "zero3", "none", precision)
+    compare(case, four_processes.run(trained_here, case))
+
+
+def trained_here(case: Case) -> Any:
+    return trained(case, torch.distributed.get_rank())
