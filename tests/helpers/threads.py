@@ -9,23 +9,31 @@ The ranks share one interpreter, and so torch's default random generator: build 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import _set_thread_isolation_mode
 from torch.testing._internal.distributed.multi_threaded_pg import (
+    Collective,
     ProcessLocalGroup,
     _install_threaded_pg,
     _uninstall_threaded_pg,
+    ret_work,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T")
 _exclusive = threading.Lock()
+_ended = ret_work(None)
+"""What every collective returns: it has ended, and nobody asks for its result."""
 
 
 class RanksStuck(RuntimeError):
@@ -89,11 +97,71 @@ def _threaded_backend() -> Iterator[None]:
     _set_thread_isolation_mode(True)  # before the install: groups registered earlier would be shared
     _install_threaded_pg()
     try:
-        yield
+        with (
+            mock.patch.multiple(ProcessLocalGroup, all_gather_single=_gather, all_to_all_single=_exchange),
+            mock.patch.object(Collective, "join", _join_collective),
+            mock.patch.object(sys, "excepthook", sys.excepthook),  # which every rank wraps once more
+        ):
+            yield
     finally:
         _uninstall_threaded_pg()
         ProcessLocalGroup.reset()
         _set_thread_isolation_mode(False)
+
+
+# -- the same collectives as torch's, in n operations rather than in n squared, and one wake-up rather than two
+
+
+def _join_collective(self: Any, rank: int, data: Any) -> dist.Work:
+    """In place of `Collective.join`: whoever comes last does the work, which no dispatch mode of that rank's sees."""
+    with self._done_cond:
+        self._data[rank] = data
+        self._count += 1
+        if self._count == self._world_size and not self._pg._terminate.is_set():
+            with _disable_current_modes():
+                self._collective.work(self._data)
+            self._done = True
+            self._done_cond.notify_all()
+        self._done_cond.wait_for(lambda: self._done or self._pg._terminate.is_set())
+        if self._pg._terminate.is_set():
+            sys.exit("another rank has failed")
+    return _ended
+
+
+def _gather(self: Any, output: Tensor, own: Tensor, *options: Any) -> dist.Work:
+    return _meet(self, _Gather(), (output, own))
+
+
+def _exchange(self: Any, output: Tensor, own: Tensor, to: Sequence[int], of: Sequence[int], *options: Any) -> dist.Work:
+    if to or of:
+        return _all_to_all(self, output, own, to, of, *options)
+    return _meet(self, _Exchange(), (output, own))
+
+
+_all_to_all = ProcessLocalGroup.all_to_all_single
+
+
+def _meet(group: Any, collective: Any, data: tuple[Tensor, Tensor]) -> dist.Work:
+    met = ProcessLocalGroup._start_coll(collective, group)
+    work: dist.Work = met.join(group._rank, data)
+    ProcessLocalGroup._end_coll(met, group)
+    return work
+
+
+class _Gather:
+    @torch.no_grad()
+    def work(self, data: list[tuple[Tensor, Tensor]]) -> None:
+        whole = torch.cat([own.reshape(-1) for _, own in data])
+        for output, _ in data:
+            output.detach().copy_(whole.view(output.shape))
+
+
+class _Exchange:
+    @torch.no_grad()
+    def work(self, data: list[tuple[Tensor, Tensor]]) -> None:
+        rows = torch.stack([own.reshape(len(data), -1) for _, own in data], 1)
+        for (output, _), row in zip(data, rows, strict=True):
+            output.detach().copy_(row.view(output.shape))
 
 
 def _wake_others(error: BaseException) -> None:
