@@ -189,7 +189,6 @@ def pieces(model: Any, optimizer: Any, folder: Path) -> dict[str, Tensor]:
 DOORS = [evaluate, gather, write, load_state_dict, save, load, zero_grad, clip, pieces]
 
 
-@pytest.mark.cover(strength=1)  # all doors wait for the same update
 @pytest.mark.parametrize(
     ("door", "tiers"),
     [
