@@ -67,11 +67,9 @@ def cut_on_paper(
     Raises:
         BadInput: as there.
     """
-    plan, changed = own_plan(model, size) if isinstance(tensor, str) else (tensor, [])
+    plan = own_plan(model, size) if isinstance(tensor, str) else tensor
     ranks = _PaperTensorRanks(size)
     cut_model(model, ranks, plan, sequence)
-    for module, attribute, value in changed:
-        setattr(module, attribute, value)
     return ranks
 
 

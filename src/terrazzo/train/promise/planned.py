@@ -13,7 +13,7 @@ from torch import nn
 
 from terrazzo.config import Config
 from terrazzo.engine import find_units
-from terrazzo.parallel import share_sequences
+from terrazzo.parallel import VocabularyLoss, leave_vocabulary, share_sequences
 from terrazzo.parallel.paper import PaperContext, cut_on_paper
 from terrazzo.planner import Cluster, Estimate, Memory, Setup, estimate
 from terrazzo.planner.formulas import Term
@@ -22,7 +22,7 @@ from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated
 from terrazzo.planner.memory.trace import traced_activations, traced_update
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
 from terrazzo.train.data import Batch
-from terrazzo.train.model.parallel import keep_logits_apart, plan_of
+from terrazzo.train.model.parallel import plan_of, vocabulary_apart
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import construct
@@ -88,8 +88,11 @@ def _share_on_paper(model: nn.Module, config: Config, setup: Setup) -> None:
         settings = config.parallel.context
         share_sequences(model, PaperContext(setup.mesh.cp, settings.mode, settings.balance, config.cuts_attention))
     if setup.mesh.tp > 1:
-        ranks = cut_on_paper(model, setup.mesh.tp, setup.sequence_parallel, plan_of(model))
-        keep_logits_apart(model, ranks)
+        plan = plan_of(model, config)
+        vocabulary = vocabulary_apart(model, plan)
+        ranks = cut_on_paper(model, setup.mesh.tp, setup.sequence_parallel, plan)
+        if vocabulary:
+            leave_vocabulary(model, VocabularyLoss(ranks, vocabulary))
 
 
 @contextmanager
