@@ -311,6 +311,35 @@ def test_a_model_of_transformers_trains_as_on_one_rank_and_no_rank_has_all_logit
 
 
 @pytest.mark.parametrize(
+    ("mesh", "mode", "more"),
+    [
+        pytest.param({"tp": 2}, "gather", {"lora": {"rank": 2, "target_modules": ["q_proj"]}}, marks=pytest.mark.long),
+        ({"tp": 2}, "gather", {"lora": {"rank": 2, "target_modules": ["down_proj"]}}),  # its sum is one more
+        ({"cp": 2}, "ulysses", {"lora": {"rank": 2, "target_modules": ["o_proj"]}}),
+        pytest.param({"cp": 2}, "ring", {"lora": {"rank": 2, "target_modules": "all-linear"}}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft, in two threads
+def test_what_adapters_send_is_promised_to_the_byte(
+    tmp_path: Path, mesh: dict[str, int], mode: str, more: dict[str, Any]
+) -> None:
+    """Gradients of activations end at the first block with one."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    values = of_transformers(tmp_path, 2, mesh) | more
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
+    values["model"]["weights"] = "pretrained"
+    values["parallel"]["context"]["mode"] = mode
+    values["train"] |= {"steps": 1, "activation_checkpointing": "full"}
+    train(values, 2)
+    (summary,) = lines(run_folder(values), "summary")
+    promised = summary["traffic_bytes_promised"]
+    assert any(name.startswith(tuple(mesh)) for name in promised)
+    assert summary["traffic_bytes_measured"] == promised
+
+
+@pytest.mark.parametrize(
     ("plan", "message"),
     [
         ({"lm_heed": "column"}, r"parallel\.tensor\.plan: .*'lm_heed', which matches no module.*you mean 'lm_head'"),

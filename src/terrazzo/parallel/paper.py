@@ -49,6 +49,7 @@ class _PaperPeers(Peers):
     def __init__(self, size: int) -> None:
         self.size, self.rank, self.traffic = size, 0, Traffic()
         self._collectives = _PaperCollectives(size)
+        self._collectives.traffic = self.traffic
 
     def _all_to_all(
         self, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None

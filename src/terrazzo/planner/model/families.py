@@ -394,8 +394,6 @@ FAMILIES: Mapping[str, Family] = {
 }
 """By `model_type`. What is not here is built by `transformers` on the meta device and measured."""
 
-CUT_FAMILIES = frozenset(
-    f"{BUILT_IN} gemma gemma2 gemma3_text glm4 gpt_neox granite llama mistral olmo phi phi3 qwen2 qwen3 smollm3 "
-    "starcoder2".split()
-)
+_CUT = "gemma gemma2 gemma3_text glm4 gpt_neox granite llama mistral olmo phi phi3 qwen2 qwen3 smollm3 starcoder2"
+CUT_FAMILIES = frozenset({BUILT_IN, *_CUT.split()})
 """Those whose plan of tensor parallelism is carried out here, and says the splits of their rows."""
