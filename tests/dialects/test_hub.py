@@ -63,6 +63,7 @@ OTHER: dict[str, Any] = {
     "plan.mesh.dp_shard": 4,
     "plan.mesh.cp": 2,
     "plan.mesh.tp": 2,
+    "parallel.tensor.plan": {"up": "column", "down": "row"},
     "parallel.tensor.sequence": False,
     "parallel.context.mode": "ring",
     "parallel.context.balance": "none",
@@ -187,7 +188,7 @@ def assert_the_same_run(document: dict[str, Any]) -> Description:
     return reading.description
 
 
-HUB_OPAQUE = ("optimizer.options", "offload.weight", "offload.grad", "offload.optim")
+HUB_OPAQUE = ("optimizer.options", "parallel.tensor.plan", "offload.weight", "offload.grad", "offload.optim")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

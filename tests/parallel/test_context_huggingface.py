@@ -137,7 +137,7 @@ def test_models_with_sinks_or_soft_caps_are_refused_by_name() -> None:
 
     def on_rank(rank: int) -> list[str]:
         own = copy.deepcopy(model)
-        register(own, Context(dist.group.WORLD, "ring"))
+        register(own, Context(dist.group.WORLD, "ring"), own)
         module = own.model.layers[0].self_attn
         query, said = torch.zeros(1, 2, 4, 8), []
         for more in ({"s_aux": torch.zeros(2)}, {"softcap": 50.0}, {"dropout": 0.1}, {"is_causal": False}):

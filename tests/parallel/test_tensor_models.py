@@ -151,7 +151,7 @@ def config_of(name: str):
     kinds = {
         "llama": (transformers.LlamaConfig, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
         "qwen3": (transformers.Qwen3Config, {"num_key_value_heads": 1, "head_dim": 4}),
-        "phi3": (transformers.Phi3Config, {"num_key_value_heads": 2, "pad_token_id": 0}),
+        "phi3": (transformers.Phi3Config, {"num_key_value_heads": 1, "pad_token_id": 0}),
         "gpt_neox": (transformers.GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     }
     kind, more = kinds[name]

@@ -16,7 +16,7 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of, estimate
 from terrazzo.engine.spec import Pass
-from terrazzo.parallel import context_of
+from terrazzo.parallel import TensorRanks, context_of
 from terrazzo.parallel.paper import cut_on_paper
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
@@ -25,8 +25,11 @@ from terrazzo.planner.memory.peak import stage_peak
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.trace import traced_activations
+from terrazzo.planner.model.families import CUT_FAMILIES, FAMILIES
 from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.model.shapes import BUILT_IN
 from terrazzo.planner.setup.checks import check
+from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import expected_exchanges, traffic_of
 from terrazzo.train.model.causal_lm import build_model
@@ -189,6 +192,60 @@ def test_a_trace_of_a_cut_model_has_parts_of_its_activations() -> None:
         assert sum(event.change for event in trace.events) == 0
         peaks[ranks] = trace.peak_bytes - trace.buffer_bytes
     assert 0.5 * peaks[1] < peaks[2] < 0.7 * peaks[1]
+
+
+def cut_tiny(family: str, size: int) -> tuple[nn.Module, TensorRanks, dict[str, Any]]:
+    """A small model of transformers as the last of `size` ranks has it, with real memory, and its config."""
+    import transformers
+
+    kind = transformers.CONFIG_MAPPING[family]
+    config = kind(
+        vocab_size=62, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4 if family == "gpt_neox" else 2, head_dim=8, max_position_embeddings=LENGTH,
+        tie_word_embeddings=False, pad_token_id=0,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    ranks = cut_on_paper(model, size)
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model, ranks, config.to_dict()
+
+
+@pytest.mark.parametrize("family", sorted(CUT_FAMILIES - {BUILT_IN}))
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_request_with_tp_means_what_transformers_plan_makes_of_a_family(family: str, size: int) -> None:
+    """Parts of every parameter, and bytes of every exchange; 2 key heads on 4 ranks."""
+    pytest.importorskip("transformers", reason="needs terrazzo[hf]")
+    model, ranks, config = cut_tiny(family, size)
+    asked = Request(config, size, tp=size, sequence=LENGTH, micro_batch=2, precision="fp32", loss="full")
+    setup = build_setup(asked)
+    check(setup)
+    placement = placement_of(setup)
+    planned = [
+        bucket.share(tensor)
+        for unit in setup.model.units
+        for bucket in buckets(unit, placement)
+        for tensor in bucket.tensors * unit.count
+    ]
+    assert sorted(planned) == sorted(parameter.numel() for parameter in model.parameters())
+    tokens, positions = torch.zeros(2, LENGTH, dtype=torch.int64), torch.arange(LENGTH).expand(2, -1)
+    model(tokens, position_ids=positions, use_cache=False).logits.sum().backward()
+    assert {f"tp {name}": sent for name, sent in ranks.traffic.by_name().items() if sent} == expected_exchanges(setup)
+
+
+def test_families_with_a_plan_are_those_that_transformers_cuts_with_known_styles() -> None:
+    """But for those whose queries and keys are put together for a norm over all heads, which the engine refuses."""
+    transformers = pytest.importorskip("transformers", reason="needs terrazzo[hf]")
+    plans = {
+        family: transformers.CONFIG_MAPPING[family].base_model_tp_plan for family in FAMILIES if family != BUILT_IN
+    }
+    known = {"colwise", "rowwise", "embedding_rowwise", "colwise_gather_output", "rowwise_split_input"}
+    known |= {"replicated_with_grad_allreduce", "sequence_parallel", "replicate"}
+    cut = {family for family, plan in plans.items() if plan and set(plan.values()) <= known}
+    assert cut - {"olmo2", "olmo3"} == CUT_FAMILIES - {BUILT_IN}
 
 
 MESHES = [(("dp_shard", 2), ("tp", 4)), (("dp_replicate", 2), ("dp_shard", 2), ("cp", 2), ("tp", 2))]

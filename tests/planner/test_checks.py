@@ -144,6 +144,13 @@ IMPOSSIBLE = [
     ({"pp": 4, "virtual_stages": 2, "micro_batches": 3}, "3 micro-batches are too few"),
     # sequences and batches
     ({"model": "gpt2-1.5b", "sequence": 2048}, "longer than the 1024 positions that gpt2-1.5b has vectors for"),
+    (
+        {"sequence": 4096, "cp": 8, "tp": 8, "gpus": 64, "context": "ulysses"},
+        "heads 32 of llama3-8b do not divide by cp 8 × tp 8 = 64, and context mode ulysses gives each of these ranks",
+    ),
+    ({"model": "mistral-7b", "cp": 2, "context": "ring"}, "sliding window of 4096 tokens, and context mode ring"),
+    ({"cp": 2, "context": "rings"}, "context is 'rings'; it is one of gather, ulysses, ring. Did you mean"),
+    ({"sequence": 4004, "cp": 2, "tp": 8, "gpus": 16}, "2002, which do not divide by tp 8: between matrices each has"),
     ({"sequence": 4098, "cp": 2}, "does not divide into 2 × cp 2 = 4 equal parts"),
     ({"global_batch": 8}, "more data ranks than the batch has sequences: 16 data ranks, but a global batch of 8"),
     ({"global_batch": 40}, "40 / 16 = 2.5 micro-batches. Use a global batch of 32 or 48"),

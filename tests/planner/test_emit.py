@@ -17,13 +17,14 @@ from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.traffic.volumes import traffic_of
 from terrazzo.train.folders import swap_folders
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.optimizer import check_settings
 from terrazzo.train.plan import build_plan, build_precision
 from terrazzo.train.preflight.swap import check_folders
-from terrazzo.train.promise.as_setup import optimizer_recipe
+from terrazzo.train.promise.as_setup import optimizer_recipe, setup_of
 from tests.helpers import programs
 
 TINY = {
@@ -99,6 +100,18 @@ def test_a_plan_with_offload_is_the_setups(strategy: str, tmp_path: Path) -> Non
     assert bool(swap_folders(config)) == ("nvme" in strategy)
     make = {"log": {"folder": str(tmp_path / "run")}, "offload": {"path": str(tmp_path / "run" / "swap")}}
     check_folders(config.model_validate(config.model_dump() | make) if "nvme" in strategy else config)
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+def test_how_ranks_share_sequences_and_matrices_arrives(mode: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tp": 2, "cp": 2, "context": mode, "sequence_parallel": False}
+    config, _ = emitted(tmp_path, **options)
+    assert (config.plan.mesh.tp, config.plan.mesh.cp) == (2, 2)
+    assert (config.parallel.context.mode, config.parallel.tensor.sequence) == (mode, False)
+    planned = build_setup(Request(TINY, 8, gpu="h100", sequence=64, **options))
+    run = setup_of(config, 8, planned.cluster)
+    assert run.loss == planned.loss == "parts"
+    assert traffic_of(run).collectives == traffic_of(planned).collectives
 
 
 def test_a_plan_of_ones_own_is_emitted_place_by_place(tmp_path: Path) -> None:

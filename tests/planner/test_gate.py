@@ -84,6 +84,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     # what the engine does not run yet
     "pipeline parallelism": ("terrazzo", {"pp": 2}, "megatron", {"pp": 2}),
     "expert parallelism": ("terrazzo", {"model": MOE, "ep": 2}, "terrazzo", {"model": MOE}),
+    "no plan of tensor parallelism": (
+        "terrazzo", {"model": ODD_VOCAB, "tp": 5, "gpus": 5, "sequence": 1000}, "terrazzo", {"tp": 4},
+    ),
+    "attention that ranks cannot share": ("terrazzo", {"model": "falcon-7b", "cp": 2}, "terrazzo", {"cp": 2}),
     "fp8 matrix products": ("terrazzo", {"precision": "fp8"}, "terrazzo", {"precision": "bf16"}),
     "optimizer that sees whole matrices": ("terrazzo", {"optimizer": "muon"}, "terrazzo", {"optimizer": "adam"}),
     "optimizer that torch does not have": ("terrazzo", {"optimizer": "lion"}, "terrazzo", {"optimizer": "momentum"}),

@@ -149,16 +149,19 @@ def test_an_update_is_fused_where_the_engine_takes_the_fused_kernel(recipe: Opti
     assert planned is bool(optimizer.param_groups[0].get("fused"))
 
 
-def test_a_request_under_model_parallelism_means_megatron_and_says_so() -> None:
-    made, plain = (build_setup(Request("llama3-8b", 8, strategy="zero1", tp=tp)) for tp in (2, 1))
+def test_a_request_under_pipeline_parallelism_means_megatron_and_says_so() -> None:
+    """Under tensor parallelism it means the engine."""
+    meshes: list[dict[str, int]] = [{"pp": 2}, {"tp": 2}, {}]
+    made, cut, plain = (build_setup(Request("llama3-8b", 8, strategy="zero1", **axes)) for axes in meshes)
     assert (made.whole_gradients, made.fused_update, made.loss) == (True, True, "fused")
+    assert (cut.whole_gradients, cut.fused_update, cut.loss) == (False, True, "parts")
     assert (plain.whole_gradients, plain.fused_update, plain.loss) == (False, True, "full")
-    asked = Request("llama3-8b", 8, strategy="zero1", tp=2, loss="full")
+    asked = Request("llama3-8b", 8, strategy="zero1", pp=2, loss="full")
     assert build_setup(asked).loss == "full"
     said = [note for note in estimate_request(asked).warnings if "Megatron-core" in note]
     assert len(said) == 1
     assert "fused loss" not in said[0]
-    assert not any("Megatron" in note for note in estimate_request(replace(asked, tp=1)).warnings)
+    assert not any("Megatron" in note for note in estimate_request(replace(asked, pp=1, tp=2)).warnings)
 
 
 def test_zero_offload_trains_thirteen_billion_on_one_v100() -> None:

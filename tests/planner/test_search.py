@@ -287,6 +287,18 @@ def test_long_sequences_try_context_parallelism_and_experts_expert_parallelism()
     assert {answer.setup.mesh.ep for answer in experts.ranked} > {1}
 
 
+def test_every_way_of_sharing_attention_is_weighed_where_heads_and_windows_allow() -> None:
+    asked = request("llama3-8b", 8, strategy="zero3", parallel=True, sequence=32768, tp=1, pp=1, cp=8)
+    found = {answer.setup.context: answer for answer in search(asked).ranked}
+    assert set(found) == {"gather", "ulysses", "ring"}
+    assert len({answer.traffic.total_bytes for answer in found.values()}) == 3
+    assert {answer.setup.context for answer in search(replace(asked, context="ring")).ranked} == {"ring"}
+    windowed = replace(asked, model="mistral-7b")  # within 4,096 tokens
+    assert {answer.setup.context for answer in search(windowed).ranked} == {"gather", "ulysses"}
+    uneven = replace(asked, model="qwen2.5-7b")  # 28 heads
+    assert {answer.setup.context for answer in search(uneven).ranked} == {"gather", "ring"}
+
+
 def test_offload_is_tried_where_nothing_else_fits() -> None:
     asked = request("llama3-8b", 1, offload=True)
     found = search(asked)

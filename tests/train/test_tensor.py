@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -16,6 +17,7 @@ import torch
 import terrazzo as tz
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
+from terrazzo.parallel import VocabularyLoss
 from terrazzo.train.data.sequences import SequenceDataset
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.mesh_picture import mesh_picture
@@ -259,6 +261,104 @@ def test_a_model_of_transformers_is_checked_by_its_config(
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(BadInput, match=message):
         check(config_from_dict(values), 4)
+
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+GLOBS = {
+    "model.embed_tokens": "embedding",
+    "model.layers.*.self_attn": "enter",
+    "model.layers.*.self_attn.[qkv]_proj": "column",
+    "model.layers.*.self_attn.o_proj": "row",
+    "lm_head": "column",
+}
+
+
+def of_transformers(folder: Path, ranks: int, mesh: dict[str, int], plan: Any = "auto") -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    values = on_mesh(folder, mesh, ranks)
+    values["parallel"]["tensor"] = {"plan": plan}
+    values["model"] = {"kind": "huggingface", "path": str(folder)}
+    return values
+
+
+@pytest.mark.parametrize("plan", ["auto", GLOBS], ids=["auto", "globs"])
+def test_a_model_of_transformers_trains_as_on_one_rank_and_no_rank_has_all_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Any
+) -> None:
+    pytest.importorskip("transformers")
+    widths = set()
+    original = VocabularyLoss.__call__
+
+    def seen(self: VocabularyLoss, logits: torch.Tensor, *others: Any) -> torch.Tensor:
+        widths.add(logits.shape[-1])
+        return original(self, logits, *others)
+
+    monkeypatch.setattr(VocabularyLoss, "__call__", seen)
+    one, two = of_transformers(tmp_path, 1, {}), of_transformers(tmp_path, 2, {"tp": 2}, plan)
+    train(one, 1)
+    first = "checkpoints/step-00000001"  # threads draw from one random generator
+    shutil.copytree(run_folder(one) / first, run_folder(two) / first)
+    train(two, 2)
+    assert widths == {129, 130}
+    (steps, validation, text), (expected, valid, its_text) = said(run_folder(two)), said(run_folder(one))
+    torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected[1:]), rtol=2e-5, atol=0)
+    assert (validation, text) == (pytest.approx(valid, rel=2e-5), its_text)
+    (summary,) = lines(run_folder(two), "summary")
+    assert summary["traffic_bytes_measured"] == summary["traffic_bytes_promised"] or plan != "auto"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode", "more"),
+    [
+        pytest.param({"tp": 2}, "gather", {"lora": {"rank": 2, "target_modules": ["q_proj"]}}, marks=pytest.mark.long),
+        ({"tp": 2}, "gather", {"lora": {"rank": 2, "target_modules": ["down_proj"]}}),  # its sum is one more
+        ({"cp": 2}, "ulysses", {"lora": {"rank": 2, "target_modules": ["o_proj"]}}),
+        pytest.param({"cp": 2}, "ring", {"lora": {"rank": 2, "target_modules": "all-linear"}}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft, in two threads
+def test_what_adapters_send_is_promised_to_the_byte(
+    tmp_path: Path, mesh: dict[str, int], mode: str, more: dict[str, Any]
+) -> None:
+    """Gradients of activations end at the first block with one."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    values = of_transformers(tmp_path, 2, mesh) | more
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA)).save_pretrained(tmp_path)
+    values["model"]["weights"] = "pretrained"
+    values["parallel"]["context"]["mode"] = mode
+    values["train"] |= {"steps": 1, "activation_checkpointing": "full"}
+    train(values, 2)
+    (summary,) = lines(run_folder(values), "summary")
+    promised = summary["traffic_bytes_promised"]
+    assert any(name.startswith(tuple(mesh)) for name in promised)
+    assert summary["traffic_bytes_measured"] == promised
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"lm_heed": "column"}, r"parallel\.tensor\.plan: .*'lm_heed', which matches no module.*you mean 'lm_head'"),
+        ({"model.layers.*.self_attn": "enter"}, r"parallel\.tensor\.plan: .*no 'column' and 'row' inside"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_model_is_refused_before_anything_is_built(
+    tmp_path: Path, plan: dict[str, str], message: str
+) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(BadInput, match=message):
+        check(config_from_dict(of_transformers(tmp_path, 2, {"tp": 2}, plan)), 2)
+
+
+def test_styles_and_key_heads_of_a_plan_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"the style 'colum'\. Did you mean 'column'\?"):
+        config_from_dict(of_transformers(tmp_path, 2, {"tp": 2}, {"lm_head": "colum"}))
+    with pytest.raises(BadInput, match=r"the 2 key heads do not divide by plan\.mesh\.tp 4.*plan=auto"):
+        check(config_from_dict(of_transformers(tmp_path, 4, {"tp": 4}, GLOBS)), 4)
 
 
 def test_lengths_that_do_not_divide_by_tp_stay_whole_where_that_is_asked(tmp_path: Path) -> None:

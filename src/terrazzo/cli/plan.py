@@ -82,7 +82,8 @@ def plan(  # structure: signature fixed by the command line
     compile: bool = _training("--compile", "blocks go through torch.compile", False),
     attention: str = _training("--attention KIND", "flash (default), or math, which keeps all scores", "flash"),
     loss: str | None = _training(
-        "--loss KIND", "full (torch's, in fp32), fused (default with --tp or --pp) or chunked"
+        "--loss KIND",
+        "full (torch's, in fp32), fused (default with --pp), chunked, or parts (default with --tp): of the vocabulary",
     ),
     strategy: str | None = _splitting("--strategy NAME", "a row of the table, or fsdp, fsdp2, hsdp; default: the best"),
     offload: str | None = _splitting(
@@ -91,6 +92,9 @@ def plan(  # structure: signature fixed by the command line
     tp: int | None = _splitting("--tp T", "tensor-parallel ranks; default: 1"),
     pp: int | None = _splitting("--pp K", "pipeline stages; default: 1"),
     cp: int | None = _splitting("--cp C", "context-parallel ranks; default: 1"),
+    cp_mode: str | None = _splitting(
+        "--context MODE", "attention over cp: gather (default), ulysses or ring; default: gather, or searched"
+    ),
     ep: int | None = _splitting("--ep E", "expert-parallel ranks, among the data ranks; default: 1"),
     dp_replicate: int | None = _splitting(
         "--dp-replicate R", "groups of the hybrid strategies; default: one shard group per host"

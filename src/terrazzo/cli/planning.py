@@ -44,7 +44,7 @@ __all__ = ["run"]
 Asked = Mapping[str, Any]
 """Arguments of `terrazzo plan` by name."""
 
-RENAMED = {"seq": "sequence", "ac": "checkpointing", "price": "price_per_hour"}
+RENAMED = {"seq": "sequence", "ac": "checkpointing", "price": "price_per_hour", "cp_mode": "context"}
 SAME = (
     "model", "gpu", "strategy", "micro_batch", "micro_batches", "global_batch", "precision", "optimizer", "compile",
     "attention", "loss", "tp", "pp", "cp", "ep", "dp_replicate", "virtual_stages", "pipeline", "parallel", "per_node",

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from terrazzo.config.axes import ParallelConfig
 from terrazzo.config.section import Named, Section
 from terrazzo.config.task import DataConfig, LoraConfig, ModelConfig, ObjectiveConfig
 from terrazzo.engine import DTYPE_FIELDS, TIERS, Place, dtype_named, preset_named
@@ -124,38 +125,6 @@ class OffloadConfig(Section):
             return value
         text = tier_text(value)
         return "device" if set(Place(tier=text).shares) == {"device"} else text
-
-
-class ContextConfig(Section):
-    """How ranks compute attention over sequences that they share, where `plan.mesh.cp` is more than 1."""
-
-    mode: Literal["gather", "ulysses", "ring"] = Field(
-        "gather",
-        description="`gather`: each rank gathers a layer's keys and values; `ulysses`: each gets a share of the heads, "
-        "which cp must divide; `ring`: keys and values go round, and those of a few ranks are in memory at a time",
-    )
-    balance: Literal["head_tail", "none"] = Field(
-        "head_tail",
-        description="`head_tail`: each rank has a part near the start of a sequence and one near its end, and all have "
-        "the same work; `none`: one part each, and later ranks have more",
-    )
-
-
-class TensorConfig(Section):
-    """How ranks share matrices, where `plan.mesh.tp` is more than 1."""
-
-    sequence: bool = Field(
-        True,
-        description="split sequences between matrices too: as much is sent, and fewer activations are kept; "
-        "their length must divide by tp",
-    )
-
-
-class ParallelConfig(Section):
-    """What ranks do that share more than data."""
-
-    tensor: TensorConfig = TensorConfig()
-    context: ContextConfig = ContextConfig()
 
 
 class PrecisionConfig(Named):

@@ -26,6 +26,7 @@ from terrazzo.engine import (
     data_mesh,
     shard,
 )
+from terrazzo.engine.making.parts import exchanged_along
 from terrazzo.engine.offload.topology import told_ranks_here
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
@@ -95,7 +96,11 @@ class Setup:
         """Checkpoint activations, compile units and shard, in this order: see `tz.shard`. Both change in place.
 
         Where the model is of transformers, its `generate` runs on all ranks together.
+
+        Raises:
+            BadInput: with nothing changed, a model that ranks share more of than states.
         """
+        _check_data_parallel(model)
         chosen = self.activation_checkpointing
         checkpoint_activations(
             model, chosen.mode, units=self.units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
@@ -114,6 +119,23 @@ class Setup:
         )
         generate_together(model)
         return sharded
+
+
+def _check_data_parallel(model: nn.Module) -> None:
+    """Refuse a model that `tz.parallelize` has given to ranks that see the same batches.
+
+    Other libraries deal out a batch to each rank, and arrange ranks by data axes: their groups would be others.
+
+    Raises:
+        BadInput: there.
+    """
+    if axes := sorted(exchanged_along(model)):
+        raise BadInput(
+            f"The {type(model).__name__} went through tz.parallelize, so ranks along {' and '.join(axes)} have to see "
+            "the same batches, and here each rank is data parallel. Shard it in a loop of your own, by tz.shard(model, "
+            "optimizer, plan, mesh=mesh); or train it with terrazzo train, where plan.mesh says the same; or leave "
+            "tz.parallelize out."
+        )
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,18 @@ from terrazzo.parallel.context import MODES, Context, Mode
 from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.loss import VocabularyLoss, leave_vocabulary, vocabulary_of
 from terrazzo.parallel.mesh import mesh, mesh_sizes
-from terrazzo.parallel.plans import check_styles
+from terrazzo.parallel.plans import check_styles, own_plan
 from terrazzo.parallel.ranks import TensorRanks
-from terrazzo.parallel.registry import check_config
+from terrazzo.parallel.registry import KNOWN_TYPES, check_config
 from terrazzo.parallel.sharing import context_of, share_sequences, whole_sequences
-from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
-from terrazzo.parallel.tensor import TensorPlan
+from terrazzo.parallel.styles import STYLES, Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
+from terrazzo.parallel.tensor import TensorPlan, style_of
 from terrazzo.parallel.tiles import Sight
 
 __all__ = [
+    "KNOWN_TYPES",
     "MODES",
+    "STYLES",
     "Balance",
     "Chunks",
     "Column",
@@ -46,8 +48,10 @@ __all__ = [
     "leave_vocabulary",
     "mesh",
     "mesh_sizes",
+    "own_plan",
     "parallelize",
     "share_sequences",
+    "style_of",
     "vocabulary_of",
     "whole_sequences",
 ]

@@ -78,24 +78,20 @@ def parallelize(
     if mesh["tp"].size() == 1:
         return model
     ranks = tensor_ranks(mesh)
-    plan, changed = together(ranks.axes, lambda: _plan_of(model, ranks, tensor))
+    plan = together(ranks.axes, lambda: _plan_of(model, ranks, tensor))
     facts: dict[str, object] = {"tensor": {glob: str(style) for glob, style in plan.items()}, "sequence": sequence}
     facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]
     check_agreement(ranks.axes, facts)
     cut_model(model, ranks, plan, sequence)
     vars(model)[SHARES_MATRICES] = ranks
-    for module, attribute, value in changed:
-        setattr(module, attribute, value)
     return model
 
 
-def _plan_of(
-    model: nn.Module, ranks: TensorRanks, tensor: TensorPlan | str | None
-) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
+def _plan_of(model: nn.Module, ranks: TensorRanks, tensor: TensorPlan | str | None) -> TensorPlan:
     check_uncut(model)
     if isinstance(tensor, str):
         if tensor != "auto":
             raise BadInput(f"tensor is {tensor!r}; give 'auto', a dict of globs over module names and styles, or None.")
         return own_plan(model, ranks.size)
     assert tensor is not None, "None has been answered"
-    return tensor, []
+    return tensor

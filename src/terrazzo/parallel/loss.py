@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import BadInput
@@ -50,19 +51,46 @@ class VocabularyLoss:
                 f"{self._vocabulary} is {self._stop - self._start}: give the head the style 'column', which leaves "
                 "them apart."
             )
-        wide = logits.float()
-        shifted = wide - self._ranks.highest(wide.amax(dim=-1)).unsqueeze(-1)
-        total = self._ranks.sum(shifted.exp().sum(dim=-1))
-        outside = (targets < self._start) | (targets >= self._stop)
-        own = (targets - self._start).masked_fill(outside, 0)
-        chosen = shifted.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(outside, 0)
-        losses = total.log() - self._ranks.sum(chosen)
+        own, outside = self._own(targets)
+        losses: Tensor = _CrossEntropy.apply(logits, own, outside, self._ranks)  # type: ignore[no-untyped-call]
         counted = torch.where(targets == self._ignored, torch.zeros_like(losses), losses)
         return counted.sum() if reduction == "sum" else counted
+
+    def _own(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Targets as places in this rank's part, and which of them are not there."""
+        outside = (targets < self._start) | (targets >= self._stop)
+        return (targets - self._start).masked_fill(outside, 0).unsqueeze(-1), outside.unsqueeze(-1)
 
     def whole(self, logits: Tensor) -> Tensor:
         """All ranks' parts of `logits` together, `[..., vocabulary]`, the same on every rank. Collective."""
         return self._ranks.join_channels(logits, self._vocabulary)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Of each position, beside the logits no more than one copy of them in fp32: their probabilities."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, own: Tensor, outside: Tensor, ranks: TensorRanks) -> Tensor:
+        shifted = logits.to(torch.float32, copy=True)
+        shifted -= ranks.highest(shifted.amax(dim=-1)).unsqueeze(-1)
+        chosen = shifted.gather(-1, own).masked_fill(outside, 0).squeeze(-1)
+        total = ranks.sum(shifted.exp_().sum(dim=-1))
+        losses = total.log() - ranks.sum(chosen)
+        ctx.save_for_backward(shifted.div_(total.unsqueeze(-1)), own, outside)
+        ctx.dtype = logits.dtype
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """Its probability less 1 where it is the target, times the gradient of the loss."""
+        probabilities, own, outside = ctx.saved_tensors
+        each = grad.unsqueeze(-1)
+        found = torch.empty_like(probabilities, dtype=ctx.dtype)
+        torch.mul(probabilities, each, out=found)
+        targets = probabilities.gather(-1, own)
+        found.scatter_(-1, own, ((targets - (~outside).to(targets.dtype)) * each).to(ctx.dtype))
+        return found, None, None, None
 
 
 def leave_vocabulary(model: nn.Module, loss: VocabularyLoss) -> None:

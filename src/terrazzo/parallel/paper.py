@@ -49,6 +49,7 @@ class _PaperPeers(Peers):
     def __init__(self, size: int) -> None:
         self.size, self.rank, self.traffic = size, 0, Traffic()
         self._collectives = _PaperCollectives(size)
+        self._collectives.traffic = self.traffic
 
     def _all_to_all(
         self, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
@@ -67,11 +68,9 @@ def cut_on_paper(
     Raises:
         BadInput: as there.
     """
-    plan, changed = own_plan(model, size) if isinstance(tensor, str) else (tensor, [])
+    plan = own_plan(model, size) if isinstance(tensor, str) else tensor
     ranks = _PaperTensorRanks(size)
     cut_model(model, ranks, plan, sequence)
-    for module, attribute, value in changed:
-        setattr(module, attribute, value)
     return ranks
 
 

@@ -28,28 +28,24 @@ _TRANSFORMERS: dict[str, Style] = {
 """Styles of `base_model_tp_plan`."""
 
 
-def own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
+def own_plan(model: nn.Module, size: int) -> TensorPlan:
     """The plan of a model that has `tensor_plan()`, or of one of transformers; also of one with adapters around it.
 
     Args:
         size: ranks along `tp`.
 
-    Returns:
-        The plan, and attributes of modules that are to be other numbers once it is carried out.
-
     Raises:
         BadInput: a model without one, or whose plan has styles that are unknown here.
     """
     base, prefix = base_of(model)
-    plan, changed = _own_plan(base, size)
-    return {f"{prefix}{glob}": style for glob, style in plan.items()}, changed
+    return {f"{prefix}{glob}": style for glob, style in _own_plan(base, size).items()}
 
 
-def _own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
+def _own_plan(model: nn.Module, size: int) -> TensorPlan:
     own: Any = model
     if callable(getattr(model, "tensor_plan", None)):
         plan: TensorPlan = own.tensor_plan()
-        return plan, []
+        return plan
     theirs = getattr(model, "tp_plan", None) if hasattr(model, "config") else None
     if not theirs:
         raise BadInput(
@@ -59,9 +55,7 @@ def _own_plan(model: nn.Module, size: int) -> tuple[TensorPlan, list[tuple[nn.Mo
     return _of_transformers(model, theirs, size)
 
 
-def _of_transformers(
-    model: Any, theirs: Mapping[str, str], size: int
-) -> tuple[TensorPlan, list[tuple[nn.Module, str, int]]]:
+def _of_transformers(model: Any, theirs: Mapping[str, str], size: int) -> TensorPlan:
     present = {glob: style for glob, style in theirs.items() if _named(model, glob)}
     check_styles(type(model).__name__, present)
     styles = {name: _TRANSFORMERS[style] for glob, style in present.items() for name in _named(model, glob)}
@@ -83,21 +77,25 @@ def _of_transformers(
             style = replace(style, heads=counts[module.out_features])
         plan[name] = style
         if isinstance(style, Column | Row) and parent is not model and "." in name and _is_region(styles, name):
-            plan[name.rpartition(".")[0]] = Enter()
-    changed = [
-        (model.get_submodule(name), "num_key_value_groups", heads // size)
-        for name in [name for name, style in plan.items() if isinstance(style, Enter)]
-        if key_heads < size and hasattr(model.get_submodule(name), "num_key_value_groups")
-    ]
+            plan[name.rpartition(".")[0]] = _entered(parent, _beside(styles, name), heads // size, key_heads < size)
     runs = {glob.partition(".*")[0] for glob in theirs if ".*" in glob}
     plan |= {f"{run}.*": SplitSequence() for run in runs if len(runs) == 1 and matching(model, f"{run}.*")}
-    return plan, changed
+    return plan
+
+
+def _entered(parent: nn.Module, inside: list[Style], heads: int, one_key_head: bool) -> Enter:
+    """A rank whose own query heads share one key head has a group of all of them; not where heads are put together."""
+    groups, gathered = "num_key_value_groups", any(isinstance(style, Column) and style.gathered for style in inside)
+    return Enter(((groups, heads),) if one_key_head and not gathered and hasattr(parent, groups) else ())
 
 
 def _is_region(styles: Mapping[str, Style], name: str) -> bool:
     """Whether there are a matrix that is cut by columns and one by rows side by side."""
-    beside = [style for each, style in styles.items() if each.rpartition(".")[0] == name.rpartition(".")[0]]
-    return all(any(isinstance(style, kind) for style in beside) for kind in (Column, Row))
+    return all(any(isinstance(style, kind) for style in _beside(styles, name)) for kind in (Column, Row))
+
+
+def _beside(styles: Mapping[str, Style], name: str) -> list[Style]:
+    return [style for each, style in styles.items() if each.rpartition(".")[0] == name.rpartition(".")[0]]
 
 
 def _named(model: nn.Module, glob: str) -> list[str]:

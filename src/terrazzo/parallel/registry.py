@@ -77,8 +77,11 @@ def check_config(values: Mapping[str, Any], mode: str, ranks: int) -> None:
             )
 
 
-def register(model: nn.Module, context: Context) -> None:
+def register(model: nn.Module, context: Context, called: nn.Module) -> None:
     """Have a model of `transformers` share its sequences as `context` says.
+
+    Args:
+        called: the model, or what is around it, whose arguments are looked at.
 
     Raises:
         BadInput: a model whose attention cannot be shared, before it is changed.
@@ -94,7 +97,7 @@ def register(model: nn.Module, context: Context) -> None:
     for module in model.modules():
         if hasattr(module, "is_causal"):
             setattr(module, SHARES_SEQUENCES, context)
-    model.register_forward_pre_hook(_Checks(context), with_kwargs=True)
+    called.register_forward_pre_hook(_Checks(context), with_kwargs=True)
 
 
 class _Checks:

@@ -9,6 +9,7 @@ from torch import nn
 
 from terrazzo.engine.making.parts import SHARES_SEQUENCES
 from terrazzo.errors import BadInput
+from terrazzo.parallel.adapters import base_of
 from terrazzo.parallel.context import Context
 from terrazzo.parallel.registry import is_of_transformers, register
 
@@ -19,7 +20,7 @@ def share_sequences(model: nn.Module, context: Context) -> None:
     """Have `model` compute attention over the parts of sequences that the ranks of `context` hold. Before `tz.shard`.
 
     A module with a method `use_context(context)`, as the built-in decoder, is given it; its attention calls
-    `context.attend`. A model of `transformers` gets an attention function by its registry.
+    `context.attend`. A model of `transformers` gets an attention function by its registry, in adapters too.
 
     Raises:
         BadInput: a model that has neither, one whose attention cannot be shared, or one that shares already.
@@ -30,11 +31,12 @@ def share_sequences(model: nn.Module, context: Context) -> None:
             f"The model shares its sequences over {known.size} ranks already ({known.mode}). Call tz.parallelize with a"
             " context once."
         )
-    taker: Any = getattr(model, "use_context", None)
+    base, _ = base_of(model)
+    taker: Any = getattr(base, "use_context", None)
     if callable(taker):
         taker(context)
-    elif is_of_transformers(model):
-        register(model, context)
+    elif is_of_transformers(base):
+        register(base, context, called=model)
     else:
         raise BadInput(
             f"A {type(model).__name__} cannot share its sequences over {context.size} ranks: its attention would see"

@@ -57,7 +57,13 @@ class Logits:
 
 @dataclass(frozen=True)
 class Enter:
-    """A module that computes with matrices of which ranks have parts: its input is put together once, as it enters."""
+    """A module that computes with matrices of which ranks have parts: its input is put together once, as it enters.
+
+    Attributes:
+        changed: attributes of the module that are other numbers on a rank, such as heads that share a key head.
+    """
+
+    changed: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from terrazzo.parallel.uses import (
     take_part,
 )
 
-__all__ = ["cut_model", "matching"]
+__all__ = ["TensorPlan", "cut_model", "matching", "style_of"]
 
 TensorPlan = Mapping[str, Style | str]
 """Globs over names of modules, a `*` within one level, to styles."""
@@ -96,6 +96,11 @@ def matching(model: nn.Module, glob: str) -> list[str]:
     dots = glob.count(".")
     names = (name for name, _ in model.named_modules() if name)
     return [name for name in names if name.count(".") == dots and fnmatch.fnmatchcase(name, glob)]
+
+
+def style_of(model: nn.Module, plan: TensorPlan, name: str) -> Style | None:
+    """The style that a plan gives a module; None where it gives none."""
+    return next((style_named(given, glob) for glob, given in plan.items() if name in matching(model, glob)), None)
 
 
 def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
@@ -303,6 +308,8 @@ def _put_uses(cuts: _Cuts) -> None:
         alone = isinstance(style, Column | Logits) and not cuts.inside(name, Enter)
         if isinstance(style, Enter) or alone:
             enter(module, use, splits)
+        for attribute, value in style.changed if isinstance(style, Enter) else ():
+            setattr(module, attribute, value)
         if isinstance(style, Column) and name in cuts.rows:
             put_forward(module, LocalRows, cuts.rows[name])
         elif isinstance(style, Column) and style.gathered:

@@ -18,7 +18,7 @@ from terrazzo.errors import BadInput
 
 __all__ = ["read"]
 
-_OPAQUE = ("optimizer.options", *TIERS)
+_OPAQUE = ("optimizer.options", "parallel.tensor.plan", *TIERS)
 _HARMLESS = (
     "log", "train.eval_every", "train.eval_batches", "train.sample_every", "train.check_replicas_every",
     "train.sample_tokens", "launch",

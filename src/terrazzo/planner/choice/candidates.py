@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from terrazzo.engine import Plan
 from terrazzo.engine.place import ROWS
-from terrazzo.planner.setup.request import Request, build_cluster, shape_of
+from terrazzo.parallel import MODES, Mode
+from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.setup.request import CONTEXT, Request, build_cluster, shape_of
 
 __all__ = [
     "CHECKPOINTING",
@@ -60,7 +62,8 @@ def meshes(request: Request) -> Iterator[Request]:
             for cp in _sizes(request.cp, MOST_CONTEXT if (request.sequence or 0) >= LONG_SEQUENCE else 1):
                 for ep in _expert_sizes(request.ep, experts, domain):
                     if request.gpus % (tp * pp * cp) == 0 and request.gpus // (tp * pp) % ep == 0:
-                        yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep)
+                        for context in _modes(request, model, tp, cp):
+                            yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep, context=context)
 
 
 def strategies(request: Request) -> tuple[Plan, ...]:
@@ -100,6 +103,16 @@ def _sizes(given: int | None, largest: int) -> tuple[int, ...]:
     if given is not None:
         return (given,)
     return tuple(1 << power for power in range(max(largest, 1).bit_length()))
+
+
+def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode, ...]:
+    """Of attention over shared sequences, those that heads and windows allow; `gather` always is."""
+    if request.context is not None or cp == 1:
+        return (request.context or CONTEXT,)
+    blocks = [unit.block for unit in model.blocks if unit.block]
+    by_heads = all(block.heads % (cp * tp) == 0 for block in blocks)
+    allowed = {"ulysses": by_heads, "ring": all(block.window is None for block in blocks)}
+    return tuple(mode for mode in MODES if allowed.get(mode, True))
 
 
 def _expert_sizes(given: int | None, experts: int, domain: int) -> tuple[int, ...]:

@@ -49,6 +49,7 @@ def train_config(setup: Setup, model: Model, model_folder: str | Path = "model")
     config = {
         "model": section,
         "plan": _plan(setup),
+        **_parallel(setup),
         **_offload(setup),
         "precision": _precision(setup.precision),
         "batch": {
@@ -135,6 +136,16 @@ def _plan(setup: Setup) -> dict[str, Any]:
     if setup.prefetch != 1:
         section["prefetch"] = setup.prefetch
     return section
+
+
+def _parallel(setup: Setup) -> dict[str, Any]:
+    """How ranks share sequences and matrices, where that is not the default."""
+    section: dict[str, Any] = {}
+    if setup.mesh.tp > 1 and not setup.sequence_parallel:
+        section["tensor"] = {"sequence": False}
+    if setup.mesh.cp > 1:
+        section["context"] = {"mode": setup.context}
+    return {"parallel": section} if section else {}
 
 
 def _is_preset(plan: Plan) -> bool:

@@ -13,7 +13,7 @@ from terrazzo.planner.figures import Memory
 from terrazzo.planner.setup.request import Request, assumptions
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.blocks import Block, Column, Line, Table, plain
-from terrazzo.planner.text.words import checkpointing_text, mesh_text
+from terrazzo.planner.text.words import axes_text, checkpointing_text
 
 __all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest", "noted"]
 
@@ -116,6 +116,7 @@ def noted(request: Request, best: Estimate) -> Estimate:
         strategy=setup.plan,
         micro_batch=setup.micro_batch,
         checkpointing=setup.checkpointing,
+        context=setup.context,
     )
     return replace(best, notes=assumptions(known, setup) + best.notes)
 
@@ -185,7 +186,7 @@ def _ranked_row(found: Estimate) -> tuple[str, ...]:
     setup, memory, time = found.setup, found.memory, found.time
     return (
         setup.plan.name,
-        mesh_text(setup.mesh),
+        axes_text(setup),
         checkpointing_text(setup),
         f"{setup.micro_batch} × {setup.micro_batches}",
         f"{memory.device_bytes / GIB:,.1f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from terrazzo.planner.gate.engine_rules import ENGINE_RULES
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.peer_rules import PEER_RULES
 from terrazzo.planner.gate.rule import Finding
@@ -10,7 +11,7 @@ from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["ALL_RULES", "TERRAZZO", "findings", "runnable"]
 
-ALL_RULES = RULES + PEER_RULES
+ALL_RULES = RULES + ENGINE_RULES + PEER_RULES
 TERRAZZO = Framework()
 
 

@@ -1,4 +1,4 @@
-"""Combinations that are bad in every framework, and what Terrazzo's engine does not run yet."""
+"""Combinations that are bad in every framework."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import torch
 
 from terrazzo.planner.gate.framework import FRAMEWORKS, Framework
 from terrazzo.planner.gate.rule import Rule, tiers, zero_stage
-from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "whole_model"]
 
 OTHERS = tuple(name for name in FRAMEWORKS if name != "terrazzo")
 
@@ -23,7 +22,8 @@ def _splits_nothing(setup: Setup) -> bool:
     return _splits(setup) and setup.mesh.data_ranks == 1 and not tiers(setup)
 
 
-def _whole_model(setup: Setup, framework: Framework) -> bool:
+def whole_model(setup: Setup, framework: Framework) -> bool:
+    """Whether all weights are gathered at once."""
     one = framework.whole_model_unit or (not setup.model.blocks and setup.model.vocab > 0)
     return one and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1
 
@@ -55,16 +55,7 @@ def _gathers_in_pipeline(setup: Setup) -> bool:
     return setup.mesh.pp > 1 and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1 and setup.micro_batches > 1
 
 
-def _too_small_a_share(setup: Setup) -> bool:
-    units = sum(count for _, count in stage_units(setup, 0))
-    return any(
-        set(place.shares) != {place.tier_of(index, units) for index in range(units)}
-        for place in setup.plan.places().values()
-        if len(place.shares) > 1
-    )
-
-
-EVERYWHERE = (
+RULES = (
     Rule(
         "fp8 without the hardware",
         (),
@@ -133,7 +124,7 @@ EVERYWHERE = (
         "whole model in one unit",
         OTHERS,
         "refuse",
-        _whole_model,
+        whole_model,
         "The whole model is one sharding unit: all weights of {model} are gathered at once, so the peak is the whole "
         "model again, and nothing can overlap.",
         "Make each transformer block a unit (units= or the wrap policy).",
@@ -275,104 +266,3 @@ EVERYWHERE = (
         "pytorch/torchtune docs (optimizer_in_bwd)",
     ),
 )
-
-ENGINE = (
-    Rule(
-        "share without a unit",
-        ("terrazzo",),
-        "warn",
-        lambda setup, _: _too_small_a_share(setup),
-        "{plan} places {offloaded}: of {units} units one of these shares, or what is left on the device, has none.",
-        "Use a share of 1/{units} or more, or smaller units.",
-        "terrazzo.engine.place.Place.tier_of",
-    ),
-    Rule(
-        "gradients away from their optimizer",
-        ("terrazzo",),
-        "warn",
-        lambda setup, _: setup.plan.grad.offloaded and not setup.plan.optim.offloaded,
-        "{plan} places gradients on {grad_tier} and the optimizer on the device: they go there and come back in every "
-        "step.",
-        "Offload the optimizer with them, or leave both on the device.",
-        "terrazzo.engine.gradient",
-    ),
-    *(
-        Rule(
-            f"{words} parallelism",
-            ("terrazzo",),
-            "planned",
-            lambda setup, _, axis=axis: getattr(setup.mesh, axis) > 1,  # type: ignore[misc]
-            f"Terrazzo has no {words} parallelism yet ({axis} {{{axis}}}).",
-            f"Plan with it, but run with {axis} 1.",
-            "terrazzo.engine.place",
-        )
-        for axis, words in (("pp", "pipeline"), ("ep", "expert"))
-    ),
-    Rule(
-        "fp8 matrix products",
-        ("terrazzo",),
-        "planned",
-        lambda setup, _: setup.matmul == "fp8",
-        "Terrazzo has no fp8 matrix products of its own yet.",
-        "Plan with it, but run with precision bf16.",
-        "terrazzo.engine.precision",
-    ),
-    Rule(
-        "optimizer that sees whole matrices",
-        ("terrazzo",),
-        "refuse",
-        lambda setup, _: not setup.optimizer.elementwise,
-        "{optimizer} does not update each element from its own values alone, so it would be wrong on flat shards.",
-        "Use adamw, adam, rmsprop, adagrad, momentum or sgd.",
-        "terrazzo.engine.optim.stock.check_elementwise",
-    ),
-    Rule(
-        "optimizer that torch does not have",
-        ("terrazzo",),
-        "planned",
-        lambda setup, _: setup.optimizer.torch_class is None,
-        "`terrazzo train` takes optimizers of torch.optim, which has no {optimizer}.",
-        "Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
-        "terrazzo.train.optimizer.optimizer_class",
-    ),
-    Rule(
-        "loss without all logits",
-        ("terrazzo",),
-        "planned",
-        lambda setup, _: setup.loss == "chunked",
-        "`terrazzo train` holds the logits of a micro-batch at once.",
-        "Plan with loss full, or chunk the loss in a loop of your own.",
-        "terrazzo.train.loop",
-    ),
-    Rule(
-        "fused loss",
-        ("terrazzo",),
-        "planned",
-        lambda setup, _: setup.loss == "fused" and setup.mesh.tp * setup.mesh.pp == 1,
-        "`terrazzo train` takes torch's cross_entropy, which is not fused.",
-        "Plan with loss full, or use a fused loss in a loop of your own.",
-        "terrazzo.train.loop",
-    ),
-    Rule(
-        "attention that keeps its scores",
-        ("terrazzo",),
-        "planned",
-        lambda setup, _: setup.attention == "math",
-        "`terrazzo train` takes torch's scaled_dot_product_attention, which keeps no scores where a fused kernel "
-        "serves.",
-        "Plan with attention flash, or shard a model of your own with tz.shard.",
-        "terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
-    ),
-    Rule(
-        "model in one unit",
-        ("terrazzo",),
-        "warn",
-        _whole_model,
-        "{model} is one sharding unit: all its weights are gathered at once, so the peak is the whole model again, and "
-        "nothing can overlap.",
-        "Leave it so where it fits, else make each repeated block a unit (plan.units).",
-        "terrazzo.engine.partition",
-    ),
-)
-
-RULES = EVERYWHERE + ENGINE

@@ -35,8 +35,9 @@ FORMULAS |= {
     ),
     "memory.logits": Formula(
         "tokens x vocabulary / tp x bytes per logit, and inputs of the last norm and the head. At the loss 12 bytes: "
-        "log-softmax in fp32, its gradient and that of the logits; fused or compiled the logits and one fp32 copy; of "
-        "one in 8 chunks if chunked. In the head's backward the gradient of the logits alone",
+        "log-softmax in fp32, its gradient and that of the logits; of parts of the vocabulary, fused or compiled the "
+        "logits and one fp32 copy; of one in 8 chunks if chunked. In the head's backward the gradient of the logits "
+        "alone",
         "torch.nn.functional.cross_entropy, aten nll_loss and log_softmax; NVIDIA/Megatron-LM cross_entropy.py",
     ),
 }
@@ -115,6 +116,14 @@ class _Local:
     cpu: bool
     moves: bool
 
+    def heads_tp(self, block: BlockShape) -> int:
+        """Tensor-parallel ranks that have a part each of what attention computes."""
+        return 1 if block.whole_attention else self.tp
+
+    def mlp_tp(self, block: BlockShape) -> int:
+        """Likewise inside the MLP."""
+        return 1 if block.whole_mlp else self.tp
+
 
 @lru_cache(maxsize=4096)
 def _block(local: _Local, block: BlockShape) -> BlockActivations:
@@ -135,7 +144,7 @@ def _block(local: _Local, block: BlockShape) -> BlockActivations:
 def _expanded(local: _Local, block: BlockShape) -> float:
     """Bytes more if keys and values are repeated for every query head before attention."""
     per_head = block.head_dim + block.value_dim
-    return local.tokens * (block.heads - block.kv_heads) * per_head * local.itemsize / local.tp
+    return local.tokens * (block.heads - block.kv_heads) * per_head * local.itemsize / local.heads_tp(block)
 
 
 CROWDING = 0.5
@@ -152,8 +161,9 @@ def _crowded(local: _Local, block: BlockShape) -> float:
 def _everything(local: _Local, block: BlockShape) -> float:
     """Without checkpointing."""
     between = local.tokens * _between(local, block) / (local.tp if local.sequence_parallel else 1)
-    inside = local.tokens * (_attention(block) * local.itemsize + _mlp(local, block)) / local.tp
-    return between + inside + _scores(local, block)
+    attention = _attention(block) * local.itemsize / local.heads_tp(block)
+    inside = attention + _mlp(local, block) / local.mlp_tp(block)
+    return between + local.tokens * inside + _scores(local, block)
 
 
 def _between(local: _Local, block: BlockShape) -> float:
@@ -195,7 +205,7 @@ def _scores(local: _Local, block: BlockShape) -> float:
     else:
         per_score = FP32_BYTES + item if item < FP32_BYTES else item
     attended = min(local.sequence, block.window or local.sequence)
-    return local.tokens * attended * block.heads * per_score / local.tp
+    return local.tokens * attended * block.heads * per_score / local.heads_tp(block)
 
 
 def _mlp(local: _Local, block: BlockShape) -> float:
@@ -237,7 +247,7 @@ def _products(local: _Local, block: BlockShape) -> float:
     per_copy = 2 if block.gated else 1
     mlp = per_copy * (block.shared_ffn + block.active_experts * block.ffn if block.experts else block.ffn)
     whole = 2 * width + (block.active_experts * width if block.experts else 0)
-    split = local.tokens * (_attention(block) + mlp) * item / local.tp
+    split = local.tokens * (_attention(block) / local.heads_tp(block) + mlp / local.mlp_tp(block)) * item
     return _input(local, block) + local.tokens * whole * item / (local.tp if local.sequence_parallel else 1) + split
 
 
@@ -250,7 +260,8 @@ def _exchanged(local: _Local, block: BlockShape) -> float:
     """
     if local.cp == 1:
         return 0.0
-    queries, keys = (heads * (block.head_dim + block.value_dim) / local.tp for heads in (block.heads, block.kv_heads))
+    both = (block.head_dim + block.value_dim) / local.heads_tp(block)
+    queries, keys = block.heads * both, block.kv_heads * both
     wide = max(FP32_BYTES, local.itemsize)
     per_token = {
         "gather": local.cp * keys * (local.itemsize + 2 * wide) + queries * (local.itemsize + wide),
@@ -264,7 +275,7 @@ def _gradients(local: _Local, block: BlockShape) -> float:
     """Bytes of the gradients of activations that are there at once: of the block's output and of its widest tensors."""
     copies = 2 if block.gated else 1
     inner = block.shared_ffn + block.active_experts * block.ffn if block.experts else block.ffn
-    return local.tokens * local.itemsize * (2 * block.hidden + copies * inner / local.tp)
+    return local.tokens * local.itemsize * (2 * block.hidden + copies * inner / local.mlp_tp(block))
 
 
 @dataclass(frozen=True)
@@ -286,13 +297,13 @@ def head_activations(setup: Setup) -> HeadActivations:
     """What lies between the last block and the gradient of the logits."""
     tokens, item = setup.tokens / setup.mesh.cp, setup.precision.compute.itemsize
     chunks = LOSS_CHUNKS if setup.loss == "chunked" else 1
-    parts = 1 if setup.loss == "full" and not setup.as_megatron else setup.mesh.tp  # else put together for the loss
+    parts = 1 if setup.puts_logits_together else setup.mesh.tp
     logits = tokens * setup.model.logits / parts / chunks
-    fused = setup.loss == "fused" or setup.compile
+    copied = setup.loss in ("fused", "parts")
     plain = max(item + 2 * FP32_BYTES, 3 * FP32_BYTES)
     inputs = tokens * setup.model.hidden * (FP32_BYTES + 2 * item)
     return HeadActivations(
-        loss=inputs + logits * (item + FP32_BYTES if fused else plain),
-        loss_upper=inputs + logits * (item + FP32_BYTES if setup.loss == "fused" else plain),
+        loss=inputs + logits * (item + FP32_BYTES if copied or setup.compile else plain),
+        loss_upper=inputs + logits * (item + FP32_BYTES if copied else plain),
         logits=inputs + logits * item,
     )

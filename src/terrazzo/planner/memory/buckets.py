@@ -81,7 +81,7 @@ class PlannedBucket(BucketSpec):
         """Elements of a tensor on a rank, before data ranks divide it; of uneven parts the largest, the last rank's."""
         if tensor.split == "none" or self._tp == 1 or tensor.role == "expert" or not self.padded:
             return -(-tensor.numel // ((self._tp if tensor.split != "none" else 1) * self.dealt))
-        whole = tensor.shape[-1 if tensor.split == "row" else 0]
+        whole = tensor.shape[-1 if tensor.split in ("row", "row_splits") else 0]
         return tensor.numel // whole * -(-whole // self._tp)
 
     @property

@@ -16,27 +16,27 @@ from terrazzo.errors import BadInput
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.fields import Fields
 from terrazzo.planner.model.rows import Family, Row, Rows
-from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape, TensorShape, UnitShape
 
-__all__ = ["closed_form", "layers_of_config", "merged", "shape_of_config"]
+__all__ = ["closed_form", "family_name", "merged", "shape_of_config", "units_of_config"]
 
 Sizes = Mapping[str, int]
 
 
 def closed_form(values: Mapping[str, Any]) -> Family | None:
     """The family that describes all tensors of this config, or None when the model must be built to know them."""
-    family = FAMILIES.get(_family_name(values))
+    family = FAMILIES.get(family_name(values))
     if family is None or any(values.get(key) not in (None, wanted) for key, wanted in family.assumes.items()):
         return None
     # OPT-350m alone embeds in another width.
     return None if values.get("word_embed_proj_dim") not in (None, values.get("hidden_size")) else family
 
 
-def _family_name(values: Mapping[str, Any]) -> str:
+def family_name(values: Mapping[str, Any]) -> str:
     """The config's `model_type`; one without, in the terms of the built-in decoder, is that."""
     model_type = values.get("model_type")
     if model_type is None and "dim" in values:
-        return "terrazzo"
+        return BUILT_IN
     return model_type if isinstance(model_type, str) else ""
 
 
@@ -49,15 +49,17 @@ def shape_of_config(values: Mapping[str, Any], name: str) -> ModelShape:
         BadInput: a field that is missing, of the wrong type, or out of bounds; or a family without a closed form.
     """
     fields, sizes = _read(values, name)
-    tied = fields.flag("tied")
-    root = UnitShape("", _tensors(fields.family.root + (() if tied else _head(fields.family)), sizes))
-    units = (root, *merged(_layers(fields, sizes)))
-    return ModelShape(name, units, sizes["vocab"], tied, sizes["positions"] or None)
+    tied, units = fields.flag("tied"), (_root(fields, sizes), *merged(_layers(fields, sizes)))
+    return ModelShape(name, units, sizes["vocab"], tied, sizes["positions"] or None, family=family_name(values))
 
 
-def layers_of_config(values: Mapping[str, Any], name: str) -> list[UnitShape]:
-    """Every layer of the model that `values` describes, in order and each on its own. Raises as `shape_of_config`."""
-    return list(_layers(*_read(values, name)))
+def units_of_config(values: Mapping[str, Any], name: str) -> list[UnitShape]:
+    """The root of the model that `values` describes, and every layer in order, each on its own.
+
+    Raises as `shape_of_config`.
+    """
+    read = _read(values, name)
+    return [_root(*read), *_layers(*read)]
 
 
 def merged(units: Iterable[UnitShape]) -> list[UnitShape]:
@@ -190,6 +192,11 @@ def _head(family: Family) -> Rows:
     return (Row(f"{family.head}.weight", ("vocab", "hidden"), "head", "vocab"),)
 
 
+def _root(fields: Fields, sizes: Sizes) -> UnitShape:
+    family = fields.family
+    return UnitShape("", _tensors(family.root + (() if fields.flag("tied") else _head(family)), sizes))
+
+
 def _tensors(rows: Rows, sizes: Sizes) -> tuple[TensorShape, ...]:
     return tuple(
         TensorShape(row.name, tuple(sizes[size] for size in row.shape), row.role, row.split)
@@ -245,7 +252,13 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None) -> Bl
         latent=sizes["latent"],
         kv_latent=sizes["kv_latent"],
         torch_norm=family.torch_norm,
+        whole_attention=_is_put_together(family.attention),
+        whole_mlp=_is_put_together(family.mlp) and not sparse,
     )
+
+
+def _is_put_together(rows: Rows) -> bool:
+    return any(row.split == "column_gathered" for row in rows)
 
 
 def _norms(family: Family, sizes: Sizes) -> int:

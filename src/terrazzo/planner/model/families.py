@@ -24,8 +24,9 @@ from terrazzo.planner.model.rows import (
     swiglu,
     transposed,
 )
+from terrazzo.planner.model.shapes import BUILT_IN
 
-__all__ = ["FAMILIES"]
+__all__ = ["CUT_FAMILIES", "FAMILIES"]
 
 _LLAMA = Family(
     blocks="model.layers",
@@ -43,8 +44,8 @@ _WIDE_QUERY_KEY_NORMS = norms("self_attn.q_norm", size="q", split="column") + no
     "self_attn.k_norm", size="kv", split="column"
 )
 _FOUR_NORMS = _LLAMA.norms + norms("pre_feedforward_layernorm", "post_feedforward_layernorm")
-_FUSED_SWIGLU = linear("mlp.gate_up_proj", "gate_up", "hidden", "column") + linear(
-    "mlp.down_proj", "hidden", "ffn", "row"
+_FUSED_SWIGLU = linear("mlp.gate_up_proj", "gate_up", "hidden", "column_gathered") + linear(
+    "mlp.down_proj", "hidden", "ffn", "row_splits"
 )
 _LAYER_NORMS = norms("input_layernorm", "post_attention_layernorm", bias=True)
 
@@ -186,7 +187,7 @@ _GPTJ = replace(
 _GPT_NEOX = replace(
     _GPT2,
     blocks="gpt_neox.layers",
-    root=embedding("gpt_neox.embed_in") + norms("gpt_neox.final_layer_norm", bias=True),
+    root=embedding("gpt_neox.embed_in", split="none") + norms("gpt_neox.final_layer_norm", bias=True),
     attention=fused_attention("attention.query_key_value", "attention.dense", "attention_bias"),
     mlp=mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
     norms=_LAYER_NORMS,
@@ -294,7 +295,7 @@ _BUILT_IN = Family(
 """The decoder of `terrazzo.train.model`."""
 
 FAMILIES: Mapping[str, Family] = {
-    "terrazzo": _BUILT_IN,
+    BUILT_IN: _BUILT_IN,
     "llama": _LLAMA,
     "mistral": _MISTRAL,
     "qwen2": _QWEN2,
@@ -316,8 +317,8 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": replace(
         _LLAMA,
         attention=(
-            *linear("self_attn.o_proj", "hidden", "q", "row"),
-            *linear("self_attn.qkv_proj", "qkv", "hidden", "column"),
+            *linear("self_attn.o_proj", "hidden", "q", "row_splits"),
+            *linear("self_attn.qkv_proj", "qkv", "hidden", "column_gathered"),
         ),
         mlp=_FUSED_SWIGLU,
         defaults={"positions": 4096, "window": None},
@@ -392,3 +393,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """By `model_type`. What is not here is built by `transformers` on the meta device and measured."""
+
+_CUT = "gemma gemma2 gemma3_text glm4 gpt_neox granite llama mistral olmo phi phi3 qwen2 qwen3 smollm3 starcoder2"
+CUT_FAMILIES = frozenset({BUILT_IN, *_CUT.split()})
+"""Those whose plan of tensor parallelism is carried out here, and says the splits of their rows."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from terrazzo.engine.partition import Member, UnitSpec, find_units, partition
 from terrazzo.errors import BadInput
-from terrazzo.planner.model.closed_form import closed_form, layers_of_config, merged
+from terrazzo.planner.model.closed_form import closed_form, family_name, merged, units_of_config
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, Role, Split, TensorShape, UnitShape
 
 __all__ = ["shape_of_module"]
@@ -51,9 +51,11 @@ def shape_of_module(model: nn.Module, name: str | None = None) -> ModelShape:
     guide = _Guide(model, specs)
     root = [spec for spec in specs if not spec.name]
     blocks = [spec for spec in specs if spec.name]
-    tensors = tuple(guide.tensor(member, "") for spec in root for member in spec.members)
+    tensors = tuple(guide.tensor(member, "", guide.declared_root) for spec in root for member in spec.members)
     units = (UnitShape("", tensors), *merged(guide.layers(blocks)))
-    return ModelShape(name or type(model).__name__, units, guide.vocab, guide.tied, guide.positions)
+    return ModelShape(
+        name or type(model).__name__, units, guide.vocab, guide.tied, guide.positions, family=guide.family
+    )
 
 
 class _Guide:
@@ -62,7 +64,9 @@ class _Guide:
     def __init__(self, model: nn.Module, specs: Sequence[UnitSpec]) -> None:
         members = [member for spec in specs for member in spec.members]
         config = getattr(model, "config", None)
-        self.known = _known_layers(config)
+        root, *self.known = _known_units(config) or [UnitShape("", ())]
+        self.declared_root = {tensor.name: tensor for tensor in root.tensors}
+        self.family = _family_of(config)
         self.config = getattr(config, "text_config", None) or config
         self.vocab = _attribute(self.config, "vocab") or _largest_embedding(members)
         self.positions = _attribute(self.config, "positions") or None
@@ -134,13 +138,23 @@ class _Guide:
         )
 
 
-def _known_layers(config: Any) -> list[UnitShape]:
-    """The layers that the config of a family with a closed form describes; empty for any other."""
-    values = config.to_dict() if hasattr(config, "to_dict") else dict(getattr(config, "__dict__", {}))
+def _values_of(config: Any) -> dict[str, Any]:
+    values: dict[str, Any] = config.to_dict() if hasattr(config, "to_dict") else dict(getattr(config, "__dict__", {}))
+    return values
+
+
+def _family_of(config: Any) -> str:
+    values = _values_of(config)
+    return family_name(values) if "model_type" in values or closed_form(values) is not None else ""
+
+
+def _known_units(config: Any) -> list[UnitShape]:
+    """The root and the layers that the config of a family with a closed form describes; empty for any other."""
+    values = _values_of(config)
     if closed_form(values) is None:
         return []
     try:
-        return layers_of_config(values, type(config).__name__)
+        return units_of_config(values, type(config).__name__)
     except BadInput:
         return []
 

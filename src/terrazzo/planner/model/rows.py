@@ -78,7 +78,7 @@ def linear(name: str, out: str, into: str, split: Split, bias: str | bool = Fals
     weight = Row(f"{name}.weight", (out, into), "matrix", split)
     if bias is False:
         return (weight,)
-    cut: Split = "column" if split == "column" else "none"
+    cut: Split = split if split in ("column", "column_gathered") else "none"
     return weight, Row(f"{name}.bias", (out,), "vector", cut, "" if bias is True else bias)
 
 
@@ -97,9 +97,9 @@ def norms(*names: str, size: str = "hidden", bias: str | bool = False, split: Sp
     return rows
 
 
-def embedding(name: str) -> Rows:
+def embedding(name: str, split: Split = "vocab") -> Rows:
     """The matrix that tokens are looked up in."""
-    return (Row(f"{name}.weight", ("vocab", "hidden"), "embedding", "vocab"),)
+    return (Row(f"{name}.weight", ("vocab", "hidden"), "embedding", split),)
 
 
 def positions(name: str, size: str = "positions") -> Rows:

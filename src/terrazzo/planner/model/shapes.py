@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["BlockShape", "ModelShape", "Role", "Split", "TensorShape", "UnitShape"]
+__all__ = ["BUILT_IN", "BlockShape", "ModelShape", "Role", "Split", "TensorShape", "UnitShape"]
+
+BUILT_IN = "terrazzo"
+"""The family of the built-in decoder."""
 
 Role = Literal["matrix", "vector", "embedding", "head", "expert", "router"]
 """What a tensor does: `matrix` multiplies every token; `embedding` is looked up (a tied one is also the `head`, see
 `ModelShape.tied`); `head` gives the logits; `expert` holds all routed experts of a layer, of which a token meets
 `active_experts / experts`; `router` chooses among them; `vector` is a norm or bias."""
 
-Split = Literal["column", "row", "vocab", "none"]
-"""How tensor parallelism cuts it. Vectors of split outputs are `column`; norms are `none`."""
+Split = Literal["column", "column_gathered", "row", "row_splits", "vocab", "none"]
+"""How tensor parallelism cuts it. Vectors of split outputs are `column`; norms are `none`. Outputs of `column_gathered`
+are put together, and each rank takes its part of what goes into `row_splits`; see `terrazzo.parallel.styles`."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class BlockShape:
         latent: channels of the compressed keys and values and of the compressed queries (MLA), 0 without; `kv_latent`
             of the keys and values alone.
         torch_norm: norms are torch's own modules, one kernel on CUDA, instead of explicit fp32 arithmetic.
+        whole_attention, whole_mlp: tensor-parallel ranks put the outputs of its first matrices together, and compute
+            alike up to its last.
     """
 
     hidden: int
@@ -73,6 +79,8 @@ class BlockShape:
     latent: int = 0
     kv_latent: int = 0
     torch_norm: bool = False
+    whole_attention: bool = False
+    whole_mlp: bool = False
 
     def __post_init__(self) -> None:
         if not self.value_dim:
@@ -118,6 +126,7 @@ class ModelShape:
         vocab: size of the vocabulary; 0 for a bare number of parameters, of which only states can be said.
         tied: the head is the embedding matrix, which then is one tensor of role `embedding`.
         outputs: of the head for each token, where these are not the vocabulary's logits.
+        family: `model_type` of its config; empty where it has none.
         positions: longest sequence, None where nothing limits it.
         bare: a number of parameters alone: nothing is padded, and nothing but states can be said.
     """
@@ -129,6 +138,7 @@ class ModelShape:
     positions: int | None = None
     bare: bool = False
     outputs: int | None = None
+    family: str = ""
 
     @property
     def logits(self) -> int:

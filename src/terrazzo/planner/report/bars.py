@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.text.words import ByteUnit, count_text, mesh_text, precision_name, units
+from terrazzo.planner.text.words import ByteUnit, axes_text, count_text, precision_name, units
 
 __all__ = ["KINDS", "Bar", "Chart", "Kind", "chart_of"]
 
@@ -100,7 +100,7 @@ def chart_of(estimates: Sequence[Estimate], chosen: Estimate) -> Chart:
         title=f"{setup.model.name} on {setup.cluster.count} × {setup.cluster.device.name}",
         subtitle=(
             f"{count_text(setup.model.numel)} parameters, {setup.micro_batch} × {setup.sequence:,} tokens on each rank"
-            f", {precision_name(setup)}, checkpointing {setup.checkpointing}, {mesh_text(setup.mesh)}"
+            f", {precision_name(setup)}, checkpointing {setup.checkpointing}, {axes_text(setup)}"
         ),
         bars=tuple(_bar(estimate, chosen) for estimate in estimates),
         capacity=chosen.memory.capacity_bytes,

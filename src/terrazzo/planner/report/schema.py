@@ -81,6 +81,7 @@ class SetupReport(_Model):
     strategy: str = Field(description="name of the plan, with its offload, such as zero3@cpu")
     plan: Mapping[str, str] = Field(description="the four places: weight, between, grad, optim")
     mesh: Mapping[str, int] = Field(description="sizes of pp, dp_replicate, dp_shard, cp, tp, ep")
+    context: str = Field("gather", description="of attention over cp: gather, ulysses or ring")
     sequence: int = Field(description="tokens")
     micro_batch: int = Field(description="sequences of one forward pass of one data rank")
     micro_batches: int = Field(description="forward passes of one data rank in an optimizer step")

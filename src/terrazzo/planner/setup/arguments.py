@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.parallel import Mode
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.setup import Attention, Loss, Pipeline, Ranking
@@ -25,7 +26,13 @@ AMOUNTS = (
 LEAST = {"prefetch": 0, "price_per_hour": 0, "memory_bytes": 1, "host_memory_bytes": 1, "disk_bytes": 1}
 FLAGS = ("sequence_parallel", "compile", "parallel", "offload", "accumulate_locally")
 NAMES = ("strategy", "gpu", "checkpointing", "precision", "optimizer")
-CHOICES: Mapping[str, Any] = {"attention": Attention, "loss": Loss, "pipeline": Pipeline, "rank": Ranking}
+CHOICES: Mapping[str, Any] = {
+    "attention": Attention,
+    "loss": Loss,
+    "pipeline": Pipeline,
+    "rank": Ranking,
+    "context": Mode,
+}
 """Fields by what they hold: whole numbers, numbers, how small these may be if not only above 0, yes or no, names, and
 one of a few words."""
 

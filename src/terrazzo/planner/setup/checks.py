@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.model.shapes import BlockShape, ModelShape
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["check", "check_number"]
@@ -40,6 +40,7 @@ def check(setup: Setup) -> None:
     if setup.model.layers:
         _check_sequence(setup)
         _check_blocks(setup)
+        _check_parts(setup)
         _check_pipeline(setup)
         _check_experts(setup.model, setup.mesh)
 
@@ -91,6 +92,18 @@ def _check_sequence(setup: Setup) -> None:
         )
 
 
+def _check_parts(setup: Setup) -> None:
+    """Between matrices ranks along tp have parts of each sequence, in the engine all as many tokens."""
+    mesh, own = setup.mesh, setup.sequence // setup.mesh.cp
+    if setup.sequence_parallel and not setup.as_megatron and own % mesh.tp:
+        step = math.lcm(2 * mesh.cp if mesh.cp > 1 else 1, mesh.cp * mesh.tp)
+        raise BadInput(
+            f"A sequence of {setup.sequence} tokens gives each of cp {mesh.cp} ranks {own}, which do not divide by tp "
+            f"{mesh.tp}: between matrices each has a part of them. Use {setup.sequence // step * step or step} tokens, "
+            "or no sequence parallelism (--no-sequence-parallel)."
+        )
+
+
 def _learned_positions(model: ModelShape) -> bool:
     """Whether positions are a table of vectors; rotary ones go on beyond those that a config names."""
     shapes = [tensor.shape for tensor in model.root.tensors if tensor.role not in ("embedding", "head")]
@@ -100,19 +113,34 @@ def _learned_positions(model: ModelShape) -> bool:
 def _check_blocks(setup: Setup) -> None:
     """Tensor parallelism gives each rank whole heads; in Megatron-core also an equal part of the inner width.
 
-    Of fewer key-value heads than ranks every rank holds all, and computes the one that its query heads share.
+    Of fewer key-value heads than ranks every rank holds all, and computes the one that its query heads share. Under
+    `ulysses` ranks along cp share out the heads of each.
     """
     model, tp = setup.model, setup.mesh.tp
-    if tp == 1:
-        return
-    for unit in model.blocks:
-        if unit.block is None:
+    for block in (unit.block for unit in model.blocks):
+        if block is None:
             continue
-        sizes = {"heads": unit.block.heads, "kv_heads": unit.block.kv_heads}
-        sizes |= {"ffn": unit.block.ffn} if setup.as_megatron else {}
+        sizes = {"heads": block.heads, "kv_heads": block.kv_heads}
+        sizes |= {"ffn": block.ffn} if setup.as_megatron else {}
         for name, size in sizes.items():
             if size % tp and not (name == "kv_heads" and tp % size == 0):
                 raise BadInput(_indivisible(model.name, name, size, tp))
+        _check_context(setup, block)
+
+
+def _check_context(setup: Setup, block: BlockShape) -> None:
+    mesh, name = setup.mesh, setup.model.name
+    if mesh.cp > 1 and setup.context == "ulysses" and block.heads % (mesh.cp * mesh.tp):
+        raise BadInput(
+            f"heads {block.heads} of {name} do not divide by cp {mesh.cp} × tp {mesh.tp} = {mesh.cp * mesh.tp}, and "
+            "context mode ulysses gives each of these ranks as many. Use context mode gather, or axes whose product "
+            f"divides {block.heads}."
+        )
+    if mesh.cp > 1 and setup.context == "ring" and block.window is not None:
+        raise BadInput(
+            f"{name} attends within a sliding window of {block.window} tokens, and context mode ring computes causal "
+            "and document masks alone. Use context mode gather or ulysses."
+        )
 
 
 def _indivisible(model: str, name: str, size: int, tp: int) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.parallel import Mode
 from terrazzo.planner.machine import devices as hardware
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
@@ -22,12 +23,13 @@ from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.optimizers import optimizer
 from terrazzo.planner.setup.setup import Attention, Loss, Pipeline, Ranking, Setup
 
-__all__ = ["Request", "assumptions", "build_cluster", "build_setup", "counts_of", "shape_of"]
+__all__ = ["CONTEXT", "Request", "assumptions", "build_cluster", "build_setup", "counts_of", "shape_of"]
 
 Model = str | Path | nn.Module | int | float | Mapping[str, Any] | ModelShape
 
 GPU = "h100-sxm"
 STRATEGY, PRECISION, OPTIMIZER = "zero3", "bf16", "adamw"
+CONTEXT: Mode = "gather"
 SEQUENCE = 4096
 MICRO_BATCHES_PER_STAGE = 8
 """Defaults. With 8 micro-batches per pipeline stage the bubble is below 1/8 of the step."""
@@ -53,10 +55,12 @@ class Request:
         micro_batch: sequences per forward pass and data rank, by default 1.
         global_batch: sequences per optimizer step; micro_batches: forward passes per step and data rank. At most one of
             them; by default one micro-batch, or 8 per pipeline stage.
-        loss: `full`, `fused` or `chunked`, by default `full`, and `fused` under tensor or pipeline parallelism.
+        loss: `full`, `fused`, `chunked` or `parts`, by default `full`; `fused` under pipeline parallelism; `parts`
+            where ranks along tp have parts of the vocabulary, as in `terrazzo train`.
         checkpointing: of activations: `none` (default), `selective`, `full`, `every_N`.
         precision, optimizer: names in `recipes` and `optimizers`, by default `bf16` and `adamw`.
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.
+        context: how ranks along cp compute attention together: `gather` (default), `ulysses` or `ring`.
         memory_bytes, per_node, peak_flops, memory_bandwidth, scaleup_bandwidth, internode_bandwidth, pcie_bandwidth: in
             place of the device's own, in B, FLOP/s and B/s; the peak is that of the format that products run in.
         price_per_hour: of one device. host_memory_bytes, disk_bytes, disk_bandwidth: per host.
@@ -83,6 +87,7 @@ class Request:
     cp: int | None = None
     ep: int | None = None
     dp_replicate: int | None = None
+    context: Mode | None = None
     virtual_stages: int = 1
     pipeline: Pipeline = "1f1b"
     sequence_parallel: bool = True
@@ -131,7 +136,7 @@ def build_setup(request: Request) -> Setup:
     mesh = _mesh(request, cluster, plan)
     precision, matmul = recipes.precision(request.precision or PRECISION)
     mode, every = recipes.checkpointing(request.checkpointing or "none")
-    micro_batch, model_parallel = request.micro_batch or 1, mesh.tp * mesh.pp > 1
+    micro_batch, megatron = request.micro_batch or 1, mesh.pp > 1
     recipe = optimizer(request.optimizer or OPTIMIZER)
     return Setup(
         model=model,
@@ -148,14 +153,15 @@ def build_setup(request: Request) -> Setup:
         every=every,
         compile=request.compile,
         attention=request.attention,
-        loss=request.loss or ("fused" if model_parallel else "full"),
+        loss=request.loss or _loss(model, mesh),
         prefetch=request.prefetch,
         accumulate_locally=not plan.grad.axes if request.accumulate_locally is None else request.accumulate_locally,
         sequence_parallel=request.sequence_parallel,
+        context=request.context or CONTEXT,
         virtual_stages=request.virtual_stages,
         pipeline=request.pipeline,
-        whole_gradients=model_parallel,
-        fused_update=model_parallel or recipe.torch_class in ("Adam", "AdamW"),  # as the engine chooses
+        whole_gradients=megatron,
+        fused_update=megatron or recipe.torch_class in ("Adam", "AdamW"),  # as the engine chooses
     )
 
 
@@ -175,10 +181,10 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
             f"No batch was given: {setup.micro_batches} micro-batches per step, {MICRO_BATCHES_PER_STAGE} for each of "
             f"{setup.mesh.pp} pipeline stages, are assumed (--global-batch)."
         )
-    if setup.model.layers and setup.mesh.tp * setup.mesh.pp > 1:
+    if setup.model.layers and setup.as_megatron:
         fused = " and a fused loss" if request.loss is None else ""
         notes.append(
-            f"Under tensor or pipeline parallelism memory is counted as Megatron-core takes it: buffers of whole "
+            f"Under pipeline parallelism memory is counted as Megatron-core takes it: buffers of whole "
             f"gradients that stay allocated, a fused optimizer update{fused}."
         )
     return tuple(notes)
@@ -196,6 +202,8 @@ def _defaults(request: Request, setup: Setup) -> list[str]:
             (request.micro_batch, f"micro-batch {setup.micro_batch} (--micro-batch)"),
             (request.checkpointing, f"checkpointing {setup.checkpointing} (--ac)"),
         ]
+    if setup.mesh.cp > 1:
+        choices.append((request.context, f"context mode {setup.context} (--context)"))
     return [said for given, said in choices if given is None]
 
 
@@ -308,6 +316,11 @@ def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
             f"{data_ranks / replicas:.4g}. Use a divisor of {data_ranks}."
         )
     return replace(mesh, dp_replicate=replicas, dp_shard=data_ranks // replicas)
+
+
+def _loss(model: ModelShape, mesh: Mesh) -> Loss:
+    """What `terrazzo train` takes; under pipeline parallelism, which it has not, what Megatron-core takes."""
+    return "fused" if mesh.pp > 1 else "parts" if mesh.tp > 1 and model.family else "full"
 
 
 def _sequence(request: Request, model: ModelShape) -> int:

@@ -16,7 +16,7 @@ __all__ = ["Setup"]
 
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["flash", "math"]
-Loss = Literal["full", "fused", "chunked"]
+Loss = Literal["full", "fused", "chunked", "parts"]
 Pipeline = Literal["1f1b", "gpipe"]
 Ranking = Literal["throughput", "gpus", "cost"]
 
@@ -33,7 +33,8 @@ class Setup:
             products and of attention, under `math` attention all but the scores. With `every` n > 1, one block in n.
         attention: `flash`, or `math` that keeps the [sequence, sequence] scores.
         loss: `full` as torch's cross_entropy in fp32; `fused` keeps the logits and one fp32 copy, as Megatron's or a
-            compiled one; `chunked` never holds all logits at once.
+            compiled one; `chunked` never holds all logits at once; `parts` as `terrazzo.parallel.VocabularyLoss`, where
+            each tensor-parallel rank has its part of the vocabulary.
         accumulate_locally: micro-batches before the last send nothing, and whole gradients are kept.
         sequence_parallel: tensor-parallel ranks also split what lies between their matrices.
         context: how context-parallel ranks compute attention together: `gather`, `ulysses` or `ring`.
@@ -82,6 +83,11 @@ class Setup:
     def as_megatron(self) -> bool:
         """Whether the axes beside data are those of Megatron-core, as published runs had them, and not the engine's."""
         return self.whole_gradients
+
+    @property
+    def puts_logits_together(self) -> bool:
+        """Whether each tensor-parallel rank takes the loss from all logits; else from its part of the vocabulary."""
+        return self.loss == "full" and not self.as_megatron
 
     @property
     def tokens(self) -> int:

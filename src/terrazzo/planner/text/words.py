@@ -13,6 +13,7 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = [
     "LABELS",
     "ByteUnit",
+    "axes_text",
     "bytes_text",
     "checkpointing_text",
     "count_text",
@@ -76,6 +77,12 @@ def mesh_text(mesh: Mesh) -> str:
     return " · ".join(f"{axis} {size}" for axis, size in mesh_sizes(mesh).items() if size > 1) or "one rank"
 
 
+def axes_text(setup: Setup) -> str:
+    """As `mesh_text`, with how the ranks along cp compute attention together."""
+    text = mesh_text(setup.mesh)
+    return text.replace(f"cp {setup.mesh.cp}", f"cp {setup.mesh.cp} {setup.context}") if setup.mesh.cp > 1 else text
+
+
 def precision_name(setup: Setup) -> str:
     """The name that `--precision` knows it by."""
     recipe = (setup.precision, setup.matmul)
@@ -113,7 +120,7 @@ def setup_text(setup: Setup) -> str:
     options += [f"{setup.loss} loss"] if setup.loss != "full" else []
     return (
         f"{setup.model.name}, {count_text(setup.model.numel)} parameters, {count} × {device.name}, "
-        f"{setup.plan.name} on {mesh_text(setup.mesh)}\n"
+        f"{setup.plan.name} on {axes_text(setup)}\n"
         f"{batch}, {setup.global_batch:,} in a step; {', '.join(options)}"
     )
 

@@ -237,9 +237,13 @@ def _products(tensor: TensorShape, hidden: int, tokens: float, tp: int, ep: int 
     """Forward, input gradient and weight gradient of one matrix, or of a stack of experts in grouped products."""
     out, inner = map(float, _out_and_in(tensor, hidden))
     stack = tensor.numel / (out * inner) / ep
-    out, inner = out / (tp if tensor.split == "column" else 1), inner / (tp if tensor.split == "row" else 1)
+    out, inner = out / (tp if tensor.split in _OUT else 1), inner / (tp if tensor.split in _INTO else 1)
     work = _product(stack, tokens, out, inner) + _product(stack, tokens, inner, out)
     return work + (_product(stack, out, inner, tokens) if tensor.trainable else 0.0)
+
+
+_OUT, _INTO = ("column", "column_gathered"), ("row", "row_splits")
+"""Splits of a matrix by its outputs, and by its inputs."""
 
 
 def _out_and_in(tensor: TensorShape, hidden: int) -> tuple[int, int]:
@@ -248,7 +252,7 @@ def _out_and_in(tensor: TensorShape, hidden: int) -> tuple[int, int]:
     Between the residual stream and what tensor parallelism splits, the side that is not `hidden` is the split one.
     """
     out, inner = tensor.shape[-2:]
-    split = {"column": out, "row": inner}.get(tensor.split)
+    split = out if tensor.split in _OUT else inner if tensor.split in _INTO else None
     return (inner, out) if split == hidden and out != inner else (out, inner)
 
 
@@ -272,9 +276,10 @@ def attention_rate(setup: Setup, block: BlockShape) -> float:
 def attention_work(setup: Setup, block: BlockShape) -> tuple[float, float]:
     """FLOPs of one block and micro-batch on one rank, forward and backward, and bytes of scores read and written."""
     attended, tokens = _attended(setup, block), setup.tokens / setup.mesh.cp
-    forward = 2 * tokens * attended * block.heads * (block.head_dim + block.value_dim) / setup.mesh.tp
+    heads = block.heads / (1 if block.whole_attention else setup.mesh.tp)
+    forward = 2 * tokens * attended * heads * (block.head_dim + block.value_dim)
     if setup.attention == "math":
-        return 3 * forward, tokens * attended * block.heads / setup.mesh.tp * SCORE_BYTES
+        return 3 * forward, tokens * attended * heads * SCORE_BYTES
     unmasked = 1 - attended / setup.sequence / 2
     return forward * unmasked / FORWARD_ATTENTION, 0.0
 
@@ -306,7 +311,8 @@ def _elements(setup: Setup, block: BlockShape) -> float:
     inner = (block.active_experts or 1) * block.ffn + block.shared_ffn
     inner *= (5 if eager else 3) if block.gated else 2
     rotated = (block.heads + block.kv_heads) * block.head_dim * (4 if eager else 2) if block.gated else 0
-    return wide * block.hidden / (tp if setup.sequence_parallel else 1) + (inner + rotated) / tp
+    inside = inner / (1 if block.whole_mlp else tp) + rotated / (1 if block.whole_attention else tp)
+    return wide * block.hidden / (tp if setup.sequence_parallel else 1) + inside
 
 
 @lru_cache(maxsize=4096)
@@ -344,9 +350,10 @@ def head_seconds(setup: Setup) -> Seconds:
     model, device = setup.model, setup.cluster.device
     rate = sustained_rate(device, sixteen_bits(setup.matmul))
     assert rate is not None
-    logits = setup.tokens / setup.mesh.cp * model.logits / setup.mesh.tp
+    logits, apart = setup.tokens / setup.mesh.cp * model.logits, setup.mesh.tp
+    taken = logits if setup.puts_logits_together else logits / apart  # for the loss
     each = LOGIT_BYTES * (COMPILED_LOGITS if setup.compile else 1)
-    matmul, memory = 6 * logits * model.hidden / rate, logits * each / memory_rate(device)
+    matmul, memory = 6 * logits / apart * model.hidden / rate, taken * each / memory_rate(device)
     return Seconds(matmul=matmul, memory=memory, launch=_gaps(launch_seconds(setup), matmul + memory))
 
 

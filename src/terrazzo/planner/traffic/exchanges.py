@@ -54,7 +54,7 @@ def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[Transfer]:
     """
     block = unit.block
     if setup.mesh.tp > 1:
-        yield from _TensorMoves(setup).of_root(unit) if block is None else _TensorMoves(setup).of_block(block)
+        yield from _TensorMoves(setup).of_root(unit) if block is None else _TensorMoves(setup).of_block(unit, block)
     if setup.mesh.cp > 1:
         yield from _context_moves(setup, unit)
     if block is not None and setup.mesh.ep > 1 and block.experts:
@@ -81,12 +81,13 @@ class _TensorMoves:
         self._tokens, self._itemsize = _own_tokens(setup), setup.precision.compute.itemsize
         self._residual = self._tokens * setup.model.hidden
 
-    def of_block(self, block: BlockShape) -> Iterator[Transfer]:
+    def of_block(self, unit: UnitShape, block: BlockShape) -> Iterator[Transfer]:
         """Two sums and, where sequences are split, two gatherings, and each the other way round on the way back.
 
         What is recomputed ends where nothing is kept of what follows: before the last sum.
         """
         again = _repeated(self._setup)
+        yield from self._of_fused(unit, again)
         sums = 2 if block.dropout or block.norms > 2 else 1
         if not self._setup.sequence_parallel:
             yield self._reduced("forward", self._residual, 2)
@@ -96,11 +97,26 @@ class _TensorMoves:
             yield self._gathered(when, self._residual, gathered)
             yield self._move("reduce_scatter", when, self._share(self._residual), summed)
 
+    def _of_fused(self, unit: UnitShape, again: float) -> Iterator[Transfer]:
+        """Outputs of matrices that are put together, and on the way back the gradients of what is split again."""
+        matrices = [tensor for tensor in unit.tensors if tensor.role == "matrix"]
+        together = sum(self._part(tensor.shape[0]) for tensor in matrices if tensor.split == "column_gathered")
+        split = sum(self._part(tensor.shape[1]) for tensor in matrices if tensor.split == "row_splits")
+        if together:
+            yield self._gathered("forward", together)
+            yield self._gathered("backward", together, again)
+            yield self._gathered("backward", split)
+
+    def _part(self, width: int) -> int:
+        """Elements of all tokens' channels in whole parts of `width`, of which the widest rank's is padded to."""
+        return self._tokens * -(-width // self._group.size) * self._group.size
+
     def of_root(self, unit: UnitShape) -> Iterator[Transfer]:
         """Around the blocks: the embedding's look-up, the sequence's two ends, the head and its loss."""
-        setup, roles = self._setup, {tensor.role for tensor in unit.tensors}
+        setup, roles = self._setup, {tensor.role: tensor.split for tensor in unit.tensors}
         if "embedding" in roles:
-            yield self._reduced("forward", self._residual)
+            if roles["embedding"] != "none":
+                yield self._reduced("forward", self._residual)
             if setup.sequence_parallel:
                 yield self._gathered("backward", self._residual)
         if "head" in roles or (setup.model.tied and "embedding" in roles):
@@ -112,7 +128,7 @@ class _TensorMoves:
     def _of_loss(self) -> Iterator[Transfer]:
         """Logits put together; or three numbers of each token, of which two are summed."""
         tokens, size = self._tokens, self._group.size
-        if self._setup.loss == "full":
+        if self._setup.puts_logits_together:
             yield self._gathered("forward", size * tokens * -(-self._setup.model.logits // size), what="logits")
             return
         highest = size * tokens * WIDE_BYTES // self._itemsize

@@ -2,46 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import terrazzo as tz
 from terrazzo.config import Config
-from terrazzo.parallel import TensorPlan, TensorRanks, VocabularyLoss, leave_vocabulary
+from terrazzo.parallel import Column, Logits, TensorPlan, VocabularyLoss, leave_vocabulary, own_plan, style_of
 from terrazzo.train.model.decoder import Decoder
 
-__all__ = ["keep_logits_apart", "parallelize_model", "plan_of"]
+__all__ = ["parallelize_model", "plan_of", "vocabulary_apart"]
 
 
 def parallelize_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     """Have `model` share what `plan.mesh` says, as `parallel` says. Collective.
 
-    No rank holds all logits of the built-in decoder where it is cut. A model of transformers puts them together.
+    No rank holds all logits, unless `parallel.tensor.plan` has them put together.
 
     Raises:
         BadInput: on every rank, a model that cannot be cut so.
     """
-    settings = config.parallel
+    settings, tp = config.parallel, config.plan.mesh.tp
+    plan = plan_of(model, config) if tp > 1 else {}
+    vocabulary = vocabulary_apart(model, plan)
     tz.parallelize(
         model,
         mesh,
-        tensor=plan_of(model) if config.plan.mesh.tp > 1 else "auto",
+        tensor=plan if tp > 1 else "auto",
         sequence=settings.tensor.sequence,
         context=settings.context.mode,
         balance=settings.context.balance,
     )
-    if config.plan.mesh.tp > 1:
-        keep_logits_apart(model, mesh)
+    if vocabulary:
+        leave_vocabulary(model, VocabularyLoss(mesh, vocabulary))
 
 
-def plan_of(model: nn.Module) -> TensorPlan | Literal["auto"]:
-    """How its matrices are cut."""
-    return model.tensor_plan(gathered=False) if isinstance(model, Decoder) else "auto"
+def plan_of(model: nn.Module, config: Config) -> TensorPlan:
+    """How its matrices are cut: as `parallel.tensor.plan` says, or as its own plan does, with logits that stay apart.
 
-
-def keep_logits_apart(model: nn.Module, ranks: DeviceMesh | TensorRanks) -> None:
-    """Have the loss of the built-in decoder be taken from parts of the vocabulary, as `plan_of` leaves them."""
+    Raises:
+        BadInput: a model without a plan of its own.
+    """
+    given = config.parallel.tensor.plan
+    if given != "auto":
+        return given
     if isinstance(model, Decoder):
-        leave_vocabulary(model, VocabularyLoss(ranks, model.config.vocab_size))
+        return model.tensor_plan(gathered=False)
+    plan = own_plan(model, config.plan.mesh.tp)
+    head = _name_of_head(model)
+    style = plan.get(head)
+    return {**plan, head: replace(style, gathered=False)} if isinstance(style, Column) else plan
+
+
+def vocabulary_apart(model: nn.Module, plan: TensorPlan) -> int:
+    """Logits of a position that ranks have parts of once they are computed; 0 where each has all of them.
+
+    Args:
+        model: not cut yet.
+    """
+    head = _name_of_head(model)
+    style = style_of(model, plan, head)
+    if isinstance(style, Logits):
+        return 0 if style.gathered else style.numel
+    stays = isinstance(style, Column) and not style.gathered
+    return int(getattr(model.get_submodule(head), "out_features", 0)) if stays else 0
+
+
+def _name_of_head(model: nn.Module) -> str:
+    """The module that gives the logits; empty where nothing says so."""
+    if isinstance(model, Decoder):
+        return "tied_head" if model.head is None else "head"
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    return next((name for name, module in model.named_modules() if module is head), "") if head is not None else ""

@@ -9,7 +9,9 @@ from typing import Any
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.parallel import Chunks, check_config, check_styles
+from terrazzo.parallel.paper import cut_on_paper
 from terrazzo.train.model.huggingface import read_config, tensor_styles
+from terrazzo.train.model.prepare import prepare_model
 
 __all__ = ["check_axes"]
 
@@ -87,6 +89,7 @@ def _check_tensor(config: Config) -> None:
         model = config.model
         _check_heads(tp, {"model.heads": model.heads, "model.kv_heads": model.kv_heads or model.heads})
         _check_widths(tp, {"model.ffn_dim": model.ffn_dim, "model.vocab_size": model.vocab_size})
+        _check_own_plan(config, model.kv_heads or model.heads)
         return
     assert config.model.path is not None
     if config.objective.kind.scored:
@@ -94,22 +97,43 @@ def _check_tensor(config: Config) -> None:
             f"plan.mesh.tp is {tp}, and objective 'reward' puts a score over the body of a model of transformers, which"
             " has no plan of tensor parallelism. Set plan.mesh.tp=1, or model.kind=decoder."
         )
-    _check_transformers(tp, read_config(config.model.path))
+    values = read_config(config.model.path)
+    _check_transformers(tp, values, config.parallel.tensor.plan == "auto")
+    _check_own_plan(config, values.get("num_key_value_heads"))
 
 
-def _check_transformers(tp: int, values: Mapping[str, Any]) -> None:
+def _check_transformers(tp: int, values: Mapping[str, Any], by_theirs: bool) -> None:
+    """`by_theirs`: its matrices are cut by the plan that transformers has for it."""
     kind = values.get("model_type")
-    styles = tensor_styles(str(kind))
-    if not styles:
+    styles = tensor_styles(str(kind)) if by_theirs else {}
+    if by_theirs and not styles:
         raise BadInput(
             f"plan.mesh.tp is {tp}, and transformers has no plan of tensor parallelism (base_model_tp_plan) for models"
-            f" of model_type {kind!r}. Set plan.mesh.tp=1, or use a model such as 'llama' or 'qwen3'."
+            f" of model_type {kind!r}. Set plan.mesh.tp=1, use a model such as 'llama', or name the styles of"
+            " its modules in parallel.tensor.plan."
         )
     check_styles(f"models of model_type {kind!r}", styles)
     heads = values.get("num_attention_heads")
     kv_heads = values.get("num_key_value_heads") or heads
     _check_heads(tp, {"num_attention_heads": heads, "num_key_value_heads": kv_heads})
     _check_widths(tp, {name: values.get(name) for name in ("hidden_size", "intermediate_size", "vocab_size")})
+
+
+def _check_own_plan(config: Config, kv_heads: Any) -> None:
+    """Try `parallel.tensor.plan` on the model without memory. A style of a few letters says nothing of heads."""
+    tp, settings = config.plan.mesh.tp, config.parallel.tensor
+    if settings.plan == "auto":
+        return
+    if isinstance(kv_heads, int) and kv_heads % tp:
+        raise BadInput(
+            f"parallel.tensor.plan cuts columns into equal parts, and the {kv_heads} key heads do not divide by"
+            f" plan.mesh.tp {tp}. Use a plan.mesh.tp that divides {kv_heads}, or parallel.tensor.plan=auto, where a"
+            " rank computes the key head that it needs."
+        )
+    try:
+        cut_on_paper(prepare_model(config), tp, settings.sequence, settings.plan)
+    except BadInput as error:
+        raise BadInput(f"parallel.tensor.plan: {error}") from None
 
 
 def _check_heads(tp: int, counts: Mapping[str, Any]) -> None:

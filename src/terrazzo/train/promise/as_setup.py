@@ -59,11 +59,17 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         compile=config.train.compile,
         context=config.parallel.context.mode,
         sequence_parallel=config.parallel.tensor.sequence,
-        loss="fused" if mesh.tp > 1 and config.model.kind == "decoder" else "full",  # from parts of the vocabulary
+        loss="parts" if mesh.tp > 1 and _leaves_logits_apart(config) else "full",
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
         offload_activations=config.offload.activations == "cpu",
     )
+
+
+def _leaves_logits_apart(config: Config) -> bool:
+    """A head is no part of any other module."""
+    plan = config.parallel.tensor.plan
+    return plan == "auto" or any(style == "column" for glob, style in plan.items() if "." not in glob)
 
 
 def machine_of(config: Config) -> Cluster:

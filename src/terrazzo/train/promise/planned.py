@@ -12,23 +12,24 @@ import torch
 from torch import nn
 
 from terrazzo.config import Config
-from terrazzo.engine import find_units
-from terrazzo.parallel import share_sequences
+from terrazzo.engine import Traffic, find_units
+from terrazzo.parallel import VocabularyLoss, leave_vocabulary, share_sequences
 from terrazzo.parallel.paper import PaperContext, cut_on_paper
 from terrazzo.planner import Cluster, Estimate, Memory, Setup, estimate
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
-from terrazzo.planner.memory.trace import traced_activations, traced_update
+from terrazzo.planner.memory.trace import ActivationTrace, traced_activations, traced_update
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
+from terrazzo.planner.traffic.volumes import expected_exchanges
 from terrazzo.train.data import Batch
-from terrazzo.train.model.parallel import keep_logits_apart, plan_of
+from terrazzo.train.model.parallel import plan_of, vocabulary_apart
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import construct
 from terrazzo.train.promise.as_setup import setup_of
 
-__all__ = ["planned", "traced_memory"]
+__all__ = ["exchanges_of", "planned", "traced_memory"]
 
 TRACED_LAYERS = 3
 """Of a deep decoder: the first, one that stands for all in the middle, and the last."""
@@ -48,10 +49,17 @@ def planned(config: Config, ranks: int, cluster: Cluster | None = None) -> Estim
     setup = setup_of(config, ranks, cluster)
     record, note = find_calibration(setup)
     found = estimate(setup, record)
-    notes = (*found.notes, note) if note else found.notes
+    notes = (*found.notes, *_of_frozen(setup), *([note] if note else []))
     memory = traced_memory(config, setup) if setup.cluster.device.kind == "cpu" else None
     memory = memory or memory_of(setup)
     return replace(found, memory=measured_memory(memory, record, setup) if record else memory, notes=notes)
+
+
+def _of_frozen(setup: Setup) -> tuple[str, ...]:
+    if setup.mesh.tp * setup.mesh.cp == 1 or setup.model.trainable_numel == setup.model.numel:
+        return ()
+    where = "how far back gradients of activations go is known once a pass of the model is run"
+    return (f"Some weights are frozen, and traffic along tp and cp is given as if all were trained: {where}.",)
 
 
 def traced_memory(config: Config, setup: Setup) -> Memory | None:
@@ -66,14 +74,11 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     shortened = config.model.kind == "decoder" and setup.every == 1 and layers > TRACED_LAYERS
     model = prepare_model(_traced(config, setup, shortened))
     names, _ = find_units(model, None)
-    try:
-        _share_on_paper(model, config, setup)
-        with nullcontext() if config.cuts_attention else _one_sequence_per_row():
-            trace = traced_activations(model, names, setup.precision.compute, _training_pass(config, setup))
-    except Exception:  # anything: a stranger's forward has been given tensors without values
+    if (found := _trace_of(model, config, setup, names)) is None:
         return None
     if find_units(model, config.plan.units)[0] != names or (not shortened and len(names) != layers):
         return None
+    trace = found[0]
     if shortened:
         copies = [f"{names[1]}.{index}" for index in range(layers - TRACED_LAYERS + 1)]
         trace = trace.stretched(names[1], copies)
@@ -82,14 +87,49 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     return replace(memory, host=(*memory.host, *update))
 
 
-def _share_on_paper(model: nn.Module, config: Config, setup: Setup) -> None:
-    """Have it compute as one rank of those that share its sequences and matrices."""
+def exchanges_of(config: Config, setup: Setup) -> dict[str, int]:
+    """What a step sends of activations along tp and cp, in bytes, by the names of `Traffic.by_name`.
+
+    By formulas; where some weights are frozen, gradients of activations end where nothing trains before them, and the
+    model's own operators are counted on paper: nothing where these depend on values, which they do not have.
+    """
+    if setup.mesh.tp * setup.mesh.cp == 1 or setup.model.trainable_numel == setup.model.numel:
+        return expected_exchanges(setup)
+    model = prepare_model(_traced(config, setup, shortened=False))
+    found = _trace_of(model, config, setup, find_units(model, None)[0])
+    return {} if found is None else {name: sent * setup.micro_batches for name, sent in found[1].items()}
+
+
+def _trace_of(
+    model: nn.Module, config: Config, setup: Setup, names: list[str]
+) -> tuple[ActivationTrace, dict[str, int]] | None:
+    """One micro-batch on paper, and what it has sent by axis and kind; None where its operators need values."""
+    try:
+        traffic = _share_on_paper(model, config, setup)
+        with nullcontext() if config.cuts_attention else _one_sequence_per_row():
+            trace = traced_activations(model, names, setup.precision.compute, _training_pass(config, setup))
+    except Exception:  # anything: a stranger's forward has been given tensors without values
+        return None
+    named = ((f"{axis} {kind}", sent) for axis, each in traffic.items() for kind, sent in each.by_name().items())
+    return trace, {name: sent for name, sent in named if sent}
+
+
+def _share_on_paper(model: nn.Module, config: Config, setup: Setup) -> dict[str, Traffic]:
+    """Have it compute as one rank of those that share its sequences and matrices; what this rank sends, by axis."""
+    traffic = {}
     if setup.mesh.cp > 1:
         settings = config.parallel.context
-        share_sequences(model, PaperContext(setup.mesh.cp, settings.mode, settings.balance, config.cuts_attention))
+        context = PaperContext(setup.mesh.cp, settings.mode, settings.balance, config.cuts_attention)
+        share_sequences(model, context)
+        traffic["cp"] = context.traffic
     if setup.mesh.tp > 1:
-        ranks = cut_on_paper(model, setup.mesh.tp, setup.sequence_parallel, plan_of(model))
-        keep_logits_apart(model, ranks)
+        plan = plan_of(model, config)
+        vocabulary = vocabulary_apart(model, plan)
+        ranks = cut_on_paper(model, setup.mesh.tp, setup.sequence_parallel, plan)
+        if vocabulary:
+            leave_vocabulary(model, VocabularyLoss(ranks, vocabulary))
+        traffic["tp"] = ranks.traffic
+    return traffic
 
 
 @contextmanager

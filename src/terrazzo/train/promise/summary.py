@@ -8,8 +8,7 @@ from typing import Any
 
 from terrazzo.engine import engine_of
 from terrazzo.planner import Estimate
-from terrazzo.planner.traffic.volumes import expected_exchanges
-from terrazzo.train.promise.planned import planned
+from terrazzo.train.promise.planned import exchanges_of, planned
 from terrazzo.train.session import Session
 
 __all__ = ["Pace", "bytes_line", "mfu", "summarize", "summary_lines"]
@@ -58,8 +57,8 @@ def summarize(
     usage = engine.usage()
     estimate, why = _promise(session)
     sent = {kind: count for kind, count in expected.bytes.items() if kind != "control"}  # flags and norms: a few bytes
-    if estimate and estimate.setup.model.trainable_numel == estimate.setup.model.numel:  # else no one knows how many
-        sent |= expected_exchanges(estimate.setup)
+    if estimate:
+        sent |= exchanges_of(session.config, estimate.setup)
     return {
         "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes,
         "state_bytes_measured": engine.state_bytes(),

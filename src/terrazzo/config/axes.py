@@ -1,0 +1,61 @@
+"""What ranks do that share more than data: the settings of tensor and context parallelism."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from terrazzo.config.section import Section
+from terrazzo.errors import did_you_mean
+from terrazzo.parallel import STYLES
+
+__all__ = ["ContextConfig", "ParallelConfig", "TensorConfig"]
+
+
+class ContextConfig(Section):
+    """How ranks compute attention over sequences that they share, where `plan.mesh.cp` is more than 1."""
+
+    mode: Literal["gather", "ulysses", "ring"] = Field(
+        "gather",
+        description="`gather`: each rank gathers a layer's keys and values; `ulysses`: each gets a share of the heads, "
+        "which cp must divide; `ring`: keys and values go round, and those of a few ranks are in memory at a time",
+    )
+    balance: Literal["head_tail", "none"] = Field(
+        "head_tail",
+        description="`head_tail`: each rank has a part near the start of a sequence and one near its end, and all have "
+        "the same work; `none`: one part each, and later ranks have more",
+    )
+
+
+class TensorConfig(Section):
+    """How ranks share matrices, where `plan.mesh.tp` is more than 1."""
+
+    plan: dict[str, str] | Literal["auto"] = Field(
+        "auto",
+        description="`auto`: the model's own plan; or globs over names of its modules, a `*` for one level, to styles: "
+        f"{', '.join(f'`{style}`' for style in STYLES)}",
+    )
+    sequence: bool = Field(
+        True,
+        description="split sequences between matrices too: as much is sent, and fewer activations are kept; "
+        "their length must divide by tp",
+    )
+
+    @field_validator("plan")
+    @classmethod
+    def _known_styles(cls, plan: str | dict[str, str]) -> str | dict[str, str]:
+        if not plan:
+            raise ValueError("give `auto`, or globs and styles such as {'layers.*.up': column, 'layers.*.down': row}")
+        for glob, style in plan.items() if isinstance(plan, dict) else ():
+            if style not in STYLES:
+                near = did_you_mean(style, STYLES)
+                raise ValueError(f"{glob!r} has the style {style!r}.{near} Styles are {', '.join(STYLES)}")
+        return plan
+
+
+class ParallelConfig(Section):
+    """What ranks do that share more than data."""
+
+    tensor: TensorConfig = TensorConfig()
+    context: ContextConfig = ContextConfig()

@@ -1,0 +1,154 @@
+"""What Terrazzo's engine and `terrazzo train` do not run yet, or run badly."""
+
+from __future__ import annotations
+
+from terrazzo.parallel import KNOWN_TYPES
+from terrazzo.planner.gate.rule import Rule
+from terrazzo.planner.gate.rules import whole_model
+from terrazzo.planner.memory.stages import stage_units
+from terrazzo.planner.model.families import CUT_FAMILIES, FAMILIES
+from terrazzo.planner.model.shapes import BUILT_IN
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["ENGINE_RULES"]
+
+
+def _no_tensor_plan(setup: Setup) -> bool:
+    """Of families whose tensors only `transformers` can tell, it tells this too, as a run begins."""
+    model = setup.model
+    known = not model.family or model.family in FAMILIES
+    return setup.mesh.tp > 1 and not model.bare and known and model.family not in CUT_FAMILIES
+
+
+def _no_context(setup: Setup) -> bool:
+    """Modules of one's own may bring a method for it."""
+    return setup.mesh.cp > 1 and setup.model.family not in ("", BUILT_IN, *KNOWN_TYPES)
+
+
+def _too_small_a_share(setup: Setup) -> bool:
+    units = sum(count for _, count in stage_units(setup, 0))
+    return any(
+        set(place.shares) != {place.tier_of(index, units) for index in range(units)}
+        for place in setup.plan.places().values()
+        if len(place.shares) > 1
+    )
+
+
+ENGINE_RULES = (
+    Rule(
+        "share without a unit",
+        ("terrazzo",),
+        "warn",
+        lambda setup, _: _too_small_a_share(setup),
+        "{plan} places {offloaded}: of {units} units one of these shares, or what is left on the device, has none.",
+        "Use a share of 1/{units} or more, or smaller units.",
+        "terrazzo.engine.place.Place.tier_of",
+    ),
+    Rule(
+        "gradients away from their optimizer",
+        ("terrazzo",),
+        "warn",
+        lambda setup, _: setup.plan.grad.offloaded and not setup.plan.optim.offloaded,
+        "{plan} places gradients on {grad_tier} and the optimizer on the device: they go there and come back in every "
+        "step.",
+        "Offload the optimizer with them, or leave both on the device.",
+        "terrazzo.engine.gradient",
+    ),
+    *(
+        Rule(
+            f"{words} parallelism",
+            ("terrazzo",),
+            "planned",
+            lambda setup, _, axis=axis: getattr(setup.mesh, axis) > 1,  # type: ignore[misc]
+            f"Terrazzo has no {words} parallelism yet ({axis} {{{axis}}}).",
+            f"Plan with it, but run with {axis} 1.",
+            "terrazzo.engine.place",
+        )
+        for axis, words in (("pp", "pipeline"), ("ep", "expert"))
+    ),
+    Rule(
+        "no plan of tensor parallelism",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: _no_tensor_plan(setup),
+        "No plan of tensor parallelism is known of {model}, neither its own nor one of transformers that Terrazzo "
+        "carries out (tp {tp}).",
+        "Run with tp 1, or give tz.parallelize or parallel.tensor.plan styles of its linear layers; these figures "
+        "assume the usual ones.",
+        "terrazzo.parallel.plans",
+    ),
+    Rule(
+        "attention that ranks cannot share",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: _no_context(setup),
+        "Terrazzo does not know of {model} that its tokens meet in attention alone (cp {cp}).",
+        "Plan with it, but run with cp 1.",
+        "terrazzo.parallel.registry.KNOWN_TYPES",
+    ),
+    Rule(
+        "fp8 matrix products",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.matmul == "fp8",
+        "Terrazzo has no fp8 matrix products of its own yet.",
+        "Plan with it, but run with precision bf16.",
+        "terrazzo.engine.precision",
+    ),
+    Rule(
+        "optimizer that sees whole matrices",
+        ("terrazzo",),
+        "refuse",
+        lambda setup, _: not setup.optimizer.elementwise,
+        "{optimizer} does not update each element from its own values alone, so it would be wrong on flat shards.",
+        "Use adamw, adam, rmsprop, adagrad, momentum or sgd.",
+        "terrazzo.engine.optim.stock.check_elementwise",
+    ),
+    Rule(
+        "optimizer that torch does not have",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.optimizer.torch_class is None,
+        "`terrazzo train` takes optimizers of torch.optim, which has no {optimizer}.",
+        "Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
+        "terrazzo.train.optimizer.optimizer_class",
+    ),
+    Rule(
+        "loss without all logits",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.loss == "chunked",
+        "`terrazzo train` holds the logits of a micro-batch at once.",
+        "Plan with loss full, or chunk the loss in a loop of your own.",
+        "terrazzo.train.loop",
+    ),
+    Rule(
+        "fused loss",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.loss == "fused" and setup.mesh.pp == 1,
+        "`terrazzo train` takes torch's cross_entropy, which is not fused.",
+        "Plan with loss full, or use a fused loss in a loop of your own.",
+        "terrazzo.train.loop",
+    ),
+    Rule(
+        "attention that keeps its scores",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.attention == "math",
+        "`terrazzo train` takes torch's scaled_dot_product_attention, which keeps no scores where a fused kernel "
+        "serves.",
+        "Plan with attention flash, or shard a model of your own with tz.shard.",
+        "terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
+    ),
+    Rule(
+        "model in one unit",
+        ("terrazzo",),
+        "warn",
+        whole_model,
+        "{model} is one sharding unit: all its weights are gathered at once, so the peak is the whole model again, and "
+        "nothing can overlap.",
+        "Leave it so where it fits, else make each repeated block a unit (plan.units).",
+        "terrazzo.engine.partition",
+    ),
+)
