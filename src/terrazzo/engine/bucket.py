@@ -69,7 +69,7 @@ class Bucket(BucketSpec):
             on_host=axes.device.type == "cpu",
         )
         self.members, self.recipe, self.ledger, self.space = members, recipe, ledger, Space(layout, axes)
-        self.gradient = Gradient(self.space, recipe, members, ledger, self.sum_axes, tiers.grad)
+        self.gradient = Gradient(self.space, recipe, members, ledger, self.sums, tiers.grad)
         self.moments: dict[str, Resting] = {}
         self._boxes = {member.name: member.box for member in members}
         self.changes = 0

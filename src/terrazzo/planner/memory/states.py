@@ -102,11 +102,11 @@ def unit_states(unit: UnitShape, placement: Placement) -> UnitStates:
 
 def _phases(bucket: PlannedBucket, last: bool) -> tuple[Phase, ...]:
     """What is held while each collective of a bucket's reduction is in flight."""
-    start, further = bucket.reduction(last)
-    phases = [(True, move.received_bytes) for move in start]
-    for move in further:
+    reduction = bucket.sums.of(last)
+    phases = [(True, move.received_bytes) for move in reduction.partial]
+    for move in reduction.finish:
         received = [move.received_bytes] + [0] * (move.steps - 1)
-        phases += [(not start, move.beside_bytes + one) for one in received]
+        phases += [(not reduction.partial, reduction.beside_bytes + one) for one in received]
     if bucket.on_host or not phases:
         return tuple(phases)
     return ((True, max(beside for _, beside in phases)),)  # on CUDA a chain is waited for as a whole
