@@ -40,7 +40,7 @@ def show_gradients(model: nn.Module, engine: Engine) -> None:
     Not inside its forward, where a compiler would ask them what they cannot answer.
     """
     owner = _StandIns(engine)
-    model.register_forward_pre_hook(eager(weakly(owner, _StandIns.begin)), prepend=True)
+    model.register_forward_pre_hook(eager(weakly(owner, _StandIns.begin_forward)), prepend=True)
     model.register_forward_hook(eager(weakly(owner, _StandIns.show_again)), always_call=True)
 
 
@@ -139,8 +139,6 @@ class _StandIns:
 
     def take_away(self) -> None:
         """A backward pass begins, which must find none."""
-        for driver in self._engine.drivers:
-            driver.turn_back()
         if self._shown:
             self.notice_dropped()
             with _PLAINLY():
@@ -154,12 +152,18 @@ class _StandIns:
         Raises:
             Misuse: where that would be divided as gradients are which have been multiplied before.
         """
+        self._engine.drivers.turn_back()
         self.take_away()
         if not self._engine.progress.denominator.is_mean:
             with _PLAINLY():
                 for shelf in self._all_shelves():
                     for member, is_forgotten in shelf.foreign():
                         raise put_back(member) if is_forgotten else set_before(member)
+
+    def begin_forward(self, *_: Any) -> None:
+        """A forward begins: whoever has caught what a step raised goes on."""
+        self._engine.drivers.turn_back()
+        self.begin()
 
     def begin(self, *_: Any) -> None:
         """A forward begins, or a gradient comes, maybe before anything has announced a backward pass."""
