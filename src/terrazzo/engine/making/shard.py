@@ -122,7 +122,7 @@ def shard(  # structure: signature fixed by the design
         store=store,
     )
     for built in prepared.optimizers:
-        first = len(engine.drivers.templates)
+        first = engine.drivers.next_group
         put_on(engine, built, prepared.templates[first : first + len(built.param_groups)])
     hooks.attach(model)
     make_sharded_module(model, engine)
