@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from terrazzo.engine.answers.gradients import show_gradients
 from terrazzo.engine.answers.measured import let_measure
 from terrazzo.engine.answers.module import make_sharded_module
-from terrazzo.engine.answers.stand_in import show_gradients
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, weights_are_split
 from terrazzo.engine.making.attach import put_on
