@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.border.parameter import AtRest, link_of, torch_names
+from terrazzo.engine.border.parameter import Refusing, link_of, torch_names
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.family import Family
 from terrazzo.engine.loop.listeners import weakly
@@ -91,7 +91,7 @@ class Spread:
     numel: int
 
 
-class Measured(AtRest):
+class Measured(Refusing):
     """A value for each element of a parameter, of which this rank has a part.
 
     Attributes:
@@ -134,7 +134,7 @@ class Measured(AtRest):
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
-    def _refusal(cls, touched: AtRest | None) -> str:
+    def _refusal(cls, touched: Refusing | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
             f"{touched.terrazzo_link.name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "

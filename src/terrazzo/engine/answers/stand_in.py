@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.answers.measured import measures
-from terrazzo.engine.border.parameter import AtRest, torch_names
+from terrazzo.engine.border.parameter import Refusing, torch_names
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.partition import Member
 from terrazzo.errors import Misuse
@@ -39,7 +39,7 @@ class Gradients(Protocol):
         """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
 
 
-class StandIn(AtRest):
+class StandIn(Refusing):
     """Shape, dtype and device of a gradient; what is not one of the actions below raises `Misuse`."""
 
     owner: weakref.ref[Gradients]
@@ -70,7 +70,7 @@ class StandIn(AtRest):
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
-    def _refusal(cls, touched: AtRest | None) -> str:
+    def _refusal(cls, touched: Refusing | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
             f"{touched.terrazzo_link.name!r}, a gradient of a sharded model, whose elements are not all on this rank. "
