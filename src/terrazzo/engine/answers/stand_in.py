@@ -15,6 +15,7 @@ from torch import Tensor
 from terrazzo.engine.answers.measured import measures
 from terrazzo.engine.border.parameter import Refusing, torch_names
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.loop.listeners import model_gone
 from terrazzo.engine.partition import Member
 from terrazzo.errors import Misuse
 
@@ -81,8 +82,8 @@ class StandIn(Refusing):
 
 
 def _found(grad: StandIn) -> tuple[Gradients, Key]:
-    owner = grad.owner()
-    assert owner is not None, "the model is gone"
+    if (owner := grad.owner()) is None:
+        raise model_gone(f"The gradient {grad.terrazzo_link.name!r}")
     return owner, owner.keys[grad.number]
 
 
