@@ -220,14 +220,14 @@ def _mean(
 
 
 def _var(value: Measured, *rest: Any, **named: Any) -> Tensor:
-    return _spread("var", value, *rest, **named)
+    return _squared_deviation("var", value, *rest, **named)
 
 
 def _std(value: Measured, *rest: Any, **named: Any) -> Tensor:
-    return _spread("std", _widened(value), *rest, **named).sqrt().to(value.as_dtype(torch.empty(0)).dtype)
+    return _squared_deviation("std", _widened(value), *rest, **named).sqrt().to(value.as_dtype(torch.empty(0)).dtype)
 
 
-def _spread(
+def _squared_deviation(
     name: str, value: Measured, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **others: Any
 ) -> Tensor:
     unbiased = dim if isinstance(dim, bool) else unbiased  # torch has two orders
