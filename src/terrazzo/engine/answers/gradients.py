@@ -85,7 +85,7 @@ class _Shelf:
                 raise _set_by_hand(self.bucket.members[index])
         return indices
 
-    def foreign(self) -> Iterator[tuple[Member, bool]]:
+    def unused(self) -> Iterator[tuple[Member, bool]]:
         """Parameters with a `.grad` that no step would use, and whether it stands for a gradient that was forgotten."""
         counted = self.bucket.gradient.seen if self.wanted else [False] * len(self.parameters)
         for index, parameter, stand_in in self._numbered:
@@ -152,7 +152,7 @@ class _ShownGradients:
         if not self._engine.progress.denominator.is_mean:
             with _PLAINLY():
                 for shelf in self._all_shelves():
-                    for member, is_forgotten in shelf.foreign():
+                    for member, is_forgotten in shelf.unused():
                         raise _put_back(member) if is_forgotten else _set_before(member)
 
     def begin_forward(self, *_: Any) -> None:
@@ -178,7 +178,7 @@ class _ShownGradients:
         """
         with _PLAINLY():
             for shelf in self._all_shelves():
-                for member, is_forgotten in shelf.foreign():
+                for member, is_forgotten in shelf.unused():
                     if member.group >= 0 and self._learns():
                         raise _put_back(member) if is_forgotten else _set_by_hand(member)
         self.notice_dropped()

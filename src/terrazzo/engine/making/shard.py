@@ -28,8 +28,8 @@ from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.optim.foreign import watch_steps
 from terrazzo.engine.optim.stock import orphans
+from terrazzo.engine.optim.unattached import watch_steps
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep
 from terrazzo.engine.partition import Units
