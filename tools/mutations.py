@@ -181,10 +181,10 @@ MUTATIONS = [
         "engine/offload/test_bits.py engine/offload/test_modes.py",
     ),
     Mutation(
-        "a ring's buffer is filled while it is written to a file",
+        "a tray is filled while it is written to a file",
         "engine/offload/update.py",
-        "self._ring.append(tray)\n        tray.finish_writing()",
-        "self._ring.append(tray)",
+        "self._trays.append(tray)\n        tray.finish_writing()",
+        "self._trays.append(tray)",
         "engine/offload/test_bits.py engine/offload/test_disk_faults.py",
     ),
     Mutation(
