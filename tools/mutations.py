@@ -75,8 +75,8 @@ MUTATIONS = [
     Mutation(
         "what all tp ranks compute alike is counted for each of them",
         "engine/gradient.py",
-        "not member.record.alike for",
-        "member.record.alike for",
+        "not member.record.replicated for",
+        "member.record.replicated for",
         "parallel/test_tensor.py",
     ),
     Mutation(

@@ -231,7 +231,7 @@ class Bucket(BucketSpec):
         finally:
             storage = self.full.data.untyped_storage()
             if not storage.resizable():  # numpy has it
-                self.leave()
+                self.give_up_storage()
             elif storage.size():
                 self.ledger.give(self.full.data.nbytes)
                 storage.resize_(0)
@@ -252,7 +252,7 @@ class Bucket(BucketSpec):
                 "plan that keeps them whole, such as zero2."
             )
 
-    def leave(self) -> None:
+    def give_up_storage(self) -> None:
         """Let go of the memory of the full weights, which stays with whoever has views of it: the next have another."""
         if self.resident or not self.full.data.untyped_storage().size():
             return

@@ -87,7 +87,7 @@ class Gradient:
         self.seen = [False] * len(space.layout.slots)
         self._numels = [math.prod(member.shape) for member in members]
         first = recipe.axes.is_first(recipe.axes.summed_beside)
-        self._counts = [first or member.record is None or not member.record.alike for member in members]
+        self._counts = [first or member.record is None or not member.record.replicated for member in members]
         self.finished: Landed | None = None
         self.changes = 0
         self.pending: Tensor | None = None

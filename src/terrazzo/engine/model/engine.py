@@ -358,7 +358,7 @@ class Engine:
             self._within(outer)
             if outer is None:
                 for bucket in self.buckets():
-                    bucket.leave()
+                    bucket.give_up_storage()
             self.schedule.rest()
         if write:
             self.publish()
