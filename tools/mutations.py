@@ -75,15 +75,15 @@ MUTATIONS = [
     Mutation(
         "what all tp ranks compute alike is counted for each of them",
         "engine/gradient.py",
-        "not member.record.alike for",
-        "member.record.alike for",
+        "not member.record.replicated for",
+        "member.record.replicated for",
         "parallel/test_tensor.py",
     ),
     Mutation(
         "the total norm counts what tp ranks share more than once",
         "engine/gradient.py",
-        "(*self.sum_axes.optim, *self.recipe.axes.summed_beside)",
-        "self.sum_axes.optim",
+        "(*self.sums.last.axes, *self.recipe.axes.summed_beside)",
+        "self.sums.last.axes",
         "parallel/test_tensor.py",
     ),
     Mutation(
@@ -116,15 +116,15 @@ MUTATIONS = [
     ),
     Mutation(
         "a sum is rounded to the dtype that it was sent in",
-        "engine/buffer.py",
+        "engine/gradient.py",
         ".reduce_scatter(data.to(wire), dtype)",
         ".reduce_scatter(data.to(wire), wire)",
         "engine/test_numerics.py",
     ),
     Mutation(
         "a mean is taken along each axis",
-        "engine/buffer.py",
-        "divisor = denominator if axis == live[-1] else 1",
+        "engine/gradient.py",
+        "divisor = denominator if move.divides else 1",
         "divisor = denominator",
         "engine/test_parity.py engine/test_order.py",
     ),
@@ -181,10 +181,10 @@ MUTATIONS = [
         "engine/offload/test_bits.py engine/offload/test_modes.py",
     ),
     Mutation(
-        "a ring's buffer is filled while it is written to a file",
+        "a tray is filled while it is written to a file",
         "engine/offload/update.py",
-        "self._ring.append(tray)\n        tray.finish_writing()",
-        "self._ring.append(tray)",
+        "self._trays.append(tray)\n        tray.finish_writing()",
+        "self._trays.append(tray)",
         "engine/offload/test_bits.py engine/offload/test_disk_faults.py",
     ),
     Mutation(
@@ -270,7 +270,7 @@ MUTATIONS = [
     Mutation(
         "a sum that replaces its terms is billed beside them",
         "engine/spec.py",
-        "self.precision.accumulate.itemsize if first else 0",
+        "self.precision.accumulate.itemsize if partial and finish else 0",
         "self.precision.accumulate.itemsize",
         "engine/test_memory.py planner/test_engine_truth.py",
     ),

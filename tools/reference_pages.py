@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from terrazzo import cli
 from terrazzo.config import Config, Section
-from terrazzo.engine.border.table import ACTS, Answer, Moment, Plans
+from tools.border import ACTS, Answer, Moment, Plans
 from tools.site.names import AREAS, Name, public_names, signature
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import terrazzo as tz
 import terrazzo.engine
 from terrazzo.engine import LossScaling, ShardedModule
-from terrazzo.engine.border.table import ACTS, Answer, Moment, Plans
 from tests.engine.toys import on_ranks
+from tools.border import ACTS, Answer, Moment, Plans
 
 NAMED = r"tz\.|model\.parameters|optimizer\.|in place|modified by an inplace"
 """What an edit names; torch's own refusal of weights that backward needs has none."""

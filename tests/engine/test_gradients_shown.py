@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import operator
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.engine.toys import (
     on_ranks,
     sharded,
 )
+from tests.helpers.fake import fake_group
 
 CLIP = 0.05
 
@@ -446,3 +448,15 @@ def test_every_plan_shows_gradients_where_there_are_some() -> None:
             assert all(parameter.grad is None for parameter in model.parameters())
 
     on_ranks(4, body)
+
+
+def test_a_gradient_that_outlives_its_model_says_so() -> None:
+    with fake_group(1):
+        model, _ = tz.shard(Net(), None, "zero3")
+        loss_of(model, batch()).backward()
+        parameter = model.head.weight
+        del model
+        gc.collect()
+        for use in (lambda grad: grad.norm(), lambda grad: grad.mul_(0.5)):
+            with pytest.raises(tz.Misuse, match=r"'head\.weight\.grad' belongs to a sharded model that is gone.*Keep"):
+                use(parameter.grad)

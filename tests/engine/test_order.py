@@ -136,7 +136,7 @@ def test_programs_are_linear_in_units(nested: bool) -> None:
 
 def test_what_is_recomputed_together_is_gathered_at_once() -> None:
     ran = [(unit, event) for unit in (0, 1, 2, 4, 5) for event in (Event.ENTER, Event.LEAVE)]
-    order = Order.of_visits(ran, units(UNITS), agreed=True, together=[(1, 2), (2, 4)])
+    order = Order.of_visits(ran, units(UNITS), agreed=True, recomputed=[(1, 2), (2, 4)])
     assert order.backward == (5, 4, 3, 2, 1, 0)  # nobody ran 3, which keeps its place
-    assert order.together == (0, 4, 2, 4, 4, 5)
-    assert Order.of_visits(ran, units(UNITS), agreed=True).together == (0, 1, 2, 3, 4, 5)
+    assert order.region_ends == (0, 4, 2, 4, 4, 5)
+    assert Order.of_visits(ran, units(UNITS), agreed=True).region_ends == (0, 1, 2, 3, 4, 5)

@@ -41,6 +41,7 @@ def test_each_parameter_is_decayed_once(plan: str, options: dict[str, Any]) -> N
     base = Net()
     alone = copy.deepcopy(base)
     optimizer = Decaying(alone.parameters(), lr=0.1)
+    torch.optim.SGD(alone.parameters())  # from now on, torch calls hooks around the step of the base class, too
     for number in range(3):
         step(alone, optimizer, loss_of(alone, batch(number)))
 
@@ -165,3 +166,38 @@ def test_gradients_of_a_model_whose_optimizer_is_gone() -> None:
         return float(tz.clip_grad_norm_(model, float("inf")))
 
     assert all(norm > 0 for norm in on_ranks(2, body))
+
+
+class Failing(torch.optim.SGD):
+    """Raises in a step, where no hook is called behind it."""
+
+    elementwise = True
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise FloatingPointError("in the middle of a step")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("touch", ["forward", "gathered", "state_dict", "save"])
+def test_after_a_step_that_raised_the_groups_hold_parameters_at_the_next_touch(touch: str, tmp_path: Path) -> None:
+    with fake_group(1):
+        base = Net()
+        given = list(base.parameters())
+        model, optimizer = tz.shard(base, Failing(given, lr=0.1), "zero1")
+        optimizer.fails = True
+        with pytest.raises(FloatingPointError):
+            step(model, optimizer, loss_of(model, batch()))
+        if touch == "forward":
+            with torch.no_grad():
+                loss_of(model, batch())
+        elif touch == "gathered":
+            with tz.gathered(model):
+                pass
+        elif touch == "state_dict":
+            model.state_dict()
+        else:
+            tz.checkpoint.save(tmp_path / "a", model, optimizer, {})
+        held = optimizer.param_groups[0]["params"]
+        assert len(held) == len(given) and all(one is other for one, other in zip(held, given, strict=True))

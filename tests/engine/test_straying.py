@@ -427,8 +427,8 @@ def test_denominators_that_differ_between_ranks_are_named(plan: str) -> None:
 
 def uneven_without_labels(plan: str) -> str:
     """Run by each process: NCCL's part is played by gloo's own collectives, whose messages say nothing."""
-    before = backends._KINDS["gloo"]
-    backends._KINDS["gloo"] = NativeCollectives
+    before = backends.KINDS["gloo"]
+    backends.KINDS["gloo"] = NativeCollectives
     try:
         rank = dist.get_rank()
         model = Routed()
@@ -444,7 +444,7 @@ def uneven_without_labels(plan: str) -> str:
             return str(error)
         return ""
     finally:
-        backends._KINDS["gloo"] = before
+        backends.KINDS["gloo"] = before
 
 
 @pytest.mark.processes

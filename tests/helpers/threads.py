@@ -30,6 +30,11 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from terrazzo.engine.links.backends import KINDS
+from tests.helpers.threaded import ThreadedCollectives
+
+KINDS["threaded"] = ThreadedCollectives
+
 T = TypeVar("T")
 _exclusive = threading.Lock()
 _ended = ret_work(None)

@@ -21,7 +21,9 @@ def check_optimizers(model: torch.nn.Module, optimizer: Optimizers) -> None:
     if optimizer is None:
         return
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    own = engine_of(model).optimizers
+    engine = engine_of(model)
+    engine.drivers.forget_gone(given)
+    own = engine.optimizers
     if {id(each) for each in given} != {id(each) for each in own}:
         raise BadInput(
             f"A checkpoint of this {type(model).__name__} was asked for with {_named(given)}, and what steps it is "

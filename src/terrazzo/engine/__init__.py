@@ -51,9 +51,9 @@ from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.foreign import on_foreign_step
 from terrazzo.engine.optim.sharded import ShardedOptimizer
 from terrazzo.engine.optim.stock import ELEMENTWISE, check_elementwise
+from terrazzo.engine.optim.unattached import on_unattached_step
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.partition import Units, find_units, parameter_names
 from terrazzo.engine.place import OFFLOADS, PLANS, TIERS, Place, Plan
@@ -125,7 +125,7 @@ __all__ = [
     "gathered",
     "leave_record",
     "named_mesh",
-    "on_foreign_step",
+    "on_unattached_step",
     "parameter_names",
     "persistent_buffers",
     "preset_named",

@@ -69,7 +69,7 @@ class Bucket(BucketSpec):
             on_host=axes.device.type == "cpu",
         )
         self.members, self.recipe, self.ledger, self.space = members, recipe, ledger, Space(layout, axes)
-        self.gradient = Gradient(self.space, recipe, members, ledger, self.sum_axes, tiers.grad)
+        self.gradient = Gradient(self.space, recipe, members, ledger, self.sums, tiers.grad)
         self.moments: dict[str, Resting] = {}
         self._boxes = {member.name: member.box for member in members}
         self.changes = 0
@@ -231,7 +231,7 @@ class Bucket(BucketSpec):
         finally:
             storage = self.full.data.untyped_storage()
             if not storage.resizable():  # numpy has it
-                self.leave()
+                self.give_up_storage()
             elif storage.size():
                 self.ledger.give(self.full.data.nbytes)
                 storage.resize_(0)
@@ -252,7 +252,7 @@ class Bucket(BucketSpec):
                 "plan that keeps them whole, such as zero2."
             )
 
-    def leave(self) -> None:
+    def give_up_storage(self) -> None:
         """Let go of the memory of the full weights, which stays with whoever has views of it: the next have another."""
         if self.resident or not self.full.data.untyped_storage().size():
             return

@@ -1,4 +1,4 @@
-"""One rank's range of a state, and the moves between places: gather, reduce, narrow and cast.
+"""One rank's range of a state, and the moves between places: gather, narrow and cast.
 
 Ranges nest (see `layout`), so each move is one contiguous collective per mesh axis that it adds or removes, straight
 between the memory it comes from and the memory it ends in. A state may also rest where no tensor can point to it, in a
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.layout import Layout, Range, Slot, share
-from terrazzo.engine.links.sums import divide
-from terrazzo.engine.links.transfer import Moves, converted
+from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Job
 
@@ -147,27 +146,6 @@ class Buffer(Resting):
             if self.space.axes.along(axis).size > 1:
                 yield from self.space.axes.along(axis).all_gather(self.narrow(axes).data)
         return self.data
-
-    def reduce(self, axes: tuple[str, ...], wire: torch.dtype, dtype: torch.dtype) -> Moves:
-        """Sum over the ranks of each further axis in `axes`, keeping this rank's part: one reduce-scatter per axis.
-
-        Args:
-            axes: a list that this buffer's axes are a prefix of.
-            wire: dtype sent.
-            dtype: dtype of the sum; where there is nothing to sum, the data are returned as they are.
-        """
-        data = self.data
-        for axis in self.space.axes.live(axes[len(self.axes) :]):
-            data = yield from self.space.axes.along(axis).reduce_scatter(data.to(wire), dtype)
-        return data
-
-    def average(self, axes: tuple[str, ...], wire: torch.dtype, dtype: torch.dtype, denominator: float) -> Moves:
-        """Sum over the ranks of `axes`, which do not split this buffer, then divide once: one all-reduce per axis."""
-        data, live = self.data, self.space.axes.live(axes)
-        for axis in live:
-            divisor = denominator if axis == live[-1] else 1
-            data = yield from self.space.axes.along(axis).all_reduce(data.to(wire), dtype, divisor)
-        return converted(data, dtype) if live else divide(converted(data, dtype), denominator)
 
 
 class Homes(Protocol):

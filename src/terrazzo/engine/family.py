@@ -152,12 +152,13 @@ class Record:
 
     Attributes:
         box: this rank's part of it.
-        alike: each rank of the family's axes computes the same whole gradient, of which only the first one's may count.
+        replicated: each rank of the family's axes computes the same whole gradient, of which only the first one's may
+            count.
     """
 
     family: Family
     box: Box
-    alike: bool = False
+    replicated: bool = False
 
 
 _RECORDS = "terrazzo_records"

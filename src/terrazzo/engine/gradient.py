@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, view
 from terrazzo.engine.layout import Range
+from terrazzo.engine.links.sums import divide
 from terrazzo.engine.links.transfer import Ledger, Moves, Released, branching, converted, for_computation, further
 from terrazzo.engine.partition import Member
 from terrazzo.engine.process.worker import Job
 from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.spec import SumAxes
+from terrazzo.engine.spec import MoveBytes, Reduction, Sums
 
 __all__ = ["Gradient", "Landed"]
 
@@ -65,7 +66,7 @@ class Gradient:
     Args:
         members: the parameters.
         ledger: of transient memory.
-        sum_axes: the axes over which it is summed.
+        sums: how it is summed over ranks.
         tier: where it rests once it is finished.
 
     Attributes:
@@ -80,13 +81,13 @@ class Gradient:
     _home: Resting | None  # None on the device: each finished gradient is a tensor of its own
 
     def __init__(
-        self, space: Space, recipe: Recipe, members: Sequence[Member], ledger: Ledger, sum_axes: SumAxes, tier: str
+        self, space: Space, recipe: Recipe, members: Sequence[Member], ledger: Ledger, sums: Sums, tier: str
     ) -> None:
-        self.space, self.recipe, self.ledger, self.sum_axes, self.tier = space, recipe, ledger, sum_axes, tier
+        self.space, self.recipe, self.ledger, self.sums, self.tier = space, recipe, ledger, sums, tier
         self.seen = [False] * len(space.layout.slots)
         self._numels = [math.prod(member.shape) for member in members]
         first = recipe.axes.is_first(recipe.axes.summed_beside)
-        self._counts = [first or member.record is None or not member.record.alike for member in members]
+        self._counts = [first or member.record is None or not member.record.replicated for member in members]
         self.finished: Landed | None = None
         self.changes = 0
         self.pending: Tensor | None = None
@@ -99,7 +100,7 @@ class Gradient:
         """Allocate what lies elsewhere than on the device."""
         self._store = store
         dtype = self.recipe.precision.accumulate
-        self._home = None if self.tier == "device" else store.state(self.space, self.sum_axes.optim, dtype, self.tier)
+        self._home = None if self.tier == "device" else store.state(self.space, self.sums.last.axes, dtype, self.tier)
 
     def handed_over(self) -> Landed:
         """The finished gradient for an update, which waits for it, and scales in place what it finds in memory."""
@@ -176,30 +177,27 @@ class Gradient:
             denominator: divides the finished sum on the last micro-batch; None on earlier ones, whose sums stay at the
                 plan's `grad` place.
         """
-        precision, ledger = self.recipe.precision, self.ledger
-        last = denominator is not None
-        first = self.sum_axes.first(last)
-        pending = self._take_pending(precision.reduce)
+        ledger, reduction = self.ledger, self.sums.of(last=denominator is not None)
+        pending = self._take_pending(self.recipe.precision.reduce)
         lent = self._lent  # now: while the sum is under way, memory for the next one may be taken
         held_bytes = pending.nbytes
-        data = yield from Buffer(self.space, (), pending).reduce(first, precision.reduce, precision.accumulate)
-        if data is not pending:  # its memory goes as soon as its sum has arrived
+        data = yield from self._sum(pending, reduction.partial)
+        if reduction.partial:  # the memory of its terms goes as soon as it has arrived
             yield Released(ledger, held_bytes, pending, lent=lent)
             del pending
             held_bytes = 0
         partial_bytes = self._partial.data.nbytes if self._partial is not None and self.tier == "device" else 0
         data = self._add_partial(data)
         if denominator is None:
-            self._keep_partial(Buffer(self.space, first, data), partial_bytes)
+            self._keep_partial(Buffer(self.space, reduction.axes, data), partial_bytes)
         else:
             yield Released(ledger, partial_bytes, lent=True)
-            counted = data.nbytes if not held_bytes and self.sum_axes.goes_on else 0
-            ledger.take(counted)
+            ledger.take(reduction.beside_bytes)
             with branching():
-                if not held_bytes and first == self.sum_axes.optim:  # nothing that is used has to be given back
-                    further()
-                data = yield from self._finish(Buffer(self.space, first, data), denominator)
-            yield Released(ledger, counted)
+                if reduction.partial and reduction.partial_axes == reduction.axes:
+                    further()  # nothing that is used has to be given back
+                data = yield from self._finish(data, reduction, denominator)
+            yield Released(ledger, reduction.beside_bytes)
         yield Released(ledger, held_bytes, lent=True)
         return data
 
@@ -225,13 +223,29 @@ class Gradient:
             self._partial_home = Buffer(self.space, sums.axes, home)
         self._partial = Landed(self._partial_home, self._store.commit(self._partial_home, sums))
 
-    def _finish(self, partial: Buffer, denominator: float) -> Moves:
-        """Move a sum from the plan's `grad` place to `optim`'s, over every data rank, and divide it once."""
+    def _finish(self, partial: Tensor, reduction: Reduction, denominator: float) -> Moves:
+        """Sum what is left to sum over, divide once, and bring the gradient to its tier."""
+        summed = yield from self._sum(partial, reduction.finish, denominator)
+        data = converted(summed, self.recipe.precision.accumulate)
+        if not any(move.divides for move in reduction.finish):
+            data = divide(data, denominator)
+        self._land(Buffer(self.space, reduction.axes, data))
+        return data
+
+    def _sum(self, data: Tensor, moves: Iterable[MoveBytes], denominator: float = 1) -> Moves:
+        """`data` summed over the ranks of each move; as they are where there is none.
+
+        Args:
+            denominator: for the move that divides.
+        """
         wire, dtype = self.recipe.precision.reduce, self.recipe.precision.accumulate
-        optim = self.sum_axes.optim
-        own = Buffer(self.space, optim, (yield from partial.reduce(optim, wire, dtype)))
-        data = yield from own.average(self.sum_axes.replicas, wire, dtype, denominator)
-        self._land(Buffer(self.space, optim, data))
+        for move in moves:
+            along = self.recipe.axes.along(move.over)
+            if move.kind == "reduce_scatter":
+                data = yield from along.reduce_scatter(data.to(wire), dtype)
+            else:
+                divisor = denominator if move.divides else 1
+                data = yield from along.all_reduce(data.to(wire), dtype, divisor)
         return data
 
     def _land(self, data: Buffer) -> None:
@@ -276,7 +290,7 @@ class Gradient:
 
         Each element is given by one rank, however many hold it. Arguments as of `whole`.
         """
-        own = self.space.range((*self.sum_axes.optim, *self.recipe.axes.summed_beside))
+        own = self.space.range((*self.sums.last.axes, *self.recipe.axes.summed_beside))
         return self._read(self._range_of(index).intersect(own))
 
     def _range_of(self, index: int | None) -> Range:

@@ -49,7 +49,7 @@ class Order:
         agreed: whether the ranks have compared notes.
         left: for each position of `forward`, the units whose forward ends between the position before and this one; one
             entry more for those that end after the last.
-        together: for each position of `backward`, the last one that is gathered at once with it, because both are
+        region_ends: for each position of `backward`, the last one that is gathered at once with it, because both are
             recomputed in one region.
     """
 
@@ -59,18 +59,22 @@ class Order:
     remaining: tuple[int, ...] = field(repr=False)
     agreed: bool
     left: tuple[tuple[int, ...], ...] = field(repr=False)
-    together: tuple[int, ...] = field(repr=False)
+    region_ends: tuple[int, ...] = field(repr=False)
 
     @classmethod
     def of_visits(
-        cls, visits: Iterable[Visit], units: Sequence[Runnable], agreed: bool, together: Iterable[tuple[int, int]] = ()
+        cls,
+        visits: Iterable[Visit],
+        units: Sequence[Runnable],
+        agreed: bool,
+        recomputed: Iterable[tuple[int, int]] = (),
     ) -> Order:
         """The program of one forward's visits. Units that it lacks keep their place of registration: who runs one later
         finds it there.
 
         Args:
             units: all of them, in registration order.
-            together: pairs of units that are recomputed in one region.
+            recomputed: pairs of units that are recomputed in one region.
         """
         visits = list(visits)
         visited = {unit for unit, _ in visits}
@@ -87,7 +91,7 @@ class Order:
             tuple(remaining),
             agreed,
             _left(visits),
-            _together(backward, visited, together),
+            _region_ends(backward, visited, recomputed),
         )
 
     @classmethod
@@ -104,14 +108,14 @@ class Program:
 
     Attributes:
         visits: what the last forward of the model ran.
-        together: pairs of units that this model recomputes in one region.
+        recomputed: pairs of units that this model recomputes in one region.
         strayed: whether a unit has come elsewhere than in the order, since the last agreement.
     """
 
     def __init__(self, units: Sequence[Runnable]) -> None:
         self._units, self.order = units, Order.of_registration(units)
         self.visits: list[Visit] = []
-        self.together: set[tuple[int, int]] = set()
+        self.recomputed: set[tuple[int, int]] = set()
         self.strayed = False
         self._begun: dict[int, int] = {}  # in this forward, on this rank: unit to its place among those that began
 
@@ -132,7 +136,7 @@ class Program:
 
     def join(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Each pair of units is recomputed in one region."""
-        self.together.update(pairs)
+        self.recomputed.update(pairs)
 
     def stray(self) -> None:
         """A unit has come elsewhere than in the order."""
@@ -145,7 +149,7 @@ class Program:
     def adopt(self, visits: Sequence[Visit] | None) -> None:
         """The ranks have compared, and run `visits` from now on; None: what they ran before."""
         if visits is not None:
-            self.order = Order.of_visits(visits, self._units, agreed=True, together=self.together)
+            self.order = Order.of_visits(visits, self._units, agreed=True, recomputed=self.recomputed)
         self.strayed = False
 
 
@@ -230,8 +234,10 @@ def _left(visits: Sequence[Visit]) -> tuple[tuple[int, ...], ...]:
     return (*left, tuple(since))
 
 
-def _together(backward: Sequence[int], visited: Collection[int], pairs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """`together` of an `Order`. Units that nobody has visited are part of what lies on both their sides."""
+def _region_ends(
+    backward: Sequence[int], visited: Collection[int], pairs: Iterable[tuple[int, int]]
+) -> tuple[int, ...]:
+    """`region_ends` of an `Order`. Units that nobody has visited are part of what lies on both their sides."""
     region: dict[int, set[int]] = {}
     for pair in pairs:
         smaller, larger = sorted((region.setdefault(unit, {unit}) for unit in pair), key=len)

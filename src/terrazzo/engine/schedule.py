@@ -262,12 +262,12 @@ class Schedule:
         if unit.index not in self._here:
             self.halfway()
             position = position_from(cursor, backward, unit.index)
-            if position is not None and position > self.order.together[cursor]:
+            if position is not None and position > self.order.region_ends[cursor]:
                 self.program.stray()
                 self.program.join((backward[cursor], other) for other in backward[cursor + 1 : position + 1])
                 self._backward_to(position)
             elif position is not None:
-                self._gather_again(backward[cursor : self.order.together[cursor] + 1])
+                self._gather_again(backward[cursor : self.order.region_ends[cursor] + 1])
         self._have_in_backward(unit)
 
     def expect_backward(self, unit: Runnable) -> None:
@@ -326,7 +326,7 @@ class Schedule:
                 if unit.index not in self._awaited and self.program.is_over(unit.index, self._announced):
                     unit.rest()
             running = self.units[order.backward[step]]
-            self._gather_again(order.backward[step : order.together[step] + 1])
+            self._gather_again(order.backward[step : order.region_ends[step] + 1])
             ahead = [i for i in order.backward[step + 1 : step + 1 + self.prefetch] if self.units[i].regathered]
             go_on = self._go_on_in_step if running.side is None else self._go_on_beside
             go_on(running, ended, ahead)

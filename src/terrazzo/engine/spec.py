@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,7 +30,7 @@ import torch
 from terrazzo.engine.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.precision import Precision
 
-__all__ = ["BucketSpec", "MoveBytes", "Pass", "SumAxes", "When", "resting_bytes"]
+__all__ = ["BucketSpec", "MoveBytes", "Pass", "Reduction", "Sums", "When", "resting_bytes"]
 
 
 class When(enum.StrEnum):
@@ -62,23 +63,6 @@ class Axis(Protocol):
     def receive_bytes(self, full_bytes: int) -> int: ...
 
 
-class SumAxes(NamedTuple):
-    """Over which axes a gradient is summed: the plan's `grad`, `optim`, and those whose ranks keep the same state."""
-
-    grad: tuple[str, ...]
-    optim: tuple[str, ...]
-    replicas: tuple[str, ...]
-
-    def first(self, last: bool) -> tuple[str, ...]:
-        """The axes over which a gradient is summed before it meets those of earlier micro-batches."""
-        return self.grad or (self.optim if last else ())
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether at the end of a step that sum still has to be reduced further."""
-        return self.first(last=True) != self.optim or bool(self.replicas)
-
-
 class StateBytes(NamedTuple):
     """A state at rest on one rank: `weight`, `master`, `grad` or `moments`."""
 
@@ -96,7 +80,8 @@ class MoveBytes(NamedTuple):
         over: the axis of a collective; of a copy the link, `pcie` or `disk`.
         sent_bytes: by one rank.
         received_bytes: memory for what arrives to be summed, in the first of its `steps`.
-        beside_bytes: the sum so far, in memory of its own meanwhile.
+        sum_bytes: memory of the sum that it makes, if that is memory of its own.
+        divides: what it sums is divided there, since nothing is summed behind it.
     """
 
     kind: str
@@ -105,7 +90,37 @@ class MoveBytes(NamedTuple):
     sent_bytes: float
     received_bytes: int = 0
     steps: int = 1
-    beside_bytes: int = 0
+    sum_bytes: int = 0
+    divides: bool = False
+
+
+class Reduction(NamedTuple):
+    """How a micro-batch's gradient is summed over ranks: `Gradient` does this, and whoever plans a step counts it.
+
+    Behind the `partial` sum, what earlier micro-batches have left is added. That is all, but for a step's last
+    micro-batch: of it the `finish` follows, and one division, in a move that `divides` or behind them all.
+
+    Attributes:
+        partial, finish: reduce-scatters and all-reduces, in their order.
+        partial_axes, axes: over which the partial sum is split, and the one at the end.
+        beside_bytes: the partial sum, in memory of its own while it is finished.
+    """
+
+    partial: Sequence[MoveBytes]
+    partial_axes: tuple[str, ...]
+    finish: Sequence[MoveBytes]
+    axes: tuple[str, ...]
+    beside_bytes: int
+
+
+class Sums(NamedTuple):
+    """The reductions of a step's gradients: of micro-batches that are reduced before the last, and of the last."""
+
+    earlier: Reduction
+    last: Reduction
+
+    def of(self, last: bool) -> Reduction:
+        return self.last if last else self.earlier
 
 
 @dataclass(eq=False)
@@ -132,7 +147,6 @@ class BucketSpec:
         regathered: whether backward gathers weights again that forward has put down.
         updated_off_device: whether the optimizer steps it away from the device.
         gathers_apart: whether new weights are gathered in device memory of their own, on their way to where they rest.
-        sum_axes: of its gradients.
     """
 
     whole: int
@@ -163,8 +177,6 @@ class BucketSpec:
         self.updated_off_device = trainable and tiers.optim != "device"
         reached = on_device or (tiers.weight == "cpu" and self.on_host)
         self.gathers_apart = not reached and self.weight_axes != self.optim_axes
-        replicas = tuple(axis for axis in self.ranks if axis not in self.optim_axes)
-        self.sum_axes = SumAxes(plan.grad.axes, self.optim_axes, replicas)
 
     def shares_memory(self, stored: torch.dtype) -> bool:
         """Whether a weight of the dtype `stored` and its master are one memory, or one within the other."""
@@ -247,24 +259,21 @@ class BucketSpec:
             case When.UPDATE:
                 return self._gathers(self.optim_axes, self.weight_axes, self.weight_dtype.itemsize, "updated weights")
             case When.REDUCE | When.LAST:
-                start, further = self.reduction(when is When.LAST)
-                return [*start, *further]
+                reduction = self.sums.of(when is When.LAST)
+                return [*reduction.partial, *reduction.finish]
 
-    def reduction(self, last: bool) -> tuple[list[MoveBytes], list[MoveBytes]]:
-        """What brings a gradient to where it meets those of earlier micro-batches, and what then finishes the last."""
-        first = self.sum_axes.first(last)
-        start = self._scatters((), first)
-        if not last:
-            return start, []
-        beside = self.numel(first) * self.precision.accumulate.itemsize if first else 0
-        further = self._scatters(first, self.optim_axes, beside)
-        wire = self.precision.reduce.itemsize * self.numel(self.optim_axes)
-        for axis in self.sum_axes.replicas:
-            along = self.ranks[axis]
-            sent = 2 * (wire / along.size) * (along.size - 1)
-            received, steps = along.receive_bytes(wire), along.all_reduce_steps
-            further.append(MoveBytes("all_reduce", "gradients", axis, sent, received, steps, beside))
-        return start, further
+    @cached_property
+    def sums(self) -> Sums:
+        """How its gradients are summed: to the plan's `grad` place, and then to `optim`'s."""
+        grad, optim = self.plan.grad.axes, self.optim_axes
+        partial_axes = grad or optim
+        partial = self._scatters((), partial_axes)
+        finish = [*self._scatters(partial_axes, optim), *self._all_reduces()]
+        beside = self.numel(partial_axes) * self.precision.accumulate.itemsize if partial and finish else 0
+        return Sums(
+            earlier=Reduction(self._scatters((), grad), grad, (), grad, 0),
+            last=Reduction(partial, partial_axes, finish, optim, beside),
+        )
 
     def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], itemsize: int, what: str) -> list[MoveBytes]:
         moves, own = [], self.numel(source)
@@ -274,13 +283,25 @@ class BucketSpec:
             own = wider
         return moves
 
-    def _scatters(self, source: tuple[str, ...], target: tuple[str, ...], beside: int = 0) -> list[MoveBytes]:
-        moves, wire, full = [], self.precision.reduce.itemsize, self.numel(source)
+    def _scatters(self, source: tuple[str, ...], target: tuple[str, ...]) -> list[MoveBytes]:
+        moves, full = list[MoveBytes](), self.numel(source)
+        wire, summed = self.precision.reduce.itemsize, self.precision.accumulate.itemsize
         for cut in range(len(source), len(target)):
             own, axis = self.numel(target[: cut + 1]), target[cut]
             received = self.ranks[axis].receive_bytes(full * wire)
-            moves.append(MoveBytes("reduce_scatter", "gradients", axis, (full - own) * wire, received, 1, beside))
+            moves.append(MoveBytes("reduce_scatter", "gradients", axis, (full - own) * wire, received, 1, own * summed))
             full = own
+        return moves
+
+    def _all_reduces(self) -> list[MoveBytes]:
+        """Over the axes whose ranks keep the same state."""
+        moves, full_bytes = list[MoveBytes](), self.precision.reduce.itemsize * self.numel(self.optim_axes)
+        replicas = [axis for axis in self.ranks if axis not in self.optim_axes]
+        for axis in replicas:
+            along = self.ranks[axis]
+            sent, received = 2 * (full_bytes / along.size) * (along.size - 1), along.receive_bytes(full_bytes)
+            steps, divides = along.all_reduce_steps, axis == replicas[-1]
+            moves.append(MoveBytes("all_reduce", "gradients", axis, sent, received, steps, divides=divides))
         return moves
 
 

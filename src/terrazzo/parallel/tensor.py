@@ -269,7 +269,7 @@ def _uncut(cuts: _Cuts, name: str, attribute: str, parameter: nn.Parameter) -> R
     after_sum = style.after_sum if isinstance(style, Uncut) else attribute == "bias" and isinstance(style, Row)
     within = cuts.inside(name, Enter) and not after_sum
     partial = cuts.splits(name) or within or name in cuts.rows
-    return Record(Family.SHARED, Box.all_of(parameter.shape), alike=not partial)
+    return Record(Family.SHARED, Box.all_of(parameter.shape), replicated=not partial)
 
 
 # -- doing it --------------------------------------------------------------------------------------------------

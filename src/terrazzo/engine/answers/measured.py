@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.border.parameter import AtRest, link_of, torch_names
+from terrazzo.engine.border.parameter import Refusing, link_of, torch_names
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.family import Family
 from terrazzo.engine.loop.listeners import weakly
@@ -91,7 +91,7 @@ class Spread:
     numel: int
 
 
-class Measured(AtRest):
+class Measured(Refusing):
     """A value for each element of a parameter, of which this rank has a part.
 
     Attributes:
@@ -134,7 +134,7 @@ class Measured(AtRest):
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
-    def _refusal(cls, touched: AtRest | None) -> str:
+    def _refusal(cls, touched: Refusing | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
             f"{touched.terrazzo_link.name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
@@ -220,14 +220,14 @@ def _mean(
 
 
 def _var(value: Measured, *rest: Any, **named: Any) -> Tensor:
-    return _spread("var", value, *rest, **named)
+    return _squared_deviation("var", value, *rest, **named)
 
 
 def _std(value: Measured, *rest: Any, **named: Any) -> Tensor:
-    return _spread("std", _widened(value), *rest, **named).sqrt().to(value.as_dtype(torch.empty(0)).dtype)
+    return _squared_deviation("std", _widened(value), *rest, **named).sqrt().to(value.as_dtype(torch.empty(0)).dtype)
 
 
-def _spread(
+def _squared_deviation(
     name: str, value: Measured, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **others: Any
 ) -> Tensor:
     unbiased = dim if isinstance(dim, bool) else unbiased  # torch has two orders

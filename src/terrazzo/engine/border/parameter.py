@@ -24,6 +24,7 @@ __all__ = [
     "Guard",
     "Link",
     "OnDrive",
+    "Refusing",
     "Zeros",
     "function_name",
     "is_question",
@@ -110,8 +111,8 @@ def take_last(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     link.taker = Tensor.register_post_accumulate_grad_hook(parameter, hook).id  # type: ignore[no-untyped-call]
 
 
-class AtRest(nn.Parameter):
-    """A parameter whose values are not on this rank now."""
+class Refusing(nn.Parameter):
+    """A tensor without values here: it answers questions, and whatever would touch its values raises `Misuse`."""
 
     terrazzo_link: Link
     register_post_accumulate_grad_hook = _register_before_ours
@@ -139,19 +140,36 @@ class AtRest(nn.Parameter):
         touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)), None)
         if func in (_T.__repr__, _T.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
-        link = link_of(touched) if touched is not None else None
-        if link is not None and link.reach is not None and link.reach():  # inside the model's forward: it is here now
-            return func(*args, **(kwargs or {}))
-        measure = link.measure if link is not None and link.split else None
-        if measure is not None and (measured := measure(func, args, kwargs or {})) is not None:
-            return measured
-        if func is torch.zeros_like and type(touched) is AtRest:
-            return Zeros.blank(touched, touched.terrazzo_link.name)
+        if touched is not None and (answer := touched._answer(func, args, kwargs or {})) is not NotImplemented:
+            return answer
         raise Misuse(f"{function_name(func)} was called on {cls._refusal(touched)}")
 
+    def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What comes of a function that would touch the values; `NotImplemented` where it is refused."""
+        return NotImplemented
+
     @classmethod
-    def _refusal(cls, touched: AtRest | None) -> str:
+    def _refusal(cls, touched: Refusing | None) -> str:
         """What was touched, why that cannot be, and what to do."""
+        raise NotImplementedError
+
+
+class AtRest(Refusing):
+    """A parameter whose values are not on this rank now."""
+
+    def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        link = self.terrazzo_link
+        if link.reach is not None and link.reach():  # inside the model's forward: it is here now
+            return func(*args, **kwargs)
+        measure = link.measure if link.split else None
+        if measure is not None and (measured := measure(func, args, kwargs)) is not None:
+            return measured
+        if func is torch.zeros_like and type(self) is AtRest:
+            return Zeros.blank(self, link.name)
+        return NotImplemented
+
+    @classmethod
+    def _refusal(cls, touched: Refusing | None) -> str:
         name = touched.terrazzo_link.name if touched is not None else "a parameter"
         if touched is not None and not touched.terrazzo_link.split:
             return (
@@ -165,14 +183,14 @@ class AtRest(nn.Parameter):
         )
 
 
-class Zeros(AtRest):
+class Zeros(Refusing):
     """What `torch.zeros_like` makes of a parameter at rest: a gradient for a first step that is to change nothing.
 
     It has the memory of one element, since a full tensor of each parameter would be the whole model on each rank.
     """
 
     @classmethod
-    def _refusal(cls, touched: AtRest | None) -> str:
+    def _refusal(cls, touched: Refusing | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
             f"zeros_like({touched.terrazzo_link.name!r}), which stands in for a full tensor on every rank, since that "
@@ -180,7 +198,7 @@ class Zeros(AtRest):
         )
 
 
-class OnDrive(AtRest):
+class OnDrive(Refusing):
     """What an optimizer keeps for each element of a segment, in files: on `meta`, in no memory at all."""
 
     @classmethod
@@ -188,7 +206,7 @@ class OnDrive(AtRest):
         return cls.blank(torch.empty(numel, dtype=dtype, device="meta"), name)
 
     @classmethod
-    def _refusal(cls, touched: AtRest | None) -> str:
+    def _refusal(cls, touched: Refusing | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
             f"{touched.terrazzo_link.name!r}, which the optimizer keeps in files on a drive: it cannot be read or "

@@ -7,18 +7,17 @@ import torch.distributed as dist
 
 from terrazzo.engine.links.collectives import Collectives, NativeCollectives
 from terrazzo.engine.links.gloo import GlooCollectives
-from terrazzo.engine.links.threaded import ThreadedCollectives
 from terrazzo.engine.links.transfer import Ledger, Traffic
 from terrazzo.errors import BadInput
 
-__all__ = ["backend_of", "collectives_for"]
+__all__ = ["KINDS", "backend_of", "collectives_for"]
 
-_KINDS: dict[str, type[Collectives]] = {
+KINDS: dict[str, type[Collectives]] = {
     "gloo": GlooCollectives,
     "nccl": NativeCollectives,
     "fake": NativeCollectives,
-    "threaded": ThreadedCollectives,
 }
+"""By backend; `fake` is that of simulations. Tests add one whose ranks are threads."""
 
 
 def collectives_for(group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger) -> Collectives:
@@ -28,13 +27,13 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device, traffic: Tra
         BadInput: for a backend whose order of sums this version does not know.
     """
     backend = backend_of(group, device)
-    if backend not in _KINDS:
+    if backend not in KINDS:
         raise BadInput(
             f"The process group's backend for {device.type} is {backend!r}, in whose order of sums nobody has looked; "
-            f"this version knows {', '.join(_KINDS)}. Initialise it with "
+            f"this version knows {', '.join(KINDS)}. Initialise it with "
             'init_process_group("cpu:gloo,cuda:nccl").'
         )
-    return _KINDS[backend](group, traffic, ledger)
+    return KINDS[backend](group, traffic, ledger)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""Collectives along a mesh axis, every byte counted: but for `threaded` the only caller of those of torch.distributed.
+"""Collectives along a mesh axis, every byte counted: the only caller of those of torch.distributed.
 
 All sums run in rank order along an axis, ((r0 + r1) + r2) + ..., on every backend but NCCL, which is what makes results
 reproducible bit by bit (see docs/numerics.md).

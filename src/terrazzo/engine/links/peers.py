@@ -2,8 +2,8 @@
 
 The kernel copies between two processes of one user at the speed of memory (process_vm_readv, "cross-memory attach"),
 several times that of a loopback socket (docs/decisions.md). A Unix socket to each such rank carries only addresses, and
-the word that all has been read; `doors` connects them. Whether it works is found out once, by trying; ranks in other
-containers or network namespaces count as other machines. TERRAZZO_PEER_MEMORY=0 switches it off.
+the word that all has been read; `rendezvous` connects them. Whether it works is found out once, by trying; ranks in
+other containers or network namespaces count as other machines. TERRAZZO_PEER_MEMORY=0 switches it off.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from terrazzo.ending import Ending, leaves_to_parent
-from terrazzo.engine.links.doors import Address, Door, Met, connect
 from terrazzo.engine.links.label import RUN_THE_SAME, Label
+from terrazzo.engine.links.rendezvous import Address, Door, Met, connect
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
 

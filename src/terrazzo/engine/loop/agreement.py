@@ -36,14 +36,14 @@ class Agreement:
     def on_order(self) -> None:
         """Compare what the ranks ran, and make it the program; see `Order`."""
         program, axes = self._schedule.program, self._axes
-        numbers = _encoded(program.visits, program.together)
+        numbers = _encoded(program.visits, program.recomputed)
         checksum = zlib.crc32(array("q", numbers).tobytes())
         if all(axes.equal(torch.tensor([len(numbers), checksum], device=axes.control_device))):
             ranks = [_decoded(numbers)]
         else:
             ranks = [_decoded(row) for row in self._rows(numbers)]
-        for _, together in ranks:
-            program.join(together)
+        for _, recomputed in ranks:
+            program.join(recomputed)
         program.adopt(merge([visits for visits, _ in ranks]))
 
     def _rows(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -90,9 +90,9 @@ def flags_numel(units: Sequence[Unit]) -> int:
     return MEETING_NUMEL + 1 + len(units) + sum(len(bucket.members) for bucket in _trainable(units))
 
 
-def _encoded(visits: Sequence[Visit], together: Collection[tuple[int, int]]) -> list[int]:
+def _encoded(visits: Sequence[Visit], recomputed: Collection[tuple[int, int]]) -> list[int]:
     """How many visits there are, the visits, and the pairs of units that are recomputed in one region."""
-    return [len(visits), *chain.from_iterable(visits), *chain.from_iterable(sorted(together))]
+    return [len(visits), *chain.from_iterable(visits), *chain.from_iterable(sorted(recomputed))]
 
 
 def _decoded(numbers: Sequence[int]) -> tuple[list[Visit], list[tuple[int, int]]]:

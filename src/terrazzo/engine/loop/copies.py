@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.border.parameter import AtRest
+from terrazzo.engine.border.parameter import Refusing
 from terrazzo.engine.loop.outputs import leaves_of, map_tensors
 from terrazzo.errors import Misuse
 
@@ -41,7 +41,7 @@ class Copies:
         """
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
-            if isinstance(value, AtRest) and value is not parameter:
+            if isinstance(value, Refusing) and value is not parameter:
                 raise Misuse(
                     f"state_dict() of a module inside a sharded model: {value.terrazzo_link.name!r} "
                     "is split over ranks. Call it inside 'with tz.gathered(model):', or take the names that you want "
@@ -56,7 +56,7 @@ class Copies:
                 state[prefix + name] = copy
 
     def _is_view(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, AtRest) or tensor.layout is not torch.strided:
+        if isinstance(tensor, Refusing) or tensor.layout is not torch.strided:
             return False
         try:
             return tensor.untyped_storage()._cdata in self._storages

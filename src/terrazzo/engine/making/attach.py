@@ -38,7 +38,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     """
     engine = engine_of(model)
     engine.drivers.forget_gone()
-    axes, first = engine.axes, len(engine.drivers.templates)
+    axes, first = engine.axes, engine.drivers.next_group
     members = [member for bucket in engine.buckets() for member in bucket.members]
 
     def check() -> Templates:
@@ -75,7 +75,7 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
         for member in bucket.members
         if member.parameter in optimizer.state
     }
-    driver = OptimizerDriver(optimizer, engine, len(engine.drivers.templates))
+    driver = OptimizerDriver(optimizer, engine, engine.drivers.next_group)
     off_device = [bucket for bucket in driver.buckets if bucket.updated_off_device]
     if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)

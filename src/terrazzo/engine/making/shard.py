@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from terrazzo.engine.answers.gradients import show_gradients
 from terrazzo.engine.answers.measured import let_measure
 from terrazzo.engine.answers.module import make_sharded_module
-from terrazzo.engine.answers.stand_in import show_gradients
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, weights_are_split
 from terrazzo.engine.making.attach import put_on
@@ -28,8 +28,8 @@ from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import Templates, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.optim.foreign import watch_steps
 from terrazzo.engine.optim.stock import orphans
+from terrazzo.engine.optim.unattached import watch_steps
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep
 from terrazzo.engine.partition import Units
@@ -122,7 +122,7 @@ def shard(  # structure: signature fixed by the design
         store=store,
     )
     for built in prepared.optimizers:
-        first = len(engine.drivers.templates)
+        first = engine.drivers.next_group
         put_on(engine, built, prepared.templates[first : first + len(built.param_groups)])
     hooks.attach(model)
     make_sharded_module(model, engine)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch.optim import Optimizer
 
@@ -41,6 +42,11 @@ class Drivers:
         """What is kept for a parameter of each param group."""
         return self._templates
 
+    @property
+    def next_group(self) -> int:
+        """The number that the first param group of the next optimizer gets."""
+        return len(self._templates)
+
     def add(self, driver: OptimizerDriver, templates: Templates) -> None:
         """Have another one, whose optimizer is ready to step.
 
@@ -57,13 +63,18 @@ class Drivers:
         self._added = call
 
     def stepping(self) -> list[OptimizerDriver]:
-        """Those whose optimizer somebody still has."""
+        """Those whose optimizer is alive; behind `forget_gone`, whose optimizer somebody has."""
         return [driver for driver in self._drivers if driver.reference() is not None]
 
     def catch_up(self) -> None:
         """Return once no update of any is under way, and weights at rest are in line."""
         for driver in self._drivers:
             driver.catch_up()
+
+    def turn_back(self) -> None:
+        """Steps that raised have ended: the groups of their optimizers hold the model's parameters again."""
+        for driver in self._drivers:
+            driver.turn_back()
 
     def retire(self) -> None:
         """Let go of all optimizers; nothing may be under way."""
@@ -74,8 +85,17 @@ class Drivers:
         self._progress.denominator.scaler = None
         self.forget_gone()
 
-    def forget_gone(self) -> None:
-        """Parameters of optimizers that nobody has any more can get another one."""
+    def forget_gone(self, kept: Collection[Optimizer] = ()) -> None:
+        """Let go of optimizers that nobody has any more: their parameters can get another one.
+
+        That is so at the same call on every rank: what only a cycle of objects holds is collected here, not at a time
+        that the collector chooses.
+
+        Args:
+            kept: those that the caller has. If they are all, nothing has to be collected.
+        """
+        if any(driver.optimizer not in kept for driver in self.stepping()):
+            gc.collect()
         self._drivers = self.stepping()
         held = {number for driver in self._drivers for number in driver.groups}
         for bucket in self._buckets:

@@ -22,7 +22,6 @@ from terrazzo.engine.model.alike import compare_written, take_first
 from terrazzo.engine.model.average import Average
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
-from terrazzo.engine.model.together import together
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
@@ -68,7 +67,7 @@ class Engine:
         store: memory and files of what does not rest on the device.
         drivers: one for each optimizer.
         process: that sharded the model.
-        average: of trained weights, which `begin_average` has begun; None without one.
+        average: of trained weights, where `tz.EMA` has begun one.
     """
 
     plan: Plan
@@ -150,28 +149,6 @@ class Engine:
                 f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
             )
 
-    def begin_average(self, decay: float) -> Average:
-        """Begin an average of the trained weights, as they are now; see `tz.EMA`. Collective."""
-
-        def made() -> Average:
-            if self.average is not None:
-                raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
-            return Average(decay, self.precision.master)
-
-        average = together(self.axes, made)
-        average.compare(self.axes)
-        self._have_masters()
-        average.begin(self.trainable())
-        self.average = average
-        return average
-
-    def update_average(self) -> None:
-        """Have the average take in the weights of now; see `tz.EMA.update`."""
-        self.require_own_weights("ema.update()")
-        self._have_masters()
-        if self.average is not None:
-            self.average.update()
-
     @property
     def averages(self) -> Mapping[Bucket, Buffer]:
         """Averages of each bucket's master weights; empty where there is none."""
@@ -197,7 +174,7 @@ class Engine:
                 "forward and backward of the whole step again."
             )
 
-    def _have_masters(self) -> None:
+    def have_masters(self) -> None:
         """Have all in the master weights: what the user has written into weights, and what updates do to them."""
         self.hooks.adopt_edits()
         self.drivers.catch_up()
@@ -290,6 +267,7 @@ class Engine:
 
     def catch_up(self) -> None:
         """Return once no update is under way, the first level. Collective."""
+        self.drivers.turn_back()
         self._finish_publishing()
         self.drivers.catch_up()
 
@@ -357,7 +335,7 @@ class Engine:
             self._within(outer)
             if outer is None:
                 for bucket in self.buckets():
-                    bucket.leave()
+                    bucket.give_up_storage()
             self.schedule.rest()
         if write:
             self.publish()

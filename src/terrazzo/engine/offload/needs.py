@@ -21,9 +21,9 @@ __all__ = [
     "load_bytes",
     "moment_names",
     "need_of",
-    "ring_length",
     "send_bytes",
     "tray_bytes",
+    "tray_count",
 ]
 
 SENDS = 2
@@ -128,7 +128,7 @@ def send_bytes(bucket: BucketSpec, cell: int) -> int:
     return min(cell, bucket.numel(bucket.optim_axes)) * bucket.weight_dtype.itemsize
 
 
-def ring_length(settings: Offload) -> int:
+def tray_count(settings: Offload) -> int:
     """Cells under way in an update at once: some being read, one stepped on, some written."""
     return max(4, settings.depth)
 
@@ -138,7 +138,7 @@ def host_bytes(need: Need, settings: Offload) -> int:
     states = sum(padded_bytes(size) for size in need.cpu) + SENDS * padded_bytes(need.send)
     if not need.nvme:
         return states
-    return states + settings.depth * padded_bytes(need.load) + ring_length(settings) * padded_bytes(need.tray)
+    return states + settings.depth * padded_bytes(need.load) + tray_count(settings) * padded_bytes(need.tray)
 
 
 def disk_bytes(need: Need) -> int:

@@ -1,7 +1,7 @@
 """Updates away from the device: each unit's states are stepped where they rest, on a thread of its own.
 
 The optimizer's own code runs, on a twin that holds one segment and the hyper-parameters of the moment the step began:
-the user may go on to change them. States in files stream through a ring of buffers, cell by cell: the next cells are
+the user may go on to change them. States in files stream through a few trays, cell by cell: the next cells are
 read while one is stepped and earlier ones are written. The order of everything is fixed and each element's arithmetic
 is the same, so the bits are those of a step on the spot.
 """
@@ -24,9 +24,9 @@ from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Landed
 from terrazzo.engine.layout import Range
-from terrazzo.engine.offload.ring import Tray
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to
+from terrazzo.engine.offload.trays import Tray
 from terrazzo.engine.optim.segment import Segment, scaled
 from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.process.device import Stream, set_current
@@ -68,10 +68,10 @@ class Updater:
     """Carries out updates in the order they are asked for; its thread ends with the object."""
 
     def __init__(self, store: Store) -> None:
-        ring = [Tray(raw) for raw in store.ring()]
+        trays = [Tray(raw) for raw in store.trays()]
         self._store, self._process = store, os.getpid()
         self._tasks: queue.SimpleQueue[_Task | _Flush | None] = queue.SimpleQueue()
-        carrier = _Carrier(store, ring, self._tasks)
+        carrier = _Carrier(store, trays, self._tasks)
         threads, cpus = store.step_threads
         start_thread("terrazzo-update", lambda: _carry(carrier, threads, cpus), carrier.stop)
 
@@ -126,8 +126,8 @@ def _carry(carrier: _Carrier, threads: int, cpus: Collection[int]) -> None:
 class _Carrier:
     """What the thread does; it must not hold the `Updater`, whose end it waits for."""
 
-    def __init__(self, store: Store, ring: list[Tray], tasks: queue.SimpleQueue[_Task | _Flush | None]) -> None:
-        self._store, self._ring, self._tasks, self.device = store, deque(ring), tasks, store.device
+    def __init__(self, store: Store, trays: list[Tray], tasks: queue.SimpleQueue[_Task | _Flush | None]) -> None:
+        self._store, self._trays, self._tasks, self.device = store, deque(trays), tasks, store.device
         self._ahead: deque[_Task | _Flush] = deque()
         self._failure: BaseException | None = None
 
@@ -156,11 +156,11 @@ class _Carrier:
     def _fail(self, error: BaseException) -> None:
         """States are torn: nothing may be stepped any more, and transfers that failed hold what they were for."""
         self._failure = again(error)
-        self._ring.clear()
+        self._trays.clear()
 
     def _look_ahead(self) -> bool:
-        """Start reading for what comes next, half the ring ahead; False at the end."""
-        while len(self._ahead) <= len(self._ring) // 2:
+        """Start reading for what comes next, half the trays ahead; False at the end."""
+        while len(self._ahead) <= len(self._trays) // 2:
             try:
                 task = self._tasks.get(block=not self._ahead)
             except queue.Empty:
@@ -178,11 +178,11 @@ class _Carrier:
     def _start_reading(self, task: _Task) -> None:
         if task.bucket.tiers.optim != "nvme":
             return
-        for tray in self._ring:
+        for tray in self._trays:
             if tray.holds(task.bucket, task.window):
                 tray.finish_writing()
-        tray = self._ring.popleft()
-        self._ring.append(tray)
+        tray = self._trays.popleft()
+        self._trays.append(tray)
         tray.finish_writing()
         states = [task.twin.state.get(segment.parameter, {}) for segment in task.segments]
         known = [key for key in task.bucket.moments if any(key in state for state in states)]
@@ -191,7 +191,7 @@ class _Carrier:
 
     def _carry_out(self, task: _Task | _Flush) -> None:
         if isinstance(task, _Flush):
-            for tray in self._ring:
+            for tray in self._trays:
                 tray.finish_writing()
             return
         if task.tray is not None:
@@ -211,7 +211,7 @@ class _Carrier:
     def _finish_weights(self, bucket: Bucket) -> None:
         """New weights in files are complete before anyone reads them."""
         if bucket.tiers.weight == "nvme":
-            for tray in self._ring:
+            for tray in self._trays:
                 tray.finish_writing()
 
     def _step(self, segment: Segment, task: _Task) -> None:

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Landed
 from terrazzo.engine.loop.listeners import model_gone, weakly
-from terrazzo.engine.optim.around import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.clipping import stacked
+from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
 from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
@@ -74,12 +74,12 @@ class OptimizerDriver:
         self._step_hooks = (before.id, after.id)
         self.stay_innermost(optimizer)
 
-    def _fill_groups(self, optimizer: Optimizer) -> None:
+    def _fill_groups(self) -> None:
         by_group: dict[int, list[Segment]] = {index: [] for index in self.groups}
         for segment in self.segments if self._stepping else ():
             if not self._is_stepped_apart(segment):
                 by_group[segment.group].append(segment)
-        kept = zip(self.groups, self.given, self._given_names, optimizer.param_groups, strict=True)
+        kept = zip(self.groups, self.given, self._given_names, self._listed, strict=True)
         for index, given, names, group in kept:
             segments = by_group[index]
             group["params"] = [segment.parameter for segment in segments] if self._stepping else [*given]
@@ -92,9 +92,9 @@ class OptimizerDriver:
         before, after = self._step_hooks
         move_step_hooks(optimizer, last_before=before, first_after=after)
 
-    def _turn(self, optimizer: Optimizer, stepping: bool) -> None:
+    def _turn(self, stepping: bool) -> None:
         self._stepping = stepping
-        self._fill_groups(optimizer)
+        self._fill_groups()
 
     def _is_stepped_apart(self, segment: Segment) -> bool:
         """Whether the optimizer's own step is to leave it alone, without a gradient too: it decays all, perhaps."""
@@ -111,10 +111,10 @@ class OptimizerDriver:
             )
 
     def _check_parameters(self, optimizer: Optimizer) -> None:
-        """So are parameters; a step that raised has left segments there."""
+        """So are parameters."""
         for number, (given, group) in enumerate(zip(self.given, optimizer.param_groups, strict=True)):
             held = group["params"]
-            if not self._stepping and (len(held) != len(given) or not all(map(operator.is_, held, given))):
+            if len(held) != len(given) or not all(map(operator.is_, held, given)):
                 raise Misuse(
                     f"The parameters in param_groups[{number}] of this {type(optimizer).__name__} were changed after "
                     "sharding, which its steps would not follow. Leave the list as it was: a parameter whose .grad is "
@@ -200,10 +200,11 @@ class OptimizerDriver:
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
                 "backward outside 'with tz.accumulate(model)', so that it reduces them."
             )
+        self.turn_back()
         self._check_groups(optimizer)
         self._check_parameters(optimizer)
         self._skipping = None
-        self._turn(optimizer, stepping=True)
+        self._turn(stepping=True)
         self.drop_segment_gradients()
         for unit in self.units:
             unit.finish_publishing()  # a step behind a step, with no forward between: what is sent is about to change
@@ -212,7 +213,7 @@ class OptimizerDriver:
             self.scaler.update(overflowed)
             if overflowed:
                 self._skipping = Settings(optimizer)
-                self._fill_groups(optimizer)
+                self._fill_groups()
                 return
         self._cut_segments(optimizer)
         if self.background is not None:
@@ -228,8 +229,7 @@ class OptimizerDriver:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _inside_another(optimizer):
             return
-        self._turn(optimizer, stepping=False)
-        self.drop_segment_gradients()
+        self.turn_back()
         if self._skipping is not None:
             self._skipping.put_back(optimizer)  # such as a count of steps: there was nothing to update
         self.progress.steps += 1
@@ -245,9 +245,9 @@ class OptimizerDriver:
         noted.update({place: held.get(place, 0.0) for place in noted})
 
     def turn_back(self) -> None:
-        """A step has ended without a word, since it raised: the optimizer's groups hold parameters again."""
-        if self._stepping and (optimizer := self.reference()) is not None:
-            self._turn(optimizer, stepping=False)
+        """A step has ended, perhaps without a word, since it raised: the optimizer's groups hold parameters again."""
+        if self._stepping:
+            self._turn(stepping=False)
             self.drop_segment_gradients()
 
     def drop_segment_gradients(self) -> None:
@@ -256,14 +256,14 @@ class OptimizerDriver:
             segment.parameter.grad = None
 
     def _cut_segments(self, optimizer: Optimizer) -> None:
-        self.recut(optimizer, [segment.cut(segment.seen, optimizer) for segment in self.segments])
+        self.recut([segment.cut(segment.seen, optimizer) for segment in self.segments])
 
-    def recut(self, optimizer: Optimizer, parts: list[list[Segment]]) -> None:
+    def recut(self, parts: list[list[Segment]]) -> None:
         """Put `parts` in the place of the segments that they were cut from."""
         segments = [segment for pieces in parts for segment in pieces]
         if segments != self.segments:
             self.segments = segments
-            self._fill_groups(optimizer)
+            self._fill_groups()
 
     def _step_one_by_one(
         self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, Landed]

@@ -7,12 +7,15 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["NOT_HYPER", "Settings", "frozen"]
+__all__ = ["NOT_HYPER", "STEP_HOOKS", "Settings", "frozen"]
 
 NOT_HYPER = ("params", "param_names")
 """Keys of a param group whose values are no hyper-parameters."""
 
-_NOT_OWN = ("state", "param_groups", "defaults", "step", "_driver")
+STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""Where torch keeps what is called around an optimizer's step, and around that of its base class."""
+
+_NOT_OWN = ("state", "param_groups", "defaults", "step", "_driver", *STEP_HOOKS)
 
 
 class Settings:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.settings import NOT_HYPER, Settings, frozen
+from terrazzo.engine.optim.settings import NOT_HYPER, STEP_HOOKS, Settings, frozen
 from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput
 
@@ -36,9 +36,6 @@ ELEMENTWISE = frozenset(
     for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 )
 """Optimizers whose update of an element depends on that element's own values alone: correct on any flat shard."""
-
-STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-"""Where torch keeps what is called around an optimizer's step, and around that of its base class."""
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:

@@ -93,7 +93,7 @@ def _partial_bytes(bucket: Bucket, step: PaperStep) -> int:
     """Host memory for the sums of micro-batches that are reduced one by one."""
     if bucket.tiers.grad == "device" or step.micro_batches == 1 or step.local_sums:
         return 0
-    return padded_bytes(bucket.numel(bucket.sum_axes.grad) * bucket.precision.accumulate.itemsize)
+    return padded_bytes(bucket.numel(bucket.plan.grad.axes) * bucket.precision.accumulate.itemsize)
 
 
 def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:

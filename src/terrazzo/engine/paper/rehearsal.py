@@ -215,9 +215,9 @@ class PaperBucket:
 
     def reduce(self, last: bool) -> Moves:
         held_bytes, self._pending_bytes = self._pending_bytes, 0
-        start, further = self.spec.reduction(last)
-        yield from self._send(start)
-        if start:  # its sum is in memory of its own
+        reduction = self.spec.sums.of(last)
+        yield from self._send(reduction.partial)
+        if reduction.partial:
             yield Released(self._ledger, held_bytes, lent=True)
             held_bytes = 0
         if last:
@@ -226,10 +226,9 @@ class PaperBucket:
         else:
             self._ledger.take(self.spec.partial_bytes - self._partial_bytes)
             self._partial_bytes = self.spec.partial_bytes
-        beside_bytes = further[0].beside_bytes if further else 0
-        self._ledger.take(beside_bytes)
-        yield from self._send(further)
-        yield Released(self._ledger, beside_bytes)
+        self._ledger.take(reduction.beside_bytes)
+        yield from self._send(reduction.finish)
+        yield Released(self._ledger, reduction.beside_bytes)
         yield Released(self._ledger, held_bytes, lent=True)
         return torch.empty(0)
 

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from terrazzo.engine.model.average import Average
 from terrazzo.engine.model.engine import engine_of
+from terrazzo.engine.model.together import together
+from terrazzo.errors import Misuse
 
 __all__ = ["EMA"]
 
@@ -34,8 +37,18 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        self._engine = engine_of(model)
-        self._average = self._engine.begin_average(decay)
+        self._engine = engine = engine_of(model)
+
+        def made() -> Average:
+            if engine.average is not None:
+                raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
+            return Average(decay, engine.precision.master)
+
+        self._average = together(engine.axes, made)
+        self._average.compare(engine.axes)
+        engine.have_masters()
+        self._average.begin(engine.trainable())
+        engine.average = self._average
 
     @property
     def decay(self) -> float:
@@ -52,7 +65,9 @@ class EMA:
         Raises:
             Misuse: inside `swapped`.
         """
-        self._engine.update_average()
+        self._engine.require_own_weights("ema.update()")
+        self._engine.have_masters()
+        self._average.update()
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:

@@ -67,7 +67,7 @@ def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, 
     for segment in driver.segments:
         labels = [_label(_read_fixed(slot, templates[segment.group], read)) for slot in _slots(segment)]
         parts.append(segment.cut(labels, optimizer))
-    driver.recut(optimizer, parts)
+    driver.recut(parts)
     for segment in driver.segments:
         template = templates[segment.group]
         fixed = _read_fixed(_slots(segment)[0], template, read, segment.device)

@@ -93,7 +93,11 @@ class ModelState:
         return ParameterInfo(slot.names, box, dtype, group, states)
 
     def pieces(self, with_optimizer: bool = True) -> Iterator[Piece]:
-        """This rank's share of all state; over all ranks each element comes once. Collective."""
+        """This rank's share of all state; over all ranks each element comes once. Collective.
+
+        Args:
+            with_optimizer: whether states of those optimizers come too that `Drivers.forget_gone` has left.
+        """
         engine = self._engine
         if with_optimizer:
             engine.require_own_weights("Saving the optimizer's state")
@@ -108,6 +112,7 @@ class ModelState:
     def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
         """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
         self._engine.settle()
+        self._engine.drivers.forget_gone()  # ranks have to hold as many
         yield from copied_pieces(self._engine.buckets(), self._engine.drivers.stepping())
 
     def restore(self, read: Read, with_optimizer: bool = True, all_or_none: AllOrNone | None = None) -> None:

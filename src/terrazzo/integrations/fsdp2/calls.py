@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import attach, engine_of, on_foreign_step
+from terrazzo.engine import attach, engine_of, on_unattached_step
 from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2 import units
@@ -143,7 +143,7 @@ def _realize(module: nn.Module) -> None:
     for inner in marked.values():
         _WAITING.discard(inner)
         _cast_at_borders(inner, inner._mark.arguments["mp_policy"])
-    on_foreign_step(_before_any_step)
+    on_unattached_step(_before_any_step)
 
 
 def _complete(root: Any, ahead: int) -> None:

@@ -211,7 +211,7 @@ class _Unit(PaperUnit):
         """Each reduce-scatter makes a sum of its own; what it summed goes when it has ended."""
         last = denominator is not None
         sums = self._sums_bytes(last)
-        stays = last and not any(bucket.sum_axes.goes_on for bucket in self._trainable)
+        stays = last and not any(bucket.sums.last.finish for bucket in self._trainable)
         held = index = 0
         for step in super().reduce(denominator):
             if isinstance(step, Released):
@@ -231,9 +231,5 @@ class _Unit(PaperUnit):
         return now
 
     def _sums_bytes(self, last: bool) -> list[int]:
-        """Of each reduce-scatter of the unit in turn; what is summed after those, is summed in place."""
-        found = []
-        for bucket in self._trainable:
-            axes, itemsize = bucket.sum_axes.first(last), bucket.precision.accumulate.itemsize
-            found += [bucket.numel(axes[: count + 1]) * itemsize for count in range(len(axes))]
-        return found
+        """Of each partial sum of the unit in turn; what finishes it counts as if it were summed in place."""
+        return [move.sum_bytes for bucket in self._trainable for move in bucket.sums.of(last).partial]

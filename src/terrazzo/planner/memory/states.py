@@ -91,8 +91,8 @@ def unit_states(unit: UnitShape, placement: Placement) -> UnitStates:
         pending=sum(bucket.pending_bytes(Pass.REDUCES) for bucket in trained),
         pending_local=sum(bucket.pending_bytes(Pass.ADDS) for bucket in trained),
         partial=sum(bucket.partial_bytes for bucket in trained),
-        reduction=_together([_phases(bucket, last=True) for bucket in trained]),
-        early_reduction=_together([_phases(bucket, last=False) for bucket in trained]),
+        reduction=_side_by_side([_phases(bucket, last=True) for bucket in trained]),
+        early_reduction=_side_by_side([_phases(bucket, last=False) for bucket in trained]),
         largest_grad=largest * precision.compute.itemsize,
         optim_numel=owned,
         trainable=bool(trained),
@@ -102,17 +102,17 @@ def unit_states(unit: UnitShape, placement: Placement) -> UnitStates:
 
 def _phases(bucket: PlannedBucket, last: bool) -> tuple[Phase, ...]:
     """What is held while each collective of a bucket's reduction is in flight."""
-    start, further = bucket.reduction(last)
-    phases = [(True, move.received_bytes) for move in start]
-    for move in further:
+    reduction = bucket.sums.of(last)
+    phases = [(True, move.received_bytes) for move in reduction.partial]
+    for move in reduction.finish:
         received = [move.received_bytes] + [0] * (move.steps - 1)
-        phases += [(not start, move.beside_bytes + one) for one in received]
+        phases += [(not reduction.partial, reduction.beside_bytes + one) for one in received]
     if bucket.on_host or not phases:
         return tuple(phases)
     return ((True, max(beside for _, beside in phases)),)  # on CUDA a chain is waited for as a whole
 
 
-def _together(chains: list[tuple[Phase, ...]]) -> tuple[Phase, ...]:
+def _side_by_side(chains: list[tuple[Phase, ...]]) -> tuple[Phase, ...]:
     """Phases of buckets that are reduced one after the other, as if at once: never less than what is held."""
     longest = max(map(len, chains), default=0)
     steps = [[chain[index] for chain in chains if index < len(chain)] for index in range(longest)]

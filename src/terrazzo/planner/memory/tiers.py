@@ -114,7 +114,7 @@ def _sums(setup: Setup, stage: int) -> Term:
     if setup.micro_batches > 1 and not setup.sums_locally and not setup.model.bare:
         for bucket, count in _buckets(setup, stage):
             if bucket.trainable and bucket.tiers.grad != "device":
-                value += count * padded_bytes(bucket.numel(bucket.sum_axes.grad) * setup.precision.accumulate.itemsize)
+                value += count * padded_bytes(bucket.numel(bucket.plan.grad.axes) * setup.precision.accumulate.itemsize)
     return Term("sums", value, value, "memory.host_sums", {"micro-batches": float(setup.micro_batches)})
 
 

@@ -1,4 +1,4 @@
-"""The ring that states in files stream through: pieces of host memory, each with one cell of a bucket at a time."""
+"""The trays that states in files stream through: pieces of host memory, each with one cell of a bucket at a time."""
 
 from __future__ import annotations
 

@@ -102,12 +102,12 @@ ACTS: Mapping[str, Act] = {
     ),
     "give-grad": Act(
         "p.grad = tensor",
-        *("ddlddd", "ddlddd", "answers/stand_in", _DONE),
+        *("ddlddd", "ddlddd", "answers/gradients", _DONE),
         "Before a backward, which adds to it, as in PyTorch; but in fp16, or with a gradient denominator, that raises.",
     ),
     "drop-grad": Act(
         "p.grad = None",
-        *("d", "d", "answers/stand_in"),
+        *("d", "d", "answers/gradients"),
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
     "change-grad": Act(

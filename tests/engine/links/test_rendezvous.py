@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrazzo.engine.links import doors, peers
+from terrazzo.engine.links import peers, rendezvous
 from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.peers import Neighbour, find_neighbours
 from tests.helpers.threads import in_threads
@@ -102,24 +102,24 @@ def flood() -> Iterator[None]:
         process.kill()
 
 
-IN_TURN = pytest.mark.xdist_group("doors")
+IN_TURN = pytest.mark.xdist_group("rendezvous")
 """The flood that one worker's test makes is at the doors of all others, where tests that wait in line would wait on."""
 
 
 @IN_TURN
 @pytest.mark.usefixtures("flood")
 def test_a_flood_of_strangers_does_not_stop_a_start() -> None:
-    with patch.object(doors, "_QUEUE", 50):
+    with patch.object(rendezvous, "_QUEUE", 50):
         ranks = Ranks(3, pause_s=1.0)
         found = ranks.find()
     assert [set(near) for near in found] == everybody(3)
 
 
-def knock(door: doors.Door, times: int, message: bytes = b"") -> list[Any]:
+def knock(door: rendezvous.Door, times: int, message: bytes = b"") -> list[Any]:
     lines = []
     for _ in range(times):
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.connect(doors._name(door.address))
+        line.connect(rendezvous._name(door.address))
         if message:
             line.send(message)
         lines.append(line)
@@ -128,12 +128,12 @@ def knock(door: doors.Door, times: int, message: bytes = b"") -> list[Any]:
 
 @IN_TURN
 @pytest.mark.parametrize(
-    "message", [b"", b"x", doors._HELLO.pack(1, 0, 0, 0, 0), doors._HELLO.pack(1, 0, 99, 0, 0) + b"more"]
+    "message", [b"", b"x", rendezvous._HELLO.pack(1, 0, 0, 0, 0), rendezvous._HELLO.pack(1, 0, 99, 0, 0) + b"more"]
 )
 def test_strangers_that_say_nothing_or_nonsense_are_not_waited_for(message: bytes) -> None:
     lines: list[Any] = []
 
-    class Watched(doors.Door):
+    class Watched(rendezvous.Door):
         def __init__(self) -> None:
             super().__init__()
             lines.extend(knock(self, 300, message))
@@ -151,11 +151,11 @@ def test_who_knows_the_key_must_still_make_sense() -> None:
     """A rank that names a kind that there is not, or calls twice, is hung up on."""
     lines: list[Any] = []
 
-    class Watched(doors.Door):
+    class Watched(rendezvous.Door):
         def __init__(self) -> None:
             super().__init__()
             for number in (-1, 7):
-                lines.extend(knock(self, 1, doors._HELLO.pack(self.address.key, 0, number, 0, 0)))
+                lines.extend(knock(self, 1, rendezvous._HELLO.pack(self.address.key, 0, number, 0, 0)))
 
     with patch.object(peers, "Door", Watched):
         assert [set(near) for near in Ranks(3).find()] == everybody(3)
@@ -173,9 +173,9 @@ def test_a_rank_that_hears_nobody_is_left_out_on_both_sides() -> None:
         else:
             original(self)
 
-    original = doors._Meeting._let_in
+    original = rendezvous._Meeting._let_in
     started = time.monotonic()
-    with patch.object(doors._Meeting, "_let_in", let_in):
+    with patch.object(rendezvous._Meeting, "_let_in", let_in):
         found = Ranks(3).find(timeout_s=8.0)
     assert [set(near) for near in found] == [{2}, {2}, {0, 1}]
     assert time.monotonic() - started < 8.0
@@ -190,7 +190,7 @@ def test_who_cannot_be_read_is_left_out_on_both_sides() -> None:
         return False if expected == refused.get("value") and reading.rank == 2 else original(memory, expected)
 
     refused: dict[str, int] = {}
-    met = doors.connect
+    met = rendezvous.connect
 
     def meet(rank: int, door: Any, others: Any, kinds: Any, probe: Any, patience_s: float) -> Any:
         reading.rank = rank

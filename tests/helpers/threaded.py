@@ -1,4 +1,4 @@
-"""Collectives of torch's in-process group, whose ranks are threads: tests run many of them in one process."""
+"""The engine's collectives over torch's in-process group, whose ranks are threads."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from terrazzo.engine.border.parameter import sharded_name
 from terrazzo.engine.optim.sharded import ShardedOptimizer
 from terrazzo.errors import Misuse, listed
 
-__all__ = ["on_foreign_step", "watch_steps"]
+__all__ = ["on_unattached_step", "watch_steps"]
 
 Taker = Callable[[Optimizer], None]
 _TAKERS: list[Taker] = []
@@ -23,13 +23,13 @@ _WATCH: list[Any] = []
 
 
 def watch_steps() -> None:
-    """From now on, a foreign optimizer's step over sharded parameters raises `Misuse`."""
+    """From now on, a step over sharded parameters of an optimizer that is not attached raises `Misuse`."""
     if not _WATCH:
         _WATCH.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
-def on_foreign_step(taker: Taker) -> None:
-    """Show `taker` every foreign optimizer as it begins a step, so that it may attach it."""
+def on_unattached_step(taker: Taker) -> None:
+    """Show `taker` every optimizer that is not attached as it begins a step, so that it may attach it."""
     if taker not in _TAKERS:
         _TAKERS.append(taker)
 

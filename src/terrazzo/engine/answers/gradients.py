@@ -1,0 +1,299 @@
+"""When `parameter.grad` is there for loops that look at it: from the end of a backward pass to the begin of the next.
+
+What is there then is a `StandIn` of each gradient, so that `torch.nn.utils.clip_grad_norm_` and any optimizer's
+`zero_grad` do what they say. The norms of all parameters travel together.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.answers.measured import measured_gradient
+from terrazzo.engine.answers.stand_in import Key, StandIn
+from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.loop.listeners import eager, inside_backward, weakly
+from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.optim.clipping import norms
+from terrazzo.engine.partition import Member
+from terrazzo.errors import Misuse
+
+__all__ = ["show_gradients"]
+
+_PLAINLY = torch._C.DisableTorchFunctionSubclass
+"""Parameters at rest would answer each question in Python."""
+
+
+def show_gradients(model: nn.Module, engine: Engine) -> None:
+    """From now on, `.grad` of a sharded model's parameters is not None where there is a gradient.
+
+    Not inside its forward, where a compiler would ask them what they cannot answer.
+    """
+    owner = _ShownGradients(engine)
+    model.register_forward_pre_hook(eager(weakly(owner, _ShownGradients.begin_forward)), prepend=True)
+    model.register_forward_hook(eager(weakly(owner, _ShownGradients.show_again)), always_call=True)
+
+
+class _Shelf:
+    """The trainable parameters of a bucket and what stands in for their gradients.
+
+    Args:
+        first: number of its first parameter among those of the model.
+    """
+
+    def __init__(self, owner: _ShownGradients, bucket: Bucket, first: int) -> None:
+        self.bucket = bucket
+        self.parameters = [member.parameter for member in bucket.members]
+        self.stand_ins = [StandIn.of(member, owner, first + i) for i, member in enumerate(bucket.members)]
+        self._numbered = list(zip(range(len(self.parameters)), self.parameters, self.stand_ins, strict=True))
+        self.shown: list[tuple[int, nn.Parameter, StandIn]] = []
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there is a gradient, be it one that further micro-batches add to."""
+        return self.bucket.gradient.held
+
+    def show(self) -> None:
+        self.shown = list(compress(self._numbered, self.bucket.gradient.seen))
+        for _, parameter, stand_in in self.shown:
+            parameter.grad = stand_in
+
+    def take_away(self) -> None:
+        for _, parameter, _ in self.shown if self.wanted else ():  # else the optimizer's zero_grad has done so
+            parameter.grad = None
+        self.shown = []
+
+    def dropped(self) -> list[int]:
+        """Parameters whose `.grad` someone has set to None.
+
+        Raises:
+            Misuse: for one that was set to a tensor.
+        """
+        seen, indices = self.bucket.gradient.seen, list[int]()
+        for index, parameter, stand_in in self.shown:
+            grad = parameter.grad
+            if grad is stand_in:
+                continue
+            if grad is None and seen[index]:
+                indices.append(index)
+            elif grad is not None:
+                raise _set_by_hand(self.bucket.members[index])
+        return indices
+
+    def unused(self) -> Iterator[tuple[Member, bool]]:
+        """Parameters with a `.grad` that no step would use, and whether it stands for a gradient that was forgotten."""
+        counted = self.bucket.gradient.seen if self.wanted else [False] * len(self.parameters)
+        for index, parameter, stand_in in self._numbered:
+            if (grad := parameter.grad) is not None and not (grad is stand_in and counted[index]):
+                yield self.bucket.members[index], grad is stand_in
+
+
+class _ShownGradients:
+    """What stands in for the gradients of one model; its hooks keep this alive."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._weak_engine = weakref.ref(engine)
+        self._buckets = engine.trainable()
+        self.keys = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.members))]
+        self._shelves: list[_Shelf] = []
+        self._shown: list[_Shelf] = []
+        self._norms: dict[float, dict[Key, Tensor]] = {}
+        self._measured = 0
+        engine.hooks.tell_of_gradients(begun=self.begin_backward, ended=self.show, before_use=self.before_use)
+        before = weakly(self, _ShownGradients.begin)  # else autograd would add to a stand-in
+        for unit in engine.units:
+            for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
+                for member in bucket.members:
+                    member.parameter.register_hook(before)
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._weak_engine()
+        assert engine is not None, "the model is gone"
+        return engine
+
+    def show(self) -> None:
+        """A backward pass has ended: every gradient gets its stand-in."""
+        with _PLAINLY():
+            self._shown = [shelf for shelf in self._all_shelves() if shelf.wanted]
+            for shelf in self._shown:
+                shelf.show()
+
+    def _all_shelves(self) -> list[_Shelf]:
+        if not self._shelves:
+            firsts = [0]
+            for bucket in self._buckets:
+                firsts.append(firsts[-1] + len(bucket.members))
+            self._shelves = [_Shelf(self, *each) for each in zip(self._buckets, firsts, strict=False)]
+        return self._shelves
+
+    def take_away(self) -> None:
+        """A backward pass begins, which must find none."""
+        if self._shown:
+            self.notice_dropped()
+            with _PLAINLY():
+                for shelf in self._shown:
+                    shelf.take_away()
+            self._shown = []
+
+    def begin_backward(self) -> None:
+        """A backward pass begins, and adds to the `.grad` that users have set.
+
+        Raises:
+            Misuse: where that would be divided as gradients are which have been multiplied before.
+        """
+        self._engine.drivers.turn_back()
+        self.take_away()
+        if not self._engine.progress.denominator.is_mean:
+            with _PLAINLY():
+                for shelf in self._all_shelves():
+                    for member, is_forgotten in shelf.unused():
+                        raise _put_back(member) if is_forgotten else _set_before(member)
+
+    def begin_forward(self, *_: Any) -> None:
+        """A forward begins: whoever has caught what a step raised goes on."""
+        self._engine.drivers.turn_back()
+        self.begin()
+
+    def begin(self, *_: Any) -> None:
+        """A forward begins, or a gradient comes, maybe before anything has announced a backward pass."""
+        if self._shown:
+            self.take_away()
+
+    def show_again(self, *_: Any) -> None:
+        """A forward has ended; one inside backward recomputes a part of it."""
+        if not inside_backward() and any(bucket.gradient.changes for bucket in self._buckets):
+            self.show()
+
+    def before_use(self) -> None:
+        """Gradients are about to be clipped or taken, which are those of the engine alone.
+
+        Raises:
+            Misuse: where a parameter that is stepped has another one, which would change nothing.
+        """
+        with _PLAINLY():
+            for shelf in self._all_shelves():
+                for member, is_forgotten in shelf.unused():
+                    if member.group >= 0 and self._learns():
+                        raise _put_back(member) if is_forgotten else _set_by_hand(member)
+        self.notice_dropped()
+
+    def _learns(self) -> bool:
+        """Whether a step would change anything: torch has states made by one of zeros, at a learning rate of 0."""
+        groups = (group for driver in self._engine.drivers.stepping() for group in driver.optimizer.param_groups)
+        return any(float(group.get("lr", 1)) != 0 for group in groups)
+
+    def notice_dropped(self) -> None:
+        """Forget gradients whose `.grad` someone has set to None since they were shown."""
+        with _PLAINLY():
+            dropped = [(shelf.bucket, shelf.dropped()) for shelf in self._shown if shelf.wanted]
+        names = [bucket.members[index].name for bucket, indices in dropped for index in indices]
+        if not names:
+            return
+        if all(len(indices) == sum(bucket.gradient.seen) for bucket, indices in dropped):
+            self._engine.zero_grad(set_to_none=True)
+            return
+        self._prepare_change(names[0])
+        for name in names:
+            self._engine.progress.note(f"{name}.grad = None")
+        for bucket, indices in dropped:
+            bucket.gradient.forget(indices)  # later micro-batches may add to the others
+
+    def norm(self, key: Key, kind: float) -> Tensor:
+        """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""
+        self._check_finished(_name(key))
+        changes = sum(bucket.gradient.changes for bucket in self._buckets)
+        if changes != self._measured:
+            self._norms.clear()
+            self._measured = changes
+        if kind not in self._norms:
+            self._norms[kind] = self._measure(kind)
+        return self._norms[kind][key].clone()
+
+    def measured(self, key: Key, func: Any, *rest: Any, **named: Any) -> Any:
+        """What `func`, one that measures, makes of one parameter's gradient."""
+        self._check_finished(_name(key))
+        self._await_scaling()
+        return measured_gradient(self._engine, *key, func, *rest, **named)
+
+    def _await_scaling(self) -> None:
+        for driver in self._engine.drivers:
+            driver.prepare_clipping(float("inf"))  # an update may still scale what it was handed
+
+    def _measure(self, kind: float) -> dict[Key, Tensor]:
+        engine = self._engine
+        self._await_scaling()
+        total = norms(([bucket.gradient.given(index)] for bucket, index in self.keys), engine.recipe, kind)
+        return dict(zip(self.keys, total.float().unbind(), strict=True))
+
+    def change(self, key: Key, what: str, change: Callable[[Tensor], Any]) -> None:
+        """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
+        bucket, index = key
+        name = bucket.members[index].name
+        self._prepare_change(name)
+        self._engine.progress.note(f"{name}.grad.{what}")
+        bucket.gradient.change(index, change)
+
+    def _prepare_change(self, name: str) -> None:
+        """Refuse a change of the gradient of `name` where there can be none now.
+
+        Raises:
+            Misuse: there.
+        """
+        self._check_finished(name)
+        for driver in self._engine.drivers:
+            if driver.steps_in_backward:
+                raise Misuse(
+                    f"The gradient of {name!r} was changed, but with offload step 'backward' units are "
+                    "updated while backward runs. Use tz.Offload(step='overlapped')."
+                )
+            driver.catch_up()  # an update may still read it
+
+    def _check_finished(self, name: str) -> None:
+        if any(bucket.gradient.unfinished for bucket in self._buckets):
+            raise Misuse(
+                f"The gradient of {name!r} was looked at or changed while gradients were still being accumulated. Run "
+                "the last micro-batch's backward outside 'with tz.accumulate(model)' first; zero_grad() of the "
+                "optimizer or the model forgets them."
+            )
+
+
+def _name(key: Key) -> str:
+    bucket, index = key
+    return bucket.members[index].name
+
+
+# What is said of a `.grad` that users have set, and that the engine cannot take.
+
+
+def _set_by_hand(member: Member) -> Misuse:
+    """Behind a backward, where it would change nothing."""
+    return Misuse(
+        f"The .grad of {member.name!r} was replaced by a tensor, by hand or before tz.shard, and no step would use it: "
+        "the gradients of a sharded model are in memory of the engine, where backward() puts them. Change those in "
+        "place (mul_, div_, zero_), or before backward with parameter.register_hook; optimizer.zero_grad() forgets "
+        "this one."
+    )
+
+
+def _set_before(member: Member) -> Misuse:
+    """Before a backward that adds to it what has been multiplied."""
+    return Misuse(
+        f"The .grad of {member.name!r} was set to a tensor before backward, which adds to it: the sum would be divided "
+        "by fp16's loss scale, or by what set_gradient_denominator was given. Add that term to the loss, inside the "
+        "model's forward, and call optimizer.zero_grad(); or train in bf16 without a denominator."
+    )
+
+
+def _put_back(member: Member) -> Misuse:
+    """A stand-in that has been kept, whose gradient is gone."""
+    return Misuse(
+        f"The .grad of {member.name!r} was put back after its gradient had been forgotten, by zero_grad() say: it "
+        "stands for what the engine holds, and holds no values itself. Run backward again, or leave zero_grad() out "
+        "until behind optimizer.step()."
+    )
