@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel import Context, check_config, share_sequences
 from terrazzo.parallel.registry import KNOWN_TYPES
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
 from tests.train.test_documents_apart import OTHERS, SIZES, UNKNOWN_TO_NEOX
 
@@ -88,7 +90,6 @@ def test_every_type_of_model_that_is_taken(model_type: str) -> None:
             "ring",
             "sliding window of 4",
         ),
-        ({"model_type": "llama", "num_attention_heads": 9}, "ulysses", "9 heads do not divide by 2.*'gather'"),
         ({"model_type": "llama", "attention_dropout": 0.1}, "gather", "attention_dropout 0.1.*to 0"),
         ({"model_type": "gpt2", "attn_pdrop": 0.1}, "gather", "attn_pdrop 0.1"),
         ({"model_type": "gpt2", "reorder_and_upcast_attn": True}, "gather", "reorder_and_upcast_attn"),
@@ -149,3 +150,23 @@ def test_models_with_sinks_or_soft_caps_are_refused_by_name() -> None:
     for said in run_in_threads(2, on_rank):
         words = ("attention sinks", "soft cap", "dropout", "not causal")
         assert all(word in each for word, each in zip(words, said, strict=True))
+
+
+@pytest.mark.parametrize("huggingface", [False, True], ids=["decoder", "transformers"])
+def test_heads_go_to_tp_first(huggingface: bool) -> None:
+    """Six divide by cp 2 and by tp 2, and not by both."""
+    transformers = pytest.importorskip("transformers")
+
+    def on_rank(rank: int) -> None:
+        with torch.device("meta"):
+            if huggingface:
+                sizes = {"vocab_size": 31, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1}
+                config = transformers.LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2)
+                model = transformers.LlamaForCausalLM(config)
+            else:
+                model = Decoder(DecoderConfig(31, 24, 1, heads=6, kv_heads=2, ffn_dim=32, max_sequence_length=8))
+        with pytest.raises(BadInput, match=r"4 ranks \(cp 2 x tp 2\).*6 heads do not divide by 4.*'gather'"):
+            tz.parallelize(model, tz.mesh(tp=2, cp=2, device="cpu"), context="ulysses")
+        tz.parallelize(model, tz.mesh(tp=2, cp=2, device="cpu"), context="gather")
+
+    run_in_threads(4, on_rank)

@@ -42,16 +42,19 @@ class Context:
         mode: `gather`, where each rank has all keys and values of a layer in memory while it runs; `ulysses`, where
             each has all tokens of a share of the heads; `ring`, where each has those of two ranks beside its own.
         balance: `head_tail` gives all ranks the same work under a causal mask; with `none` later ranks have more.
+        tp: ranks along `tp`, each of which has a share of the heads.
 
     Raises:
         BadInput: a mode or balance that there is not.
     """
 
-    def __init__(self, group: dist.ProcessGroup | Peers, mode: str = "gather", balance: str = "head_tail") -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | Peers, mode: str = "gather", balance: str = "head_tail", tp: int = 1
+    ) -> None:
         self._peers = group if isinstance(group, Peers) else Peers(group)
         self.mode: Mode = _one_of("context mode", mode, MODES)
         self.chunks = Chunks(self._peers.size, _one_of("context balance", balance, BALANCES))
-        self.rank, self.size = self._peers.rank, self._peers.size
+        self.rank, self.size, self._tp = self._peers.rank, self._peers.size, tp
         self._is_split = True
         self._last: tuple[weakref.ref[Tensor], tuple[int, int | None], Sight] | None = None
         self._placed: tuple[weakref.ref[Tensor], int, Tensor] | None = None
@@ -162,21 +165,22 @@ class Context:
         if not self.is_split:
             return by_gathering(query, key, value, Shared(None, Chunks(1), tokens), sight, scale)
         if self.mode == "ulysses":
-            self.check_heads(query.shape[1])
+            self.check_heads(query.shape[1] * self._tp)
         shared = Shared(self._peers, self.chunks, tokens * self.size)
         return _COMPUTED[self.mode](query, key, value, shared, sight, scale)
 
     def check_heads(self, heads: int) -> None:
-        """Refuse query heads that the ranks do not divide, which `ulysses` needs.
+        """Refuse query heads, of the whole model, that the ranks do not divide, which `ulysses` needs.
 
         Raises:
             BadInput: there.
         """
-        if self.mode == "ulysses" and heads % self.size:
+        ranks = self.size * self._tp
+        if self.mode == "ulysses" and heads % ranks:
+            along = f"{ranks} ranks (cp {self.size} x tp {self._tp})" if self._tp > 1 else f"{ranks} ranks (cp)"
             raise BadInput(
-                f"Context mode 'ulysses' gives each of {self.size} ranks (cp) the same number of heads, and {heads}"
-                f" heads do not divide by {self.size}. Use mode 'gather', which needs no heads to divide, or a cp that"
-                f" divides {heads}."
+                f"Context mode 'ulysses' gives each of {along} the same number of heads, and {heads} heads do not"
+                f" divide by {ranks}. Use mode 'gather', which needs no heads to divide, or ranks that divide {heads}."
             )
 
     def check_window(self, window: int | None) -> None:

@@ -67,7 +67,8 @@ def parallelize(
                 f"The mesh has cp {mesh['cp'].size()}, and context is None: each rank would take its part of a sequence"
                 " for the whole. Give context='gather', or make the mesh with dp_shard in the place of cp."
             )
-        share_sequences(model, Context(mesh.get_group("cp"), context, balance))
+        tp = mesh["tp"].size() if "tp" in dims and tensor is not None else 1
+        share_sequences(model, Context(mesh.get_group("cp"), context, balance, tp))
     if tensor is None or ("tp" not in dims and tensor == "auto"):
         return model
     if "tp" not in dims:

@@ -58,12 +58,6 @@ def check_config(values: Mapping[str, Any], mode: str, ranks: int) -> None:
             f"Context mode 'ring' computes causal and document masks, and this model of model_type {kind!r} attends"
             f" within a sliding window of {window} tokens. Use mode 'gather' or 'ulysses'."
         )
-    heads = values.get("num_attention_heads", values.get("n_head"))
-    if mode == "ulysses" and isinstance(heads, int) and heads % ranks:
-        raise BadInput(
-            f"Context mode 'ulysses' gives each of {ranks} ranks (cp) the same number of heads, and {heads} heads do"
-            f" not divide by {ranks}. Use mode 'gather', which needs no heads to divide, or a cp that divides {heads}."
-        )
     if values.get("reorder_and_upcast_attn"):
         raise BadInput(
             "The model's config has reorder_and_upcast_attn, for which transformers has attention of its own. Set it"
@@ -90,7 +84,10 @@ def register(model: nn.Module, context: Context, called: nn.Module) -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     owner: Any = model
-    check_config(owner.config.to_dict(), context.mode, context.size)
+    check_config(values := owner.config.to_dict(), context.mode, context.size)
+    heads = values.get("num_attention_heads", values.get("n_head"))
+    if isinstance(heads, int):
+        context.check_heads(heads)
     transformers.AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _no_mask)
     owner.set_attn_implementation(NAME)
