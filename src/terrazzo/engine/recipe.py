@@ -21,12 +21,19 @@ class Recipe:
 
     Attributes:
         axes: of the mesh, and over which gradients are summed.
-        plan: its places hold only axes with more than one rank.
+        asked: the plan in the data axes of the mesh.
+        family: of the parameters.
     """
 
     axes: Axes
-    plan: Plan
+    asked: Plan
     precision: Precision
+    family: Family = Family.DENSE
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Its places hold only axes with more than one rank, over which gradients of the family are summed."""
+        return self.asked.along(self.family.renamed).over(self.axes.live(self.axes.names))
 
     @cached_property
     def ranks(self) -> Mapping[str, Collectives]:
@@ -35,4 +42,12 @@ class Recipe:
 
     def of(self, family: Family) -> Recipe:
         """The same for parameters of that family."""
-        return replace(self, axes=self.axes.with_sums_over(family.axes)) if family.axes else self
+        return self if family is self.family else replace(self, axes=self.axes.of(family), family=family)
+
+    @property
+    def given_over(self) -> tuple[str, ...]:
+        """The axes over which what ranks give of gradients is to be added, that each element counts once.
+
+        Where families are split over other groups of ranks, these are all of the mesh: see `Gradient.given`.
+        """
+        return self.axes.every if self.axes.has_experts else (*self.plan.optim.axes, *self.axes.beside)
