@@ -9,7 +9,7 @@ from functools import cached_property
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.family import Family
 from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.place import Plan
+from terrazzo.engine.place import Place, Plan
 from terrazzo.engine.precision import Precision
 
 __all__ = ["Recipe"]
@@ -33,7 +33,16 @@ class Recipe:
     @cached_property
     def plan(self) -> Plan:
         """Its places hold only axes with more than one rank, over which gradients of the family are summed."""
-        return self.asked.along(self.family.renamed).over(self.axes.live(self.axes.names))
+        plan, dense = self._over(self.family), self._over(Family.DENSE)
+        if dense.weight.axes and plan.weight.axes and bool(dense.between.axes) != bool(plan.between.axes):
+            # a unit gathers all that it has again in backward, or nothing
+            between = Place(plan.weight.axes if dense.between.axes else ())
+            return Plan(plan.weight, between, plan.grad, plan.optim, plan.name)
+        return plan
+
+    def _over(self, family: Family) -> Plan:
+        axes = self.axes.of(family)
+        return self.asked.along(family.renamed).over(axes.live(axes.names))
 
     @cached_property
     def ranks(self) -> Mapping[str, Collectives]:

@@ -18,14 +18,12 @@ from typing import Any, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import Box, Family, Record, leave_record, record_of
-from terrazzo.engine.axes import Axes, expert_mesh
+from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.making.parts import SHARES_EXPERTS
 from terrazzo.engine.states.materialize import synchronize
-from terrazzo.engine.tally import Tally
 from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel.exchanges import Peers, exchange
 from terrazzo.parallel.parts import check_replaceable, replaced_by_part, watch_states
@@ -36,7 +34,6 @@ __all__ = [
     "Route",
     "SharesExperts",
     "check_experts",
-    "expert_ranks",
     "experts_of",
     "permuted",
     "share_experts",
@@ -73,22 +70,22 @@ class Route:
 
 
 class ExpertRanks(Peers):
-    """The ranks along `ep`, and this one's place among them. What each has of experts is a run of them, as many.
+    """The ranks along `ep`, and this one's place among them. Each has a run of the experts of every module, as many.
 
     Args:
-        mesh: of `tz.mesh(ep=...)`.
-        names: of the modules of experts.
-        experts: the most that one of them has.
+        axes: of a mesh of `tz.mesh(ep=...)`.
+        counts: of experts, by the names of the modules.
+
+    Attributes:
+        traffic: what this rank has sent them: `all_to_all`, and `control`.
     """
 
-    def __init__(self, mesh: DeviceMesh, names: Sequence[str], experts: int) -> None:
-        along = expert_mesh(mesh)
-        assert along is not None, "the mesh has ep"
-        super().__init__(along.get_group("ep"))
-        self.axes = Axes(mesh, Tally())
-        self._modules, self._units, self._width = tuple(names), (), experts
-
-    _units: tuple[str, ...]
+    def __init__(self, axes: Axes, counts: Mapping[str, int]) -> None:
+        self._along = axes.along("ep")
+        super().__init__(self._along.group)
+        self.axes, self.traffic = axes, self._along.traffic
+        self.traffic.reset()
+        self._modules, self._units, self._width = tuple(counts), tuple[str, ...](), max(counts.values())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied model belongs to the same group."""
@@ -130,7 +127,8 @@ class ExpertRanks(Peers):
         numbers[0] = label.code
         if counts is not None:
             numbers[1 : 1 + counts.numel()] = counts
-        rows = self.told(numbers, self.axes.control_device)
+        with self._waiting():
+            rows = self._along.gather_rows(numbers.to(self.axes.control_device)).cpu()
         here = replace(label, names=(*self._units, *self._modules))
         for rank, code in enumerate(rows[:, 0].tolist()):
             if code != label.code:
@@ -274,12 +272,13 @@ def check_experts(model: nn.Module, size: int) -> dict[str, int]:
     return counts
 
 
-def share_experts(model: nn.Module, ranks: ExpertRanks, counts: Mapping[str, int]) -> None:
+def share_experts(model: nn.Module, axes: Axes, counts: Mapping[str, int]) -> None:
     """Give each rank along `ep` its run of the experts of every module. Collective.
 
     Args:
         counts: from `check_experts`.
     """
+    ranks = ExpertRanks(axes, counts)
     modules = {name: module for name, module in experts_of(model).items() if isinstance(module, nn.Module)}
     stacked = [getattr(module, attribute) for module in modules.values() for attribute in module.stacked()]
     synchronize([each for each in stacked if not each.is_meta], ranks.axes, ("ep",))
@@ -294,8 +293,3 @@ def share_experts(model: nn.Module, ranks: ExpertRanks, counts: Mapping[str, int
         watch_states(module, name)
         module.use_experts(experts)
     vars(model)[SHARES_EXPERTS] = ranks
-
-
-def expert_ranks(mesh: DeviceMesh, counts: Mapping[str, int]) -> ExpertRanks:
-    """The ranks along `ep` of a mesh, for modules with so many experts."""
-    return ExpertRanks(mesh, tuple(counts), max(counts.values()))

@@ -15,7 +15,7 @@ from terrazzo.engine.tally import Tally
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.chunks import Balance
 from terrazzo.parallel.context import Context, Mode
-from terrazzo.parallel.expert import check_experts, expert_ranks, share_experts
+from terrazzo.parallel.expert import check_experts, share_experts
 from terrazzo.parallel.plans import own_plan
 from terrazzo.parallel.ranks import TensorRanks, tensor_ranks
 from terrazzo.parallel.sharing import share_sequences
@@ -82,23 +82,22 @@ def parallelize(
             f"tz.parallelize was given a plan of tensor parallelism, but the mesh has the axes {', '.join(dims)}: make "
             "it with tz.mesh(tp=2), or leave 'tensor' out."
         )
-    along = expert_mesh(mesh)
-    counts = {} if along is None else _experts(model, mesh, along["ep"].size())
+    axes = Axes(mesh, Tally()) if expert_mesh(mesh) is not None else None
+    counts = {} if axes is None else _experts(model, axes)
     if tensor is not None and "tp" in dims and mesh["tp"].size() > 1:
         _share_matrices(model, tensor_ranks(mesh), tensor, sequence, counts)
-    if counts:
-        share_experts(model, expert_ranks(mesh, counts), counts)
+    if axes is not None:
+        share_experts(model, axes, counts)
     return model
 
 
-def _experts(model: nn.Module, mesh: DeviceMesh, size: int) -> dict[str, int]:
+def _experts(model: nn.Module, axes: Axes) -> dict[str, int]:
     """How many experts each module has. Collective.
 
     Raises:
         BadInput: on every rank, for a model that cannot share them.
     """
-    axes = Axes(mesh, Tally())
-    counts = together(axes, lambda: check_experts(model, size))
+    counts = together(axes, lambda: check_experts(model, axes.size(["ep"])))
     check_agreement(axes, {"experts": counts})
     return counts
 
