@@ -68,8 +68,8 @@ MUTATIONS = [
     Mutation(
         "gradients of norms are not summed over tp",
         "engine/family.py",
-        'Family.SHARED: ("tp",)',
-        "Family.SHARED: ()",
+        '(("tp",) if self is Family.SHARED else ())',
+        "()",
         "parallel/test_tensor.py",
     ),
     Mutation(
@@ -82,9 +82,44 @@ MUTATIONS = [
     Mutation(
         "the total norm counts what tp ranks share more than once",
         "engine/gradient.py",
-        "(*self.sums.last.axes, *self.recipe.axes.summed_beside)",
-        "self.sums.last.axes",
+        "rest = axes.names if axes.has_experts else axes.summed_beside",
+        "rest = axes.names if axes.has_experts else ()",
         "parallel/test_tensor.py",
+    ),
+    Mutation(
+        "the total norm counts what copies of experts share more than once",
+        "engine/gradient.py",
+        "rest = axes.names if axes.has_experts else axes.summed_beside",
+        "rest = axes.summed_beside",
+        "parallel/test_expert_training.py",
+    ),
+    Mutation(
+        "ranks with other experts add up their gradients",
+        "engine/family.py",
+        '"edp" if self is Family.EXPERT',
+        '"dp_shard" if self is Family.EXPERT',
+        "parallel/test_expert_training.py",
+    ),
+    Mutation(
+        "rows of one expert are not in the order of the ranks that they are from",
+        "parallel/expert.py",
+        "expert.argsort(stable=True)",
+        "expert.argsort(stable=True, descending=True)",
+        "parallel/test_expert.py",
+    ),
+    Mutation(
+        "a rank does not say that it has come to the end of a forward",
+        "engine/loop/hooks.py",
+        "self._companions.end(Purpose.END_OF_FORWARD)",
+        "pass",
+        "parallel/test_expert.py",
+    ),
+    Mutation(
+        "recomputation counts rows again",
+        "train/model/experts.py",
+        "if not inside_backward():",
+        "if True:",
+        "parallel/test_expert_training.py",
     ),
     Mutation(
         "padding between parameters is not zeroed",

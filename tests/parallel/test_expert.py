@@ -22,9 +22,10 @@ class Stack(nn.Module):
 
     experts: Experts | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self.matrix = nn.Parameter(torch.randn(COUNT, HIDDEN, WIDTH))
+        own = torch.Generator().manual_seed(seed)  # ranks are threads, which share torch's
+        self.matrix = nn.Parameter(torch.randn(COUNT, HIDDEN, WIDTH, generator=own))
 
     def stacked(self) -> tuple[str, ...]:
         return ("matrix",)
@@ -45,17 +46,11 @@ class Several(nn.Module):
 
     def __init__(self, stacks: int = 1) -> None:
         super().__init__()
-        self.stacks = nn.ModuleList(Stack() for _ in range(stacks))
+        self.stacks = nn.ModuleList(Stack(seed) for seed in range(stacks))
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         return self.scale * self.stacks[0](rows, counts)
-
-
-def made(stacks: int = 1) -> Several:
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return Several(stacks)
 
 
 ROUTES = {
@@ -77,7 +72,7 @@ def grouped(route: str, ranks: int) -> tuple[list[Tensor], list[Tensor], Tensor]
 
     Outputs and gradients of the inputs by rank, and of the matrix, of the sum of squares of all outputs.
     """
-    matrix = made().stacks[0].matrix.detach().requires_grad_()  # type: ignore[union-attr, operator]
+    matrix = Several().stacks[0].matrix.detach().requires_grad_()  # type: ignore[union-attr, operator]
     given = [rows_of(route, rank, ranks) for rank in range(ranks)]
     inputs = [rows.requires_grad_() for rows, _ in given]
     parts = [rows.split(counts.tolist()) for rows, (_, counts) in zip(inputs, given, strict=True)]
@@ -97,7 +92,7 @@ def grouped(route: str, ranks: int) -> tuple[list[Tensor], list[Tensor], Tensor]
 @pytest.mark.parametrize("route", ROUTES)
 def test_experts_compute_the_rows_of_all_ranks_to_the_bit(route: str, ranks: int) -> None:
     def body(rank: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        model = tz.parallelize(made(), tz.mesh(ep=ranks))
+        model = tz.parallelize(Several(), tz.mesh(ep=ranks))
         rows, counts = rows_of(route, rank, ranks)
         out = model.stacks[0](rows.requires_grad_(), counts)
         out.square().sum().backward()
@@ -121,7 +116,7 @@ def test_experts_compute_the_rows_of_all_ranks_to_the_bit(route: str, ranks: int
 def trained(rank: int, calls: Any, plan: str = "zero3", **options: Any) -> None:
     """One step of two stacks as units, which `calls(model, rank)` runs in its own way."""
     mesh = tz.mesh(ep=2)
-    model = made(2)
+    model = Several(2)
     model.forward = lambda: calls(model, rank)  # type: ignore[assignment]
     tz.parallelize(model, mesh)
     units: Any = options.get("units", [Stack])
@@ -171,7 +166,7 @@ def test_experts_that_nobody_calls_for_a_while() -> None:
     """They get no gradient, as in one process, and the ranks do not wait for each other."""
 
     def body(rank: int) -> list[Tensor]:
-        mesh, model = tz.mesh(ep=2), made(2)
+        mesh, model = tz.mesh(ep=2), Several(2)
         start = model.stacks[1].matrix.detach().clone()  # type: ignore[union-attr, operator]
         model.forward = lambda: one(model, 0, rank)  # type: ignore[assignment, method-assign]
         tz.parallelize(model, mesh)
@@ -195,7 +190,7 @@ def refused(match: str, body: Any, ranks: int = 2) -> None:
 
 
 def test_ep_divides_the_experts_and_the_ranks() -> None:
-    refused(r"'stacks.0.matrix' has 8 experts, of which 3 ranks", lambda _: tz.parallelize(made(), tz.mesh(ep=3)), 3)
+    refused(r"'stacks.0.matrix' has 8 experts, of which 3 ranks", lambda _: tz.parallelize(Several(), tz.mesh(ep=3)), 3)
     refused(r"ep 3, which does not divide the 4 ranks", lambda _: tz.mesh(ep=3), 4)
     refused(r"ep 4, which does not divide the 2 ranks", lambda _: tz.mesh(ep=4, dp_replicate=2), 4)
 
@@ -207,10 +202,10 @@ def test_a_model_without_experts_is_refused() -> None:
 
 def test_a_model_is_sharded_on_the_mesh_that_its_experts_are_shared_on() -> None:
     def other_mesh(_: int) -> None:
-        tz.shard(tz.parallelize(made(), tz.mesh(ep=2)), None, "zero3", mesh=tz.mesh())
+        tz.shard(tz.parallelize(Several(), tz.mesh(ep=2)), None, "zero3", mesh=tz.mesh())
 
     def twice(_: int) -> None:
-        tz.parallelize(tz.parallelize(made(), tz.mesh(ep=2)), tz.mesh(ep=2))
+        tz.parallelize(tz.parallelize(Several(), tz.mesh(ep=2)), tz.mesh(ep=2))
 
     refused(r"The model was cut by tz.parallelize", other_mesh)
     refused(r"shared by ranks along ep already", twice)
@@ -219,13 +214,14 @@ def test_a_model_is_sharded_on_the_mesh_that_its_experts_are_shared_on() -> None
 def test_experts_among_ranks_that_have_the_same_tokens_are_refused() -> None:
     plan = {"stacks.0": "uncut"}
     refused(
-        r"same tokens for the experts of .*stacks.0", lambda _: tz.parallelize(made(), tz.mesh(ep=2, tp=2), tensor=plan)
+        r"same tokens for the experts of .*stacks.0",
+        lambda _: tz.parallelize(Several(), tz.mesh(ep=2, tp=2), tensor=plan),
     )
 
 
 def test_weights_that_differ_between_ranks_take_the_first_ones_values() -> None:
     def body(rank: int) -> Tensor:
-        model, mesh = made(), tz.mesh(ep=2)
+        model, mesh = Several(), tz.mesh(ep=2)
         with torch.no_grad():
             model.stacks[0].matrix.fill_(rank)  # type: ignore[union-attr, operator]
         model, _ = tz.shard(tz.parallelize(model, mesh), None, "zero3", units=[Stack], mesh=mesh)

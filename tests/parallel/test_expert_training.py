@@ -156,9 +156,10 @@ def test_training_with_shared_experts_is_training(mesh: Mesh, checkpointing: str
 
 def test_what_experts_compute_is_counted_once_however_often_it_is_computed() -> None:
     """Under full checkpointing each forward runs twice; no row is lost."""
+    start = base()
 
     def body(rank: int) -> list[int]:
-        model: Any = copy.deepcopy(base())
+        model: Any = copy.deepcopy(start)
         checkpoint_activations(model, "full", units=[Block])
         mesh = tz.mesh(ep=2)
         model, _ = tz.shard(tz.parallelize(model, mesh), None, "zero3", units=[Block], mesh=mesh)
