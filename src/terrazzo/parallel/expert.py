@@ -127,8 +127,7 @@ class ExpertRanks(Peers):
         numbers[0] = label.code
         if counts is not None:
             numbers[1 : 1 + counts.numel()] = counts
-        with self._waiting():
-            rows = self._along.gather_rows(numbers.to(self.axes.control_device)).cpu()
+        rows = self._along.gather_rows(numbers.to(self.axes.control_device)).cpu()
         here = replace(label, names=(*self._units, *self._modules))
         for rank, code in enumerate(rows[:, 0].tolist()):
             if code != label.code:
