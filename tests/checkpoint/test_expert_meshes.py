@@ -61,7 +61,7 @@ class Net(nn.Module):
                 box, family = Box.cut(shape, 0, [(first, first + own)]), Family.EXPERT
             setattr(self, name, nn.Parameter(box.of(full)))
             if (family is Family.EXPERT and mesh.ep > 1) or mesh.tp > 1:
-                leave_record(self, name, Record(family, box, alike=family is Family.SHARED))
+                leave_record(self, name, Record(family, box, replicated=family is Family.SHARED))
 
     def forward(self) -> Tensor:
         sums = {name: each.pow(3).sum() for name, each in self.named_parameters()}
