@@ -6,7 +6,8 @@ import ast
 
 import pytest
 
-from tools.mutations import MUTATIONS, ROOT, Mutation
+from tools.faults import MUTATIONS, Mutation
+from tools.mutations import ROOT
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)

@@ -28,7 +28,7 @@ packages:
     partition, place, spec, layout, rectangles        units, where their states rest, what moves: for the planner
     order, schedule, tally, paper.rehearsal           a step on paper, likewise
     links.side, links.transfer, links.collectives     chains of collectives on paper, likewise
-    links.backends                                    the collectives of a group, for what modules exchange
+    links.backends, links.label                       the collectives of a group, for what modules exchange
     axes, states.materialize, making.parts            what is exchanged before a model is sharded, and of activations
     model.together                                    what ranks are told alike, or refuse as one
     border.parameter, unit                            what a forward does with a weight, whether it is compiled
@@ -44,6 +44,7 @@ from terrazzo.engine.axes import data_mesh, named_mesh
 from terrazzo.engine.border.parameter import Zeros
 from terrazzo.engine.family import Box, Family, Owned, Record, leave_record, record_of
 from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.loop.listeners import inside_backward
 from terrazzo.engine.making.attach import attach
 from terrazzo.engine.making.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.making.shard import clip_grad_norm_, estimate, gathered, shard
@@ -123,6 +124,7 @@ __all__ = [
     "estimate",
     "find_units",
     "gathered",
+    "inside_backward",
     "leave_record",
     "named_mesh",
     "on_unattached_step",

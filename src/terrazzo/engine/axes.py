@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from terrazzo.engine.family import Family
 from terrazzo.engine.links.backends import backend_of, collectives_for
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.side import side_of
@@ -20,7 +21,7 @@ from terrazzo.engine.place import DATA_AXES
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.tally import Tally
 
-__all__ = ["BESIDE", "Axes", "data_mesh", "named_mesh"]
+__all__ = ["BESIDE", "Axes", "data_mesh", "expert_mesh", "named_mesh"]
 
 BESIDE = ("tp",)
 """Mesh axes along which ranks see the same data."""
@@ -36,15 +37,31 @@ def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
     Models share one of several axes, and its process groups, as long as the default group is the same; that one is the
     group of a single axis.
+
+    Args:
+        sizes: of the axes; with `ep`, which is none of its own: neighbours among the ranks of a `dp_replicate` share
+            experts, whatever else they do.
     """
     known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() and len(sizes) > 1 else {}
     key = (kind, *sizes.items())
     if (mesh := known.get(key)) is None:
-        mesh = known[key] = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        own = {axis: size for axis, size in sizes.items() if axis != "ep"}
+        mesh = known[key] = init_device_mesh(kind, tuple(own.values()), mesh_dim_names=tuple(own))
+        if sizes.get("ep", 1) > 1:
+            replicas = own.get("dp_replicate", 1)
+            shape = (replicas, math.prod(own.values()) // replicas // sizes["ep"], sizes["ep"])
+            vars(mesh)[_EXPERTS] = init_device_mesh(kind, shape, mesh_dim_names=("replicas", "edp", "ep"))
     return mesh
 
 
 _MESHES: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
+_EXPERTS = "terrazzo_experts"
+
+
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The same ranks by `edp`, along which they have the same experts, and `ep`; None where experts are not shared."""
+    found: DeviceMesh | None = vars(mesh).get(_EXPERTS)
+    return found
 
 
 class Axes:
@@ -52,23 +69,27 @@ class Axes:
 
     Ranks see different data along the data axes. `dp_shard` and `cp` are one of them, under the name of the first: over
     both together states are split, and gradients are summed. Along `tp` ranks see the same data, and have parts of
-    matrices.
+    matrices. Where experts are shared, the ranks of `dp_shard`, `cp` and `tp` are those of `edp` and `ep` as well:
+    along `ep` they have other experts, and over `edp` the states of these are split, and gradients summed.
 
     Args:
         tally: where what goes through them is counted.
 
     Attributes:
-        names: those over which gradients are summed: the data axes; for parameters that ranks along others share,
-            these too, from `with_sums_over` on.
-        every: all of the mesh.
+        names: those over which gradients are summed: the data axes, or those of a family, as `of` gives them.
+        every: all of the mesh; each rank is at one place on them.
+        has_experts: whether there are `edp` and `ep`.
         device: the device whose memory holds every state.
         side: where chains of collectives run as a whole; None where the host waits for each.
     """
 
     def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
-        groups = _groups(mesh)
+        groups, experts = _groups(mesh), expert_mesh(mesh)
         self.every = tuple(groups)
+        self.has_experts = experts is not None
         self.names = tuple(axis for axis in self.every if axis in DATA_AXES)
+        if experts is not None:
+            groups |= {axis: experts.get_group(axis) for axis in ("edp", "ep")}
         self.device = devices.current(mesh.device_type)
         self._collectives: dict[str, Collectives] = {
             axis: collectives_for(group, self.device, tally.traffic, tally.ledger) for axis, group in groups.items()
@@ -76,11 +97,22 @@ class Axes:
         backends = [backend_of(group, self.device) for group in groups.values()]
         self.side = side_of(self.device, backends)
 
-    def with_sums_over(self, axes: tuple[str, ...]) -> Axes:
-        """The same mesh, for parameters whose gradients are summed over further axes; those it lacks are left out."""
+    def of(self, family: Family) -> Axes:
+        """The same mesh for parameters of a family; axes that it lacks are left out."""
+        data = [axis for axis in self.every if axis in DATA_AXES]
         summed = copy.copy(self)
-        summed.names = (*self.names, *(axis for axis in axes if axis in self.every))
+        summed.names = tuple(axis for axis in family.summed_over(data) if axis in self._collectives)
         return summed
+
+    def cut_along(self, family: Family) -> tuple[str, ...]:
+        """The axis along which ranks have other parts of a family's parameters; none where it has one rank."""
+        axis = family.cut_along
+        return self.live([axis]) if axis in self._collectives else ()
+
+    @property
+    def exchanging(self) -> tuple[str, ...]:
+        """The axes along which states and gradients are exchanged; a rank may be at several places on them."""
+        return (*self.every, "edp") if self.has_experts else self.every
 
     @property
     def summed_beside(self) -> tuple[str, ...]:

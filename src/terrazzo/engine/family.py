@@ -26,14 +26,24 @@ class Family(enum.StrEnum):
 
     DENSE = "dense"
     SHARED = "shared"
+    EXPERT = "expert"
+
+    def summed_over(self, data: Sequence[str]) -> tuple[str, ...]:
+        """The axes over which its gradients are summed.
+
+        Args:
+            data: the data axes of the mesh, innermost first.
+        """
+        return (*self.renamed(data), *(("tp",) if self is Family.SHARED else ()))
+
+    def renamed(self, data: Sequence[str]) -> tuple[str, ...]:
+        """The axes over which its states are split where those of dense parameters are over these data axes."""
+        return tuple("edp" if self is Family.EXPERT and axis == "dp_shard" else axis for axis in data)
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes beside the data axes over which its gradients are summed."""
-        return _SUMS[self]
-
-
-_SUMS: dict[Family, tuple[str, ...]] = {Family.DENSE: (), Family.SHARED: ("tp",)}
+    def cut_along(self) -> str | None:
+        """The axis along which ranks may have other parts of one; None where all have the same."""
+        return {Family.DENSE: "tp", Family.SHARED: None, Family.EXPERT: "ep"}[self]
 
 
 @dataclass(frozen=True)

@@ -286,11 +286,13 @@ class Gradient:
         return self._read(self._range_of(index))
 
     def given(self, index: int | None = None) -> Tensor | None:
-        """What this rank gives of it to sums over `optim`'s axes and all that are beside the data axes.
+        """What this rank gives of it to sums over the axes of `Recipe.given_over`.
 
-        Each element is given by one rank, however many hold it. Arguments as of `whole`.
+        Each element is given by one rank of these, however many hold it. Arguments as of `whole`.
         """
-        own = self.space.range((*self.sums.last.axes, *self.recipe.axes.summed_beside))
+        axes, optim = self.recipe.axes, self.sums.last.axes
+        rest = axes.names if axes.has_experts else axes.summed_beside
+        own = self.space.range((*optim, *(axis for axis in rest if axis not in optim)))
         return self._read(self._range_of(index).intersect(own))
 
     def _range_of(self, index: int | None) -> Range:

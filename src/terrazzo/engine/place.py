@@ -14,7 +14,7 @@ has, `-` none. One rule makes every move a contiguous collective: each state's a
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -262,6 +262,11 @@ class Plan:
     def over(self, axes: Container[str]) -> Plan:
         """This plan split over only these axes, symbols resolved: the others split nothing."""
         rows = {state: Place(place.among(axes), place.tier) for state, place in self.places().items()}
+        return Plan(**rows, name=self.name)
+
+    def along(self, renamed: Callable[[Sequence[str]], Sequence[str]]) -> Plan:
+        """This plan with other axes in the place of each state's."""
+        rows = {state: Place(tuple(renamed(place.axes)), place.tier) for state, place in self.places().items()}
         return Plan(**rows, name=self.name)
 
     def tiers_of(self, index: int, units: int) -> Tiers:

@@ -9,7 +9,7 @@ from functools import cached_property
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.family import Family
 from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.place import Plan
+from terrazzo.engine.place import Place, Plan
 from terrazzo.engine.precision import Precision
 
 __all__ = ["Recipe"]
@@ -21,12 +21,28 @@ class Recipe:
 
     Attributes:
         axes: of the mesh, and over which gradients are summed.
-        plan: its places hold only axes with more than one rank.
+        asked: the plan in the data axes of the mesh.
+        family: of the parameters.
     """
 
     axes: Axes
-    plan: Plan
+    asked: Plan
     precision: Precision
+    family: Family = Family.DENSE
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Its places hold only axes with more than one rank, over which gradients of the family are summed."""
+        plan, dense = self._over(self.family), self._over(Family.DENSE)
+        if dense.weight.axes and plan.weight.axes and bool(dense.between.axes) != bool(plan.between.axes):
+            # a unit gathers all that it has again in backward, or nothing
+            between = Place(plan.weight.axes if dense.between.axes else ())
+            return Plan(plan.weight, between, plan.grad, plan.optim, plan.name)
+        return plan
+
+    def _over(self, family: Family) -> Plan:
+        axes = self.axes.of(family)
+        return self.asked.along(family.renamed).over(axes.live(axes.names))
 
     @cached_property
     def ranks(self) -> Mapping[str, Collectives]:
@@ -35,4 +51,12 @@ class Recipe:
 
     def of(self, family: Family) -> Recipe:
         """The same for parameters of that family."""
-        return replace(self, axes=self.axes.with_sums_over(family.axes)) if family.axes else self
+        return self if family is self.family else replace(self, axes=self.axes.of(family), family=family)
+
+    @property
+    def given_over(self) -> tuple[str, ...]:
+        """The axes over which what ranks give of gradients is to be added, that each element counts once.
+
+        Where families are split over other groups of ranks, these are all of the mesh: see `Gradient.given`.
+        """
+        return self.axes.every if self.axes.has_experts else (*self.plan.optim.axes, *self.axes.beside)

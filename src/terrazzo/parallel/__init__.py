@@ -11,6 +11,7 @@ Open to other packages:
 
 from terrazzo.parallel.chunks import Balance, Chunks
 from terrazzo.parallel.context import MODES, Context, Mode
+from terrazzo.parallel.expert import ExpertRanks, Experts, permuted
 from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.loss import VocabularyLoss, leave_vocabulary, vocabulary_of
 from terrazzo.parallel.mesh import mesh, mesh_sizes
@@ -32,6 +33,8 @@ __all__ = [
     "Context",
     "Embedding",
     "Enter",
+    "ExpertRanks",
+    "Experts",
     "Logits",
     "Mode",
     "Row",
@@ -50,6 +53,7 @@ __all__ = [
     "mesh_sizes",
     "own_plan",
     "parallelize",
+    "permuted",
     "share_sequences",
     "style_of",
     "vocabulary_of",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class Peers:
-    """The ranks that share sequences, and this one's place among them.
+    """The ranks that share sequences, or experts, and this one's place among them.
 
     Attributes:
         traffic: what this rank has sent them: `all_gather`, `all_to_all`, and `send` to the next rank.
@@ -77,6 +77,20 @@ class Peers:
         """
         received = self.swap(parts.to(dtype))
         return functools.reduce(torch.add, received.to(parts.dtype).unbind())
+
+    def deal(self, rows: Tensor, going: Sequence[int], coming: Sequence[int]) -> Tensor:
+        """Give each rank some of `rows` `[rows, ...]`, and be given others; the host waits.
+
+        Args:
+            going: how many to each rank, in their order.
+            coming: how many from each: as many rows of the result, in the order of ranks.
+        """
+        width = rows.shape[1:].numel()
+        received = rows.new_empty((sum(coming), *rows.shape[1:]))
+        self.traffic.record("all_to_all", (sum(going) - going[self.rank]) * width * rows.itemsize)
+        numels = ([each * width for each in coming], [each * width for each in going])
+        self._all_to_all(received, rows.contiguous(), *numels).wait()
+        return received
 
     def pass_on(self, own: Tensor) -> Callable[[], Tensor]:
         """Send `own` to the next rank; the result waits for the last one's, of the same shape.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Literal, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo.engine.axes import Axes, expert_mesh
 from terrazzo.engine.making.parts import SHARES_MATRICES, check_uncut
 from terrazzo.engine.model.together import check_agreement, together
-from terrazzo.errors import BadInput
+from terrazzo.engine.tally import Tally
+from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.chunks import Balance
 from terrazzo.parallel.context import Context, Mode
+from terrazzo.parallel.expert import check_experts, share_experts
 from terrazzo.parallel.plans import own_plan
 from terrazzo.parallel.ranks import TensorRanks, tensor_ranks
 from terrazzo.parallel.sharing import share_sequences
-from terrazzo.parallel.tensor import TensorPlan, cut_model
+from terrazzo.parallel.styles import SplitSequence, style_named
+from terrazzo.parallel.tensor import TensorPlan, cut_model, matching
 
 __all__ = ["parallelize"]
 
@@ -33,6 +38,9 @@ def parallelize(
 ) -> M:
     """Give each rank its part of a model's matrices, before an optimizer is built and `tz.shard` is called. Collective.
 
+    Along `ep` they share experts: each has a run of those of every module that can share them, and these send each
+    other tokens.
+
     Along `cp` ranks share sequences: each is given its part of them, and attention brings the parts together. Split
     batches with `tz.parallel.context_of(model).split(...)`.
 
@@ -43,7 +51,7 @@ def parallelize(
 
     Args:
         model: the whole model, not sharded, on every rank.
-        mesh: of `tz.mesh`, which `tz.shard` is to be given as well. Without an axis `tp` or `cp`, nothing is done.
+        mesh: of `tz.mesh`, which `tz.shard` is to be given as well. Without `tp`, `cp` and `ep`, nothing is done.
         tensor: `"auto"`, the model's own plan: its `tensor_plan()`, or the `base_model_tp_plan` of transformers; or
             globs over names of modules to styles, such as `{"layers.*.up": "column", "layers.*.down": "row"}`; or None.
             Styles: `column` and `row` for linear maps, `column_gathered` for one whose outputs are put together again,
@@ -58,7 +66,8 @@ def parallelize(
     Raises:
         BadInput: on every rank along `tp`, before anything is changed: a plan that is unknown, matches nothing or does
             not fit the model; heads that tp does not divide; a model that is cut already. Likewise along `cp`: a model
-            whose attention cannot be shared; no context.
+            whose attention cannot be shared; no context. Along `ep`: a model without experts, or with a number of them
+            that ep does not divide.
     """
     dims = mesh.mesh_dim_names or ()
     if "cp" in dims and mesh["cp"].size() > 1:
@@ -69,30 +78,66 @@ def parallelize(
             )
         tp = mesh["tp"].size() if "tp" in dims and tensor is not None else 1
         share_sequences(model, Context(mesh.get_group("cp"), context, balance, tp))
-    if tensor is None or ("tp" not in dims and tensor == "auto"):
-        return model
-    if "tp" not in dims:
+    if tensor is not None and tensor != "auto" and "tp" not in dims:
         raise BadInput(
             f"tz.parallelize was given a plan of tensor parallelism, but the mesh has the axes {', '.join(dims)}: make "
             "it with tz.mesh(tp=2), or leave 'tensor' out."
         )
-    if mesh["tp"].size() == 1:
-        return model
-    ranks = tensor_ranks(mesh)
+    axes = Axes(mesh, Tally()) if expert_mesh(mesh) is not None else None
+    counts = {} if axes is None else _experts(model, axes)
+    if tensor is not None and "tp" in dims and mesh["tp"].size() > 1:
+        _share_matrices(model, tensor_ranks(mesh), tensor, sequence, counts)
+    if axes is not None:
+        share_experts(model, axes, counts)
+    return model
+
+
+def _experts(model: nn.Module, axes: Axes) -> dict[str, int]:
+    """How many experts each module has. Collective.
+
+    Raises:
+        BadInput: on every rank, for a model that cannot share them.
+    """
+    counts = together(axes, lambda: check_experts(model, axes.size(["ep"])))
+    check_agreement(axes, {"experts": counts})
+    return counts
+
+
+def _share_matrices(
+    model: nn.Module,
+    ranks: TensorRanks,
+    tensor: TensorPlan | Literal["auto"],
+    sequence: bool,
+    experts: Collection[str],
+) -> None:
+    """Cut matrices over the ranks along `tp`. Collective.
+
+    Args:
+        experts: names of modules that ranks along `ep` will share.
+
+    Raises:
+        BadInput: with nothing changed.
+    """
     plan = together(ranks.axes, lambda: _plan_of(model, ranks, tensor))
     facts: dict[str, object] = {"tensor": {glob: str(style) for glob, style in plan.items()}, "sequence": sequence}
     facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]
     check_agreement(ranks.axes, facts)
+    split = [glob for glob, style in plan.items() if sequence and isinstance(style_named(style, glob), SplitSequence)]
+    runs = [f"{name}." for glob in split for name in matching(model, glob)]
+    if whole := [name for name in experts if not any(f"{name}.".startswith(run) for run in runs)]:
+        raise BadInput(
+            f"The ranks along tp {ranks.size} would all have the same tokens for the experts of {listed(whole)}, and "
+            "their gradients would count as often. Split sequences around them: leave sequence=True, and give the "
+            "blocks that hold them the style 'sequence'; or make the mesh without ep."
+        )
     cut_model(model, ranks, plan, sequence)
     vars(model)[SHARES_MATRICES] = ranks
-    return model
 
 
-def _plan_of(model: nn.Module, ranks: TensorRanks, tensor: TensorPlan | str | None) -> TensorPlan:
+def _plan_of(model: nn.Module, ranks: TensorRanks, tensor: TensorPlan | str) -> TensorPlan:
     check_uncut(model)
     if isinstance(tensor, str):
         if tensor != "auto":
             raise BadInput(f"tensor is {tensor!r}; give 'auto', a dict of globs over module names and styles, or None.")
         return own_plan(model, ranks.size)
-    assert tensor is not None, "None has been answered"
     return tensor

@@ -21,6 +21,7 @@ def mesh(
     *,
     tp: int | None = None,
     cp: int | None = None,
+    ep: int | None = None,
     dp_replicate: int | None = None,
     dp_shard: int | None = None,
     device: str | None = None,
@@ -30,6 +31,8 @@ def mesh(
     Args:
         tp: ranks that have a part of each matrix (tensor parallel); left out, the mesh has no such axis.
         cp: ranks that have a part of each sequence (context parallel); left out, the mesh has no such axis.
+        ep: neighbouring ranks that have other experts of the same layers (expert parallel). It takes no ranks from the
+            other axes: it is cut out of those that `dp_shard`, `cp` and `tp` have together.
         dp_replicate: groups that hold copies of each other under plans such as `hybrid_shard`.
         dp_shard: ranks over which states are split; by default what the other axes leave.
         device: kind of device; by default that of the process group.
@@ -43,23 +46,25 @@ def mesh(
     """
     if not dist.is_initialized():
         raise Misuse("tz.mesh needs torch.distributed. Call torch.distributed.init_process_group() first.")
-    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "ep": ep}
     return named_mesh(device or kind_of_group(), mesh_sizes(given, dist.get_world_size()))
 
 
 def mesh_sizes(given: dict[str, int | None], world_size: int) -> dict[str, int]:
-    """The sizes of the axes given and of `dp_shard`, outermost first.
+    """The sizes of the axes given and of `dp_shard`, outermost first, and of `ep` where it is more than 1.
 
     Args:
         given: by axis; None where the mesh is to have no such axis, and `dp_shard` what the others leave.
 
     Raises:
-        BadInput: sizes that are no positive integers, or whose product is not `world_size`.
+        BadInput: sizes that are no positive integers, or whose product is not `world_size`; an `ep` that does not
+            divide the ranks of a `dp_replicate`.
     """
-    sizes = {axis: size for axis in AXES if (size := given.get(axis)) is not None}
+    sizes = {axis: size for axis in (*AXES, "ep") if (size := given.get(axis)) is not None}
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise BadInput(f"The mesh axis {axis} is {size!r}; it counts ranks: give an int, 1 or more.")
+    experts = sizes.pop("ep", 1)
     others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
     if world_size % others or sizes.get("dp_shard", world_size // others) * others != world_size:
         product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
@@ -68,4 +73,12 @@ def mesh_sizes(given: dict[str, int | None], world_size: int) -> dict[str, int]:
             f"{world_size}. Leave dp_shard out, which takes what the others leave, and choose others whose product "
             f"divides {world_size}."
         )
-    return {axis: sizes.get(axis, world_size // others) for axis in AXES if axis in sizes or axis == "dp_shard"}
+    found = {axis: sizes.get(axis, world_size // others) for axis in AXES if axis in sizes or axis == "dp_shard"}
+    group = world_size // found.get("dp_replicate", 1)
+    if group % experts:
+        raise BadInput(
+            f"The mesh has ep {experts}, which does not divide the {group} ranks that dp_shard, cp and tp have together"
+            f" ({' × '.join(f'{axis} {size}' for axis, size in found.items() if axis != 'dp_replicate')}): as many must"
+            f" share experts everywhere. Choose ep so that it divides {group}."
+        )
+    return found if experts == 1 else {**found, "ep": experts}

@@ -19,7 +19,6 @@ from torch import Tensor
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.border.parameter import Refusing, link_of, torch_names
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.family import Family
 from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.model.engine import Engine
 from terrazzo.errors import Misuse
@@ -43,8 +42,8 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
         return None
     engine.catch_up()
     part = bucket.weight.copied(slot.range, engine.axes.device).to(member.parameter.dtype)
-    shared = engine.axes.beside if member.family is Family.DENSE else ()
-    spread = Spread(engine.axes, (*bucket.weight_axes, *shared), math.prod(member.shape))
+    over = (*bucket.weight_axes, *engine.axes.cut_along(member.family))
+    spread = Spread(engine.axes, over, math.prod(member.shape))
     whole = Measured.of(part, member.parameter, member.name, spread)
     whole.tracked = member.trainable and func not in _ALIASES
     return Measured.__torch_function__(func, (Measured,), (whole, *args[1:]), named)
@@ -71,7 +70,7 @@ def measured_gradient(engine: Engine, bucket: Bucket, index: int, func: Any, *re
         )
     part = bucket.gradient.given(index)
     part = torch.empty(0, dtype=finished.data.dtype) if part is None else part
-    spread = Spread(axes, (*engine.recipe.plan.optim.axes, *axes.beside), math.prod(member.shape))
+    spread = Spread(axes, engine.recipe.given_over, math.prod(member.shape))
     whole = MeasuredGradient.of(part.to(axes.device), member.parameter, name, spread)
     return Measured.__torch_function__(func, (MeasuredGradient,), (whole, *rest), named)
 

@@ -38,6 +38,8 @@ class Purpose(IntEnum):
     UPDATED = 8
     END_OF_FORWARD = 9
     END_OF_BACKWARD = 10
+    EXPERTS = 11
+    EXPERTS_BACK = 12
 
 
 _WORDS = {
@@ -52,6 +54,8 @@ _WORDS = {
     Purpose.UPDATED: "the updated weights of {unit}",
     Purpose.END_OF_FORWARD: "the end of forward {number}",
     Purpose.END_OF_BACKWARD: "the end of backward {number}",
+    Purpose.EXPERTS: "rows for the experts of {name!r}",
+    Purpose.EXPERTS_BACK: "gradients of what the experts of {name!r} gave",
 }
 _PURPOSE_BITS, _UNIT_BITS = 5, 24
 
@@ -94,8 +98,9 @@ class Label:
             )
 
     def __str__(self) -> str:
-        unit = title_of(self.names[self.unit]) if self.unit < len(self.names) else f"unit {self.unit}"
-        return _WORDS[self.purpose].format(unit=unit, number=self.number)
+        name = self.names[self.unit] if self.unit < len(self.names) else str(self.unit)
+        unit = title_of(name) if self.unit < len(self.names) else f"unit {name}"
+        return _WORDS[self.purpose].format(unit=unit, name=name, number=self.number)
 
 
 def title_of(name: str) -> str:

@@ -15,7 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from terrazzo.engine.border.modules import ModuleTree
 from terrazzo.engine.border.parameter import link_of, take_last
 from terrazzo.engine.bucket import Bucket, take_displaced
+from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.agreement import Agreement
+from terrazzo.engine.loop.companion import Companions
 from terrazzo.engine.loop.copies import Copies
 from terrazzo.engine.loop.listeners import (
     before_gradient,
@@ -70,6 +72,7 @@ class Hooks:
                 bucket.list_storage(storages, unit.index)
         self._saved = SavedWeights(storages, weakly(self, Hooks.use_saved))
         self._copies = Copies(storages)
+        self._companions = Companions(schedule)
 
     def attach(self, model: nn.Module) -> None:
         """Register every hook on `model` and its units' modules and trainable parameters."""
@@ -86,6 +89,7 @@ class Hooks:
                 for index, member in enumerate(bucket.members if bucket.trainable else ()):
                     take = while_kept(self, Hooks.take_gradient, repr(member.name), unit.index, number, index)
                     take_last(member.parameter, take)
+        self._companions.find(model, self.units[0].names)
         members = [member for unit in self.units for bucket in unit.buckets for member in bucket.members]
         self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, self._alone)
         for module in model.modules():
@@ -178,6 +182,7 @@ class Hooks:
             self.after_unit(0, module, args, output)
         self._leave_leaves()
         training = torch.is_grad_enabled()
+        self._companions.end(Purpose.END_OF_FORWARD)
         self.schedule.end_forward()
         if training and not self.schedule.order.agreed:
             self._agreement.on_order()
@@ -204,6 +209,7 @@ class Hooks:
             raise Misuse(self._refusal)
         if inside_backward():  # activation checkpointing runs the forward again
             self.start_backward()
+            self._companions.come_to(unit, Purpose.BACKWARD)
             self.schedule.recompute(unit)
             return
         if self.scaler is not None and not self.schedule.in_forward and torch.is_grad_enabled():
@@ -214,6 +220,7 @@ class Hooks:
             )
         if not self.schedule.order.agreed and (pair := self._regions.enter(index, args)):
             self.schedule.program.join([pair])
+        self._companions.come_to(unit, Purpose.FORWARD)
         self.schedule.enter_forward(unit)
 
     def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
@@ -270,6 +277,7 @@ class Hooks:
                 f"Backward with create_graph=True came to {unit.title}, whose weights are not kept for a second "
                 "backward. Use a plan that keeps them whole: zero0, zero1 or zero2 in fp32."
             )
+        self._companions.come_to(unit, Purpose.BACKWARD)
         self.schedule.enter_backward(unit)
 
     def use_saved(self, index: int) -> None:
@@ -322,6 +330,7 @@ class Hooks:
     def end_backward(self) -> None:
         """Autograd has come to the end of a backward: finish gradients, and hear of other ranks'. Collective."""
         if self.schedule.in_backward:
+            self._companions.end(Purpose.END_OF_BACKWARD)
             self.schedule.end_backward()
             self._agreement.on_gradients(self._late)
             self.schedule.finish()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.collectives import TRAIL
 from terrazzo.engine.links.label import RUN_THE_SAME, Label, moving
 from terrazzo.engine.progress import Progress
-from terrazzo.engine.recipe import Recipe
+from terrazzo.engine.unit import Unit
 from terrazzo.errors import RanksApart
 
 __all__ = ["MEETING_NUMEL", "meet", "weights_are_split"]
@@ -22,9 +22,9 @@ MEETING_NUMEL = 4
 """int64 elements that each meeting exchanges over every axis, besides its numbers."""
 
 
-def weights_are_split(recipe: Recipe) -> bool:
+def weights_are_split(units: Iterable[Unit]) -> bool:
     """Whether weights at rest are, so that a rank can need those of another in the middle of a pass."""
-    return bool(recipe.plan.weight.axes)
+    return any(bucket.weight_axes for unit in units for bucket in unit.buckets)
 
 
 def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -> list[int]:
@@ -55,7 +55,7 @@ def _trail(axes: Axes, progress: Progress) -> int:
     """
     checksum = zlib.crc32(struct.pack("<qqd", progress.steps, progress.edits, progress.denominator.unscaled))
     checksum = zlib.crc32(array("d", _hyper_parameters(progress).values()).tobytes(), checksum)
-    for axis in axes.every:
+    for axis in axes.exchanging:
         checksum = zlib.crc32(axes.along(axis).checksum.to_bytes(4, "little"), checksum)
     return checksum
 
@@ -102,7 +102,7 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
             f"{divisor} here, and by {min(chosen)} to {max(chosen)} on all ranks. Give "
             "set_gradient_denominator the same on every rank, such as the tokens of the whole global batch."
         )
-    for axis in axes.every:
+    for axis in axes.exchanging:
         trail = [*axes.along(axis).trail][-TRAIL:]
         own = torch.tensor([-1] * (TRAIL - len(trail)) + trail, device=axes.device)
         for theirs in axes.rows(own).tolist():

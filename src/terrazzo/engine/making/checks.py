@@ -209,7 +209,8 @@ def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
     if not axes.names or any(dim not in (*DATA_AXES, *BESIDE) for dim in dims):
         raise BadInput(
             f"The mesh has the axes {', '.join(dims) or 'without names'}; this version knows the data axes "
-            "dp_replicate, dp_shard and cp, of which it needs one, and tp. Make it with tz.mesh, or name them: "
+            "dp_replicate, dp_shard and cp, of which it needs one, and tp; ep is cut out of these. Make it with "
+            "tz.mesh, or name them: "
             'mesh_dim_names=("dp_replicate", "dp_shard") of init_device_mesh.'
         )
     backend = backend_of(mesh.get_group(axes.names[0]), axes.device)

@@ -11,10 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.family import Family, record_of
 from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.loop.companion import COMPANION
 from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = [
+    "SHARES_EXPERTS",
     "SHARES_MATRICES",
     "SHARES_SEQUENCES",
     "check_parts",
@@ -23,13 +25,13 @@ __all__ = [
     "exchanged_along",
 ]
 
-SHARES_MATRICES, SHARES_SEQUENCES = "terrazzo_tensor_ranks", "terrazzo_context"
-"""What a module that shares matrices, or sequences, has been given has this name among its attributes."""
+SHARES_MATRICES, SHARES_SEQUENCES, SHARES_EXPERTS = "terrazzo_tensor_ranks", "terrazzo_context", COMPANION
+"""What a module that shares matrices, sequences or experts has been given has this name among its attributes."""
 
 
 def exchanged_along(model: nn.Module) -> dict[str, Traffic]:
     """By mesh axis, where it is counted what modules of `model` send of activations along it."""
-    marks = {"tp": SHARES_MATRICES, "cp": SHARES_SEQUENCES}
+    marks = {"tp": SHARES_MATRICES, "cp": SHARES_SEQUENCES, "ep": SHARES_EXPERTS}
     held = [vars(module) for module in model.modules()]
     return {axis: each[mark].traffic for axis, mark in marks.items() for each in held if mark in each}
 
@@ -56,13 +58,19 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
     Raises:
         BadInput: on every rank.
     """
-    recorded = [member.name for member in members if member.record is not None]
+    shared, has_experts = axes.live(axes.beside), axes.has_experts
+    homes = {Family.DENSE: bool(shared), Family.SHARED: bool(shared), Family.EXPERT: has_experts}
+    recorded = [member.name for member in members if member.record is not None and not homes[member.family]]
     whole = [member.name for member in members if member.record is None]
-    shared = axes.live(axes.beside)
-    if recorded and not shared:
+    if recorded:
         raise BadInput(
             f"The model was cut by tz.parallelize ({listed(recorded)}), but the mesh has the axes "
             f"{', '.join(axes.names)}. Pass tz.shard the mesh that tz.parallelize was given."
+        )
+    if has_experts and not any(member.family is Family.EXPERT for member in members):
+        raise BadInput(
+            f"The mesh has ep {axes.size(['ep'])}, along which ranks share experts, but tz.parallelize has cut none of "
+            "this model. Call tz.parallelize(model, mesh) before tz.shard; or leave ep out of the mesh."
         )
     if shared and whole:
         raise BadInput(
@@ -70,17 +78,18 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
             f"know {listed(whole)}. Call tz.parallelize(model, mesh, tensor=...) with the whole model before tz.shard, "
             "and what adds parameters before that; or leave the axis out of the mesh."
         )
-    if not shared or not members:
-        return
-    cut = [member for member in members if member.family is Family.DENSE]
-    own = torch.tensor([0, *(member.parameter.numel() for member in cut)], device=axes.device)
-    numels = axes.total(own, shared).tolist()[1:]
-    wrong = [m.name for m, numel in zip(cut, numels, strict=True) if numel != torch.Size(m.shape).numel()]
-    if wrong:
-        raise BadInput(
-            f"{listed(wrong)}: the ranks along {', '.join(shared)} do not have the whole of it between them. Pass "
-            "tz.shard the mesh that tz.parallelize was given, and leave parameters as it left them."
-        )
+    for family in (Family.DENSE, Family.EXPERT):
+        cut = [member for member in members if member.family is family]
+        if not (along := axes.cut_along(family)) or not cut:
+            continue
+        numels = axes.total(torch.tensor([m.parameter.numel() for m in cut], device=axes.device), along).tolist()
+        wrong = [m.name for m, numel in zip(cut, numels, strict=True) if numel != torch.Size(m.shape).numel()]
+        if axes.maximum(torch.tensor([len(wrong)], device=axes.control_device)).item():
+            raise BadInput(
+                f"{listed(wrong) or 'Parameters of other ranks'}: the ranks along {', '.join(along)} do not have the "
+                "whole of it between them. Pass tz.shard the mesh that tz.parallelize was given, and leave parameters "
+                "as it left them."
+            )
 
 
 def check_uncut(model: nn.Module) -> None:

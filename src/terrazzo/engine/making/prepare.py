@@ -108,7 +108,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     facts |= {"parameters": model_facts(asked.specs), "compiled units": compiled}
     check_agreement(axes, {**facts, "optimizer": [optimizer_facts(each) for each in asked.optimizers]})
     check_parts([member for spec in asked.specs for member in spec.members], axes)
-    recipe = Recipe(axes, asked.plan.over(axes.live(axes.names)), asked.precision)
+    recipe = Recipe(axes, asked.plan, asked.precision)
     return together(axes, lambda: _plan(asked, options, recipe, tally))
 
 

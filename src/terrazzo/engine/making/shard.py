@@ -107,7 +107,7 @@ def shard(  # structure: signature fixed by the design
     prepared.tally.reset()
 
     progress = Progress(Denominator(axes.size()))
-    meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(recipe) else None
+    meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(planned) else None
     schedule = Schedule(planned, prefetch, meeting, progress.denominator)
     hooks = Hooks(planned, schedule, recipe, progress)
     engine = Engine(

@@ -19,7 +19,8 @@ def described(plan: Plan, recipe: Recipe, units: Sequence[Unit], why: str) -> st
         why: how the units were found.
     """
     axes = recipe.axes
-    sizes = ", ".join(f"{axis} {axes.along(axis).size}" for axis in (*axes.names, *axes.beside))
+    named = (*axes.names, *axes.beside, *(("ep",) if axes.has_experts else ()))
+    sizes = ", ".join(f"{axis} {axes.along(axis).size}" for axis in named)
     lines = [f"plan {plan.name} on {sizes} ({axes.device})"]
     lines += [f"  {state:<8}{place!s:<24}" for state, place in plan.places().items()]
     lines += [f"precision: {recipe.precision}", f"{len(units)} units ({why}):"]

@@ -46,8 +46,7 @@ def norms(groups: Iterable[Iterable[Tensor | None]], recipe: Recipe, kind: float
         groups: what this rank gives of each, as `Gradient.given`, None for nothing; taken one tensor after the other.
         kind: the p; infinity for the maximum.
     """
-    axes = recipe.axes
-    split = (*recipe.plan.optim.axes, *axes.beside)
+    axes, split = recipe.axes, recipe.given_over
     powers = torch.stack([_power(group, kind, axes.device) for group in groups])
     if kind == float("inf"):
         return axes.total(powers, split, reduce=torch.amax)

@@ -50,7 +50,7 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
     tally, recipe = Tally(), units[0].recipe
     traffic, side = tally.traffic, recipe.axes.side and Side(torch.device("meta"))
     paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, tally, side) for unit in units]
-    meeting = (lambda label, wanted: _meet(recipe, traffic)) if weights_are_split(recipe) else None
+    meeting = (lambda label, wanted: _meet(recipe, traffic)) if weights_are_split(units) else None
     schedule = Schedule(paper, step.prefetch, meeting)
     earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
     for index in range(step.micro_batches):

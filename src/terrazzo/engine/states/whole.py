@@ -1,6 +1,6 @@
 """States of a sharded model whole again, one bucket after the other, so that nobody needs memory for all of it.
 
-What ranks along `tp` share is put together from their parts, one parameter at a time.
+What ranks along `tp` or `ep` share is put together from their parts, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Resting, view
-from terrazzo.engine.family import Box, Family
+from terrazzo.engine.family import Box
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.label import Label, Purpose
@@ -28,7 +28,7 @@ __all__ = ["gathered_state", "whole_parameter", "whole_weights"]
 def gathered_state(unit: Unit, state: Resting) -> Tensor:
     """All elements of one state of a bucket of `unit`, in the memory of the mesh's device. Collective.
 
-    Of parameters that ranks along `tp` share, those of this rank's parts: `whole_parameter` goes on from there.
+    Of parameters that ranks along `tp` or `ep` share, those of this rank's parts: `whole_parameter` goes on from there.
     """
     full = state.space.empty((), state.dtype)
     Transfer(full.gather(state), Label(Purpose.OUTSIDE, unit.index, names=unit.names)).finish()
@@ -45,8 +45,8 @@ def whole_parameter(unit: Unit, bucket: Bucket, slot: Slot, data: Tensor) -> Ten
         A view of `data`; of a parameter that ranks share, a tensor of its own.
     """
     own, axes = view(data, slot), bucket.recipe.axes
-    shared = axes.live(axes.beside)
-    if not shared or bucket.members[0].family is not Family.DENSE:
+    shared = axes.cut_along(bucket.members[0].family)
+    if not shared:
         return own
     (axis,) = shared
     label = Label(Purpose.OUTSIDE, unit.index, names=unit.names)
@@ -73,8 +73,8 @@ def _joined(own: Tensor, box: Box, links: Collectives, label: Label) -> Tensor:
 def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Parameters of a sharded model whole, one after the other; master weights where there are any. Collective.
 
-    Memory: one bucket on the mesh's device, and twice a parameter that ranks along `tp` share. A bucket is gathered
-    again only where the order of `names` comes back to it.
+    Memory: one bucket on the mesh's device, and twice a parameter that ranks along `tp` or `ep` share. A bucket is
+    gathered again only where the order of `names` comes back to it.
 
     Args:
         names: of parameters, in the same order on every rank; by default each under its own name, bucket by bucket.

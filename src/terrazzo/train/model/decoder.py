@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from terrazzo import parallel
 from terrazzo.errors import BadInput
 from terrazzo.parallel import Context, Sight, Style
+from terrazzo.train.model.experts import ExpertsConfig, MixtureOfExperts
 
 __all__ = ["Block", "Decoder", "DecoderConfig"]
 
@@ -46,11 +47,12 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     dropout: float = 0.0
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("tie_embeddings", "dropout") and not value > 0:
+            if field.name not in ("tie_embeddings", "dropout", "experts") and not value > 0:
                 raise BadInput(f"model.{field.name} is {value}; it must be greater than 0.")
         if not 0.0 <= self.dropout < 1.0:
             raise BadInput(f"model.dropout is {self.dropout}; give a probability from 0 up to, not including, 1.")
@@ -74,9 +76,16 @@ class DecoderConfig:
 
     @property
     def matmul_numel(self) -> int:
-        """Elements of every matrix that multiplies each token: the output head, but not a mere look-up."""
+        """Elements of the matrices that multiply one token: the output head, but not a mere look-up.
+
+        Of experts those that are chosen, and the router.
+        """
         attention = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim
-        return self.layers * (attention + 3 * self.dim * self.ffn_dim) + self.vocab_size * self.dim
+        feed_forward = 3 * self.dim * self.ffn_dim
+        if (experts := self.experts) is not None:
+            chosen = experts.top_k + experts.shared
+            feed_forward = 3 * self.dim * experts.ffn_dim * chosen + self.dim * experts.count
+        return self.layers * (attention + feed_forward) + self.vocab_size * self.dim
 
 
 class Linear(nn.Linear):
@@ -190,17 +199,31 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: `down(silu(gate(x)) × up(x))` (arXiv 2002.05202)."""
+    """SwiGLU: `down(silu(gate(x)) × up(x))` (arXiv 2002.05202).
 
-    def __init__(self, config: DecoderConfig) -> None:
+    Args:
+        width: of the two branches; by default the configuration's.
+    """
+
+    def __init__(self, config: DecoderConfig, width: int | None = None) -> None:
         super().__init__()
-        self.gate = Linear(config.dim, config.ffn_dim)
-        self.up = Linear(config.dim, config.ffn_dim)
-        self.down = Linear(config.ffn_dim, config.dim, std=INIT_STD / (2 * config.layers) ** 0.5)
+        width = config.ffn_dim if width is None else width
+        self.gate = Linear(config.dim, width)
+        self.up = Linear(config.dim, width)
+        self.down = Linear(width, config.dim, std=INIT_STD / (2 * config.layers) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
         return hidden
+
+
+def _feed_forward(config: DecoderConfig) -> nn.Module:
+    """That of one block: for all tokens alike, or a mixture of experts."""
+    experts = config.experts
+    if experts is None:
+        return FeedForward(config)
+    shared = FeedForward(config, experts.shared * experts.ffn_dim) if experts.shared else None
+    return MixtureOfExperts(config.dim, experts, shared, INIT_STD, INIT_STD / (2 * config.layers) ** 0.5)
 
 
 class Block(nn.Module):
@@ -211,13 +234,27 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = _feed_forward(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen = None) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, seen))
         out: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         return out
+
+
+def _feed_forward_plan(experts: ExpertsConfig | None) -> dict[str, Style]:
+    """How ranks share the feed-forwards' matrices. Those of experts are whole: each rank computes its own tokens."""
+    prefix = "blocks.*.feed_forward"
+    if experts is not None:
+        whole = ["router", "experts", *(f"shared.{matrix}" for matrix in ("gate", "up", "down") if experts.shared)]
+        return {f"{prefix}.{each}": parallel.Uncut() for each in whole}
+    plan: dict[str, Style] = {prefix: parallel.Enter()}
+    return plan | {
+        f"{prefix}.gate": parallel.Column(),
+        f"{prefix}.up": parallel.Column(),
+        f"{prefix}.down": parallel.Row(),
+    }
 
 
 class TiedHead(nn.Module):
@@ -296,15 +333,12 @@ class Decoder(nn.Module):
         """
         heads, kv_heads = self.config.heads, self.config.kv_heads
         plan: dict[str, Style] = {"embedding": parallel.Embedding(), "blocks.*": parallel.SplitSequence()}
-        for inner in ("attention", "feed_forward"):
-            plan[f"blocks.*.{inner}"] = parallel.Enter()
+        plan["blocks.*.attention"] = parallel.Enter()
         plan["blocks.*.attention.query"] = parallel.Column(heads)
         for matrix in ("key", "value"):
             plan[f"blocks.*.attention.{matrix}"] = parallel.Column(kv_heads)
-        for matrix in ("gate", "up"):
-            plan[f"blocks.*.feed_forward.{matrix}"] = parallel.Column()
-        for matrix in ("attention.output", "feed_forward.down"):
-            plan[f"blocks.*.{matrix}"] = parallel.Row()
+        plan["blocks.*.attention.output"] = parallel.Row()
+        plan |= _feed_forward_plan(self.config.experts)
         if self.head is None:
             return plan | {"tied_head": parallel.Logits(self.config.vocab_size, gathered)}
         return plan | {"head": parallel.Column(gathered=gathered)}

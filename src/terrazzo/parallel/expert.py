@@ -1,0 +1,294 @@
+"""Expert parallelism: the ranks along `ep` have other experts of the same layers, and send each other tokens.
+
+A module of experts has its matrices stacked, `[experts, ...]`, and is given rows that are sorted by expert. `dispatch`
+brings each row to the rank that has its expert, and `combine` brings what comes of it back; gradients take the same
+ways backwards. Nothing is dropped, and nothing is added up here: rows only move.
+
+Ranks come to these exchanges in one order, though their data may differ: whoever has no rows gives none. Each exchange
+begins with a meeting, at which every rank says where it is, and how many rows it has for each expert. Ranks that are at
+different places raise there; so do those of which one has come to the end of its forward or backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from terrazzo.engine import Box, Family, Record, leave_record, record_of
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.making.parts import SHARES_EXPERTS
+from terrazzo.engine.states.materialize import synchronize
+from terrazzo.errors import BadInput, Misuse, RanksApart
+from terrazzo.parallel.exchanges import Peers, exchange
+from terrazzo.parallel.parts import check_replaceable, replaced_by_part, watch_states
+
+__all__ = [
+    "ExpertRanks",
+    "Experts",
+    "Route",
+    "SharesExperts",
+    "check_experts",
+    "experts_of",
+    "permuted",
+    "share_experts",
+]
+
+
+@runtime_checkable
+class SharesExperts(Protocol):
+    """A module of experts that ranks can share."""
+
+    def use_experts(self, experts: Experts) -> None:
+        """Compute with this rank's experts from now on, on rows that `experts` brings."""
+
+    def stacked(self) -> Sequence[str]:
+        """Names of its own parameters `[experts, ...]`."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """How rows have come to this rank, for their way back.
+
+    Attributes:
+        counts: rows that have arrived for each of this rank's experts.
+        going, coming: rows to, and from, each rank.
+        order: of the rows sorted by expert, where each was when it arrived; int64 on the device.
+        inverse: the reverse.
+    """
+
+    counts: Tensor
+    going: list[int]
+    coming: list[int]
+    order: Tensor
+    inverse: Tensor
+
+
+class ExpertRanks(Peers):
+    """The ranks along `ep`, and this one's place among them. Each has a run of the experts of every module, as many.
+
+    Args:
+        axes: of a mesh of `tz.mesh(ep=...)`.
+        counts: of experts, by the names of the modules.
+
+    Attributes:
+        traffic: what this rank has sent them: `all_to_all`, and `control`.
+    """
+
+    def __init__(self, axes: Axes, counts: Mapping[str, int]) -> None:
+        self._along = axes.along("ep")
+        super().__init__(self._along.group)
+        self.axes, self.traffic = axes, self._along.traffic
+        self.traffic.reset()
+        self._modules, self._units, self._width = tuple(counts), tuple[str, ...](), max(counts.values())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copied model belongs to the same group."""
+        return self
+
+    def join(self, units: tuple[str, ...]) -> None:
+        """Be told the names of the units before whose weights the ranks meet."""
+        self._units = units
+
+    def pass_by(self, label: Label) -> None:
+        """Meet where nothing is exchanged: before weights are waited for, and at the end of a pass. Collective.
+
+        Raises:
+            RanksApart: on every rank, where others are elsewhere.
+        """
+        self._meet(label, None)
+
+    def counts_at(self, module: int, own: Tensor) -> Tensor:
+        """Every rank's rows for each expert, int64 `[ranks, experts]` in the host's memory. Collective.
+
+        Raises:
+            RanksApart: on every rank, where others are elsewhere.
+        """
+        return self._meet(self._label(Purpose.EXPERTS, module), own)[:, : own.numel()]
+
+    def return_through(self, module: int) -> None:
+        """Meet before gradients go back. Collective.
+
+        Raises:
+            RanksApart: on every rank, where others are elsewhere.
+        """
+        self._meet(self._label(Purpose.EXPERTS_BACK, module), None)
+
+    def _label(self, purpose: Purpose, module: int) -> Label:
+        return Label(purpose, len(self._units) + module)
+
+    def _meet(self, label: Label, counts: Tensor | None) -> Tensor:
+        numbers = torch.zeros(1 + self._width, dtype=torch.int64)
+        numbers[0] = label.code
+        if counts is not None:
+            numbers[1 : 1 + counts.numel()] = counts
+        rows = self._along.gather_rows(numbers.to(self.axes.control_device)).cpu()
+        here = replace(label, names=(*self._units, *self._modules))
+        for rank, code in enumerate(rows[:, 0].tolist()):
+            if code != label.code:
+                raise RanksApart(
+                    f"The ranks that share experts have not run the same: here it is the turn of {here}, and on rank "
+                    f"{rank} along ep of {here.of_code(code)}. Each of them must call every module of experts, and the "
+                    "blocks around it, as often as the others and in the same order: where a rank has no tokens for "
+                    "it, call it with no rows, a tensor of shape [0, channels]; and the loss must depend on what it "
+                    "returns."
+                )
+        return rows[:, 1:]
+
+
+class Experts:
+    """How one module's rows come to its experts and back.
+
+    Args:
+        ranks: that share the experts.
+        module: its number among the modules of experts.
+        count: of all its experts.
+    """
+
+    def __init__(self, ranks: ExpertRanks, module: int, count: int) -> None:
+        self.ranks, self.count, self._module = ranks, count, module
+        # No part of compiled graphs, whose compiler would run it to see what it does.
+        self.dispatch = torch.compiler.disable(self._dispatch)
+        self.combine = torch.compiler.disable(self._combine)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    @property
+    def local(self) -> slice:
+        """Which of the experts this rank has."""
+        own = self.count // self.ranks.size
+        return slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
+
+    def _dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Route]:
+        """Bring rows to the ranks that have their experts. Collective; the host waits for the device.
+
+        Args:
+            rows: `[rows, channels]`, sorted by expert.
+            counts: int64 `[experts]`, how many are for each.
+
+        Returns:
+            The rows for this rank's experts, `[arrived, channels]`: sorted by expert, within one by the rank that they
+            are from, and within that as they were there. And their way back.
+        """
+        ranks, own = self.ranks, self.count // self.ranks.size
+        table = ranks.counts_at(self._module, counts.cpu())
+        going = table[ranks.rank].view(ranks.size, own).sum(dim=1).tolist()
+        here = table[:, self.local]
+        coming = here.sum(dim=1).tolist()
+        expert = torch.arange(own).repeat(ranks.size).repeat_interleave(here.flatten())
+        order = expert.argsort(stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        order, inverse = (each.to(rows.device, non_blocking=True) for each in (order, inverse))
+        route = Route(here.sum(dim=0), going, coming, order, inverse)
+        arrived = exchange(rows, lambda x: ranks.deal(x, going, coming), lambda grad: ranks.deal(grad, coming, going))
+        return permuted(arrived, order, inverse), route
+
+    def _combine(self, outputs: Tensor, route: Route) -> Tensor:
+        """Bring what has come of arrived rows back to where they are from. Collective.
+
+        Args:
+            outputs: `[arrived, channels]`, in the order of `dispatch`.
+
+        Returns:
+            `[rows, channels]`, in the order that `dispatch` was given.
+        """
+        ranks, module, going, coming = self.ranks, self._module, route.going, route.coming
+
+        def back(grad: Tensor) -> Tensor:
+            ranks.return_through(module)
+            return ranks.deal(grad, going, coming)
+
+        there = permuted(outputs, route.inverse, route.order)
+        return exchange(there, lambda x: ranks.deal(x, coming, going), back)
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order; no two are one, so that gradients are moved and not added up."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
+
+
+def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """`rows[order]`, of a permutation and its inverse."""
+    moved: Tensor = _Permuted.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
+    return moved
+
+
+# -- cutting a model ---------------------------------------------------------------------------------------------
+
+
+def experts_of(model: nn.Module) -> dict[str, SharesExperts]:
+    """The modules of experts of a model that ranks can share, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, SharesExperts)}
+
+
+def check_experts(model: nn.Module, size: int) -> dict[str, int]:
+    """How many experts each module has that ranks can share, by name.
+
+    Raises:
+        BadInput: a model without experts; a number of them that `size` ranks do not divide; parameters that cannot be
+            cut.
+    """
+    modules = experts_of(model)
+    if not modules:
+        raise BadInput(
+            f"The mesh has ep {size}, and {type(model).__name__} has no module of experts that ranks can share: one "
+            "has the methods use_experts and stacked, as those of the built-in decoder (model.experts). Leave ep out "
+            "of the mesh."
+        )
+    counts: dict[str, int] = {}
+    for name, module in modules.items():
+        assert isinstance(module, nn.Module)
+        for attribute in module.stacked():
+            if (record := record_of(module, attribute)) is not None and record.family is Family.EXPERT:
+                raise Misuse(
+                    f"'{name}.{attribute}' is shared by ranks along ep already: call tz.parallelize once, on a model "
+                    "that is whole."
+                )
+            check_replaceable(name, module, attribute)
+            count = getattr(module, attribute).shape[0]
+            if counts.setdefault(name, count) != count or count % size:
+                raise BadInput(
+                    f"'{name}.{attribute}' has {count} experts, of which {size} ranks (ep) cannot have as many each. "
+                    f"Choose ep so that it divides {counts[name]}."
+                )
+    return counts
+
+
+def share_experts(model: nn.Module, axes: Axes, counts: Mapping[str, int]) -> None:
+    """Give each rank along `ep` its run of the experts of every module. Collective.
+
+    Args:
+        counts: from `check_experts`.
+    """
+    ranks = ExpertRanks(axes, counts)
+    modules = {name: module for name, module in experts_of(model).items() if isinstance(module, nn.Module)}
+    stacked = [getattr(module, attribute) for module in modules.values() for attribute in module.stacked()]
+    synchronize([each for each in stacked if not each.is_meta], ranks.axes, ("ep",))
+    for number, (name, module) in enumerate(modules.items()):
+        experts = Experts(ranks, number, counts[name])
+        run = (experts.local.start, experts.local.stop)
+        for attribute in module.stacked():
+            whole = getattr(module, attribute)
+            record = Record(Family.EXPERT, Box.cut(whole.shape, 0, [run]))
+            leave_record(module, attribute, record)
+            module._parameters[attribute] = replaced_by_part(whole, record)
+        watch_states(module, name)
+        module.use_experts(experts)
+    vars(model)[SHARES_EXPERTS] = ranks

@@ -1,0 +1,279 @@
+"""A mixture of experts in the place of a feed-forward: each token is computed by a few of many.
+
+A `Router` scores the experts for each token and picks the `top_k` best. Rows are sorted by expert, each expert
+multiplies its own, and what comes of a token's rows is added up, weighted by its scores. No token is dropped, however
+many choose one expert, and rows are moved and never added into each other, so that all sums have one order.
+
+Experts are kept equally busy by a bias on their scores, which decides who is chosen and nothing else, and which moves
+after each step (loss-free balance, arXiv 2408.15664); or by an auxiliary loss (Switch, arXiv 2101.03961).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terrazzo.engine import engine_of, inside_backward
+from terrazzo.errors import BadInput
+from terrazzo.parallel import Experts, permuted
+
+__all__ = [
+    "ExpertsConfig",
+    "GroupedFeedForward",
+    "Load",
+    "MixtureOfExperts",
+    "Router",
+    "auxiliary_loss",
+    "balance_experts",
+    "routers_of",
+]
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """How a `Decoder` mixes experts.
+
+    Attributes:
+        count: experts of each block.
+        top_k: how many compute each token.
+        ffn_dim: width of one.
+        shared: how many more compute every token, as one feed-forward of so many times the width.
+        scores: `softmax` over all experts, or the `sigmoid` of each.
+        normalize: those that are chosen have weights that add up to 1.
+        apply: weights multiply what experts give, `after`, or what they are given, `before`.
+        balance: by a `bias` on the scores, by an auxiliary `loss`, or `none`.
+        bias_rate: how far a step moves the bias.
+        loss_weight: of the auxiliary loss, for each token.
+        z_loss: weight of the mean square of the scores' log-sum-exp (ST-MoE, arXiv 2202.08906); 0 for none.
+
+    Raises:
+        BadInput: more experts for a token than there are, or sizes that are not positive.
+    """
+
+    count: int
+    top_k: int
+    ffn_dim: int
+    shared: int = 0
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    apply: Literal["after", "before"] = "after"
+    balance: Literal["bias", "loss", "none"] = "bias"
+    bias_rate: float = 1e-3
+    loss_weight: float = 1e-2
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, least = getattr(self, field.name), int(field.name in ("count", "top_k", "ffn_dim"))
+            if isinstance(value, int | float) and not value >= least:
+                raise BadInput(f"model.experts.{field.name} is {value}; it must be at least {least}.")
+        if self.top_k > self.count:
+            raise BadInput(
+                f"model.experts.top_k = {self.top_k} experts compute each token, and there are {self.count}: give a "
+                f"top_k of at most model.experts.count = {self.count}."
+            )
+
+
+class Router(nn.Module):
+    """Which experts compute a token, and with which weights. All in fp32.
+
+    Attributes:
+        bias: fp32 `[experts]`, added to the scores where experts are chosen.
+        load: int64 `[experts]`, rows in training forwards since `balance_experts` last took them.
+        entropy: fp64 `[2]`, sums since then: of the entropy of each token's scores in nats, and of tokens.
+        auxiliary: of the last training forward, to be added to a sum of losses over tokens; None for none.
+    """
+
+    bias: Tensor
+    load: Tensor
+    entropy: Tensor
+
+    def __init__(self, dim: int, config: ExpertsConfig, std: float) -> None:
+        super().__init__()
+        self.config, self.std = config, std
+        self.weight = nn.Parameter(torch.empty(config.count, dim))
+        self.register_buffer("bias", torch.empty(config.count, dtype=torch.float32))
+        self.register_buffer("load", torch.empty(config.count, dtype=torch.int64), persistent=False)
+        self.register_buffer("entropy", torch.empty(2, dtype=torch.float64), persistent=False)
+        self.auxiliary: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        for buffer in (self.bias, self.load, self.entropy):
+            buffer.zero_()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """For tokens `[T, dim]`: fp32 weights and int64 numbers of their experts, each `[T, top_k]`."""
+        config = self.config
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.softmax(dim=-1) if config.scores == "softmax" else logits.sigmoid()
+        chosen = (scores.detach() + self.bias).topk(config.top_k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if config.normalize:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny)
+        if self.training and torch.is_grad_enabled():
+            auxiliary = self._auxiliary(logits, scores, chosen)  # computed again too: torch compares what is saved
+            if not inside_backward():
+                self._count(scores.detach(), chosen)
+                self.auxiliary = auxiliary
+        return weights, chosen
+
+    def _count(self, scores: Tensor, chosen: Tensor) -> None:
+        share = scores / scores.sum(dim=-1, keepdim=True)
+        self.load += torch.bincount(chosen.flatten(), minlength=self.config.count)
+        self.entropy[0] -= torch.xlogy(share, share).sum()
+        self.entropy[1] += len(share)
+
+    def _auxiliary(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor | None:
+        """Sums over tokens, of `experts × share of the rows × share of the scores` and of the z-loss."""
+        config, losses = self.config, []
+        if config.balance == "loss":
+            share = scores / scores.sum(dim=-1, keepdim=True)
+            rows = torch.bincount(chosen.flatten(), minlength=config.count) / max(1, chosen.numel())
+            losses.append(config.loss_weight * config.count * (rows * share.sum(dim=0)).sum())
+        if config.z_loss:
+            losses.append(config.z_loss * logits.logsumexp(dim=-1).square().sum())
+        return torch.stack(losses).sum() if losses else None
+
+
+class GroupedFeedForward(nn.Module):
+    """The matrices of all experts, stacked, each a SwiGLU: `down(silu(gate(x)) × up(x))`.
+
+    `tz.parallelize` leaves a rank along `ep` those of its own experts.
+    """
+
+    experts: Experts | None = None
+
+    def __init__(self, dim: int, config: ExpertsConfig, std: float, out_std: float) -> None:
+        super().__init__()
+        self._stds = {"gate": std, "up": std, "down": out_std}
+        self.gate = nn.Parameter(torch.empty(config.count, config.ffn_dim, dim))
+        self.up = nn.Parameter(torch.empty(config.count, config.ffn_dim, dim))
+        self.down = nn.Parameter(torch.empty(config.count, dim, config.ffn_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for name, std in self._stds.items():
+            nn.init.normal_(getattr(self, name), std=std)
+
+    def stacked(self) -> tuple[str, ...]:
+        return tuple(self._stds)
+
+    def use_experts(self, experts: Experts) -> None:
+        self.experts = experts
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What the experts give for `rows` `[rows, dim]`, sorted by expert, `counts` int64 `[experts]` for each."""
+        if self.experts is None:
+            return self._own(rows, counts)
+        arrived, route = self.experts.dispatch(rows, counts)
+        back: Tensor = self.experts.combine(self._own(arrived, route.counts), route)
+        return back
+
+    def _own(self, rows: Tensor, counts: Tensor) -> Tensor:
+        hidden = F.silu(grouped(rows, self.gate, counts)) * grouped(rows, self.up, counts)
+        return grouped(hidden, self.down, counts)
+
+
+def grouped(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Rows times the transposed matrix of their group: `[rows, in]` and `[groups, out, in]` to `[rows, out]`.
+
+    One kernel where torch has one; else one product after the other, for which the host waits for the counts.
+    """
+    aligned = all(size * rows.itemsize % 16 == 0 for size in matrices.shape[1:])
+    if rows.dtype == torch.bfloat16 and aligned:
+        ends = counts.cumsum(0, dtype=torch.int32).to(rows.device)
+        product: Tensor = F.grouped_mm(rows, matrices.mT, offs=ends)
+        return product
+    pairs = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
+    return torch.cat([F.linear(own, matrix) for own, matrix in pairs])
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward `[..., T, dim]` of which each token's part is computed by a few experts.
+
+    Args:
+        shared: computes every token, and is added; None for none.
+    """
+
+    def __init__(self, dim: int, config: ExpertsConfig, shared: nn.Module | None, std: float, out_std: float) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Router(dim, config, std)
+        self.experts = GroupedFeedForward(dim, config, std, out_std)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(tokens)
+        expert = chosen.flatten()
+        order = expert.argsort(stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        each = weights.flatten().unsqueeze(-1).to(tokens.dtype)
+        rows = tokens.repeat_interleave(self.config.top_k, dim=0) if self.config.top_k > 1 else tokens
+        rows = rows * each if self.config.apply == "before" else rows
+        counts = torch.bincount(expert, minlength=self.config.count)
+        rows = permuted(self.experts(permuted(rows, order, inverse), counts), inverse, order)
+        rows = rows * each if self.config.apply == "after" else rows
+        mixed: Tensor = rows.unflatten(0, (-1, self.config.top_k)).sum(dim=1).view_as(x)
+        return mixed if self.shared is None else mixed + self.shared(x)
+
+
+def routers_of(model: nn.Module) -> Iterator[tuple[str, Router]]:
+    """The routers of a model, by name."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor | None:
+    """The auxiliary losses of the last training forward, to be added to a sum of losses over tokens; None for none."""
+    put_aside = [router.auxiliary for _, router in routers_of(model)]
+    losses = [each for each in put_aside if each is not None]
+    return torch.stack(losses).sum() if losses else None
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy the experts of one router have been, over all ranks.
+
+    Attributes:
+        counts: rows that each has computed; none is ever dropped.
+        imbalance: those of the busiest, as a multiple of the mean; 1 where all are alike.
+        entropy: mean of the entropy of tokens' scores, in nats.
+    """
+
+    counts: tuple[int, ...]
+    imbalance: float
+    entropy: float
+
+
+def balance_experts(model: nn.Module) -> dict[str, Load]:
+    """Take what has been counted since the last call, and move the bias of routers that balance by it. Collective.
+
+    Call it on every rank once a step, after the optimizer's.
+
+    Args:
+        model: sharded.
+
+    Returns:
+        By name of the router, equal on all ranks.
+    """
+    routers, axes, found = dict(routers_of(model)), engine_of(model).axes, {}
+    for name, router in routers.items():
+        load, entropy = axes.total(router.load, axes.every), axes.total(router.entropy, axes.every)
+        mean = load.double().mean()
+        imbalance = float(load.max() / mean) if mean else 1.0
+        found[name] = Load(tuple(load.tolist()), imbalance, float(entropy[0] / entropy[1].clamp(min=1)))
+        with torch.no_grad():
+            if router.config.balance == "bias":
+                router.bias += router.config.bias_rate * torch.sign(mean - load).float()
+                router.bias -= router.bias.mean()
+            router.load.zero_()
+            router.entropy.zero_()
+    return found

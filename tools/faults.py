@@ -1,0 +1,345 @@
+"""The faults of `make mutations`, which `tools.mutations` puts in: one line each, folder by folder."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["MUTATIONS", "Mutation"]
+
+
+class Mutation(NamedTuple):
+    """`old`, which is in `file` below `src/terrazzo` exactly once, becomes `new`; `tests` should find it."""
+
+    breaks: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = [
+    # -- schedule and bucket
+    Mutation(
+        "backward reads weights that are still on their way",
+        "engine/schedule.py",
+        "self._ask_for(unit, Purpose.END_OF_BACKWARD)\n        unit.wait()",
+        "self._ask_for(unit, Purpose.END_OF_BACKWARD)",
+        "engine/test_parity_processes.py",
+    ),
+    Mutation(
+        "one unit less is prefetched in backward",
+        "engine/schedule.py",
+        "order.backward[step + 1 : step + 1 + self.prefetch]",
+        "order.backward[step + 1 : step + self.prefetch]",
+        "planner/test_memory_engine.py",
+    ),
+    Mutation(
+        "what is kept until backward is a view of memory that goes",
+        "engine/bucket.py",
+        "Buffer(self.space, kept.axes, kept.data.clone())",
+        "Buffer(self.space, kept.axes, kept.data)",
+        "engine/test_parity.py",
+    ),
+    # -- gradients and their sums
+    Mutation(
+        "an earlier micro-batch is overwritten",
+        "engine/gradient.py",
+        "target.add_(given)",
+        "target.copy_(given)",
+        "engine/test_parity.py",
+    ),
+    Mutation(
+        "gradients of norms are not summed over tp",
+        "engine/family.py",
+        '(("tp",) if self is Family.SHARED else ())',
+        "()",
+        "parallel/test_tensor.py",
+    ),
+    Mutation(
+        "what all tp ranks compute alike is counted for each of them",
+        "engine/gradient.py",
+        "not member.record.replicated for",
+        "member.record.replicated for",
+        "parallel/test_tensor.py",
+    ),
+    Mutation(
+        "the total norm counts what tp ranks share more than once",
+        "engine/gradient.py",
+        "rest = axes.names if axes.has_experts else axes.summed_beside",
+        "rest = axes.names if axes.has_experts else ()",
+        "parallel/test_tensor.py",
+    ),
+    Mutation(
+        "the total norm counts what copies of experts share more than once",
+        "engine/gradient.py",
+        "rest = axes.names if axes.has_experts else axes.summed_beside",
+        "rest = axes.summed_beside",
+        "parallel/test_expert_training.py",
+    ),
+    Mutation(
+        "ranks with other experts add up their gradients",
+        "engine/family.py",
+        '"edp" if self is Family.EXPERT',
+        '"dp_shard" if self is Family.EXPERT',
+        "parallel/test_expert_training.py",
+    ),
+    Mutation(
+        "rows of one expert are not in the order of the ranks that they are from",
+        "parallel/expert.py",
+        "expert.argsort(stable=True)",
+        "expert.argsort(stable=True, descending=True)",
+        "parallel/test_expert.py",
+    ),
+    Mutation(
+        "a rank does not say that it has come to the end of a forward",
+        "engine/loop/hooks.py",
+        "self._companions.end(Purpose.END_OF_FORWARD)",
+        "pass",
+        "parallel/test_expert.py",
+    ),
+    Mutation(
+        "recomputation counts rows again",
+        "train/model/experts.py",
+        "if not inside_backward():",
+        "if True:",
+        "parallel/test_expert_training.py",
+    ),
+    Mutation(
+        "padding between parameters is not zeroed",
+        "engine/gradient.py",
+        "pending[gap.start : gap.stop].zero_()",
+        "pass",
+        "engine/test_numerics.py engine/test_unused.py",
+    ),
+    Mutation(
+        "a parameter without a gradient counts as what its memory held",
+        "engine/gradient.py",
+        "self.pending[slot.range.start : slot.range.stop].zero_()",
+        "pass",
+        "engine/test_unused.py",
+    ),
+    Mutation(
+        "clipping scales what a later backward brings, too",
+        "engine/gradient.py",
+        "        if there is not None:\n            there.apply_factor()",
+        "        if there is not None:",
+        "engine/test_numerics.py engine/offload/test_bits.py",
+    ),
+    Mutation(
+        "an edit in 16 bits rounds the master weights that it leaves alone",
+        "engine/buffer.py",
+        "torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype))",
+        "value.to(kept.dtype)",
+        "engine/test_at_rest.py",
+    ),
+    Mutation(
+        "a sum is rounded to the dtype that it was sent in",
+        "engine/gradient.py",
+        ".reduce_scatter(data.to(wire), dtype)",
+        ".reduce_scatter(data.to(wire), wire)",
+        "engine/test_numerics.py",
+    ),
+    Mutation(
+        "a mean is taken along each axis",
+        "engine/gradient.py",
+        "divisor = denominator if move.divides else 1",
+        "divisor = denominator",
+        "engine/test_parity.py engine/test_order.py",
+    ),
+    Mutation(
+        "terms of a sum come in another order",
+        "engine/links/sums.py",
+        "for part in parts[1:-1]:",
+        "for part in reversed(parts[1:-1]):",
+        "engine/test_parity.py",
+    ),
+    # -- collectives
+    Mutation(
+        "memory is used again while a neighbour reads it",
+        "engine/links/gloo.py",
+        "                neighbour.await_taken(kind)",
+        "                pass",
+        "engine/links",
+    ),
+    Mutation(
+        "the last element of a sum is left out",
+        "engine/links/gloo.py",
+        "for start in range(0, total.numel(), step):",
+        "for start in range(0, total.numel() - 1, step):",
+        "engine/links",
+    ),
+    # -- optimizers
+    Mutation(
+        "memory is given back while it is sent to another machine",
+        "engine/links/gloo.py",
+        "            for work in going:\n                work.wait()",
+        "            pass",
+        "engine/links engine/test_processes.py",
+    ),
+    Mutation(
+        "small gradients are scaled up by clipping",
+        "engine/optim/clipping.py",
+        "(max_norm / (total + 1e-6)).clamp(max=1.0)",
+        "max_norm / (total + 1e-6)",
+        "engine/test_numerics.py",
+    ),
+    Mutation(
+        "the loss scale grows though steps overflowed between",
+        "engine/scaler.py",
+        "self.skipped_steps += 1\n        self._good_steps = 0",
+        "self.skipped_steps += 1",
+        "engine/test_fp16.py",
+    ),
+    # -- offload
+    Mutation(
+        "an update that is under way sees a rate set later",
+        "engine/optim/settings.py",
+        "return value.clone()",
+        "return value",
+        "engine/offload/test_bits.py engine/offload/test_modes.py",
+    ),
+    Mutation(
+        "a tray is filled while it is written to a file",
+        "engine/offload/update.py",
+        "self._trays.append(tray)\n        tray.finish_writing()",
+        "self._trays.append(tray)",
+        "engine/offload/test_bits.py engine/offload/test_disk_faults.py",
+    ),
+    Mutation(
+        "a cell is read while an earlier write of it is under way",
+        "engine/offload/update.py",
+        "            if tray.holds(task.bucket, task.window):\n                tray.finish_writing()",
+        "            pass",
+        "engine/offload/test_disk_faults.py engine/offload/test_bits.py",
+    ),
+    Mutation(
+        "weights are gathered from a file that is being written",
+        "engine/offload/update.py",
+        "                self._finish_weights(task.bucket)",
+        "                pass",
+        "engine/offload/test_bits.py",
+    ),
+    Mutation(
+        "a block goes to the start of its stripe",
+        "engine/offload/disk.py",
+        "stripe * size + inside, at",
+        "stripe * size, at",
+        "engine/offload/test_disk.py",
+    ),
+    # -- checkpoints
+    Mutation(
+        "a file is not flushed",
+        "checkpoint/local.py",
+        "os.fsync(self._descriptor)",
+        "pass",
+        "checkpoint/test_power_loss.py",
+    ),
+    Mutation(
+        "a folder is renamed before its names are flushed",
+        "checkpoint/local.py",
+        "        sync_folder(self._path)\n        if",
+        "        if",
+        "checkpoint/test_power_loss.py",
+    ),
+    Mutation(
+        "a block counts as written whatever is read back",
+        "checkpoint/shard.py",
+        "return digest(buffer) == expected",
+        "return True",
+        "checkpoint/test_damage.py",
+    ),
+    Mutation(
+        "only a part of the blocks is checked on loading",
+        "checkpoint/native.py",
+        "for block in shares[part]:",
+        "for block in shares[0]:",
+        "checkpoint/test_damage.py",
+    ),
+    Mutation(
+        "weights on other ranks stay as they were after loading",
+        "engine/states/state.py",
+        "        self._engine.publish()\n",
+        "",
+        "checkpoint/test_save_load.py",
+    ),
+    # -- dialects
+    Mutation(
+        "a default of DeepSpeed's is wrong",
+        "dialects/deepspeed/keys_zero.py",
+        '"stage3_param_persistence_threshold": Key(whole(), 100_000,',
+        '"stage3_param_persistence_threshold": Key(whole(), 10_000,',
+        "dialects/test_deepspeed.py",
+    ),
+    Mutation(
+        "Adam's betas are swapped",
+        "dialects/trainer/read_loop.py",
+        "derived((first.value, second.value)",
+        "derived((second.value, first.value)",
+        "dialects/test_trainer.py",
+    ),
+    # -- planner
+    Mutation(
+        "moments are billed for padding, too",
+        "planner/memory/buckets.py",
+        "return min(self.end, self.numel(self.optim_axes))",
+        "return self.numel(self.optim_axes)",
+        "planner/test_memory_engine.py",
+    ),
+    Mutation(
+        "a sum that replaces its terms is billed beside them",
+        "engine/spec.py",
+        "self.precision.accumulate.itemsize if partial and finish else 0",
+        "self.precision.accumulate.itemsize",
+        "engine/test_memory.py planner/test_engine_truth.py",
+    ),
+    # -- training
+    Mutation(
+        "the first step of a warm-up learns nothing",
+        "train/optimizer.py",
+        "return (step + 1) / config.warmup_steps",
+        "return step / config.warmup_steps",
+        "train/test_schedule.py",
+    ),
+    Mutation(
+        "the reported loss is that of the last micro-batch",
+        "train/loop.py",
+        "total += loss.detach()",
+        "total = loss.detach()",
+        "train/test_sft.py",
+    ),
+    Mutation(
+        "DPO forgets its reference",
+        "train/objectives.py",
+        "(completion_log_probs(model, batch, device) - reference)",
+        "completion_log_probs(model, batch, device)",
+        "train/test_preferences.py",
+    ),
+    Mutation(
+        "a score is read at the last token but one",
+        "train/objectives.py",
+        "torch.arange(1, batch.targets.shape[1] + 1)",
+        "torch.arange(batch.targets.shape[1])",
+        "train/test_preferences.py",
+    ),
+    Mutation(
+        "positions run on over the documents in a sequence",
+        "train/data/sequences.py",
+        "places - np.maximum(self.offsets[document], start)",
+        "places - start",
+        "train/test_documents_apart.py",
+    ),
+    Mutation(
+        "ranks share out a step's samples by micro-batch first",
+        "train/data/loader.py",
+        "indices.reshape(self.world_size, -1, self.batch.micro_batch)[self.rank]",
+        "indices.reshape(-1, self.world_size, self.batch.micro_batch)[:, self.rank]",
+        "train/test_data_loader.py",
+    ),
+    Mutation(
+        "a step that was read ahead is trained on after resuming",
+        "train/data/loader.py",
+        "self.ahead, self.cursor = None, Cursor(",
+        "self.cursor = Cursor(",
+        "train/test_data_loader.py",
+    ),
+]
