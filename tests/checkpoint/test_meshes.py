@@ -58,7 +58,7 @@ class Net(nn.Module):
                 box, family = Box.cut(shape, CUTS[name][1], list(_runs(CUTS[name][2], tp, rank))), Family.DENSE
             setattr(self, name, nn.Parameter(box.of(full)))
             if tp > 1:
-                leave_record(self, name, Record(family, box, alike=family is Family.SHARED))
+                leave_record(self, name, Record(family, box, replicated=family is Family.SHARED))
 
     def forward(self) -> Tensor:
         return torch.stack([p.pow(3).sum() for p in self.parameters()]).sum()

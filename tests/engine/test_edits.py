@@ -549,3 +549,50 @@ def test_a_copied_unit_runs_on_one_rank_alone() -> None:
             assert block.up.weight.grad is not None
 
     on_ranks(2, body)
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize(("plan", "write"), [("zero0", False), ("zero2", False), ("zero2", True), ("zero3", True)])
+def test_other_data_in_the_same_memory_is_seen(plan: str, write: bool) -> None:
+    """Such as a checkpoint's layout that is turned."""
+    torch.manual_seed(0)
+    base = Square()
+    alone = copy.deepcopy(base)
+    x = torch.randn(3, 5)
+
+    def play(model: Any, optimizer: Any, turned: Any) -> None:
+        for number in range(3):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 0:
+                with turned():
+                    model.up.weight.data = model.up.weight.data.t()
+
+    play(alone, sgd(alone.parameters()), contextlib.nullcontext)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        own = copy.deepcopy(base)
+        model, optimizer = tz.shard(own, sgd(own.parameters()), plan)
+        play(model, optimizer, lambda: tz.gathered(model, write=True) if write else contextlib.nullcontext())
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()))
+
+
+@pytest.mark.parametrize("part", [lambda data: data[:1], lambda data: data.flatten(), lambda data: data[:, :2]])
+def test_a_part_of_its_own_memory_is_no_other_data(part: Callable[[Tensor], Tensor]) -> None:
+    with fake_group(1):
+        model, _ = tz.shard(Square(), None, "zero0")
+        model.up.weight.data = part(model.up.weight.data)
+        with pytest.raises(tz.Misuse, match=r"'up\.weight' has been given other data.*is a view of the"):
+            model(torch.ones(2, 5))

@@ -419,6 +419,11 @@ def test_outputs_that_the_loss_scale_cannot_reach_are_refused() -> None:
     on_ranks(2, body)
 
 
+@dataclass
+class Kept:
+    loss: Tensor
+
+
 class Asides(Net):
     """Puts an auxiliary loss aside as `way` says, and a state that its next forward goes on from."""
 
@@ -442,6 +447,12 @@ class Asides(Net):
             self.kept = aux
         elif self.way == "list":
             self.losses.append(aux)
+        elif self.way == "tuple":
+            self.aux = (aux, "balance")
+        elif self.way == "nested":
+            self.aux = {"of blocks": [(aux,)]}
+        elif self.way == "dataclass":
+            self.aux = Kept(aux)
         hidden = hidden if self.hidden is None else hidden + self.hidden
         self.hidden = self.blocks[1](hidden)
         logits = self.head(self.blocks[2](self.hidden))
@@ -456,11 +467,15 @@ class Asides(Net):
             "dict": lambda: self.aux["loss"],
             "buffer": lambda: self.kept,
             "list": lambda: self.losses[0],
+            "tuple": lambda: self.aux[0],
+            "nested": lambda: self.aux["of blocks"][0][0],
+            "dataclass": lambda: self.aux.loss,
         }[self.way]()
         return (out[0] if self.way == "output" else out).square().mean() + 3 * aux
 
 
-@pytest.mark.parametrize("way", ["attribute", "dict", "buffer", "list"])
+@pytest.mark.cover
+@pytest.mark.parametrize("way", ["attribute", "dict", "buffer", "list", "tuple", "nested", "dataclass"])
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 def test_what_is_put_aside_trains_at_the_scale_of_an_output(plan: str, way: str) -> None:
     """A state with a gradient that the next forward goes on from is scaled once, by that forward's output."""
@@ -501,3 +516,11 @@ def test_gradients_sent_back_in_fp16_keep_the_loss_scale(plan: str) -> None:
 
     wanted, found = (on_ranks(4, partial(norm, reduce)) for reduce in ("fp32", "fp16"))
     assert found == pytest.approx(wanted, rel=1e-2)
+
+
+def test_the_scale_stays_a_number() -> None:
+    """Gradients of zeros never overflow."""
+    scaler = LossScaler(LossScaling(interval=1))
+    for _ in range(200):
+        scaler.update(overflow=False)
+    assert scaler.scale == 2.0**127

@@ -460,3 +460,29 @@ def test_a_gradient_that_outlives_its_model_says_so() -> None:
         for use in (lambda grad: grad.norm(), lambda grad: grad.mul_(0.5)):
             with pytest.raises(tz.Misuse, match=r"'head\.weight\.grad' belongs to a sharded model that is gone.*Keep"):
                 use(parameter.grad)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero2"])
+def test_at_a_rate_of_zero_a_gradient_that_no_step_would_use_is_refused(plan: str) -> None:
+    """Moments would not have it when a warm-up goes on; one of zeros, with which torch has states made, is no loss."""
+    with fake_group(1):
+        model = Net()
+        model, optimizer = tz.shard(model, torch.optim.AdamW(model.parameters(), lr=0.0), plan)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(tz.Misuse, match="by hand"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("measure", [torch.norm, torch.sum])
+def test_a_measure_by_keyword_is_refused_by_name(measure: Any) -> None:
+    def body(rank: int) -> None:
+        model, _ = tz.shard(Net(), None, "zero2")
+        loss_of(model, batch(0, rank)).backward()
+        with pytest.raises(tz.Misuse, match=r"head\.weight"):
+            measure(input=model.head.weight.grad)
+
+    on_ranks(2, body)

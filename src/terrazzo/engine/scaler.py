@@ -20,6 +20,9 @@ from terrazzo.errors import Diverged
 __all__ = ["Denominator", "LossScaler", "scale_backward"]
 
 
+_LARGEST = 2.0**127  # the largest power of two that fp32 has
+
+
 class LossScaler:
     """The running scale.
 
@@ -46,7 +49,7 @@ class LossScaler:
         if not overflow:
             self._good_steps += 1
             if self._good_steps % settings.interval == 0:
-                self.scale *= settings.growth
+                self.scale = min(self.scale * settings.growth, _LARGEST)
                 self._patience = settings.hysteresis
             return
         self.skipped_steps += 1

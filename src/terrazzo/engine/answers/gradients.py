@@ -179,12 +179,12 @@ class _ShownGradients:
         with _PLAINLY():
             for shelf in self._all_shelves():
                 for member, is_forgotten in shelf.unused():
-                    if member.group >= 0 and self._learns():
+                    if member.group >= 0 and (self._learns() or not _is_zero(member.parameter.grad)):
                         raise _put_back(member) if is_forgotten else _set_by_hand(member)
         self.notice_dropped()
 
     def _learns(self) -> bool:
-        """Whether a step would change anything: torch has states made by one of zeros, at a learning rate of 0."""
+        """Whether a step changes weights: torch has states made by one of zeros, at a learning rate of 0."""
         groups = (group for driver in self._engine.drivers.stepping() for group in driver.optimizer.param_groups)
         return any(float(group.get("lr", 1)) != 0 for group in groups)
 
@@ -269,6 +269,10 @@ def _name(key: Key) -> str:
 
 
 # What is said of a `.grad` that users have set, and that the engine cannot take.
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    return gradient is None or not bool(gradient.any())
 
 
 def _set_by_hand(member: Member) -> Misuse:

@@ -119,17 +119,17 @@ class Measured(Refusing):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = kwargs or {}
-        if func in _ELEMENTWISE and isinstance(args[0], Measured) and not _tensors(args[1:], named):
-            own = args[0]
+        named, first = kwargs or {}, args[0] if args else None
+        if func in _ELEMENTWISE and isinstance(first, Measured) and not _tensors(args[1:], named):
+            own = first
             with torch.no_grad():
                 made = type(own).of(func(own.part, *args[1:], **named), own, own.terrazzo_link.name, own.spread)
             made.tracked = own.tracked and func not in _ALIASES and made.part.is_floating_point()
             return made
-        if func in _MEASURES and isinstance(args[0], Measured):
+        if func in _MEASURES and isinstance(first, Measured):
             with torch.no_grad():
-                number = _MEASURES[func](args[0], *args[1:], **torch_names(named))
-            return _ungraded(number, args[0].terrazzo_link.name) if args[0].tracked else number
+                number = _MEASURES[func](first, *args[1:], **torch_names(named))
+            return _ungraded(number, first.terrazzo_link.name) if first.tracked else number
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod

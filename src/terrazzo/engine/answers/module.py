@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.answers.loading import check_loading, hooked_after, hooked_before
 from terrazzo.engine.border.parameter import AtRest
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
@@ -88,7 +89,8 @@ class ShardedModule(nn.Module):
         Args:
             state_dict: full tensors of any dtype, the same on every rank. It may be lazy: each is looked up when it is
                 needed. A tensor that the model has under several names may come under any of them. Modules that have
-                their own `set_extra_state` are given theirs.
+                their own `set_extra_state` are given theirs, and hooks that they have registered for loading are
+                called, before and after.
             strict: refuse missing and unexpected names; else what is missing keeps its values.
             assign: changes nothing: parameters stay views of the engine's memory, in the dtypes of its precision.
 
@@ -96,50 +98,53 @@ class ShardedModule(nn.Module):
             `missing_keys` and `unexpected_keys`, as torch does.
 
         Raises:
-            BadInput: for what is no state dict, for names, if `strict`, and for tensors of other shapes, on any rank;
-                nothing has been changed.
+            BadInput: for what is no state dict, for names, if `strict`, for tensors of other shapes, and for modules
+                that load in a way of their own, on any rank; nothing has been changed.
             RanksApart: where ranks were given other names, before anything is changed, or other values.
         """
         buffers, takers = persistent_buffers(self), extra_state_takers(self)
         own = ModelState(self)
-        missing, unexpected = together(
-            self._terrazzo.axes, lambda: self._compare_names(state_dict, strict, own, buffers, takers)
+        given, loaded = together(
+            self._terrazzo.axes, lambda: self._prepare_loading(state_dict, strict, own, buffers, takers)
         )
-        own.load(state_dict, buffers)
+        own.load(given, buffers)
         for name, module in takers.items():
-            if name in state_dict:
-                module.set_extra_state(state_dict[name])
-        return _Loaded(missing, unexpected)
+            if name in given:
+                module.set_extra_state(given[name])
+        hooked_after(self, loaded)
+        return loaded
 
-    def _compare_names(
+    def _prepare_loading(
         self,
         given: Any,
         strict: bool,
         own: ModelState,
         buffers: Sequence[PersistentBuffer],
         takers: Mapping[str, nn.Module],
-    ) -> tuple[list[str], list[str]]:
-        """What a state dict lacks, and what it has too much.
+    ) -> tuple[Mapping[str, Any], _Loaded]:
+        """A state dict as modules' hooks change it; what it lacks, and what it has too much.
 
         Raises:
-            BadInput: where there is any, if `strict`, and for what is no state dict.
+            BadInput: where there is any, if `strict`; for what is no state dict; for modules that load otherwise.
         """
         if not isinstance(given, Mapping):
             raise BadInput(
                 f"load_state_dict takes names with full tensors, not a {type(given).__name__}. A file is read by"
                 " tz.checkpoint.load_weights(model, path), and a module gives its state_dict()."
             )
+        check_loading(self)
+        given, said = hooked_before(self, given, strict)
         known = {name for bucket in self._terrazzo.buckets() for slot in bucket.slots for name in slot.names}
         known |= {name for buffer in buffers for name in buffer.names} | takers.keys()
         absent = {buffer.name for buffer in buffers if not any(name in given for name in buffer.names)}
-        missing = sorted(own.missing(given) | absent)
+        missing = sorted({*own.missing(given), *absent, *said})
         missing += [name for name, each in takers.items() if name not in given and extra_state(each) is not None]
         unexpected = [name for name in given if name not in known]
         if strict and (missing or unexpected):
             how = _meant(given, unexpected, known) or "Pass strict=False to load what matches."
             lists = [listed([*map(repr, names)], _NAMED) or "nothing" for names in (missing, unexpected)]
             raise BadInput(f"load_state_dict: missing {lists[0]}, unexpected {lists[1]}. {how}")
-        return missing, unexpected
+        return given, _Loaded(missing, unexpected)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What `.to`, `.half` and their like do: nothing to parameters, or an error if it would be something; to

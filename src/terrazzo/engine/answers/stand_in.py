@@ -61,12 +61,13 @@ class StandIn(Refusing):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _ACTIONS and isinstance(args[0], StandIn):
+        first = args[0] if args else None
+        if func in _ACTIONS and isinstance(first, StandIn):
             return _ACTIONS[func](*args, **torch_names(kwargs or {}))
-        if measures(func) and args and isinstance(args[0], StandIn):
-            owner, key = _found(args[0])
+        if measures(func) and isinstance(first, StandIn):
+            owner, key = _found(first)
             return owner.measured(key, func, *args[1:], **(kwargs or {}))
-        if func in _FOR_EACH and all(isinstance(grad, StandIn) for grad in args[0]):
+        if func in _FOR_EACH and args and all(isinstance(grad, StandIn) for grad in args[0]):
             return _for_each(_FOR_EACH[func], *args, **torch_names(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 

@@ -112,6 +112,8 @@ class Edits:
                 parameter.requires_grad is not trainable
                 or registered.get(attribute) is not parameter
                 or parameter.data_ptr() != start + offset_bytes
+                or parameter.shape != held.place.shape
+                or parameter.stride() != held.place.stride()
             ):
                 self._check_kept(held, registered, attribute)
                 if held.place.numel() and not any(each.held is held for each in found):  # registered twice if tied

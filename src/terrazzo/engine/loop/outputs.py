@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -113,18 +114,26 @@ def scale_asides(model: nn.Module, scaler: LossScaler) -> None:
     Inside of a forward it is not: there its gradient comes from the outputs, which have been scaled. So the next one
     begins with `restore_asides`.
     """
+
+    def scaled(tensor: Tensor) -> Tensor:
+        if _unscaled(tensor) is not None:
+            return tensor
+        made = scale_backward(tensor, scaler)
+        made.grad_fn.unscaled = tensor  # type: ignore[union-attr]
+        return made
+
     with torch.inference_mode(False), torch.enable_grad():
-        for holder, key, tensor in _asides(model):
-            if _unscaled(tensor) is None:
-                holder[key] = scale_backward(tensor, scaler)
-                holder[key].grad_fn.unscaled = tensor
+        _change_asides(model, scaled)
 
 
 def restore_asides(model: nn.Module) -> None:
     """A forward begins: the reverse, except for what has been replaced or changed in place."""
-    for holder, key, tensor in _asides(model):
-        if (unscaled := _unscaled(tensor)) is not None:
-            holder[key] = unscaled
+
+    def restored(tensor: Tensor) -> Tensor:
+        unscaled = _unscaled(tensor)
+        return tensor if unscaled is None else unscaled
+
+    _change_asides(model, restored)
 
 
 def _unscaled(tensor: Tensor) -> Tensor | None:
@@ -136,16 +145,34 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
 """Attributes of every module, which hold nothing that a forward computes."""
 
 
-def _asides(model: nn.Module) -> Iterator[tuple[Any, Any, Tensor]]:
-    """A dict or list, the key or index there, and the differentiable tensor."""
+def _change_asides(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """`change` differentiable tensors in attributes of modules, and in lists, dicts, tuples and dataclasses there."""
+    seen: set[int] = set()
     for module in model.modules():
         own = vars(module)
         for name in own.keys() - _OF_MODULES:
-            value = own[name]
-            held: list[tuple[Any, Any, Any]] = [(own, name, value)]
-            if isinstance(value, list | dict):
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                held = [(value, key, each) for key, each in items]
-            for holder, key, each in held:
-                if isinstance(each, Tensor) and each.grad_fn is not None:
-                    yield holder, key, each
+            if (made := _changed(own[name], change, seen)) is not own[name]:
+                own[name] = made
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
+    """What is to be in the place of `value`: itself, but for tensors, and tuples that have any."""
+    if isinstance(value, Tensor):
+        return value if value.grad_fn is None else change(value)
+    if isinstance(value, tuple):
+        parts = [_changed(each, change, seen) for each in value]
+        if all(map(operator.is_, parts, value)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    is_made = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if not (is_made or isinstance(value, list | dict)) or id(value) in seen:
+        return value
+    seen.add(id(value))
+    if is_made:
+        held = [(each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value)]
+    else:
+        held = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+    for key, each in held:
+        if (made := _changed(each, change, seen)) is not each:
+            _set(value, key, made)
+    return value
