@@ -12,13 +12,8 @@ ENGINE = ROOT / "src/terrazzo/engine"
 SOURCES = {str(path.relative_to(ENGINE).with_suffix("")): path.read_text() for path in ENGINE.rglob("*.py")}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 OF_OTHERS = {
-    "_fields",
-    "_asdict",
-    "_getframe",
-    "_init_weights",
-    "_is_hf_initialized",
-    "_make",
-    "_no_split_modules",
+    *("_asdict", "_fields", "_getframe", "_make"),
+    *("_init_weights", "_is_hf_initialized", "_no_split_modules"),
     "_us",
 }
 """Of Python's library and transformers' models, and an end of names of the kernel's files."""
