@@ -16,7 +16,16 @@ from torch import nn
 from terrazzo.errors import BadInput
 from terrazzo.parallel.styles import Column, Row, Style, Uncut
 
-__all__ = ["base_of", "with_adapters"]
+__all__ = ["adapted", "base_of", "with_adapters"]
+
+
+def adapted(model: nn.Module) -> list[str]:
+    """Names of the modules that have adapters of `peft`."""
+    return [name for name, module in model.named_modules() if _is_adapted(module)]
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
 
 
 def base_of(model: nn.Module) -> tuple[nn.Module, str]:
@@ -37,7 +46,7 @@ def with_adapters(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, St
     moved: dict[str, Style] = {}
     for name, style in styles.items():
         layer: Any = model.get_submodule(name)
-        if not hasattr(layer, "base_layer") or not hasattr(layer, "active_adapters"):
+        if not _is_adapted(layer):
             moved[name] = style
             continue
         if not _is_plain(layer) or not isinstance(style, Column | Row):

@@ -24,7 +24,8 @@ from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.making.parts import SHARES_EXPERTS
 from terrazzo.engine.states.materialize import synchronize
-from terrazzo.errors import BadInput, Misuse, RanksApart
+from terrazzo.errors import BadInput, Misuse, RanksApart, listed
+from terrazzo.parallel.adapters import adapted
 from terrazzo.parallel.exchanges import Peers, exchange
 from terrazzo.parallel.parts import check_replaceable, replaced_by_part, watch_states
 
@@ -242,8 +243,8 @@ def check_experts(model: nn.Module, size: int) -> dict[str, int]:
     """How many experts each module has that ranks can share, by name.
 
     Raises:
-        BadInput: a model without experts; a number of them that `size` ranks do not divide; parameters that cannot be
-            cut.
+        BadInput: a model without experts, or with adapters; a number of them that `size` ranks do not divide;
+            parameters that cannot be cut.
     """
     modules = experts_of(model)
     if not modules:
@@ -251,6 +252,11 @@ def check_experts(model: nn.Module, size: int) -> dict[str, int]:
             f"The mesh has ep {size}, and {type(model).__name__} has no module of experts that ranks can share: one "
             "has the methods use_experts and stacked, as those of the built-in decoder (model.experts). Leave ep out "
             "of the mesh."
+        )
+    if layers := adapted(model):
+        raise BadInput(
+            f"{listed(layers)}: adapters of peft, and ranks along ep {size} have not been tried with experts that are "
+            "frozen beside them. Leave ep out of the mesh, or train without adapters."
         )
     counts: dict[str, int] = {}
     for name, module in modules.items():

@@ -72,6 +72,11 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
             f"The mesh has ep {axes.size(['ep'])}, along which ranks share experts, but tz.parallelize has cut none of "
             "this model. Call tz.parallelize(model, mesh) before tz.shard; or leave ep out of the mesh."
         )
+    if frozen := [member.name for member in members if member.family is Family.EXPERT and not member.trainable]:
+        raise BadInput(
+            f"{listed(frozen)}: experts that ranks along ep share and that are frozen, as under adapters, which has "
+            "not been tried. Train them too, by requires_grad_(True) before tz.shard; or leave ep out of the mesh."
+        )
     if shared and whole:
         raise BadInput(
             f"The mesh has the axis {', '.join(shared)}, along which ranks share matrices, but tz.parallelize does not "
