@@ -137,7 +137,7 @@ def test_losses_are_what_backward_was_called_of(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_killed_has_said_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import time\nprint('there', flush=True)\ntime.sleep(60)\n", encoding="utf-8")
-    assert run([str(tmp_path / "script.py")], 1, tmp_path, {}, 3.0) == [Ended([], "killed")]
+    assert run([str(tmp_path / "script.py")], 1, tmp_path, {}, 10.0) == [Ended([], "killed")]
     assert 'script.py", line 3 in <module>' in (tmp_path / "rank0.log").read_text(encoding="utf-8")
 
 
