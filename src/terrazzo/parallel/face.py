@@ -70,13 +70,13 @@ def parallelize(
             that ep does not divide.
     """
     dims = mesh.mesh_dim_names or ()
+    tp = mesh["tp"].size() if "tp" in dims and tensor is not None else 1
     if "cp" in dims and mesh["cp"].size() > 1:
         if context is None:
             raise BadInput(
                 f"The mesh has cp {mesh['cp'].size()}, and context is None: each rank would take its part of a sequence"
                 " for the whole. Give context='gather', or make the mesh with dp_shard in the place of cp."
             )
-        tp = mesh["tp"].size() if "tp" in dims and tensor is not None else 1
         share_sequences(model, Context(mesh.get_group("cp"), context, balance, tp))
     if tensor is not None and tensor != "auto" and "tp" not in dims:
         raise BadInput(
@@ -85,7 +85,7 @@ def parallelize(
         )
     axes = Axes(mesh, Tally()) if expert_mesh(mesh) is not None else None
     counts = {} if axes is None else _experts(model, axes)
-    if tensor is not None and "tp" in dims and mesh["tp"].size() > 1:
+    if tensor is not None and tp > 1:
         _share_matrices(model, tensor_ranks(mesh), tensor, sequence, counts)
     if axes is not None:
         share_experts(model, axes, counts)

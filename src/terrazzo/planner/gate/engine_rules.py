@@ -60,11 +60,11 @@ ENGINE_RULES = (
             ("terrazzo",),
             "planned",
             lambda setup, _, axis=axis: getattr(setup.mesh, axis) > 1,  # type: ignore[misc]
-            f"Terrazzo has no {words} parallelism yet ({axis} {{{axis}}}).",
+            f"{who} has no {words} parallelism yet ({axis} {{{axis}}}).",
             f"Plan with it, but run with {axis} 1.",
             "terrazzo.engine.place",
         )
-        for axis, words in (("pp", "pipeline"), ("ep", "expert"))
+        for axis, words, who in (("pp", "pipeline", "Terrazzo"), ("ep", "expert", "terrazzo train"))
     ),
     Rule(
         "no plan of tensor parallelism",
