@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo import checkpoint, cli, engine, planner
-from terrazzo.checkpoint.manifest import Extent, File, Manifest, OptimizerState, State, Tensor, Tile, Topology
+from terrazzo.checkpoint.format.manifest import Extent, File, Manifest, OptimizerState, State, Tensor, Tile, Topology
 from terrazzo.engine import PLANS, PRECISIONS, Plan
 from terrazzo.engine.place import ROWS
 from terrazzo.engine.precision import DTYPE_FIELDS

@@ -23,7 +23,7 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint.lock import Lock
+from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.ending import Ending
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.peers import Neighbour

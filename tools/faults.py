@@ -229,28 +229,28 @@ MUTATIONS = [
     # -- checkpoints
     Mutation(
         "a file is not flushed",
-        "checkpoint/local.py",
+        "checkpoint/storage/local.py",
         "os.fsync(self._descriptor)",
         "pass",
         "checkpoint/test_power_loss.py",
     ),
     Mutation(
         "a folder is renamed before its names are flushed",
-        "checkpoint/local.py",
+        "checkpoint/storage/local.py",
         "        sync_folder(self._path)\n        if",
         "        if",
         "checkpoint/test_power_loss.py",
     ),
     Mutation(
         "a block counts as written whatever is read back",
-        "checkpoint/shard.py",
+        "checkpoint/storage/shard.py",
         "return digest(buffer) == expected",
         "return True",
         "checkpoint/test_damage.py",
     ),
     Mutation(
         "only a part of the blocks is checked on loading",
-        "checkpoint/native.py",
+        "checkpoint/loading/native.py",
         "for block in shares[part]:",
         "for block in shares[0]:",
         "checkpoint/test_damage.py",

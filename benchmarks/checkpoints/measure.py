@@ -33,7 +33,7 @@ from benchmarks.cpu.loops import Loop
 from benchmarks.cpu.rank import join
 from benchmarks.environment import processor, versions
 from terrazzo.checkpoint import Saver
-from terrazzo.checkpoint.native import Checkpoint
+from terrazzo.checkpoint.loading.native import Checkpoint
 from terrazzo.engine import ModelState
 
 KINDS = ("save", "blocked", "load")

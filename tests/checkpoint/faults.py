@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-import terrazzo.checkpoint.saver
+import terrazzo.checkpoint.saving.background
 import terrazzo.engine.links.collectives
 import terrazzo.engine.model.engine
 
@@ -284,7 +284,11 @@ def as_the_parent(work: Callable[[], object]) -> Callable[[], object]:
     """`work` of a fork that stands for this process, whose model it uses."""
 
     def body() -> object:
-        for module in (terrazzo.checkpoint.saver, terrazzo.engine.links.collectives, terrazzo.engine.model.engine):
+        for module in (
+            terrazzo.checkpoint.saving.background,
+            terrazzo.engine.links.collectives,
+            terrazzo.engine.model.engine,
+        ):
             module.require_own = lambda *_: None  # type: ignore[attr-defined]
         return work()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint.seal import seal_of
+from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.errors import BadInput, Damaged
 from tests.checkpoint.subject import build, differences, put, state_of
 from tests.helpers.threads import run_in_threads

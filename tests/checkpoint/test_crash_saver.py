@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint import saver as saver_module
-from terrazzo.checkpoint import step_path, writer_main
-from terrazzo.checkpoint.local import LocalDraft
+from terrazzo.checkpoint import step_path
+from terrazzo.checkpoint.saving import background as saver_module
+from terrazzo.checkpoint.saving import writer_main
+from terrazzo.checkpoint.storage.local import LocalDraft
 from terrazzo.errors import SaveFailed
 from terrazzo.tether import tie
 from tests.checkpoint import faults

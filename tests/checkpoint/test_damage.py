@@ -21,7 +21,7 @@ from torch import nn
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint import step_path
-from terrazzo.checkpoint.local import LocalStore
+from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.errors import BadInput, Damaged
 from tests.checkpoint import faults
 from tests.checkpoint.faults import Call, sampled, tapped_for_all
@@ -460,7 +460,7 @@ def test_ranks_that_see_different_checkpoints(root: Path) -> None:
 
 
 def test_the_newest_has_not_reached_every_rank(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("terrazzo.checkpoint.series._PATIENCE_S", 0.1, raising=False)
+    monkeypatch.setattr("terrazzo.checkpoint.upkeep.series._PATIENCE_S", 0.1, raising=False)
 
     def unseen(call: Call, real: faults.Real) -> Any:
         if dist.is_initialized() and dist.get_rank() == 1 and call.path.startswith(step_path(root, 2)):

@@ -17,8 +17,8 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint import saver as saver_module
 from terrazzo.checkpoint import step_path
+from terrazzo.checkpoint.saving import background as saver_module
 from terrazzo.errors import BadInput, SaveFailed
 from tests.checkpoint import faults
 from tests.checkpoint.faults import Call, Tap, tapped_for_all

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.checkpoint import step_path
-from terrazzo.checkpoint.seal import KEY_FILE, seal_of
+from terrazzo.checkpoint.format.seal import KEY_FILE, seal_of
 from terrazzo.errors import BadInput, Damaged
 from tests.checkpoint import faults
 from tests.checkpoint.forgery import (

@@ -14,9 +14,9 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint import shard
-from terrazzo.checkpoint.local import LocalFolder
-from terrazzo.checkpoint.manifest import BLOCK_BYTES
+from terrazzo.checkpoint.format.manifest import BLOCK_BYTES
+from terrazzo.checkpoint.storage import shard
+from terrazzo.checkpoint.storage.local import LocalFolder
 from tests.helpers.threads import exclusive, run_in_threads
 
 WIDTH, LAYERS = 1100, 3

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint.read import restore
+from terrazzo.checkpoint.loading.load import restore
 from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
 from terrazzo.engine import ModelState, engine_of
 from tests.engine.toys import Net, adamw, batch, loss_of

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrazzo.checkpoint.runs import Runs
+from terrazzo.checkpoint.format.runs import Runs
 from terrazzo.engine.layout import Range
 from terrazzo.engine.rectangles import Rectangle, whole
 

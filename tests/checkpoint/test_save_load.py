@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint import local
+from terrazzo.checkpoint.storage import local
 from terrazzo.errors import BadInput, SaveFailed
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -418,7 +418,7 @@ def test_extra_that_fails_on_one_rank_or_in_the_manifest_is_raised_on_every_rank
 
 
 def test_adapters_of_other_settings_are_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("terrazzo.checkpoint.read.misfits", lambda *_: ["missing: a.lora_A.weight"])
+    monkeypatch.setattr("terrazzo.checkpoint.loading.load.misfits", lambda *_: ["missing: a.lora_A.weight"])
 
     def body(rank: int) -> None:
         checkpoint.save(tmp_path / "a", *build("zero3"), {})

@@ -17,7 +17,7 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint import local
+from terrazzo.checkpoint.storage import local
 from terrazzo.errors import BadInput, SaveFailed
 from tests.engine.toys import Net, adamw, batch, loss_of
 from tests.helpers import programs
@@ -170,7 +170,7 @@ def test_a_program_ends_though_its_writer_cannot_be_killed(tmp_path: Path) -> No
     """As one in a system call that no signal interrupts."""
     held = """
 import os, signal
-from terrazzo.checkpoint import saver as module
+from terrazzo.checkpoint.saving import background as module
 module._BRIEF_S = 0.2
 saver.save(sys.argv[1] + "/step-00000000", {"step": 0})
 saver.wait()  # by now the writer is tied to this process
@@ -240,6 +240,6 @@ def test_without_an_optimizer_the_weights_alone_are_saved(pool: Pool, tmp_path: 
 
 def test_a_writer_starts_without_torch() -> None:
     """It would take a second of each rank's core at every start of a run, and 200 MB of its host while it lasts."""
-    code = "import sys, terrazzo.checkpoint.writer_main\nprint({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, terrazzo.checkpoint.saving.writer_main\nprint({'torch', 'numpy'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from terrazzo.checkpoint import Source, audit, compare, open_source
-from terrazzo.checkpoint.convert import convert
+from terrazzo.checkpoint import Source, open_source
 from terrazzo.checkpoint.exporters.dcp import export_dcp
 from terrazzo.checkpoint.exporters.huggingface import ModelDescription, export_huggingface
-from terrazzo.checkpoint.local import LocalFolder
-from terrazzo.checkpoint.seal import seal_of
+from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.source import WEIGHT
+from terrazzo.checkpoint.storage.local import LocalFolder
+from terrazzo.checkpoint.upkeep import audit, compare
+from terrazzo.checkpoint.upkeep.convert import convert
 from terrazzo.engine.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import BadInput, Damaged, SaveFailed
 from tests.checkpoint.documented import read_as_documented

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrazzo.checkpoint.tiling import tiling_problem
+from terrazzo.checkpoint.format.tiling import tiling_problem
 from terrazzo.engine.rectangles import Rectangle, whole
 
 

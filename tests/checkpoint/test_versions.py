@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint import audit, open_source
-from terrazzo.checkpoint.convert import convert
+from terrazzo.checkpoint import open_source
+from terrazzo.checkpoint.upkeep import audit
+from terrazzo.checkpoint.upkeep.convert import convert
 from terrazzo.engine import ModelState
 from tests.checkpoint.documented import read_as_documented
 from tests.checkpoint.subject import Witness, build, save

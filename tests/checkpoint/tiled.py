@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint.job import Job
-from terrazzo.checkpoint.manifest import head
-from terrazzo.checkpoint.shard import Entry, arrange
-from terrazzo.checkpoint.stores import store_and_name
+from terrazzo.checkpoint.format.manifest import head
+from terrazzo.checkpoint.saving.job import Job
+from terrazzo.checkpoint.storage.places import store_and_name
+from terrazzo.checkpoint.storage.shard import Entry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 
 Mesh = tuple[int, int]

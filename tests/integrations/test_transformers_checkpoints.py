@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint import open_source
-from terrazzo.checkpoint.job import Job
+from terrazzo.checkpoint.saving.job import Job
 from terrazzo.errors import SaveFailed
 from tests.helpers.processes import Pool
 from tests.integrations import killed

@@ -144,7 +144,7 @@ class Run:
 
 
 def _writes(words: list[str]) -> bool:
-    return "terrazzo.checkpoint.writer_main" in words
+    return "terrazzo.checkpoint.saving.writer_main" in words
 
 
 def _kill(pids: list[int]) -> bool:

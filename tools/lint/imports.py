@@ -25,9 +25,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-# The same inside the engine and the planner: folders and modules, the others of these as CORE, "" for `__init__`.
+# The same inside three packages: folders and modules, the others of these as CORE, "" for `__init__`.
 CORE = "(core)"
 INNER_LAYERS = {
+    "checkpoint": ("format", "storage", CORE, "importers", "saving", "loading", "exporters", "upkeep", ""),
     "engine": (
         *("process", "links", "border", CORE, "loop", "optim", "offload", "paper", "model", "states", "answers"),
         *("making", ""),
@@ -70,7 +71,7 @@ def _check_direction(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def _check_inside(modules: dict[str, Module]) -> Iterator[Finding]:
-    """Inside the engine and the planner too imports point down the layers."""
+    """Inside the packages of `INNER_LAYERS` too imports point down the layers."""
     for part, layers in INNER_LAYERS.items():
         inside = {name: module for name, module in modules.items() if module.part == part}
         for module in inside.values():
@@ -87,7 +88,7 @@ def _check_inside(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def _folder(module: Module) -> str:
-    """Of a module of the engine or the planner, as in `INNER_LAYERS`: `links` for `terrazzo.engine.links.label`."""
+    """Of a module of such a package, as in `INNER_LAYERS`: `links` for `terrazzo.engine.links.label`."""
     inner, known = module.name.split(".")[2:], INNER_LAYERS.get(module.part, ())
     return "" if not inner else inner[0] if inner[1:] or module.is_folder or inner[0] in known else CORE
 

@@ -8,11 +8,12 @@ when it is complete and on disk, and every byte that is read is checked against 
 
 Open to other packages:
 
-    audit, compare, convert, describe      what the command line does with folders
-    exporters                              checkpoints as other libraries read them
-    read, source, stores                   a checkpoint's weights as a mapping, whose a folder is, names of states
-    store                                  names of steps
-    rng                                    states of random generators
+    exporters      checkpoints as other libraries read them
+    loading        a checkpoint's weights as a mapping
+    source         what every checkpoint is to a reader, whoever wrote it
+    storage        whose a folder is, names of states and of steps
+    rng            states of random generators
+    upkeep         what the command line does with folders
 """
 
 from typing import TYPE_CHECKING
@@ -20,11 +21,12 @@ from typing import TYPE_CHECKING
 from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
-    from terrazzo.checkpoint.read import load, load_weights, open_source
+    from terrazzo.checkpoint.loading.load import load, load_weights, open_source
     from terrazzo.checkpoint.replicas import check_replicas
-    from terrazzo.checkpoint.saver import Saver
-    from terrazzo.checkpoint.saving import save
-    from terrazzo.checkpoint.series import (
+    from terrazzo.checkpoint.saving.background import Saver
+    from terrazzo.checkpoint.saving.save import save
+    from terrazzo.checkpoint.source import Source
+    from terrazzo.checkpoint.upkeep.series import (
         Resumed,
         claim,
         clear,
@@ -35,16 +37,15 @@ if TYPE_CHECKING:
         set_aside,
         step_path,
     )
-    from terrazzo.checkpoint.source import Source
 else:
     __getattr__ = lazily(
         __name__,
         {
-            "terrazzo.checkpoint.read": ("load", "load_weights", "open_source"),
+            "terrazzo.checkpoint.loading.load": ("load", "load_weights", "open_source"),
             "terrazzo.checkpoint.replicas": ("check_replicas",),
-            "terrazzo.checkpoint.saver": ("Saver",),
-            "terrazzo.checkpoint.saving": ("save",),
-            "terrazzo.checkpoint.series": (
+            "terrazzo.checkpoint.saving.background": ("Saver",),
+            "terrazzo.checkpoint.saving.save": ("save",),
+            "terrazzo.checkpoint.upkeep.series": (
                 *("Resumed", "claim", "clear", "complete_checkpoints", "latest"),
                 *("load_newest", "prune", "set_aside", "step_path"),
             ),

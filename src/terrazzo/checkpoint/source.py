@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint.runs import Runs
+from terrazzo.checkpoint.format.runs import Runs
 from terrazzo.engine.layout import PAGE_BYTES, Range
 from terrazzo.engine.rectangles import Rectangle
 from terrazzo.errors import BadInput

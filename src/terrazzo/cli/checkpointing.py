@@ -16,11 +16,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from terrazzo.checkpoint import Source, claim, complete_checkpoints, describe, open_source
+from terrazzo.checkpoint import Source, claim, complete_checkpoints, open_source
 from terrazzo.checkpoint import prune as remove_old
-from terrazzo.checkpoint.audit import open_audit
-from terrazzo.checkpoint.compare import Difference, compare, compare_settings
-from terrazzo.checkpoint.convert import convert as convert_checkpoint
 from terrazzo.checkpoint.exporters.huggingface import (
     CONFIG_FILE,
     ModelDescription,
@@ -28,7 +25,11 @@ from terrazzo.checkpoint.exporters.huggingface import (
     export_huggingface,
 )
 from terrazzo.checkpoint.source import WEIGHT, Watched
-from terrazzo.checkpoint.stores import check_new
+from terrazzo.checkpoint.storage.places import check_new
+from terrazzo.checkpoint.upkeep import describe
+from terrazzo.checkpoint.upkeep.audit import open_audit
+from terrazzo.checkpoint.upkeep.compare import Difference, compare, compare_settings
+from terrazzo.checkpoint.upkeep.convert import convert as convert_checkpoint
 from terrazzo.cli.checkpoint_text import differences_text, inspect_text, listing_text, tensors_text
 from terrazzo.cli.terminal import columns, say, say_json
 from terrazzo.engine import dtype_named

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo import checkpoint
-from terrazzo.checkpoint.read import own_folder
+from terrazzo.checkpoint.loading.load import own_folder
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, on_first
 from terrazzo.files import sync_folder

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
+from terrazzo.checkpoint.format.manifest import DTYPES
 from terrazzo.checkpoint.importers.safetensors import INDEX_FILE, MODEL_FILE
-from terrazzo.checkpoint.manifest import DTYPES
-from terrazzo.checkpoint.shard import safetensors_header
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
+from terrazzo.checkpoint.storage.shard import safetensors_header
 from terrazzo.checkpoint.tensors import name_of
 from terrazzo.errors import BadInput
 from terrazzo.files import check_model_file, read_json, read_plain

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from terrazzo.checkpoint.format.tiling import tiling_problem
 from terrazzo.checkpoint.importers.parts.archive import Archive
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
 from terrazzo.checkpoint.importers.parts.unpickle import load_pickle
-from terrazzo.checkpoint.tiling import tiling_problem
 from terrazzo.engine.rectangles import Rectangle
 from terrazzo.errors import BadInput
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from terrazzo.checkpoint.format.manifest import DTYPES
+from terrazzo.checkpoint.format.tiling import tiling_problem
 from terrazzo.checkpoint.importers.parts.paths import size_of_plain_file
 from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Chunk, Chunked, Region, Values
-from terrazzo.checkpoint.manifest import DTYPES
 from terrazzo.checkpoint.tensors import dtype_of
-from terrazzo.checkpoint.tiling import tiling_problem
 from terrazzo.engine.rectangles import Rectangle, whole
 from terrazzo.errors import BadInput, Damaged
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.checkpoint import latest, load, load_newest, prune, save, step_path
-from terrazzo.checkpoint.store import step_of
+from terrazzo.checkpoint.storage.store import step_of
 from terrazzo.engine import ShardedModule, engine_of
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.checkpoint.read import own_folder
+from terrazzo.checkpoint.loading.load import own_folder
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first, together
 from terrazzo.integrations.saving import check_replaceable, save_over, settle

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.checkpoint import open_source
-from terrazzo.checkpoint.read import SourceWeights
+from terrazzo.checkpoint.loading.load import SourceWeights
 from terrazzo.config import Config, LoraConfig
 from terrazzo.engine import parameter_names, persistent_buffers
 from terrazzo.errors import BadInput, did_you_mean, install

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.checkpoint import open_source
-from terrazzo.checkpoint.read import SourceWeights
+from terrazzo.checkpoint.loading.load import SourceWeights
 from terrazzo.engine import parameter_names, persistent_buffers
 from terrazzo.errors import BadInput
 from terrazzo.parallel import Style

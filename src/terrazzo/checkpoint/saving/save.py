@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.optimizers import Optimizers
-from terrazzo.checkpoint.snapshot import take
+from terrazzo.checkpoint.saving.snapshot import take
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import on_first, together
 

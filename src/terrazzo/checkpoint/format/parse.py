@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import NonNegativeInt, ValidationError
 
-from terrazzo.checkpoint.manifest import (
+from terrazzo.checkpoint.format.manifest import (
     FIRST,
     FIRST_OF_MAPPING,
     ITEMSIZES,
@@ -29,7 +29,7 @@ from terrazzo.checkpoint.manifest import (
     Tile,
     index_space,
 )
-from terrazzo.checkpoint.tiling import tiling_problem
+from terrazzo.checkpoint.format.tiling import tiling_problem
 from terrazzo.engine.rectangles import Rectangle
 from terrazzo.errors import BadInput, Damaged
 

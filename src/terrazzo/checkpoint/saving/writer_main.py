@@ -1,4 +1,4 @@
-"""The process that writes checkpoints for a rank: `python -m terrazzo.checkpoint.writer_main STAGING PATIENCE`.
+"""The process that writes checkpoints for a rank: `python -m terrazzo.checkpoint.saving.writer_main STAGING PATIENCE`.
 
 It reads a job a line, answers a line for each, and ends when there are no more, or with its parent, which ties it.
 """
@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from terrazzo.checkpoint.job import FAILED, Job, record_name
-from terrazzo.checkpoint.shard import Entry
-from terrazzo.checkpoint.store import Draft
+from terrazzo.checkpoint.saving.job import FAILED, Job, record_name
+from terrazzo.checkpoint.storage.shard import Entry
+from terrazzo.checkpoint.storage.store import Draft
 from terrazzo.errors import SaveFailed
 
 __all__ = ["main"]

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
+from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["STEP", "Draft", "Folder", "Sink", "Store", "is_checkpoint", "reading", "step_name", "step_of"]

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.job import Job
 from terrazzo.checkpoint.optimizers import Optimizers
-from terrazzo.checkpoint.snapshot import Snapshot, take
-from terrazzo.checkpoint.store import Draft
+from terrazzo.checkpoint.saving.job import Job
+from terrazzo.checkpoint.saving.snapshot import Snapshot, take
+from terrazzo.checkpoint.storage.store import Draft
 from terrazzo.ending import leaves_to_parent, require_own, start_thread
 from terrazzo.engine import engine_of
 from terrazzo.engine.process import device as devices
@@ -305,7 +305,7 @@ class _WriterProcess:
 
     def __init__(self, staging: int, patience_s: float) -> None:
         self._process = subprocess.Popen(
-            tethered("-m", "terrazzo.checkpoint.writer_main", str(staging), str(patience_s)),
+            tethered("-m", "terrazzo.checkpoint.saving.writer_main", str(staging), str(patience_s)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[staging],

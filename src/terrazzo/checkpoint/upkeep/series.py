@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from terrazzo.checkpoint.local import LocalStore
-from terrazzo.checkpoint.lock import Lock
-from terrazzo.checkpoint.native import Checkpoint
+from terrazzo.checkpoint.loading.load import restore
+from terrazzo.checkpoint.loading.native import Checkpoint
 from terrazzo.checkpoint.optimizers import Optimizers
-from terrazzo.checkpoint.read import restore
-from terrazzo.checkpoint.store import Store, step_name, step_of
-from terrazzo.checkpoint.stores import open_store, store_and_name
+from terrazzo.checkpoint.storage.local import LocalStore
+from terrazzo.checkpoint.storage.lock import Lock
+from terrazzo.checkpoint.storage.places import open_store, store_and_name
+from terrazzo.checkpoint.storage.store import Store, step_name, step_of
 from terrazzo.errors import BadInput, Damaged, Misuse
 from terrazzo.exchange import gather_json, on_first, patiently, together
 

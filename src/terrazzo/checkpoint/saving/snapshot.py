@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.checkpoint.extra import check_extra, text_problem
-from terrazzo.checkpoint.job import Job
-from terrazzo.checkpoint.manifest import DTYPES, Manifest, head, index_space
+from terrazzo.checkpoint.format.manifest import DTYPES, Manifest, head, index_space
+from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
 from terrazzo.checkpoint.rng import capture_rng
-from terrazzo.checkpoint.seal import seal_of
-from terrazzo.checkpoint.shard import Entry, arrange
+from terrazzo.checkpoint.saving.extra import check_extra, text_problem
+from terrazzo.checkpoint.saving.job import Job
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
-from terrazzo.checkpoint.stores import check_new, store_and_name
+from terrazzo.checkpoint.storage.places import check_new, store_and_name
+from terrazzo.checkpoint.storage.shard import Entry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.engine import (
     DTYPE_FIELDS,

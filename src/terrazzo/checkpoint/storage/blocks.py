@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from terrazzo.checkpoint.manifest import Extent, Manifest
-from terrazzo.checkpoint.runs import Runs
-from terrazzo.checkpoint.shard import checked_block
-from terrazzo.checkpoint.store import Folder
+from terrazzo.checkpoint.format.manifest import Extent, Manifest
+from terrazzo.checkpoint.format.runs import Runs
+from terrazzo.checkpoint.storage.shard import checked_block
+from terrazzo.checkpoint.storage.store import Folder
 from terrazzo.engine.layout import Range
 from terrazzo.errors import BadInput, Damaged
 

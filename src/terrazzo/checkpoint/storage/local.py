@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from terrazzo.checkpoint.lock import Lock
-from terrazzo.checkpoint.manifest import MANIFEST, SEAL
-from terrazzo.checkpoint.store import STEP, Draft, Folder, Sink, Store, is_checkpoint, reading
+from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
+from terrazzo.checkpoint.storage.lock import Lock
+from terrazzo.checkpoint.storage.store import STEP, Draft, Folder, Sink, Store, is_checkpoint, reading
 from terrazzo.errors import Damaged
 from terrazzo.files import sync_folder
 

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from terrazzo.checkpoint.exporters import PIECE_BYTES
-from terrazzo.checkpoint.job import Job
-from terrazzo.checkpoint.manifest import DTYPES, head
-from terrazzo.checkpoint.shard import Entry, arrange
+from terrazzo.checkpoint.format.manifest import DTYPES, head
+from terrazzo.checkpoint.saving.job import Job
 from terrazzo.checkpoint.source import Source
-from terrazzo.checkpoint.stores import check_new, store_and_name
+from terrazzo.checkpoint.storage.places import check_new, store_and_name
+from terrazzo.checkpoint.storage.shard import Entry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.errors import BadInput, SaveFailed
 

@@ -11,7 +11,7 @@ import hmac
 import os
 from pathlib import Path
 
-from terrazzo.checkpoint.manifest import MANIFEST, SEAL
+from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["KEY_FILE", "check_seal", "seal_of"]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from terrazzo.checkpoint.blocks import DigestBlock
-from terrazzo.checkpoint.manifest import File
-from terrazzo.checkpoint.native import Checkpoint
-from terrazzo.checkpoint.read import open_source, own_folder
-from terrazzo.checkpoint.store import Folder
+from terrazzo.checkpoint.format.manifest import File
+from terrazzo.checkpoint.loading.load import open_source, own_folder
+from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.storage.blocks import DigestBlock
+from terrazzo.checkpoint.storage.store import Folder
 from terrazzo.errors import BadInput, Damaged, listed
 
 __all__ = ["open_audit"]

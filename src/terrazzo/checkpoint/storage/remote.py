@@ -12,8 +12,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from terrazzo.checkpoint.manifest import FILE_NAME, MANIFEST, SEAL
-from terrazzo.checkpoint.store import Draft, Folder, Sink, Store, reading
+from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
+from terrazzo.checkpoint.storage.store import Draft, Folder, Sink, Store, reading
 from terrazzo.errors import BadInput, Damaged
 from terrazzo.files import open_store
 

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.importers import open_foreign
-from terrazzo.checkpoint.manifest import MANIFEST, SEAL
-from terrazzo.checkpoint.misfits import fitted_groups, misfits, unstepped
-from terrazzo.checkpoint.native import Checkpoint
+from terrazzo.checkpoint.loading.misfits import fitted_groups, misfits, unstepped
+from terrazzo.checkpoint.loading.native import Checkpoint
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, scaler_of
 from terrazzo.checkpoint.rng import restore_rng, rng_problem
-from terrazzo.checkpoint.shard import file_name
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
-from terrazzo.checkpoint.store import Folder
-from terrazzo.checkpoint.stores import store_and_name
+from terrazzo.checkpoint.storage.places import store_and_name
+from terrazzo.checkpoint.storage.shard import file_name
+from terrazzo.checkpoint.storage.store import Folder
 from terrazzo.engine import ModelState, Owned, Read, parameter_names, persistent_buffers
 from terrazzo.engine.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn

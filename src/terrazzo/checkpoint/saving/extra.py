@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, NamedTuple
 
-from terrazzo.checkpoint.parse import is_crowded
+from terrazzo.checkpoint.format.parse import is_crowded
 from terrazzo.errors import BadInput
 
 __all__ = ["check_extra", "text_problem"]

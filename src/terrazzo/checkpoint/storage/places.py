@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from terrazzo.checkpoint.local import LocalStore
-from terrazzo.checkpoint.remote import RemoteStore
-from terrazzo.checkpoint.store import Store
+from terrazzo.checkpoint.storage.local import LocalStore
+from terrazzo.checkpoint.storage.remote import RemoteStore
+from terrazzo.checkpoint.storage.store import Store
 from terrazzo.errors import BadInput, SaveFailed
 
 __all__ = ["check_new", "open_store", "store_and_name"]

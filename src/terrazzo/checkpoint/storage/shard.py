@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from blake3 import blake3
 
-from terrazzo.checkpoint.manifest import BLOCK_BYTES, DTYPES, ITEMSIZES, File, blocks_of
-from terrazzo.checkpoint.store import Draft, Folder, Sink
+from terrazzo.checkpoint.format.manifest import BLOCK_BYTES, DTYPES, ITEMSIZES, File, blocks_of
+from terrazzo.checkpoint.storage.store import Draft, Folder, Sink
 from terrazzo.errors import Damaged
 
 __all__ = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from terrazzo.checkpoint.native import Checkpoint
-from terrazzo.checkpoint.read import open_source, own_folder
+from terrazzo.checkpoint.loading.load import open_source, own_folder
+from terrazzo.checkpoint.loading.native import Checkpoint
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source
-from terrazzo.checkpoint.stores import open_store, store_and_name
+from terrazzo.checkpoint.storage.places import open_store, store_and_name
 from terrazzo.checkpoint.tensors import name_of
 from terrazzo.errors import BadInput
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.checkpoint.manifest import Extent, Manifest, State, Tile, index_space
-from terrazzo.checkpoint.manifest import Tensor as TensorEntry
-from terrazzo.checkpoint.seal import seal_of
-from terrazzo.checkpoint.shard import Entry, file_name, write_file
-from terrazzo.checkpoint.store import Draft
-from terrazzo.checkpoint.stores import open_store
+from terrazzo.checkpoint.format.manifest import Extent, Manifest, State, Tile, index_space
+from terrazzo.checkpoint.format.manifest import Tensor as TensorEntry
+from terrazzo.checkpoint.format.seal import seal_of
+from terrazzo.checkpoint.storage.places import open_store
+from terrazzo.checkpoint.storage.shard import Entry, file_name, write_file
+from terrazzo.checkpoint.storage.store import Draft
 from terrazzo.errors import SaveFailed
 
 __all__ = ["FAILED", "Job", "record_name"]

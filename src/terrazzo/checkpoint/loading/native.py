@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.checkpoint.blocks import Blocks, DigestBlock
-from terrazzo.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, SEAL, State, index_space
-from terrazzo.checkpoint.parse import named_tiles, parse_manifest, rectangle_of
-from terrazzo.checkpoint.runs import Runs
-from terrazzo.checkpoint.seal import check_seal
+from terrazzo.checkpoint.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, SEAL, State, index_space
+from terrazzo.checkpoint.format.parse import named_tiles, parse_manifest, rectangle_of
+from terrazzo.checkpoint.format.runs import Runs
+from terrazzo.checkpoint.format.seal import check_seal
 from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
-from terrazzo.checkpoint.store import Folder
+from terrazzo.checkpoint.storage.blocks import Blocks, DigestBlock
+from terrazzo.checkpoint.storage.store import Folder
 from terrazzo.checkpoint.tensors import bytes_of, dtype_of
 from terrazzo.engine.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import Damaged
