@@ -19,17 +19,11 @@ from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.companion import Companions
 from terrazzo.engine.loop.copies import Copies
-from terrazzo.engine.loop.listeners import (
-    before_gradient,
-    eager,
-    inside_backward,
-    on_backward,
-    weakly,
-    while_kept,
-)
+from terrazzo.engine.loop.listeners import before_gradient, eager, inside_backward, on_backward
 from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside, restore_asides, scale_asides, scale_output
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
+from terrazzo.engine.process.weak import weakly, while_kept
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.scaler import LossScaler

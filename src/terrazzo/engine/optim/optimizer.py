@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Landed
-from terrazzo.engine.loop.listeners import model_gone, weakly
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
 from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.twin import Twin
+from terrazzo.engine.process.weak import model_gone, weakly
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.errors import Misuse
 
