@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +21,7 @@ from terrazzo.engine.loop.listeners import before_gradient, eager, inside_backwa
 from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside, restore_asides, scale_asides, scale_output
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
+from terrazzo.engine.process.callers import runs_inside_itself
 from terrazzo.engine.process.weak import weakly, while_kept
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.recipe import Recipe
@@ -154,14 +153,9 @@ class Hooks:
         """Whether the forward that begins was called in the model's own; one may also have ended without a word."""
         if not self.schedule.in_forward or inside_backward():
             return False
-        frame: FrameType | None = sys._getframe(1)
-        calls = 0
-        while frame is not None and calls < 2:
-            calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is model
-            frame = frame.f_back
-        if calls < 2:
+        if not (inside := runs_inside_itself(model)):
             self._nested = 0
-        return calls == 2
+        return inside
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model's forward has returned `output`; returns what the user gets. Collective until ranks agree."""
