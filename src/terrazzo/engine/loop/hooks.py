@@ -22,6 +22,7 @@ from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside, restore_as
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
 from terrazzo.engine.process.callers import runs_inside_itself
+from terrazzo.engine.process.calls import do_nothing
 from terrazzo.engine.process.weak import weakly, while_kept
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.recipe import Recipe
@@ -53,7 +54,7 @@ class Hooks:
         self._agreement = Agreement(units, schedule, recipe.axes, progress)
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
-        self.tell_of_gradients(begun=_ignore, ended=_ignore, before_use=_ignore)
+        self.tell_of_gradients(begun=do_nothing, ended=do_nothing, before_use=do_nothing)
         self._on_leaves: dict[tuple[int, int], tuple[int, RemovableHandle]] = {}
         self._late: set[int] = set()
         self._passes = 0
@@ -372,10 +373,6 @@ class Hooks:
             return tensor.to(self._compute) if tensor.is_floating_point() else tensor
 
         return tree_map_only(Tensor, cast, inputs)
-
-
-def _ignore() -> None:
-    """Nobody wants to know."""
 
 
 def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
