@@ -29,7 +29,7 @@ packages:
     order, schedule, tally, paper.rehearsal           a step on paper, likewise
     links.side, links.transfer, links.collectives     chains of collectives on paper, likewise
     links.backends, links.label                       the collectives of a group, for what modules exchange
-    axes, states.materialize, making.parts            what is exchanged before a model is sharded, and of activations
+    axes, family, states.materialize, making.parts    what is exchanged before a model is sharded, and of activations
     model.together                                    what ranks are told alike, or refuse as one
     border.parameter, unit                            what a forward does with a weight, whether it is compiled
     links.gloo, links.columns                         what sums receive, likewise

@@ -50,17 +50,17 @@ def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
         if sizes.get("ep", 1) > 1:
             replicas = own.get("dp_replicate", 1)
             shape = (replicas, math.prod(own.values()) // replicas // sizes["ep"], sizes["ep"])
-            vars(mesh)[_EXPERTS] = init_device_mesh(kind, shape, mesh_dim_names=("replicas", "edp", "ep"))
+            vars(mesh)[_EXPERT_MESH] = init_device_mesh(kind, shape, mesh_dim_names=("replicas", "edp", "ep"))
     return mesh
 
 
 _MESHES: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
-_EXPERTS = "terrazzo_experts"
+_EXPERT_MESH = "terrazzo_expert_mesh"
 
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """The same ranks by `edp`, along which they have the same experts, and `ep`; None where experts are not shared."""
-    found: DeviceMesh | None = vars(mesh).get(_EXPERTS)
+    found: DeviceMesh | None = vars(mesh).get(_EXPERT_MESH)
     return found
 
 

@@ -18,7 +18,20 @@ from torch import Tensor, nn
 from terrazzo.engine.layout import Range
 from terrazzo.engine.rectangles import Rectangle, rectangles_of, whole
 
-__all__ = ["Box", "Family", "Owned", "Record", "leave_record", "record_of"]
+__all__ = [
+    "SHARES_EXPERTS",
+    "SHARES_MATRICES",
+    "SHARES_SEQUENCES",
+    "Box",
+    "Family",
+    "Owned",
+    "Record",
+    "leave_record",
+    "record_of",
+]
+
+SHARES_MATRICES, SHARES_SEQUENCES, SHARES_EXPERTS = "terrazzo_tensor_ranks", "terrazzo_context", "terrazzo_experts"
+"""What a module that shares matrices, sequences or experts has been given has this name among its attributes."""
 
 
 class Family(enum.StrEnum):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from terrazzo.errors import BadInput, did_you_mean
@@ -268,6 +268,15 @@ class Plan:
         """This plan with other axes in the place of each state's."""
         rows = {state: Place(tuple(renamed(place.axes)), place.tier) for state, place in self.places().items()}
         return Plan(**rows, name=self.name)
+
+    def regathered_as(self, other: Plan) -> Plan:
+        """This plan, for parameters in the same units as those of `other`.
+
+        A unit gathers all that it has again in backward, or nothing: `other` says which, where both split weights.
+        """
+        if not (self.weight.axes and other.weight.axes) or bool(self.between.axes) == bool(other.between.axes):
+            return self
+        return replace(self, between=Place(self.weight.axes if other.between.axes else ()))
 
     def tiers_of(self, index: int, units: int) -> Tiers:
         """Where the states of one unit rest; arguments as of `Place.tier_of`."""

@@ -9,7 +9,7 @@ from functools import cached_property
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.family import Family
 from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.place import Place, Plan
+from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
 
 __all__ = ["Recipe"]
@@ -33,12 +33,7 @@ class Recipe:
     @cached_property
     def plan(self) -> Plan:
         """Its places hold only axes with more than one rank, over which gradients of the family are summed."""
-        plan, dense = self._over(self.family), self._over(Family.DENSE)
-        if dense.weight.axes and plan.weight.axes and bool(dense.between.axes) != bool(plan.between.axes):
-            # a unit gathers all that it has again in backward, or nothing
-            between = Place(plan.weight.axes if dense.between.axes else ())
-            return Plan(plan.weight, between, plan.grad, plan.optim, plan.name)
-        return plan
+        return self._over(self.family).regathered_as(self._over(Family.DENSE))
 
     def _over(self, family: Family) -> Plan:
         axes = self.axes.of(family)

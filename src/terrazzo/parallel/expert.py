@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.engine import Box, Family, Record, leave_record, record_of
 from terrazzo.engine.axes import Axes
+from terrazzo.engine.family import SHARES_EXPERTS
 from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.making.parts import SHARES_EXPERTS
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, Misuse, RanksApart, listed
 from terrazzo.parallel.adapters import adapted

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.axes import Axes, expert_mesh
-from terrazzo.engine.making.parts import SHARES_MATRICES, check_uncut
+from terrazzo.engine.family import SHARES_MATRICES
+from terrazzo.engine.making.parts import check_uncut
 from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.tally import Tally
 from terrazzo.errors import BadInput, listed

@@ -19,8 +19,8 @@ from torch import Tensor
 from terrazzo.engine.axes import Axes
 from terrazzo.engine.border.parameter import Refusing, link_of, torch_names
 from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.loop.listeners import weakly
 from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.process.weak import weakly
 from terrazzo.errors import Misuse
 
 __all__ = ["let_measure", "measured_gradient", "measures"]

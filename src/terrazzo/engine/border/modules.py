@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 
 from torch import nn
@@ -11,7 +11,16 @@ from torch import nn
 from terrazzo.engine.border.parameter import link_of
 from terrazzo.errors import Misuse, listed, warn
 
-__all__ = ["ModuleTree"]
+__all__ = ["ModuleTree", "modules_inside"]
+
+
+def modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
+    """The modules inside `module`, without those inside one of `others`."""
+    inside = []
+    for child in module.children():
+        if child not in others:
+            inside += [child, *modules_inside(child, others)]
+    return inside
 
 
 class ModuleTree:

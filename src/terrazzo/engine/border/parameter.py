@@ -8,7 +8,6 @@ hooks and the user's own references stay valid; only its class and its memory co
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.process.callers import calling_module
 from terrazzo.errors import Misuse
 
 __all__ = [
@@ -304,10 +304,8 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     def data(self: nn.Parameter) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             return self.detach()  # the same to a graph, which cannot hold what follows; writing into it leaves a trace
-        link, frame = link_of(self), sys._getframe(1)
-        if frame.f_back is not None and frame.f_globals.get("__name__") == __name__:
-            frame = frame.f_back  # whoever touched it while it was arriving
-        if link is None or link.alias is None or frame.f_globals.get("__name__", "").startswith(_COMPILERS):
+        link, caller = link_of(self), calling_module(beyond=__name__)  # here it is what touched it while it arrived
+        if link is None or link.alias is None or caller.startswith(_COMPILERS):
             return plain_data(self)
         return link.alias(self)
 

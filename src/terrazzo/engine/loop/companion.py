@@ -6,18 +6,16 @@ from typing import Protocol
 
 from torch import nn
 
+from terrazzo.engine.family import SHARES_EXPERTS
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.schedule import Schedule
 from terrazzo.engine.unit import Unit
 
-__all__ = ["COMPANION", "Companions"]
-
-COMPANION = "terrazzo_experts"
-"""What a module that shares experts has been given has this name among its attributes: a `Companion`."""
+__all__ = ["Companions"]
 
 
 class Companion(Protocol):
-    """Ranks that wait for each other inside of modules.
+    """What a module that shares experts has been given: ranks that wait for each other inside of modules.
 
     A rank that has gone elsewhere may wait for what those in a module would send later: weights, or the end of a pass.
     So all meet before that too, and whoever finds others at another place raises.
@@ -42,7 +40,7 @@ class Companions:
         self._all: list[Companion] = []
 
     def find(self, model: nn.Module, units: tuple[str, ...]) -> None:
-        self._all = [vars(module)[COMPANION] for module in model.modules() if COMPANION in vars(module)]
+        self._all = [vars(module)[SHARES_EXPERTS] for module in model.modules() if SHARES_EXPERTS in vars(module)]
         for companion in self._all:
             companion.join(units)
 

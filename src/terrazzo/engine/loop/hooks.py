@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from terrazzo.engine.border.modules import ModuleTree
 from terrazzo.engine.border.parameter import link_of, take_last
 from terrazzo.engine.bucket import Bucket, take_displaced
 from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.agreement import Agreement
+from terrazzo.engine.loop.announce import Announcements
 from terrazzo.engine.loop.companion import Companions
 from terrazzo.engine.loop.copies import Copies
-from terrazzo.engine.loop.listeners import (
-    before_gradient,
-    eager,
-    inside_backward,
-    on_backward,
-    weakly,
-    while_kept,
-)
-from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside, restore_asides, scale_asides, scale_output
+from terrazzo.engine.loop.listeners import eager, inside_backward, on_backward
+from terrazzo.engine.loop.outputs import restore_asides, scale_asides, scale_output
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
+from terrazzo.engine.process.callers import runs_inside_itself
+from terrazzo.engine.process.calls import do_nothing
+from terrazzo.engine.process.weak import weakly, while_kept
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.scaler import LossScaler
@@ -58,10 +52,8 @@ class Hooks:
         self._nested = 0  # forwards of the model inside its own
         self._refusal: str | None = None
         self._agreement = Agreement(units, schedule, recipe.axes, progress)
-        unit_modules = {unit.module for unit in units}
-        self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
-        self.tell_of_gradients(begun=_ignore, ended=_ignore, before_use=_ignore)
-        self._on_leaves: dict[tuple[int, int], tuple[int, RemovableHandle]] = {}
+        self._announcements = Announcements(units)
+        self.tell_of_gradients(begun=do_nothing, ended=do_nothing, before_use=do_nothing)
         self._late: set[int] = set()
         self._passes = 0
         self._regions = Regions()
@@ -160,14 +152,9 @@ class Hooks:
         """Whether the forward that begins was called in the model's own; one may also have ended without a word."""
         if not self.schedule.in_forward or inside_backward():
             return False
-        frame: FrameType | None = sys._getframe(1)
-        calls = 0
-        while frame is not None and calls < 2:
-            calls += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is model
-            frame = frame.f_back
-        if calls < 2:
+        if not (inside := runs_inside_itself(model)):
             self._nested = 0
-        return calls == 2
+        return inside
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The model's forward has returned `output`; returns what the user gets. Collective until ranks agree."""
@@ -180,7 +167,7 @@ class Hooks:
             return scale_output(output, self.scaler) if self.scaler and is_differentiated() else output
         if self.units[0].is_root:
             self.after_unit(0, module, args, output)
-        self._leave_leaves()
+        self._announcements.leave_leaves()
         training = torch.is_grad_enabled()
         self._companions.end(Purpose.END_OF_FORWARD)
         self.schedule.end_forward()
@@ -352,48 +339,10 @@ class Hooks:
         return self._passes
 
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
-        """Have the backward of `unit` announced by the tensors through which it can be reached.
-
-        These are its outputs, and what its modules have put aside in attributes, such as an auxiliary loss.
-
-        Returns whether it will be announced, and whether something else may: an object of unknown kind can hide a
-        tensor, and a unit that returns none has put its result where nobody can see it.
-        """
-        leaves = leaves_of(output)
-        opaque = any(not isinstance(leaf, PLAIN) for leaf in leaves)
-        opaque = opaque or not any(isinstance(leaf, Tensor) for leaf in leaves)
-        differentiable = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-        differentiable += put_aside([unit.module, *self._inside[unit.index]])
-        hook = on_backward(self, unit.index, unit.generation)
-        for leaf in differentiable:
-            if (handle := before_gradient(leaf, hook)) is not None:
-                _, earlier = self._on_leaves.get((unit.index, id(leaf)), (0, None))
-                if earlier is not None:
-                    earlier.remove()
-                self._on_leaves[unit.index, id(leaf)] = unit.generation, handle
-        return bool(differentiable), opaque
-
-    def _leave_leaves(self) -> None:
-        """Leaves that a forward has returned, such as a parameter, may be kept: their hooks go as weights change."""
-        changed = [key for key, (was, _) in self._on_leaves.items() if was != self.units[key[0]].generation]
-        for key in changed:
-            self._on_leaves.pop(key)[1].remove()
+        return self._announcements.watch(unit, output, on_backward(self, unit.index, unit.generation))
 
     def _cast(self, inputs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(self._compute) if tensor.is_floating_point() else tensor
 
         return tree_map_only(Tensor, cast, inputs)
-
-
-def _ignore() -> None:
-    """Nobody wants to know."""
-
-
-def _modules_inside(module: nn.Module, others: Collection[nn.Module]) -> list[nn.Module]:
-    """The modules inside `module`, without those inside one of `others`."""
-    inside = []
-    for child in module.children():
-        if child not in others:
-            inside += [child, *_modules_inside(child, others)]
-    return inside

@@ -14,54 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from terrazzo.errors import Misuse
-
-__all__ = [
-    "before_gradient",
-    "eager",
-    "inside_backward",
-    "model_gone",
-    "on_backward",
-    "weakly",
-    "while_kept",
-]
-
-
-def weakly(owner: object, method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
-    """`method` of `owner` without keeping that alive; None once it is gone.
-
-    Args:
-        first: arguments before those of each call.
-    """
-    reference = weakref.ref(owner)
-
-    def call(*further: Any) -> Any:
-        live = reference()
-        return method(live, *first, *further) if live is not None else None
-
-    return call
-
-
-def model_gone(name: str) -> Misuse:
-    """What to raise where `name` would train a model that has been freed."""
-    return Misuse(
-        f"{name} belongs to a sharded model that is gone, because nobody kept it: it would not train. Keep what "
-        "tz.shard returns for as long as it is trained, as in 'model, optimizer = tz.shard(model, optimizer)', and "
-        "call that."
-    )
-
-
-def while_kept(owner: object, method: Callable[..., Any], name: str, *first: Any) -> Callable[..., Any]:
-    """As `weakly`, for what must not happen once the owner is gone: `name`, which then is refused."""
-    reference = weakref.ref(owner)
-
-    def call(*further: Any) -> Any:
-        live = reference()
-        if live is None:
-            raise model_gone(name)
-        return method(live, *first, *further)
-
-    return call
+__all__ = ["before_gradient", "eager", "inside_backward", "on_backward"]
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,24 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.family import Family, record_of
+from terrazzo.engine.family import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Family, record_of
 from terrazzo.engine.links.transfer import Traffic
-from terrazzo.engine.loop.companion import COMPANION
 from terrazzo.engine.partition import Member
 from terrazzo.errors import BadInput, Misuse, listed
 
-__all__ = [
-    "SHARES_EXPERTS",
-    "SHARES_MATRICES",
-    "SHARES_SEQUENCES",
-    "check_parts",
-    "check_sequences",
-    "check_uncut",
-    "exchanged_along",
-]
-
-SHARES_MATRICES, SHARES_SEQUENCES, SHARES_EXPERTS = "terrazzo_tensor_ranks", "terrazzo_context", COMPANION
-"""What a module that shares matrices, sequences or experts has been given has this name among its attributes."""
+__all__ = ["check_parts", "check_sequences", "check_uncut", "exchanged_along"]
 
 
 def exchanged_along(model: nn.Module) -> dict[str, Traffic]:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.engine.process.calls import do_nothing
 from terrazzo.engine.progress import Progress
 
 __all__ = ["Drivers"]
@@ -29,7 +30,7 @@ class Drivers:
         self._buckets, self._progress = buckets, progress
         self._drivers: list[OptimizerDriver] = []
         self._templates: Templates = ()
-        self._added: Callable[[Optimizer], None] = _ignore
+        self._added: Callable[[Optimizer], None] = do_nothing
 
     def __iter__(self) -> Iterator[OptimizerDriver]:
         return iter(self._drivers)
@@ -103,7 +104,3 @@ class Drivers:
                 member.group = member.group if member.group in held else -1
         if not self._drivers:
             self._templates = ()
-
-
-def _ignore(_: Optimizer) -> None:
-    """Nobody wants to know."""

@@ -9,7 +9,6 @@ optimizers of one model, each has its own parameters, and leaves those of the ot
 from __future__ import annotations
 
 import operator
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,13 +19,14 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.gradient import Landed
-from terrazzo.engine.loop.listeners import model_gone, weakly
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
 from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.twin import Twin
+from terrazzo.engine.process.callers import is_inside_own_step
+from terrazzo.engine.process.weak import model_gone, weakly
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.errors import Misuse
 
@@ -180,7 +180,7 @@ class OptimizerDriver:
     # -- the step ----------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _inside_another(optimizer):
+        if is_inside_own_step(optimizer):
             return
         if (args[1:] and args[1] is not None) or kwargs.get("closure") is not None:
             raise Misuse(
@@ -227,7 +227,7 @@ class OptimizerDriver:
                 segment.parameter.grad = segment.gradient(finished[segment.bucket])
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _inside_another(optimizer):
+        if is_inside_own_step(optimizer):
             return
         self.turn_back()
         if self._skipping is not None:
@@ -322,21 +322,6 @@ def _owned(buckets: Iterable[Bucket], groups: Collection[int]) -> dict[Bucket, l
     """By bucket the members that belong to one of `groups`, where there are any."""
     owned = {bucket: [i for i, member in enumerate(bucket.members) if member.group in groups] for bucket in buckets}
     return {bucket: own for bucket, own in owned.items() if own}
-
-
-def _inside_another(optimizer: Optimizer) -> bool:
-    """Whether the step whose hooks run now is one that the optimizer's own step calls of its base class.
-
-    Both have hooks once a plain optimizer of the base class has been built in this process. The stack alone tells: a
-    count of steps under way would be wrong after one that raised.
-    """
-    hooked = sys._getframe(2)  # torch's function around a step
-    frame = hooked.f_back
-    while frame is not None:
-        if frame.f_code is hooked.f_code and frame.f_locals["args"][0] is optimizer:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -1,10 +1,10 @@
-"""Several calls of which none may be left out."""
+"""Calls that must all be made, and the one that does nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-__all__ = ["do_all"]
+__all__ = ["do_all", "do_nothing"]
 
 
 def do_all(calls: Iterable[Callable[[], object]]) -> None:
@@ -23,3 +23,7 @@ def do_all(calls: Iterable[Callable[[], object]]) -> None:
         errors[0].add_note(f"After that, {type(other).__name__}: {other}")
     if errors:
         raise errors[0]
+
+
+def do_nothing(*_: object) -> None:
+    """Where nobody wants to know."""
