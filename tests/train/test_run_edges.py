@@ -424,6 +424,25 @@ def test_a_gradient_that_is_not_a_number_on_one_rank_ends_all_in_its_step_withou
     assert one[1:] == (2, 3, True)
 
 
+def test_the_record_of_steps_adds_up_with_all_that_is_between_them(tmp_path: Path) -> None:
+    """Evaluations, saves, samples and the ranks' agreement are a part of the time that went by."""
+    train = {"steps": 4, "eval_every": 2, "eval_batches": 1, "sample_tokens": 2, "sample_every": 2}
+    rare = {"log": {"every": 2}, "batch": {"micro_batch": 1}, "data": {"validation_fraction": 0.2}}
+    config = config_in(tmp_path, train=train, **rare)
+    assert on_ranks_of_a_run(2, config, lambda session: Trainer(session, StopAfter(None)).run()) == [0, 0]
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    first, second = (line for line in lines if line["kind"] == "step")
+    assert (first["step"], first["steps"], second["step"], second["steps"]) == (2, 2, 4, 2)
+    for record in (first, second):
+        for parts in (record["phase_s"], record["cause_s"]):
+            assert sum(parts.values()) == pytest.approx(record["step_s"], rel=0.01)
+            assert min(parts.values()) > -1e-4
+        assert all(record["phase_s"][name] > 0 for name in ("input", "forward", "backward", "save", "evaluate"))
+        assert [len(column) for column in record["skew"].values()] == [2, 2, 2, 2]
+        assert record["skew"]["late_peer_s"][0] <= record["cause_s"]["late_peer"] * 1.01
+        assert record["comm"]["control"]["n"] == 1
+
+
 def test_a_save_between_two_log_steps_leaves_the_pace_as_it_is(tmp_path: Path) -> None:
     """A step has 32 targets whenever it is saved: seconds per step and targets per second are of the same steps."""
     assert trained(config_in(tmp_path, train={"steps": 8}, checkpoint={"every": 3}, log={"every": 4})) == 0

@@ -121,4 +121,5 @@ class Peers:
         """Of flat `sent` so many elements to each rank, by default as many; likewise of `received`."""
         flat = received.view(-1), sent.view(-1)
         work = dist.all_to_all_single(*flat, coming, going, group=self._group, async_op=True)
-        return Handle([work], (received, sent), self.traffic)
+        kind = "all_to_all" if going is None else "send"
+        return Handle([work], (received, sent), self.traffic.times_of("", kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -67,14 +68,17 @@ class DivergenceWatch:
             mark.synchronize()
         return float(known)
 
-    def check(self) -> tuple[float, float]:
+    def check(self, numbers: Sequence[float] = ()) -> tuple[float, float, list[list[float]]]:
         """The newest step's mean loss per token and norm. All steps since the last call are looked at. Collective.
+
+        Args:
+            numbers: for the other ranks, as many on each; those of all come back in rank order.
 
         Raises:
             Diverged: at the first that is not finite, in its loss or its norm: a NaN gradient leaves NaN weights behind
                 a finite loss.
         """
-        values: list[float] = self._session.parts.total(torch.stack(self._losses)).tolist()
+        values, everyone = self._session.parts.total_beside(torch.stack(self._losses), numbers)
         norms: list[float] = torch.stack(self._norms).tolist()
         first, self._first = self._first, self._first + len(values)
         self._losses, self._norms = [], []
@@ -82,7 +86,7 @@ class DivergenceWatch:
             self._refuse(f"loss of step {step}", value)
             if not self._skips:
                 self._refuse(f"gradients' norm of step {step}", norm)
-        return values[-1], norms[-1]
+        return values[-1], norms[-1], everyone
 
     def _refuse(self, what: str, value: float) -> None:
         if not math.isfinite(value):

@@ -11,7 +11,8 @@ from torch import Tensor
 import terrazzo as tz
 from terrazzo.checkpoint import check_replicas
 from terrazzo.engine import engine_of
-from terrazzo.telemetry import PeakMemory, Stopwatch
+from terrazzo.engine.phases import Phases
+from terrazzo.telemetry import PeakMemory, StepRecorder, Stopwatch
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.command import Command
@@ -37,6 +38,8 @@ class Trainer:
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
         self.divergence = DivergenceWatch(session)
+        self.recorder = StepRecorder(self.engine, session.micro_batches)
+        self.skew: list[list[float]] = []  # what ranks told at the last log step
         self.wait_s, self.learning_rate = 0.0, 0.0
         self.step_at_log, self.tokens_at_log = session.step, session.tokens
 
@@ -55,31 +58,43 @@ class Trainer:
         if train.eval_every is not None and session.step == 0:
             self.validate()
         self.watch.reset()
+        self.recorder.begin()
         stopped = False
         while session.step < train.steps and not stopped:
             self.train_step()
             lost = session.keeper.lost() or self.report.lost()
-            stopped, broken = self.stop.agreed(session.keeper.failed() or lost is not None)
+            self.engine.traffic.record("control", self.stop.NBYTES)
+            with self.engine.traffic.times_of("", "control").waiting(late=True):
+                stopped, broken = self.stop.agreed(session.keeper.failed() or lost is not None)
             if broken:
                 refuse_lost(lost)
                 session.keeper.wait()
+            self.count_waits()
             last = stopped or session.step == train.steps
-            if last or session.step % session.config.log.every == 0:
+            logs = last or session.step % session.config.log.every == 0
+            if logs:
                 self.log()
             if stopped and session.step < train.steps:
                 self.report.stopping()
             with self.watch.pause():
                 self.between_steps(finished=session.step == train.steps, last=last)
+            self.recorder.take()
+            if logs:
+                self.report.step_record(self.recorder.record() | {"skew": self.recorder.skew(self.skew)})
         session.keeper.finish()
         if session.step == train.steps and session.config.checkpoint.save_format == "hf":
             self.report.exported(export(session, trained=session.step > first_step))
         self.report.end(stopped=stopped and session.step < train.steps)
         return PREEMPTED if stopped and session.step < train.steps else 0
 
+    @property
+    def phases(self) -> Phases:
+        return self.engine.tally.phases
+
     def train_step(self) -> None:
         """One optimizer step."""
         session = self.session
-        with self.watch.measure():
+        with self.watch.measure(), self.phases.during("input"):
             batch = session.loader.next_step()
         total, norm = backward_on(session, batch)
         self.divergence.add(total / max(1, batch.samples), norm)
@@ -88,12 +103,17 @@ class Trainer:
         session.schedule.step()
         session.step += 1
         session.tokens += batch.valid_tokens
-        self.wait_s += self.engine.traffic.total_wait_s
         self.report.step_done(self.engine.traffic)
+
+    def count_waits(self) -> None:
+        """A step has ended, the ranks' agreement on what comes next included."""
+        traffic = self.engine.traffic
+        self.wait_s += traffic.total_wait_s + traffic.control_wait_s
+        self.recorder.step_done()
 
     def log(self) -> None:
         """Check the losses and report the newest, with what was measured since the last log step."""
-        loss, grad_norm = self.divergence.check()
+        loss, grad_norm, self.skew = self.divergence.check(self.recorder.numbers())
         session = self.session
         measured = Measured(
             loss=loss,
@@ -123,13 +143,18 @@ class Trainer:
         if _due(session.step, train.check_replicas_every):
             check_replicas(session.model)
         if finished or _due(session.step, train.eval_every):
-            self.validate()
+            with self.phases.during("evaluate"):
+                self.validate()
         if last or _due(session.step, session.config.checkpoint.every):
             if self.divergence.has_unseen:
                 self.divergence.check()
-            self.report.saved(session.save())
+            with self.phases.during("save"):
+                saved = session.save()
+            self.report.saved(saved)
         if session.prompt and (finished or _due(session.step, train.sample_every)):  # nothing is lost to it
-            self.report.sample(sample_text(session))
+            with self.phases.during("evaluate"):
+                text = sample_text(session)
+            self.report.sample(text)
 
 
 def step_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,7 @@ class Hooks:
         self._compute, self._alone = recipe.precision.compute, recipe.axes.size() == 1
         self._nested = 0  # forwards of the model inside its own
         self._refusal: str | None = None
-        self._agreement = Agreement(units, schedule, recipe.axes, progress)
+        self._agreement, self._phases = Agreement(units, schedule, recipe.axes, progress), recipe.axes.tally.phases
         unit_modules = {unit.module for unit in units}
         self._inside = [_modules_inside(unit.module, unit_modules) for unit in units]
         self.tell_of_gradients(begun=_ignore, ended=_ignore, before_use=_ignore)
@@ -128,6 +128,7 @@ class Hooks:
 
     def _begin_forward(self, model: nn.Module) -> None:
         """Start from what the user and the last pass have left, be it a backward that raised."""
+        self._phases.begin("forward" if torch.is_grad_enabled() else "evaluate")
         self.adopt_edits()
         self._tree.check(model)
         unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
@@ -337,10 +338,12 @@ class Hooks:
             if self.scaler is not None:
                 self.scaler.in_use = False
             self._ended()
+            self._phases.begin("other")
 
     def start_backward(self) -> int:
         """Note that a backward pass is under way; returns its number."""
         if not self.schedule.in_backward:
+            self._phases.begin("backward")
             self._begun()
             trainable = (bucket for unit in self.units for bucket in unit.trainable())
             self._progress.earlier = any(bucket.gradient.held for bucket in trainable)

@@ -24,6 +24,7 @@ from torch import Tensor
 __all__ = [
     "KINDS",
     "Stream",
+    "allocator",
     "backend_for",
     "count",
     "current",
@@ -94,6 +95,12 @@ def set_generator_state(state: Tensor) -> None:
 def peak_bytes(device: torch.device) -> int:
     """The most that tensors have held on a CUDA device."""
     return torch.cuda.max_memory_allocated(device)
+
+
+def allocator(device: torch.device) -> dict[str, int]:
+    """Of a CUDA device: bytes that the allocator has `reserved` at most, and its `retries` after having found none."""
+    found = torch.cuda.memory_stats(device)
+    return {"reserved": found.get("reserved_bytes.all.peak", 0), "retries": found.get("num_alloc_retries", 0)}
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
