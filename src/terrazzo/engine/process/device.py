@@ -98,9 +98,13 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def allocator(device: torch.device) -> dict[str, int]:
-    """Of a CUDA device: bytes that the allocator has `reserved` at most, and its `retries` after having found none."""
+    """Of a CUDA device: bytes that the allocator has `reserved` at most, and its `retries` after having found none.
+
+    An allocator that is not torch's own may not count both.
+    """
     found = torch.cuda.memory_stats(device)
-    return {"reserved": found.get("reserved_bytes.all.peak", 0), "retries": found.get("num_alloc_retries", 0)}
+    names = {"reserved": "reserved_bytes.all.peak", "retries": "num_alloc_retries"}
+    return {name: found[key] for name, key in names.items() if key in found}
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
