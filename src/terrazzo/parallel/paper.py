@@ -52,7 +52,7 @@ class _PaperPeers(Peers):
         self._collectives.traffic = self.traffic
 
     def _all_to_all(
-        self, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
+        self, kind: str, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
     ) -> Handle:
         return Handle(keep=(received, sent))
 

@@ -102,7 +102,7 @@ class StepRecorder:
         traffic = self._tally.traffic
         _move(traffic.times, self._data)
         for axis, along in traffic.along.items():
-            _move({(axis, kind): times for (_, kind), times in along.times.items()}, self._activations)
+            _move(along.times, self._activations, axis)
         for taken, into in zip(self._tally.phases.taken(), (self._seconds, self._waited), strict=True):
             for phase, seconds in taken.items():
                 into[phase] += seconds
@@ -157,8 +157,8 @@ class StepRecorder:
         return known | {name: value / steps for name, value in seconds.items()}
 
 
-def _move(times: Mapping[tuple[str, str], Times], into: dict[tuple[str, str], Times]) -> None:
-    """Add what has been counted, and have it counted from zero."""
-    for key, each in times.items():
-        into.setdefault(key, Times()).add(each)
+def _move(times: Mapping[tuple[str, str], Times], into: dict[tuple[str, str], Times], axis: str | None = None) -> None:
+    """Add what has been counted, all of it to one axis if that is given, and have it counted from zero."""
+    for (own, kind), each in times.items():
+        into.setdefault((own if axis is None else axis, kind), Times()).add(each)
         each.clear()

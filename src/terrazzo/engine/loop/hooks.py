@@ -122,9 +122,7 @@ class Hooks:
             self._begin_forward(module)
         if self.units[0].is_root:
             self.before_unit(0)
-        if self._compute in _HALF:
-            return self._cast(args), self._cast(kwargs)
-        return args, kwargs
+        return (self._cast(args), self._cast(kwargs)) if self._compute in _HALF else (args, kwargs)
 
     def _begin_forward(self, model: nn.Module) -> None:
         """Start from what the user and the last pass have left, be it a backward that raised."""
