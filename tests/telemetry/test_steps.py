@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,25 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.times import Moments, Times
+from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
+from terrazzo.train.model.experts import ExpertsConfig
 from tests.helpers.processes import Pool
 from tests.helpers.threads import run_in_threads
 
 pytestmark = pytest.mark.processes
 
 LATE_S = 0.15
+MIXTURE = DecoderConfig(
+    31,
+    dim=16,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    ffn_dim=26,
+    max_sequence_length=8,
+    experts=ExpertsConfig(count=2, top_k=2, ffn_dim=16),
+)
+"""Each token goes to both experts, so that half of the rows leave whatever the router says."""
 
 
 class Net(nn.Module):
@@ -34,7 +49,19 @@ class Net(nn.Module):
         return x
 
 
-def trained(plan: str, folder: str | None, late_at: str = "", steps: int = 3) -> list[float]:
+def net() -> tuple[nn.Module, Iterator[torch.Tensor], dict[str, Any]]:
+    """A model, its batches, and how it is sharded."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return Net(), iter(lambda: torch.randn(8, 32, generator=generator), None), {"units": [nn.Linear]}
+
+
+def mixture() -> tuple[nn.Module, Iterator[torch.Tensor], dict[str, Any]]:
+    """The same, of a decoder whose experts the ranks share."""
+    mesh, tokens = tz.mesh(ep=2, device="cpu"), torch.arange(16).view(2, 8)
+    return tz.parallelize(Decoder(MIXTURE), mesh), itertools.repeat(tokens), {"units": [Block], "mesh": mesh}
+
+
+def trained(plan: str, folder: str | None, late_at: str = "", make: Any = net, steps: int = 3) -> list[float]:
     """Losses of so many steps; rank 1 is late at one place of each, if there is one."""
 
     def come(where: str) -> None:
@@ -42,14 +69,14 @@ def trained(plan: str, folder: str | None, late_at: str = "", steps: int = 3) ->
             time.sleep(LATE_S)
 
     torch.manual_seed(0)
-    model = Net()
+    model, batches, how = make()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer = tz.shard(model, optimizer, plan=plan, units=[nn.Linear])
+    model, optimizer = tz.shard(model, optimizer, plan=plan, **how)
     telemetry = tz.telemetry.attach(model, folder, every=steps) if folder is not None else None
-    losses, generator = [], torch.Generator().manual_seed(dist.get_rank())
+    losses = []
     for _ in range(steps):
         come("forward")
-        loss = model(torch.randn(8, 32, generator=generator)).square().mean()
+        loss = model(next(batches)).square().mean()
         loss.backward()
         come("clip")
         tz.clip_grad_norm_(model, 1.0)
@@ -106,6 +133,21 @@ def test_what_is_sent_is_what_was_promised(two_processes: Pool, tmp_path: Path) 
     assert record["memory_bytes"]["transient"] == record["promised"]["transient"]
 
 
+def test_rows_of_experts_are_exchanges_whose_seconds_add_up(two_processes: Pool, tmp_path: Path) -> None:
+    """Rows of 16 numbers go to experts and come back, and their gradients likewise, in each of two layers."""
+    two_processes.run(trained, "zero3", str(tmp_path), "forward", mixture)
+    record = record_in(tmp_path)
+    rows, causes = record["comm"]["ep all_to_all"], record["cause_s"]
+    tokens, ways, layers = 2 * 8, 4, 2
+    assert rows["n"] == ways * layers
+    assert rows["sent_bytes"] == tokens * 16 * 4 * ways * layers
+    assert 0 < rows["exposed_s"] == rows["total_s"]
+    assert causes["exchange"] == pytest.approx(rows["exposed_s"], rel=1e-6)
+    assert sum(causes.values()) == pytest.approx(record["step_s"], rel=0.01)
+    assert causes["late_peer"] > 0.8 * LATE_S  # ranks meet before they exchange rows
+    assert record["comm"]["ep control"]["late_s"] + record["comm"]["dp_shard all_gather"]["late_s"] > 0.8 * LATE_S
+
+
 def test_a_wait_is_cut_where_the_last_rank_came() -> None:
     times = Times()
     times.waited(10.0, 14.0, Moments(begun=9.0, ready=13.0, done=14.0))
@@ -116,6 +158,8 @@ def test_a_wait_is_cut_where_the_last_rank_came() -> None:
     assert (times.exposed_s, times.late_s) == (9.0, 4.0)
     times.waited(40.0, 41.0, Moments(begun=40.0, done=41.0))
     assert (times.total_s, times.late_s) == (13.5, 4.0)
+    times.waited(50.0, 52.0)  # nobody notes when it was done
+    assert (times.total_s, times.exposed_s, times.late_s) == (15.5, 12.0, 4.0)
 
 
 def test_records_need_an_optimizer_and_a_folder(tmp_path: Path) -> None:

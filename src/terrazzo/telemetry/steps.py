@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ _APART = ("update", "input", "evaluate", "save")
 
 _CAUSE_OF = {"all_gather": "gather", "broadcast": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
 _CAUSE_OF |= {"update": "tier", "control": "late_peer"}
+
+_Exchanges = defaultdict[tuple[str, str], Times]
+"""By axis and kind."""
 
 
 class Spent(NamedTuple):
@@ -89,8 +93,8 @@ class StepRecorder:
     def _clear(self) -> None:
         self._steps = 0
         self._seconds, self._waited = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
-        self._data: dict[tuple[str, str], Times] = {}
-        self._activations: dict[tuple[str, str], Times] = {}
+        self._data: _Exchanges = defaultdict(Times)
+        self._activations: _Exchanges = defaultdict(Times)
 
     def step_done(self) -> None:
         """A step has ended, and with it what is counted of it."""
@@ -127,8 +131,7 @@ class StepRecorder:
             record["cause_s"] = {name: seconds / steps for name, seconds in causes_of(spent).items()}
         record["comm"] = {
             f"{axis} {kind}".strip(): self._exchanged(times, steps)
-            for exchanges in (spent.data, spent.activations)
-            for (axis, kind), times in sorted(exchanges.items())
+            for (axis, kind), times in sorted(_together(spent.data, spent.activations).items())
             if kind != "update" and times.count
         }
         record["memory_bytes"] = self._memory()
@@ -157,8 +160,17 @@ class StepRecorder:
         return known | {name: value / steps for name, value in seconds.items()}
 
 
-def _move(times: Mapping[tuple[str, str], Times], into: dict[tuple[str, str], Times], axis: str | None = None) -> None:
+def _move(times: Mapping[tuple[str, str], Times], into: _Exchanges, axis: str | None = None) -> None:
     """Add what has been counted, all of it to one axis if that is given, and have it counted from zero."""
     for (own, kind), each in times.items():
-        into.setdefault((own if axis is None else axis, kind), Times()).add(each)
+        into[own if axis is None else axis, kind].add(each)
         each.clear()
+
+
+def _together(*groups: Mapping[tuple[str, str], Times]) -> _Exchanges:
+    """Exchanges of several groups, which may have the same axis and kind."""
+    found: _Exchanges = defaultdict(Times)
+    for exchanges in groups:
+        for key, each in exchanges.items():
+            found[key].add(each)
+    return found

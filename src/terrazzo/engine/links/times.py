@@ -34,7 +34,7 @@ class Times:
     Attributes:
         count: how many.
         sent_bytes: by this rank.
-        total_s: from begin to end, of those whose moments are known; it may run while the rank computes.
+        total_s: from begin to end, which may run while the rank computes; where nobody notes its moments, `exposed_s`.
         exposed_s: that the host stood waiting.
         late_s: of `exposed_s` while not all other ranks were there.
         ever_s: as `exposed_s`, from the start: `clear` leaves it.
@@ -48,9 +48,10 @@ class Times:
     ever_s: float = 0.0
 
     def waited(self, start: float, end: float, moments: Moments | None = None) -> None:
-        """The host has waited from `start` to `end` for an exchange with these moments."""
+        """The host has waited from `start` to `end` for an exchange with these moments, if they are noted."""
         self._stood(end - start)
         if moments is None or moments.begun is None or moments.done is None:
+            self.total_s += end - start
             return
         self.total_s += moments.done - moments.begun
         if moments.ready is not None:

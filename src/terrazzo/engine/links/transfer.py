@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -57,7 +57,7 @@ class Traffic:
 
     count: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    times: dict[tuple[str, str], Times] = field(default_factory=dict)
+    times: defaultdict[tuple[str, str], Times] = field(default_factory=lambda: defaultdict(Times))
     along: dict[str, Traffic] = field(default_factory=dict)
 
     def record(self, kind: str, sent_bytes: int, count: int = 1, axis: str = "") -> None:
@@ -69,7 +69,7 @@ class Traffic:
 
     def times_of(self, axis: str, kind: str) -> Times:
         """Where waits for exchanges of that kind along that axis are counted."""
-        return self.times.setdefault((axis, kind), Times())
+        return self.times[axis, kind]
 
     def reset(self) -> None:
         self.count.clear()
