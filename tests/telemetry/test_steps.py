@@ -17,6 +17,8 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.times import Moments, Times
+from terrazzo.engine.links.transfer import Traffic
+from terrazzo.telemetry import StepRecorder
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import ExpertsConfig
 from tests.helpers.processes import Pool
@@ -160,6 +162,20 @@ def test_a_wait_is_cut_where_the_last_rank_came() -> None:
     assert (times.total_s, times.late_s) == (13.5, 4.0)
     times.waited(50.0, 52.0)  # nobody notes when it was done
     assert (times.total_s, times.exposed_s, times.late_s) == (15.5, 12.0, 4.0)
+
+
+def test_what_modules_and_the_engine_exchange_along_one_axis_is_one_row() -> None:
+    def body(_: int) -> Any:
+        model = Net()
+        engine = engine_of(tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), plan="zero3")[0])
+        recorder, traffic = StepRecorder(engine), engine.traffic
+        traffic.along["tp"] = Traffic()
+        traffic.record("control", 8, axis="tp")
+        traffic.along["tp"].record("control", 24)
+        recorder.step_done()
+        return recorder.record()["comm"]["tp control"]
+
+    assert [(row["n"], row["sent_bytes"]) for row in run_in_threads(2, body)] == [(2, 32)] * 2
 
 
 def test_records_need_an_optimizer_and_a_folder(tmp_path: Path) -> None:
