@@ -206,6 +206,7 @@ def _functions() -> dict[str, Callable[..., Any]]:
         "is_current_stream_capturing": lambda: False,
         "memory_allocated": lambda device=None: native.allocated(_index(device)),
         "max_memory_allocated": lambda device=None: native.peak(_index(device)),
+        "memory_stats": lambda device=None: {"num_alloc_retries": 0},  # memory never runs out
         "memory_reserved": lambda device=None: _held()[-1].reserved,
         "max_memory_reserved": lambda device=None: caching.peak(_held()).reserved,
         "reset_peak_memory_stats": lambda device=None: native.reset_peak(_index(device)),

@@ -17,6 +17,7 @@ from terrazzo.errors import BadInput, Damaged, Diverged, Misuse, RanksApart, Sav
 from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
+    from terrazzo import telemetry
     from terrazzo.engine import (
         EMA,
         LossScaling,
@@ -54,6 +55,7 @@ else:
             "terrazzo.parallel": ("parallelize",),
             "terrazzo.parallel.mesh": ("mesh",),
             "terrazzo.planner.api": ("plan",),
+            "terrazzo.telemetry": ("telemetry",),
         },
     )
 
@@ -89,4 +91,5 @@ __all__ = [
     "register_forward_method",
     "save_pretrained",
     "shard",
+    "telemetry",
 ]

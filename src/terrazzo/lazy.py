@@ -15,13 +15,14 @@ __all__ = ["lazily"]
 
 
 def lazily(package: str, homes: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
-    """The `__getattr__` of `package`: `homes` names modules, and what of each the package has, itself or its names."""
+    """The `__getattr__` of `package`: `homes` names modules, and of each the names in it, or its own, to be had."""
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def ask(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(home_of[name]), name)
+        module = importlib.import_module(home_of[name])
+        value = module if module.__name__ == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)  # the next one finds it without asking
         return value
 

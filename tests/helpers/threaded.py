@@ -22,8 +22,8 @@ _compared: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDi
 class ThreadedCollectives(Collectives):
     """Blocking, and summed in rank order."""
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger) -> None:
-        super().__init__(group, traffic, ledger)
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
+        super().__init__(group, traffic, ledger, axis)
         self._store = dist.distributed_c10d._get_default_store()
 
     def _compare_labels(self) -> None:
@@ -34,17 +34,21 @@ class ThreadedCollectives(Collectives):
         first = self._store.compare_set(key, "", str(label.code))
         label.check(int(first), "another rank")
 
-    def _all_gather(self, full: Tensor) -> Moves:
+    def _all_gather(self, full: Tensor, kind: str) -> Moves:
         self._compare_labels()
         own = self._chunks(full)[self.rank]
-        yield Handle([all_gather_single(full, own, group=self.group)], traffic=self.traffic)
+        with self._meeting(kind):
+            all_gather_single(full, own, group=self.group)
+        yield Handle()
         return full
 
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves:
         self._compare_labels()
         received = torch.empty_like(full)
         with self.ledger.holding(received.nbytes):
-            yield Handle([dist.all_to_all_single(received, full, group=self.group)], traffic=self.traffic)
+            with self._meeting(kind):
+                dist.all_to_all_single(received, full, group=self.group)
+            yield Handle()
             total = full.new_empty(full.numel() // self.size, dtype=dtype)
             add_in_order(self._chunks(received), total)
             return total

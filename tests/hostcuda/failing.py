@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
+from terrazzo.config import config_from_dict
+from terrazzo.train.divergence import DivergenceWatch
+from terrazzo.train.parts import Parts
 from tests.hostcuda.cases import WIDTH, Block, Case, mesh_of
 
-__all__ = ["Failed", "fails_and_goes_on", "overflows_and_goes_on"]
+__all__ = ["Failed", "diverges", "fails_and_goes_on", "overflows_and_goes_on"]
 
 
 class Failed(RuntimeError):
@@ -51,6 +55,30 @@ def held(model: nn.Module) -> int:
         pass
     gc.collect()
     return torch.cuda.memory_allocated()
+
+
+def diverges(norms: list[float]) -> tuple[list[str], int | None, str | None]:
+    """Faults that the device finds; in which of the steps with these norms a run ends, and what it says, if it does."""
+    report.take()
+    ended: tuple[int | None, str | None] = None, None
+    with Watching():
+        device = torch.device("cuda", torch.cuda.current_device())
+        session: Any = SimpleNamespace(
+            step=0,
+            config=config_from_dict({}),
+            ranks=SimpleNamespace(device=device),
+            parts=Parts(0, 1),
+            keeper=SimpleNamespace(saved_step=0),
+            optimizer=SimpleNamespace(scaler_state=dict),
+        )
+        watch = DivergenceWatch(session)
+        for step, norm in enumerate(norms):
+            try:
+                watch.add(torch.ones((), device=device), torch.full((), norm, device=device))
+            except tz.Diverged as error:
+                ended = step, str(error)
+                break
+    return [str(finding) for finding in report.take() if finding.kind in FAULTS], *ended
 
 
 def fails_and_goes_on(plan: str, where: str) -> tuple[list[str], int, list[float]]:

@@ -89,9 +89,9 @@ def aside() -> Iterator[None]:
 
 
 @mutation(NativeCollectives, "_all_gather", ZERO3)
-def a_gather_does_not_wait_for_the_shard(self: Any, full: Tensor) -> Any:
+def a_gather_does_not_wait_for_the_shard(self: Any, full: Tensor, kind: str) -> Any:
     with aside():
-        handle = next(moves := _all_gather(self, full))
+        handle = next(moves := _all_gather(self, full, kind))
     yield handle
     try:
         next(moves)

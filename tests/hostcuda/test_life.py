@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import pytest
 
 from tests.hostcuda.arriving import TOUCHES, touched
 from tests.hostcuda.cases import TOLERANCES, Case
-from tests.hostcuda.failing import fails_and_goes_on, overflows_and_goes_on
+from tests.hostcuda.failing import diverges, fails_and_goes_on, overflows_and_goes_on
 from tests.hostcuda.programs import verdict_on
 from tests.hostcuda.ranks import Ranks
 from tests.hostcuda.test_engine import check
@@ -97,3 +99,22 @@ def test_terrazzo_train(plan: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     told = {path.name: path.read_text() for path in tmp_path.glob("faults.*")}
     assert told == {"faults.0": "", "faults.1": ""}
+    lines = map(json.loads, (tmp_path / "log" / "metrics.jsonl").read_text().splitlines())
+    records = [line for line in lines if line["kind"] == "step"]
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    for record in records:  # the host does not know what the device waits for
+        assert record["clock"] == "host" and "cause_s" not in record
+        assert all({"n", "sent_bytes"} == set(exchanged) for exchanged in record["comm"].values())
+        assert sum(record["phase_s"].values()) == pytest.approx(record["step_s"], rel=0.01)
+        assert {"retries", "activations"} <= set(record["memory_bytes"])
+        assert set(record["skew"]) == {"input_s", "peak_bytes"}
+
+
+@pytest.mark.parametrize(("norms", "ends_at"), [([1.0, math.nan, 1.0, 1.0], 2), ([1.0, 1.0, 1.0, 1.0], None)])
+def test_a_norm_that_is_not_finite_ends_all_ranks_one_step_later(
+    norms: list[float], ends_at: int | None, two_ranks: Ranks
+) -> None:
+    said = None if ends_at is None else "The gradients' norm of step 2 is nan."
+    for faults, found, text in two_ranks.run(diverges, norms):
+        assert faults == []
+        assert (found, text and text.split(" Lower")[0]) == (ends_at, said)

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.train.launch import failure
+from terrazzo.train.launch import failure, preempted
 from terrazzo.train.launch.failure import run_rank
-from terrazzo.train.launch.telling import FAILED, REPORT
+from terrazzo.train.launch.preempted import stays_stopped
+from terrazzo.train.launch.telling import FAILED, PREEMPTED, REPORT
 from tests.checkpoint.faults import reap, spawn_child
+from tests.helpers.threads import run_in_threads
 
 pytestmark = pytest.mark.alone
 
@@ -133,3 +136,54 @@ def test_a_password_in_an_error_is_not_shown(
         assert "The checkpoint 's3://***@host/run' was not saved." in text
     assert "ret@host" not in said + written
     assert ("py_callstack" in written) is (kind is OSError)
+
+
+@pytest.fixture
+def attempts(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have this process be a rank of torchrun's attempt of a number."""
+
+    def begin(number: int) -> None:
+        folder = temporary / "agent" / f"attempt_{number}" / "0"
+        folder.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+
+    begin(0)
+    return begin
+
+
+def ranks_stay_stopped() -> bool:
+    """What two ranks hear, which must be the same."""
+    one, other = run_in_threads(2, lambda rank: stays_stopped())
+    assert one is other
+    return one
+
+
+def test_a_run_that_was_asked_to_stop_stays_stopped_when_torchrun_starts_its_ranks_again(
+    attempts: Callable[[int], None],
+) -> None:
+    assert not ranks_stay_stopped()
+    assert reap(spawn_rank(0, lambda: PREEMPTED)) == PREEMPTED
+    for number in (1, 2, 2):
+        attempts(number)
+        assert ranks_stay_stopped()
+
+
+def test_ranks_that_have_failed_and_those_of_other_machines_that_come_go_on(attempts: Callable[[int], None]) -> None:
+    """An agent that was told of further machines asks its ranks to stop, and does not count that as a restart."""
+    assert reap(spawn_rank(0, explode)) == FAILED
+    attempts(1)
+    assert not ranks_stay_stopped()
+    assert reap(spawn_rank(0, lambda: PREEMPTED)) == PREEMPTED
+    assert not ranks_stay_stopped()
+    attempts(2)  # a failure, after they have gone on
+    assert not ranks_stay_stopped()
+
+
+def test_ranks_go_on_together_or_not_at_all(attempts: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only on the machine of the second one a note was left."""
+    assert reap(spawn_rank(0, lambda: PREEMPTED)) == PREEMPTED
+    attempts(1)
+    real = preempted._attempt
+    monkeypatch.setattr(preempted, "_attempt", lambda: real() if dist.get_rank() == 1 else None)
+    assert ranks_stay_stopped()

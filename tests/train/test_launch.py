@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -26,7 +27,7 @@ from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 
 RANK = """
-import os, sys, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.failure import run_rank
@@ -36,10 +37,21 @@ def work():
     dist.init_process_group("gloo")
     if sys.argv[1] == "bad input":
         raise BadInput("The value 7 is not a fruit: use an apple.")
+    if sys.argv[1] == "stopped":
+        if rank == 1:
+            os.kill(os.getpid(), 19)
+        await_stopped()
+        explode()
     if rank == 1:
         os.kill(os.getpid(), 9) if sys.argv[1] == "killed" else explode()
     dist.all_reduce(torch.ones(1))
     return 0
+
+def await_stopped():
+    with open(f"/proc/{os.getppid()}/task/{os.getppid()}/children") as file:
+        stats = [f"/proc/{pid}/stat" for pid in file.read().split()]
+    while not any(open(stat).read().rpartition(")")[2].split()[0] == "T" for stat in stats):
+        time.sleep(0.01)
 
 def explode():
     raise ZeroDivisionError("the cause of it all")
@@ -119,6 +131,17 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     assert took_s < 30
 
 
+@pytest.mark.processes
+def test_a_stopped_rank_is_named_beside_what_has_failed_by_it(tmp_path: Path) -> None:
+    done, took_s = launch(tmp_path, "stopped")
+    assert done.returncode == 1
+    failed, _, stopped = done.stderr.partition("ZeroDivisionError: the cause of it all\n\n")
+    assert "Rank 0 failed first" in failed
+    assert re.match(r"Rank 1 \(process \d+\) was stopped by a signal when that happened", stopped)
+    assert "SIGKILL" not in done.stderr
+    assert took_s < 30
+
+
 def test_a_rank_that_is_on_its_way_out_is_left_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others fail by its closed connections before it has an exit code: it must not look as if it was ended."""
     monkeypatch.setattr(local_ranks, "is_ending", lambda pid: True)
@@ -145,13 +168,15 @@ class Ended(NamedTuple):
     failure: Failure | None = None
     ended_ns: int = 0
     ended_by_us: bool = False
+    stopped: bool = False
 
 
 S = 10**9
 CAUSE = Ended(0, 1, Failure(0, 100 * S, 1, "ZeroDivisionError: the cause"), 101 * S)
 REFUSAL = Ended(0, 2, Failure(0, 100 * S, 2, "not a fruit"), 101 * S)
 WORDS = {
-    "killed": "Rank 1 was ended by SIGKILL (often the kernel's out-of-memory killer); the other ranks were stopped.",
+    "killed": "Rank 1 was ended by SIGKILL (often the kernel's out-of-memory killer, whose count cannot be read here);"
+    " the other ranks were stopped.",
     "cause": "Rank 0 failed first:\nZeroDivisionError: the cause",
     "follows": "Rank 0 failed as well:\nZeroDivisionError: the cause",
     "refusal": "not a fruit",
@@ -176,6 +201,21 @@ def test_a_death_and_a_failure_are_both_said_the_first_one_last(
 ) -> None:
     assert _report(ranks) == code
     assert capsys.readouterr().err.strip() == "\n\n".join(WORDS[name] for name in said)
+
+
+@pytest.mark.parametrize(
+    ("oom_kills", "said"),
+    [
+        (0, "not by the kernel's out-of-memory killer, which has ended nothing here"),
+        (2, "the kernel's out-of-memory killer, which has ended 2 here since the start"),
+    ],
+)
+def test_the_kernels_count_says_whether_memory_ran_out(
+    oom_kills: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks: list[Any] = [CAUSE, Ended(1, -9, ended_ns=98 * S)]
+    assert _report(ranks, oom_kills=oom_kills) == 1
+    assert f"Rank 1 was ended by SIGKILL ({said});" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

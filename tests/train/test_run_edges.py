@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import terrazzo as tz
 from terrazzo import checkpoint, exchange
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict
@@ -392,6 +393,54 @@ def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_the_same_words(
     assert "loss of step 3 is nan" in one
     saved = [Path(path).name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
     assert saved == ["step-00000001", "step-00000002"]
+
+
+def test_a_gradient_that_is_not_a_number_on_one_rank_ends_all_in_its_step_without_being_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the next log step is. The weights are those of the step before."""
+    real = NextToken.loss
+
+    def spoilt(objective: Any, model: Any, *arguments: Any) -> Tensor:
+        loss = real(objective, model, *arguments)
+        model.forwards += 1
+        if torch.distributed.get_rank() == 1 and model.forwards == 3:
+            loss.register_hook(lambda gradient: gradient * float("nan"))
+        return loss
+
+    def work(session: Session) -> tuple[str, int, int, bool]:
+        session.model.forwards = 0  # type: ignore[assignment]
+        with pytest.raises(Diverged) as caught:
+            Trainer(session, StopAfter(None)).run()
+        with tz.gathered(session.model) as weights:
+            finite = all(bool(weight.isfinite().all()) for weight in weights.values())
+        return str(caught.value), session.step, int(session.model.forwards), finite  # type: ignore[arg-type]
+
+    monkeypatch.setattr(NextToken, "loss", spoilt)
+    rare = {"log": {"every": 100}, "checkpoint": {"every": None}, "train": {"steps": 6}}
+    one, other = on_ranks_of_a_run(2, config_in(tmp_path, batch={"micro_batch": 1}, **rare), work)
+    assert one == other
+    assert one[0].startswith("The gradients' norm of step 3 is nan.")
+    assert one[1:] == (2, 3, True)
+
+
+def test_the_record_of_steps_adds_up_with_all_that_is_between_them(tmp_path: Path) -> None:
+    """Evaluations, saves, samples and the ranks' agreement are a part of the time that went by."""
+    train = {"steps": 4, "eval_every": 2, "eval_batches": 1, "sample_tokens": 2, "sample_every": 2}
+    rare = {"log": {"every": 2}, "batch": {"micro_batch": 1}, "data": {"validation_fraction": 0.2}}
+    config = config_in(tmp_path, train=train, **rare)
+    assert on_ranks_of_a_run(2, config, lambda session: Trainer(session, StopAfter(None)).run()) == [0, 0]
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    first, second = (line for line in lines if line["kind"] == "step")
+    assert (first["step"], first["steps"], second["step"], second["steps"]) == (2, 2, 4, 2)
+    for record in (first, second):
+        for parts in (record["phase_s"], record["cause_s"]):
+            assert sum(parts.values()) == pytest.approx(record["step_s"], rel=0.01)
+            assert min(parts.values()) > -1e-4
+        assert all(record["phase_s"][name] > 0 for name in ("input", "forward", "backward", "save", "evaluate"))
+        assert [len(column) for column in record["skew"].values()] == [2, 2, 2, 2]
+        assert record["skew"]["late_peer_s"][0] <= record["cause_s"]["late_peer"] * 1.01
+        assert record["comm"]["control"]["n"] == 1
 
 
 def test_a_save_between_two_log_steps_leaves_the_pace_as_it_is(tmp_path: Path) -> None:

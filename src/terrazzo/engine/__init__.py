@@ -1,8 +1,8 @@
 """The engine: one table of places, running.
 
 The core is in this folder. Read it in this order: layout, rectangles, place, family, precision, spec, scaler, progress,
-tally, axes and recipe, what is stated; buffer, gradient, partition, bucket and unit, what is held; order, runnable,
-reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
+phases, tally, axes and recipe, what is stated; buffer, gradient, partition, bucket and unit, what is held; order,
+runnable, reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
 
     process     threads, devices, memory
     links       how ranks exchange
@@ -29,6 +29,7 @@ packages:
     order, schedule, tally, paper.rehearsal           a step on paper, likewise
     links.side, links.transfer, links.collectives     chains of collectives on paper, likewise
     links.backends, links.label                       the collectives of a group, for what modules exchange
+    phases, links.times                               where a step's time goes, for its record
     axes, family, states.materialize, making.parts    what is exchanged before a model is sharded, and of activations
     model.together                                    what ranks are told alike, or refuse as one
     border.parameter, unit                            what a forward does with a weight, whether it is compiled

@@ -79,20 +79,22 @@ class Axes:
         names: those over which gradients are summed: the data axes, or those of a family, as `of` gives them.
         every: all of the mesh; each rank is at one place on them.
         has_experts: whether there are `edp` and `ep`.
+        tally: as given.
         device: the device whose memory holds every state.
         side: where chains of collectives run as a whole; None where the host waits for each.
     """
 
     def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
         groups, experts = _groups(mesh), expert_mesh(mesh)
-        self.every = tuple(groups)
+        self.every, self.tally = tuple(groups), tally
         self.has_experts = experts is not None
         self.names = tuple(axis for axis in self.every if axis in DATA_AXES)
         if experts is not None:
             groups |= {axis: experts.get_group(axis) for axis in ("edp", "ep")}
         self.device = devices.current(mesh.device_type)
         self._collectives: dict[str, Collectives] = {
-            axis: collectives_for(group, self.device, tally.traffic, tally.ledger) for axis, group in groups.items()
+            axis: collectives_for(group, self.device, tally.traffic, tally.ledger, axis)
+            for axis, group in groups.items()
         }
         backends = [backend_of(group, self.device) for group in groups.values()]
         self.side = side_of(self.device, backends)

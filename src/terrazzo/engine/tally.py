@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from terrazzo.engine.links.transfer import Ledger, Traffic
+from terrazzo.engine.phases import Phases
 
 __all__ = ["Tally"]
 
@@ -16,10 +17,15 @@ class Tally:
     Attributes:
         traffic: what this rank has sent.
         ledger: transient memory held.
+        phases: where the training loop is.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
     ledger: Ledger = field(default_factory=Ledger)
+    phases: Phases = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.phases = Phases(self.traffic)
 
     def reset(self) -> None:
         """Count from now on."""

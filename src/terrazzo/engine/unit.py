@@ -285,7 +285,8 @@ def _then_gather(publish: Moves, updated: Label, buckets: Sequence[Bucket], from
 def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves:
     """Bring resting weights in line with masters that are being updated in the background, once that has ended."""
     if updates:
-        updates[0].wait()
+        with buckets[0].recipe.axes.tally.traffic.times_of("", "update").waiting():
+            updates[0].wait()
         updates.clear()
         for bucket in (bucket for bucket in buckets if bucket.trainable):
             yield from bucket.publish(copied=bucket.own_weight is not None)

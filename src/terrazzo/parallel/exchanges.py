@@ -67,7 +67,7 @@ class Peers:
         """`parts` `[ranks, ...]` has one for each rank; the result has one of each rank."""
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
         self.traffic.record("all_to_all", parts.nbytes // self.size * (self.size - 1))
-        self._all_to_all(received, parts.contiguous()).wait()
+        self._all_to_all("all_to_all", received, parts.contiguous()).wait()
         return received
 
     def summed(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -89,7 +89,7 @@ class Peers:
         received = rows.new_empty((sum(coming), *rows.shape[1:]))
         self.traffic.record("all_to_all", (sum(going) - going[self.rank]) * width * rows.itemsize)
         numels = ([each * width for each in coming], [each * width for each in going])
-        self._all_to_all(received, rows.contiguous(), *numels).wait()
+        self._all_to_all("all_to_all", received, rows.contiguous(), *numels).wait()
         return received
 
     def pass_on(self, own: Tensor) -> Callable[[], Tensor]:
@@ -101,7 +101,7 @@ class Peers:
         going, coming = [0] * self.size, [0] * self.size
         going[(self.rank + 1) % self.size] = coming[(self.rank - 1) % self.size] = own.numel()
         self.traffic.record("send", own.nbytes)
-        handle = self._all_to_all(received, sent, coming, going)
+        handle = self._all_to_all("send", received, sent, coming, going)
 
         def arrived() -> Tensor:
             handle.wait()
@@ -116,9 +116,12 @@ class Peers:
         return collectives_for(self._group, device, self.traffic, Ledger())
 
     def _all_to_all(
-        self, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
+        self, kind: str, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
     ) -> Handle:
-        """Of flat `sent` so many elements to each rank, by default as many; likewise of `received`."""
+        """Of flat `sent` so many elements to each rank, by default as many; likewise of `received`.
+
+        Waits are counted as those of `kind`.
+        """
         flat = received.view(-1), sent.view(-1)
         work = dist.all_to_all_single(*flat, coming, going, group=self._group, async_op=True)
-        return Handle([work], (received, sent), self.traffic)
+        return Handle([work], (received, sent), self.traffic.times_of("", kind))

@@ -52,7 +52,7 @@ class _PaperPeers(Peers):
         self._collectives.traffic = self.traffic
 
     def _all_to_all(
-        self, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
+        self, kind: str, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
     ) -> Handle:
         return Handle(keep=(received, sent))
 
@@ -89,12 +89,13 @@ class _PaperCollectives(Collectives):
 
     def __init__(self, size: int) -> None:
         self.size, self.rank, self.traffic, self.ledger = size, size - 1, Traffic(), Ledger()
+        self.axis = ""
 
-    def _all_gather(self, full: Tensor) -> Moves:
+    def _all_gather(self, full: Tensor, kind: str) -> Moves:
         yield from ()
         return full
 
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves:
         yield from ()
         received = full.new_empty(self.receive_bytes(full.nbytes) // full.itemsize)
         total = full.new_empty(full.numel() // self.size, dtype=dtype)

@@ -18,7 +18,7 @@ class StepMetrics:
 
     `learning_rate` is the step's own. `tokens_per_s` counts all ranks; `tflops` and `mfu` are per rank.
     Shares (`data_wait`, `communication`) are of wall-clock time, from 0 to 1: `communication` is the time this rank
-    stood waiting for collectives, not known on CUDA, where the device waits and not the process.
+    stood waiting for others, whatever for, not known on CUDA, where the device waits and not the process.
     """
 
     step: int

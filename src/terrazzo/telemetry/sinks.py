@@ -28,7 +28,7 @@ class Sink(ABC):
     _failed = False
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Write `values` of `step`; `kind` is `train`, `validation`, `sample` or `summary`."""
+        """Write `values` of `step`; `kind` is `train`, `step`, `validation`, `sample` or `summary`."""
         with self._unfailing():
             self._log(kind, step, values)
 
@@ -137,9 +137,11 @@ class TensorBoard(Sink):
         self._writer: Any = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
 
     def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Numbers as scalars and text as text."""
+        """Numbers as scalars and text as text; those of a dict by both names."""
         for name, value in values.items():
-            if isinstance(value, str):
+            if isinstance(value, dict):
+                self._log(f"{kind}/{name}", step, value)
+            elif isinstance(value, str):
                 self._writer.add_text(f"{kind}/{name}", value, step)
             elif isinstance(value, int | float):
                 self._writer.add_scalar(f"{kind}/{name}", value, step)

@@ -11,14 +11,14 @@ from torch import Tensor
 import terrazzo as tz
 from terrazzo.checkpoint import check_replicas
 from terrazzo.engine import engine_of
-from terrazzo.errors import Diverged
-from terrazzo.telemetry import PeakMemory, Stopwatch
+from terrazzo.engine.phases import Phases
+from terrazzo.telemetry import PeakMemory, StepRecorder, Stopwatch
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.command import Command
 from terrazzo.train.data import GlobalBatch
+from terrazzo.train.divergence import DivergenceWatch
 from terrazzo.train.evaluate import evaluate, sample_text
-from terrazzo.train.folders import swap_folders
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.objectives import objective_of
@@ -37,8 +37,9 @@ class Trainer:
         self.report = Report(session, command or Command())
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
-        self.losses: list[Tensor] = []  # of the steps since they were last checked, this rank's share of each
-        self.norms: list[Tensor] = []  # of the same steps, the gradients' global norm before clipping
+        self.divergence = DivergenceWatch(session)
+        self.recorder = StepRecorder(self.engine, session.micro_batches)
+        self.skew: list[list[float]] = []  # what ranks told at the last log step
         self.wait_s, self.learning_rate = 0.0, 0.0
         self.step_at_log, self.tokens_at_log = session.step, session.tokens
 
@@ -57,45 +58,62 @@ class Trainer:
         if train.eval_every is not None and session.step == 0:
             self.validate()
         self.watch.reset()
+        self.recorder.begin()
         stopped = False
         while session.step < train.steps and not stopped:
             self.train_step()
             lost = session.keeper.lost() or self.report.lost()
-            stopped, broken = self.stop.agreed(session.keeper.failed() or lost is not None)
+            self.engine.traffic.record("control", self.stop.NBYTES)
+            with self.engine.traffic.times_of("", "control").waiting(late=True):
+                stopped, broken = self.stop.agreed(session.keeper.failed() or lost is not None)
             if broken:
                 refuse_lost(lost)
                 session.keeper.wait()
+            self.count_waits()
             last = stopped or session.step == train.steps
-            if last or session.step % session.config.log.every == 0:
+            logs = last or session.step % session.config.log.every == 0
+            if logs:
                 self.log()
             if stopped and session.step < train.steps:
                 self.report.stopping()
             with self.watch.pause():
                 self.between_steps(finished=session.step == train.steps, last=last)
+            self.recorder.take()
+            if logs:
+                self.report.step_record(self.recorder.record() | {"skew": self.recorder.skew(self.skew)})
         session.keeper.finish()
         if session.step == train.steps and session.config.checkpoint.save_format == "hf":
             self.report.exported(export(session, trained=session.step > first_step))
         self.report.end(stopped=stopped and session.step < train.steps)
         return PREEMPTED if stopped and session.step < train.steps else 0
 
+    @property
+    def phases(self) -> Phases:
+        return self.engine.tally.phases
+
     def train_step(self) -> None:
         """One optimizer step."""
         session = self.session
-        with self.watch.measure():
+        with self.watch.measure(), self.phases.during("input"):
             batch = session.loader.next_step()
-        total, norm = step_on(session, batch)
+        total, norm = backward_on(session, batch)
+        self.divergence.add(total / max(1, batch.samples), norm)
+        update(session)
         self.learning_rate = session.optimizer.param_groups[0]["lr"]  # what the step was taken with
         session.schedule.step()
         session.step += 1
         session.tokens += batch.valid_tokens
-        self.losses.append(total / max(1, batch.samples))
-        self.norms.append(norm)
-        self.wait_s += self.engine.traffic.total_wait_s
         self.report.step_done(self.engine.traffic)
+
+    def count_waits(self) -> None:
+        """A step has ended, the ranks' agreement on what comes next included."""
+        traffic = self.engine.traffic
+        self.wait_s += traffic.total_wait_s + traffic.control_wait_s
+        self.recorder.step_done()
 
     def log(self) -> None:
         """Check the losses and report the newest, with what was measured since the last log step."""
-        loss, grad_norm = self.checked()
+        loss, grad_norm, self.skew = self.divergence.check(self.recorder.numbers())
         session = self.session
         measured = Measured(
             loss=loss,
@@ -112,37 +130,6 @@ class Trainer:
         self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.tokens, 0.0
         self.watch.reset()
 
-    def checked(self) -> tuple[float, float]:
-        """The newest step's mean loss per token and gradients' norm; raises `Diverged` at the first that is not finite.
-
-        All steps since the last call are looked at, and both of each: a NaN gradient leaves NaN weights behind a finite
-        loss. They are brought together once per log step and before a save, so that no other step waits for the device.
-        """
-        values: list[float] = self.session.parts.total(torch.stack(self.losses)).tolist()
-        norms: list[float] = torch.stack(self.norms).tolist()
-        self.losses, self.norms = [], []
-        fp16 = bool(self.session.optimizer.scaler_state())  # it skips the steps whose gradient overflowed
-        for index, (value, norm) in enumerate(zip(values, norms, strict=True)):
-            step = self.session.step - len(values) + 1 + index
-            self._check_finite(f"loss of step {step}", value)
-            if not fp16:
-                self._check_finite(f"gradients' norm of step {step}", norm)
-        return values[-1], norms[-1]
-
-    def _check_finite(self, what: str, value: float) -> None:
-        if not math.isfinite(value):
-            raise Diverged(
-                f"The {what} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set train.clip, or use"
-                f" precision bf16 or fp32; checkpoints up to step {self.session.keeper.saved_step} are intact."
-                f"{self._doubt_of_drives()}"
-            )
-
-    def _doubt_of_drives(self) -> str:
-        config = self.session.config
-        if config.offload.digest or not swap_folders(config):
-            return ""
-        return " If nothing explains it: offload.digest=true checks what the drives of offload.path give back."
-
     def validate(self) -> None:
         """Measure and report the validation loss, where there are data for it."""
         found = evaluate(self.session)
@@ -156,17 +143,29 @@ class Trainer:
         if _due(session.step, train.check_replicas_every):
             check_replicas(session.model)
         if finished or _due(session.step, train.eval_every):
-            self.validate()
+            with self.phases.during("evaluate"):
+                self.validate()
         if last or _due(session.step, session.config.checkpoint.every):
-            if self.losses:
-                self.checked()
-            self.report.saved(session.save())
+            if self.divergence.has_unseen:
+                self.divergence.check()
+            with self.phases.during("save"):
+                saved = session.save()
+            self.report.saved(saved)
         if session.prompt and (finished or _due(session.step, train.sample_every)):  # nothing is lost to it
-            self.report.sample(sample_text(session))
+            with self.phases.during("evaluate"):
+                text = sample_text(session)
+            self.report.sample(text)
 
 
 def step_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
-    """Forward and backward of every micro-batch, clipping, and the optimizer's step.
+    """One optimizer step, which returns what `backward_on` does."""
+    total, norm = backward_on(session, batch)
+    update(session)
+    return total, norm
+
+
+def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
+    """Forward and backward of every micro-batch, and clipping; `update` follows.
 
     Returns this rank's sum of the losses of all samples, and the gradients' global norm before clipping.
     """
@@ -180,9 +179,13 @@ def step_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
             loss.backward()
         total += loss.detach()
     norm = tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
+    return total, norm
+
+
+def update(session: Session) -> None:
+    """The optimizer's step."""
     session.optimizer.step()
     session.optimizer.zero_grad()
-    return total, norm
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -152,6 +152,10 @@ class Report:
         left = self._session.config.train.steps - metrics.step
         self._say(self._table.row(metrics, left * metrics.step_s))
 
+    def step_record(self, record: dict[str, Any]) -> None:
+        """Where the time of the steps since the last one went; in files alone."""
+        self._log("step", record)
+
     def validation(self, found: Validation | None) -> None:
         """A validation loss."""
         if found is None:

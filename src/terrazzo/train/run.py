@@ -15,10 +15,11 @@ from terrazzo.telemetry import Console
 from terrazzo.train.command import Command
 from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
+from terrazzo.train.launch.preempted import STAYS_STOPPED, stays_stopped
 from terrazzo.train.launch.ranks import agree_on_config, join
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
-from terrazzo.train.launch.stop import Notices, StopRequest
-from terrazzo.train.launch.telling import REPORT
+from terrazzo.train.launch.stop import Notices, StopRequest, say_now
+from terrazzo.train.launch.telling import PREEMPTED, REPORT
 from terrazzo.train.loop import Trainer
 from terrazzo.train.preflight import check
 from terrazzo.train.session import open_session
@@ -68,6 +69,10 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
     """One rank's whole life; its exit code. What is wrong on one is raised on all: each reads its own file."""
     announce_ready()
     ranks = join(_launch_of(path, overrides))
+    if stays_stopped():
+        if ranks.is_first:
+            say_now(STAYS_STOPPED)
+        return PREEMPTED
     config = together(lambda: load_config(path, overrides), TerrazzoError)
     agree_on_config(config)
     notes = together(lambda: check(config, ranks.world_size), TerrazzoError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -72,6 +73,8 @@ def test_a_stopped_rank_is_told_of_in_time_and_cannot_go_on_alone(pool: Pool, ne
     for _, end in (survivor, held):
         assert end != "done"
         assert end.endswith("after 0"), "longer than two timeouts"
+    if near == "1":
+        assert re.match(r"Rank 1 has not come to this gather in time: its process \d+ is stopped by a sig", survivor[1])
 
 
 def hold_the_interpreter() -> str:

@@ -20,8 +20,10 @@ KINDS: dict[str, type[Collectives]] = {
 """By backend; `fake` is that of simulations. Tests add one whose ranks are threads."""
 
 
-def collectives_for(group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger) -> Collectives:
-    """The collectives of the backend that serves `device` in `group`.
+def collectives_for(
+    group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger, axis: str = ""
+) -> Collectives:
+    """The collectives of the backend that serves `device` in `group`, which is that of `axis`.
 
     Raises:
         BadInput: for a backend whose order of sums this version does not know.
@@ -33,7 +35,7 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device, traffic: Tra
             f"this version knows {', '.join(KINDS)}. Initialise it with "
             'init_process_group("cpu:gloo,cuda:nccl").'
         )
-    return KINDS[backend](group, traffic, ledger)
+    return KINDS[backend](group, traffic, ledger, axis)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -6,12 +6,14 @@ reproducible bit by bit (see docs/numerics.md).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,10 +32,15 @@ TRAIL = 16
 
 
 class Collectives(ABC):
-    """Collectives along one mesh axis. Tensors are 1-D, contiguous, and divide evenly over the axis's ranks."""
+    """Collectives along one mesh axis. Tensors are 1-D, contiguous, and divide evenly over the axis's ranks.
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger) -> None:
+    Args:
+        axis: by which waits are counted; empty where there are no others.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
         self._group, self.traffic, self.ledger = group, traffic, ledger
+        self.axis = axis
         self.size, self.rank = group.size(), group.rank()
         self.trail, self.checksum = deque[int](maxlen=TRAIL), 0
         self._process = os.getpid()
@@ -56,43 +63,63 @@ class Collectives(ABC):
 
     def all_gather(self, full: Tensor) -> Moves:
         """Fill `full` from every rank's own chunk of it, in place."""
-        self.traffic.record("all_gather", self._share_bytes(full))
-        yield from self._all_gather(full)
+        self.traffic.record("all_gather", self._share_bytes(full), axis=self.axis)
+        yield from self._all_gather(full, "all_gather")
         return full
 
     def reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
         """This rank's chunk of the sum of every rank's `full`, as a new tensor of `dtype`."""
-        self.traffic.record("reduce_scatter", self._share_bytes(full))
-        return (yield from self._reduce_scatter(full, dtype))
+        self.traffic.record("reduce_scatter", self._share_bytes(full), axis=self.axis)
+        return (yield from self._reduce_scatter(full, dtype, "reduce_scatter"))
 
     def all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         """The sum of every rank's `full` divided by `denominator`, in `dtype`; may reuse `full`'s memory."""
-        self.traffic.record("all_reduce", 2 * self._share_bytes(full))
+        self.traffic.record("all_reduce", 2 * self._share_bytes(full), axis=self.axis)
         return (yield from self._all_reduce(full, dtype, denominator))
 
     def maximum(self, values: Tensor) -> Tensor:
         """The elementwise maximum over the ranks, for small control data; blocks."""
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        self.traffic.record("control", values.nbytes)
+        with self._meeting("control"):
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        self.traffic.record("control", values.nbytes, axis=self.axis)
         return values
 
     def gather_rows(self, values: Tensor) -> Tensor:
         """Every rank's `values`, stacked in rank order along a new first dim, for small control data; blocks."""
         rows = values.new_empty((self.size, values.numel()))
-        all_gather_single(rows.view(-1), values.reshape(-1), group=self.group)
-        self.traffic.record("control", values.nbytes)
+        with self._meeting("control"):
+            all_gather_single(rows.view(-1), values.reshape(-1), group=self.group)
+        self.traffic.record("control", values.nbytes, axis=self.axis)
         return rows.view(self.size, *values.shape)
 
     def broadcast(self, values: Tensor) -> None:
         """Overwrite `values` with those of the axis's first rank; blocks."""
-        dist.broadcast(_carried(values), group=self.group, group_src=0)
-        self.traffic.record("broadcast", values.nbytes if self.rank == 0 else 0)
+        with self._meeting("broadcast"):
+            dist.broadcast(_carried(values), group=self.group, group_src=0)
+        self.traffic.record("broadcast", values.nbytes if self.rank == 0 else 0, axis=self.axis)
+
+    @contextlib.contextmanager
+    def _meeting(self, kind: str) -> Iterator[None]:
+        """What is inside blocks until all ranks are there; the wait is counted."""
+        with self.traffic.times_of(self.axis, kind).waiting(late=True):
+            try:
+                yield
+            except RuntimeError as error:
+                for why in self._standing_still():
+                    error.add_note(why)
+                raise
+
+    def _standing_still(self) -> Iterable[str]:
+        """What there is to say of ranks that stand still, as far as this one can see."""
+        return ()
 
     @abstractmethod
-    def _all_gather(self, full: Tensor) -> Moves: ...
+    def _all_gather(self, full: Tensor, kind: str) -> Moves:
+        """As `all_gather`; waits are counted as those of `kind`."""
 
     @abstractmethod
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves: ...
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves:
+        """As `reduce_scatter`; likewise."""
 
     all_reduce_steps = 2
     """Collectives in a row that an all-reduce is made of."""
@@ -102,11 +129,11 @@ class Collectives(ABC):
         """Memory that summing a tensor of `full_bytes` needs besides it and its result."""
 
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
-        own = yield from self._reduce_scatter(full, dtype)
+        own = yield from self._reduce_scatter(full, dtype, "all_reduce")
         # What fp16 sends back keeps the loss scale, without which small gradients would be zero.
         scaled = full.dtype == torch.float16
         self._chunks(full)[self.rank].copy_(divide(own, self.size if scaled else denominator))
-        yield from self._all_gather(full)
+        yield from self._all_gather(full, "all_reduce")
         return divide(full.to(dtype), denominator / self.size) if scaled else full.to(dtype)
 
     def _chunks(self, full: Tensor) -> list[Tensor]:
@@ -121,22 +148,22 @@ class NativeCollectives(Collectives):
 
     all_reduce_steps = 1
 
-    def _all_gather(self, full: Tensor) -> Moves:
+    def _all_gather(self, full: Tensor, kind: str) -> Moves:
         self._leave_trail()
         whole = _carried(full)
         own = whole.view(self.size, -1)[self.rank]
-        yield self._queued(all_gather_single(whole, own, group=self.group, async_op=True), full)
+        yield self._queued(kind, all_gather_single(whole, own, group=self.group, async_op=True), full)
         return full
 
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves:
         self._leave_trail()
         make = functools.partial(full.new_empty, full.numel() // self.size)
         own = for_computation(make) if full.dtype == dtype else make()
-        yield self._queued(_reduce_scatter_single(own, full, group=self.group, async_op=True), full, own)
+        yield self._queued(kind, _reduce_scatter_single(own, full, group=self.group, async_op=True), full, own)
         return converted(own, dtype)
 
-    def _queued(self, work: Any, *tensors: Tensor) -> Handle:
-        return Handle([work], tensors, self.traffic, queued=True)
+    def _queued(self, kind: str, work: Any, *tensors: Tensor) -> Handle:
+        return Handle([work], tensors, self.traffic.times_of(self.axis, kind), queued=True)
 
     def _leave_trail(self) -> None:
         """Note what is moved now, on a transport whose messages cannot say it: see `pass_end`."""
@@ -149,7 +176,7 @@ class NativeCollectives(Collectives):
 
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         self._leave_trail()
-        yield self._queued(dist.all_reduce(full, group=self.group, async_op=True), full)
+        yield self._queued("all_reduce", dist.all_reduce(full, group=self.group, async_op=True), full)
         further()
         return divide(converted(full, dtype), denominator)
 

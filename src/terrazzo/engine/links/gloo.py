@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import struct
+import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -19,6 +20,7 @@ from terrazzo.engine.links.columns import columns_of
 from terrazzo.engine.links.label import Stamp, moving
 from terrazzo.engine.links.peers import Memory, Neighbour, find_neighbours
 from terrazzo.engine.links.sums import add_in_order, divide
+from terrazzo.engine.links.times import Moments, Times
 from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Worker
@@ -45,8 +47,9 @@ class GlooCollectives(Collectives):
     reads and sums while the rank computes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger) -> None:
-        super().__init__(group, traffic, ledger)
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
+        super().__init__(group, traffic, ledger, axis)
+        self._near: Mapping[int, Neighbour] = {}
         kinds = ("gather", "reduce") if self.size > 1 else ()
         self._names = [_name_of(rank, job) for rank, job in enumerate(dist.get_process_group_ranks(group))]
         timeout_s = _timeout_s(group)
@@ -60,11 +63,16 @@ class GlooCollectives(Collectives):
         self._counts = dict.fromkeys(kinds, 0)
         self._model = _models[group.group_name] = _models[group.group_name] + 1
 
-    def _all_gather(self, full: Tensor) -> Moves:
-        chunks = self._chunks(full)
+    def _standing_still(self) -> Iterable[str]:
+        for neighbour in self._near.values():
+            if (why := neighbour.why_stopped) is not None:
+                yield f"{neighbour.name}: {why}"
+
+    def _all_gather(self, full: Tensor, kind: str) -> Moves:
+        chunks, times = self._chunks(full), self.traffic.times_of(self.axis, kind)
         if (columns := self._columns) is not None:
             stamp = self._stamp("gather")
-            yield self._errand("gather", lambda: columns.gather(self.group, stamp, self._near, full), [full])
+            yield self._errand("gather", lambda _: columns.gather(self.group, stamp, self._near, full), [full], times)
             return full
 
         def fill(sources: Sequence[_Source]) -> None:
@@ -72,22 +80,22 @@ class GlooCollectives(Collectives):
                 if isinstance(source, Memory):
                     source.read(0, chunk)
 
-        yield self._exchange("gather", [chunks[self.rank]] * self.size, chunks, fill)
+        yield self._exchange("gather", [chunks[self.rank]] * self.size, chunks, fill, times)
         return full
 
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves:
         total = full.new_empty(full.numel() // self.size, dtype=dtype)
-        return (yield from self._sum_chunks(full, use_large_pages(total), denominator=1))
+        return (yield from self._sum_chunks(full, use_large_pages(total), 1, kind))
 
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
         if full.dtype != dtype:
             return (yield from super()._all_reduce(full, dtype, denominator))
-        yield from self._sum_chunks(full, self._chunks(full)[self.rank], denominator)
-        return (yield from self._all_gather(full))
+        yield from self._sum_chunks(full, self._chunks(full)[self.rank], denominator, "all_reduce")
+        return (yield from self._all_gather(full, "all_reduce"))
 
-    def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float) -> Moves:
+    def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float, kind: str) -> Moves:
         """Sum this rank's chunk of every rank's `full` into `total`, which may be that chunk, and divide."""
-        chunks = self._chunks(full)
+        chunks, times = self._chunks(full), self.traffic.times_of(self.axis, kind)
         with self.ledger.holding(self.receive_bytes(full.nbytes)):
             sizes = [self._receive_bytes(rank, total.numel() * full.itemsize) for rank in range(self.size)]
             if (columns := self._columns) is not None:  # they have memory of their own for what comes from afar
@@ -109,11 +117,11 @@ class GlooCollectives(Collectives):
                     divide(total[start:stop], denominator)
 
             if columns is None:
-                yield self._exchange("reduce", chunks, space, add)
+                yield self._exchange("reduce", chunks, space, add, times)
             else:
                 stamp = self._stamp("reduce")
                 go = functools.partial(columns.reduce, self.group, stamp, self._near, full, add)
-                yield self._errand("reduce", go, [full, *space])
+                yield self._errand("reduce", lambda _: go(), [full, *space], times)
         return total
 
     def receive_bytes(self, full_bytes: int) -> int:
@@ -125,7 +133,12 @@ class GlooCollectives(Collectives):
         return chunk_bytes if rank in self._far else min(chunk_bytes, NEAR_BLOCK_BYTES) if rank in self._near else 0
 
     def _exchange(
-        self, kind: str, outgoing: Sequence[Tensor], space: Sequence[Tensor], use: Callable[[Sequence[_Source]], None]
+        self,
+        kind: str,
+        outgoing: Sequence[Tensor],
+        space: Sequence[Tensor],
+        use: Callable[[Sequence[_Source]], None],
+        times: Times,
     ) -> Handle:
         """Offer `outgoing[rank]` to each other rank, and call `use` with what each offers this one, in rank order.
 
@@ -141,17 +154,18 @@ class GlooCollectives(Collectives):
         told = [self.group.send([own], rank, first) for rank in self._far]
         going = told + [self.group.send([outgoing[rank]], rank, then) for rank in self._far]
 
-        def exchange() -> None:
+        def exchange(moments: Moments) -> None:
             for rank, neighbour in self._near.items():
                 neighbour.offer(kind, outgoing[rank], label)
             for rank, work in asked.items():
                 work.wait()
                 label.check(int(codes[rank]), self._names[rank])
-            for work in coming:
-                work.wait()
             sources: list[_Source] = list(space)
             for rank, neighbour in self._near.items():
                 sources[rank] = neighbour.offered(kind, outgoing[self.rank].nbytes, label)
+            moments.ready = time.perf_counter()
+            for work in coming:
+                work.wait()
             use(sources)
             for neighbour in self._near.values():
                 neighbour.say_taken(kind)
@@ -160,7 +174,7 @@ class GlooCollectives(Collectives):
             for work in going:
                 work.wait()
 
-        return self._errand(kind, exchange, [*outgoing, *space])
+        return self._errand(kind, exchange, [*outgoing, *space], times)
 
     def _stamp(self, kind: str) -> Stamp:
         """The mark of the messages of an exchange that begins now.
@@ -174,18 +188,21 @@ class GlooCollectives(Collectives):
         of_kind = list(self._counts).index(kind)
         return Stamp(label, (number % (1 << 28)) << 2 | of_kind, (mixed % (1 << 28)) << 2 | 2 | of_kind)
 
-    def _errand(self, kind: str, exchange: Callable[[], None], keep: Sequence[Tensor]) -> Handle:
+    def _errand(self, kind: str, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times) -> Handle:
         """Have the thread for `kind` do `exchange`; a failure is one for the neighbours as well."""
+        moments = Moments()
 
         def job() -> None:
+            moments.begun = time.perf_counter()
             try:
-                exchange()
+                exchange(moments)
             except BaseException:
                 for neighbour in self._near.values():
                     neighbour.hang_up()
                 raise
+            moments.done = time.perf_counter()
 
-        return Handle([self._workers[kind].submit(job)], keep, self.traffic)
+        return Handle([self._workers[kind].submit(job)], keep, times, moments=moments)
 
 
 def _name_of(rank: int, of_job: int) -> str:

@@ -29,6 +29,7 @@ from torch import Tensor
 from terrazzo.ending import Ending, leaves_to_parent
 from terrazzo.engine.links.label import RUN_THE_SAME, Label
 from terrazzo.engine.links.rendezvous import Address, Door, Met, connect
+from terrazzo.engine.process.system import is_stopped
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
 
@@ -169,6 +170,16 @@ class Neighbour:
                 line.shutdown(socket.SHUT_RDWR)
 
     @property
+    def why_stopped(self) -> str | None:
+        """What to say of it if it stands still; None if it does not."""
+        if not is_stopped(self.pid):
+            return None
+        return (
+            f"its process {self.pid} is stopped by a signal (SIGSTOP, Ctrl-Z or a debugger). See who stops processes "
+            "here, and start all ranks again; one that `kill -CONT` wakes in time goes on."
+        )
+
+    @property
     def _subject(self) -> str:
         return self.name[0].upper() + self.name[1:]
 
@@ -182,10 +193,11 @@ class Neighbour:
         try:
             message = self._lines[kind].recv(size_bytes)
         except TimeoutError as error:
-            raise ConnectionError(
-                f"{self._subject} has not come to this {kind} in time: it may have ended, or run something else: "
-                f"{_LOOK_THERE} Where it is only slow, give init_process_group a longer timeout."
-            ) from error
+            why = self.why_stopped or (
+                f"it may have ended, or run something else: {_LOOK_THERE} Where it is only slow, give "
+                "init_process_group a longer timeout."
+            )
+            raise ConnectionError(f"{self._subject} has not come to this {kind} in time: {why}") from error
         except OSError:
             message = b""
         if len(message) != size_bytes:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from terrazzo.engine.links.label import Label, moving
 from terrazzo.engine.links.side import Side
+from terrazzo.engine.links.times import Moments, Times
 
 __all__ = [
     "Handle",
@@ -50,22 +51,31 @@ class Traffic:
 
     Attributes:
         count, bytes: by kind of collective.
+        times: the same by mesh axis and kind, with how long it took; activations have no axis but their own.
         along: beside these, what modules exchange of activations, by mesh axis: `tp`, `cp`.
     """
 
     count: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    wait_s: float = 0.0
+    times: defaultdict[tuple[str, str], Times] = field(default_factory=lambda: defaultdict(Times))
     along: dict[str, Traffic] = field(default_factory=dict)
 
-    def record(self, kind: str, sent_bytes: int, count: int = 1) -> None:
+    def record(self, kind: str, sent_bytes: int, count: int = 1, axis: str = "") -> None:
         self.count[kind] += count
         self.bytes[kind] += sent_bytes
+        times = self.times_of(axis, kind)
+        times.count += count
+        times.sent_bytes += sent_bytes
+
+    def times_of(self, axis: str, kind: str) -> Times:
+        """Where waits for exchanges of that kind along that axis are counted."""
+        return self.times[axis, kind]
 
     def reset(self) -> None:
         self.count.clear()
         self.bytes.clear()
-        self.wait_s = 0.0
+        for times in self.times.values():
+            times.clear()
         for each in self.along.values():
             each.reset()
 
@@ -82,9 +92,30 @@ class Traffic:
         return sum(self.bytes.values()) + sum(each.total_bytes for each in self.along.values())
 
     @property
+    def wait_s(self) -> float:
+        """That this rank stood waiting for weights and gradients."""
+        return sum(times.exposed_s for (_, kind), times in self.times.items() if kind not in _BESIDE_DATA)
+
+    @property
+    def control_wait_s(self) -> float:
+        """That it stood waiting for the others to agree, and for norms: a few numbers, so for whoever comes last."""
+        own = sum(times.exposed_s for (_, kind), times in self.times.items() if kind == "control")
+        return own + sum(each.control_wait_s for each in self.along.values())
+
+    @property
+    def waited_ever_s(self) -> float:
+        """That it stood waiting for other ranks, and for updates away from the device, whatever was reset."""
+        own = sum(times.ever_s for times in self.times.values())
+        return own + sum(each.waited_ever_s for each in self.along.values())
+
+    @property
     def total_wait_s(self) -> float:
-        """Likewise."""
+        """For weights, gradients and activations."""
         return self.wait_s + sum(each.total_wait_s for each in self.along.values())
+
+
+_BESIDE_DATA = ("control", "update")
+"""Kinds of waits for what is neither weights nor gradients: for small numbers, and for updates of this rank itself."""
 
 
 @dataclass
@@ -114,18 +145,20 @@ class Handle:
     """Collectives in flight, started together. Keeps their tensors alive until they have finished.
 
     Args:
-        traffic: where the time that they are waited for is counted, if it is.
+        times: where the time that they are waited for is counted, if it is.
         queued: to wait for them makes a stream wait, and not the host.
+        moments: what is noted by whoever does the work.
     """
 
     def __init__(
         self,
         works: Sequence[Any] = (),
         keep: Sequence[Tensor] = (),
-        traffic: Traffic | None = None,
+        times: Times | None = None,
         queued: bool = False,
+        moments: Moments | None = None,
     ) -> None:
-        self._works, self._keep, self._traffic, self.queued = works, keep, traffic, queued
+        self._works, self._keep, self._times, self._moments, self.queued = works, keep, times, moments, queued
 
     def wait(self) -> None:
         """Return once the results may be used: by the host for gloo, by the current stream for NCCL."""
@@ -134,8 +167,8 @@ class Handle:
             if work is not None:
                 work.wait()
         self._works, self._keep = (), ()
-        if self._traffic is not None:
-            self._traffic.wait_s += time.perf_counter() - start
+        if self._times is not None:
+            self._times.waited(start, time.perf_counter(), self._moments)
 
 
 class Released:

@@ -51,7 +51,7 @@ class Hooks:
         self._compute, self._alone = recipe.precision.compute, recipe.axes.size() == 1
         self._nested = 0  # forwards of the model inside its own
         self._refusal: str | None = None
-        self._agreement = Agreement(units, schedule, recipe.axes, progress)
+        self._agreement, self._phases = Agreement(units, schedule, recipe.axes, progress), recipe.axes.tally.phases
         self._announcements = Announcements(units)
         self.tell_of_gradients(begun=do_nothing, ended=do_nothing, before_use=do_nothing)
         self._late: set[int] = set()
@@ -114,12 +114,11 @@ class Hooks:
             self._begin_forward(module)
         if self.units[0].is_root:
             self.before_unit(0)
-        if self._compute in _HALF:
-            return self._cast(args), self._cast(kwargs)
-        return args, kwargs
+        return (self._cast(args), self._cast(kwargs)) if self._compute in _HALF else (args, kwargs)
 
     def _begin_forward(self, model: nn.Module) -> None:
         """Start from what the user and the last pass have left, be it a backward that raised."""
+        self._phases.begin("forward" if torch.is_grad_enabled() else "evaluate")
         self.adopt_edits()
         self._tree.check(model)
         unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
@@ -324,10 +323,12 @@ class Hooks:
             if self.scaler is not None:
                 self.scaler.in_use = False
             self._ended()
+            self._phases.begin("other")
 
     def start_backward(self) -> int:
         """Note that a backward pass is under way; returns its number."""
         if not self.schedule.in_backward:
+            self._phases.begin("backward")
             self._begun()
             trainable = (bucket for unit in self.units for bucket in unit.trainable())
             self._progress.earlier = any(bucket.gradient.held for bucket in trainable)

@@ -191,7 +191,8 @@ class Engine:
         self.progress.note(f"tz.clip_grad_norm_(model, {float(max_norm)}, {float(norm_type)})")
         for driver in self.drivers:
             driver.prepare_clipping(max_norm)
-        return clip_grad_norm(self.trainable(), self.recipe, max_norm, norm_type, error_if_nonfinite)
+        with self.tally.phases.during("clip"):
+            return clip_grad_norm(self.trainable(), self.recipe, max_norm, norm_type, error_if_nonfinite)
 
     def memory_bill(self, micro_batches: int = 1, local: bool | None = None) -> MemoryBill:
         """Promised memory of a step.

@@ -194,6 +194,7 @@ class OptimizerDriver:
             )
         if (model := self._model()) is None:
             raise model_gone(f"What this {type(optimizer).__name__} steps")
+        self.recipe.axes.tally.phases.begin("update")
         model.prepare_step()
         if any(bucket.gradient.unfinished for bucket in self.buckets):
             raise Misuse(
@@ -238,6 +239,7 @@ class OptimizerDriver:
             model.publish(self._owned.keys())
         if self.background is not None:
             self.background.end_step()
+        self.recipe.axes.tally.phases.begin("other")
 
     def _note_hyper_parameters(self, optimizer: Optimizer) -> None:
         """Those that there were at the beginning: ranks compare as many as ever, whoever adds a key to a group."""

@@ -24,6 +24,7 @@ from torch import Tensor
 __all__ = [
     "KINDS",
     "Stream",
+    "allocator",
     "backend_for",
     "count",
     "current",
@@ -94,6 +95,16 @@ def set_generator_state(state: Tensor) -> None:
 def peak_bytes(device: torch.device) -> int:
     """The most that tensors have held on a CUDA device."""
     return torch.cuda.max_memory_allocated(device)
+
+
+def allocator(device: torch.device) -> dict[str, int]:
+    """Of a CUDA device: bytes that the allocator has `reserved` at most, and its `retries` after having found none.
+
+    An allocator that is not torch's own may not count both.
+    """
+    found = torch.cuda.memory_stats(device)
+    names = {"reserved": "reserved_bytes.all.peak", "retries": "num_alloc_retries"}
+    return {name: found[key] for name, key in names.items() if key in found}
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SYS", "control_groups", "is_ending", "text_of"]
+__all__ = ["SYS", "control_groups", "is_ending", "is_stopped", "oom_kills", "text_of"]
 
 SYS = Path("/sys")
 
@@ -41,5 +41,30 @@ def control_groups(*controllers: str, root: Path = SYS) -> Iterator[Path]:
 
 def is_ending(pid: int, root: Path = SYS) -> bool:
     """Whether a process that has not been waited for is on its way out, whatever it may still be sent."""
-    words = text_of(root.parent / f"proc/{pid}/stat").rpartition(")")[2].split()
+    words = _stat(pid, root)
     return len(words) > 6 and bool(int(words[6]) & _PF_EXITING)
+
+
+def is_stopped(pid: int, root: Path = SYS) -> bool:
+    """Whether a process stands still until it is told to go on: by SIGSTOP, Ctrl-Z in its shell, or a debugger."""
+    return _stat(pid, root)[:1] in (["T"], ["t"])
+
+
+def oom_kills(root: Path = SYS) -> int | None:
+    """Processes that the kernel has ended so far for want of memory; None where it does not tell.
+
+    Those of this process's control group, whatever ran out, or of the whole machine where the group does not count.
+    """
+    groups = control_groups("memory", root=root)
+    files = (folder / name for folder in groups for name in ("memory.events", "memory.oom_control"))
+    for file in (*files, root.parent / "proc/vmstat"):
+        for line in text_of(file).splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
+
+
+def _stat(pid: int, root: Path) -> list[str]:
+    """The words of `/proc/PID/stat` behind the program's name: its state first; none where there is no such process."""
+    return text_of(root.parent / f"proc/{pid}/stat").rpartition(")")[2].split()

@@ -24,6 +24,7 @@ from typing import NoReturn, Protocol
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, Diverged, SaveFailed, SwapFailed
 from terrazzo.tether import PARENT
+from terrazzo.train.launch.preempted import leave_note
 from terrazzo.train.launch.scratch import Scratch
 from terrazzo.train.launch.telling import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, REPORT, Failure, ToLauncher
 
@@ -68,6 +69,8 @@ class _ToSiblings:
             _tell_torchrun(Path(report), error, failure, is_first=is_first)
 
     def leave(self, code: int) -> None:
+        if code == PREEMPTED:
+            leave_note()
         if self._scratch is not None:
             self._scratch.leave(keep=code not in (0, PREEMPTED))  # others may yet have to find out
 

@@ -17,7 +17,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from terrazzo.engine.process.system import is_ending
+from terrazzo.engine.process.system import is_ending, is_stopped, oom_kills
 from terrazzo.tether import tethered
 from terrazzo.train.launch.failure import SIBLING_GRACE_S
 from terrazzo.train.launch.labelled import Labelled
@@ -59,12 +59,16 @@ class LocalRank:
 
     That is on the clock of a `Failure`, and as seen from here: late by what it takes to look. What it prints goes where
     this process prints, or first to `outputs`, if there are two of them.
+
+    Attributes:
+        stopped: it stood still, by a signal such as SIGSTOP, when another one had failed.
     """
 
     def __init__(
         self, rank: int, environment: Mapping[str, str], arguments: Sequence[str], outputs: Sequence[Labelled] = ()
     ) -> None:
         self.rank, self.outputs, self.begun, self.ended_by_us = rank, outputs, False, False
+        self.stopped = False
         self.code: int | None = None
         self.ended_ns: int | None = None
         self.failure: Failure | None = None
@@ -108,6 +112,14 @@ class LocalRank:
         if self.code is None and (code := self._process.poll()) is not None:
             self.code = code
             self._note_end()
+
+    def look_whether_stopped(self) -> None:
+        """Another rank has failed, perhaps since it waited for this one."""
+        self.stopped = self.code is None and is_stopped(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def send(self, number: int) -> None:
         if self.code is None:
@@ -157,6 +169,7 @@ class LocalRanks:
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": RUN_ID,  # which says to others that ranks are started already
         }
+        self._oom_kills = oom_kills()
         self.ranks: list[LocalRank] = []
         self._lines = selectors.DefaultSelector()
         try:
@@ -194,12 +207,20 @@ class LocalRanks:
                 asked()
                 self._pass_on(number)
             if deadline == float("inf") and any(rank.failed for rank in self.ranks):
+                for rank in self.ranks:
+                    rank.look_whether_stopped()
                 saying = any(rank.begun and rank.code is None for rank in self.ranks)  # others have nothing to say yet
                 grace_s = _STOPPING_S if heeded else SIBLING_GRACE_S
                 deadline = time.monotonic() + (grace_s if saying else 0.0)
             if time.monotonic() > deadline:
                 break
         return None
+
+    @property
+    def oom_kills(self) -> int | None:
+        """Processes that the kernel has ended for want of memory since ranks were started; None where it is silent."""
+        now = oom_kills()
+        return None if now is None or self._oom_kills is None else now - self._oom_kills
 
     def end(self) -> None:
         """Kill those that are left, and wait for them as long as that can help."""

@@ -105,7 +105,7 @@ def launch_ranks(
         with LocalRanks(ranks, arguments, defaults, labelled=labelled) as started:
             stopped_by = started.wait(signals, lambda: say_now(notices.asked) if notices is not None else None)
         if stopped_by is None:
-            return _report(started.ranks, next(iter(signals.received), None))
+            return _report(started.ranks, next(iter(signals.received), None), started.oom_kills)
         if notices is not None:
             begun = any(rank.begun for rank in started.ranks)
             say_now(notices.cut_short() if begun else notices.unbegun)
@@ -114,14 +114,15 @@ def launch_ranks(
         signals.restore()
 
 
-def _report(ranks: Sequence[LocalRank], asked: int | None = None) -> int:
+def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int | None = None) -> int:
     """Say what ended the run, what came first last; its exit code.
 
     Args:
         asked: the signal that was passed on to all ranks: that they died of it is no failure.
+        oom_kills: how many processes the kernel has ended meanwhile for want of memory, if that is known.
     """
     first = first_failure(rank.failure for rank in ranks)
-    silent = first_failure(_silent(rank, asked) for rank in ranks)
+    silent = first_failure(_silent(rank, asked, oom_kills) for rank in ranks)
     if asked is not None and silent is None and (first is None or first.exit_code == INTERRUPTED):
         return _stopped(ranks, asked)
     if first is None and silent is None:
@@ -138,7 +139,19 @@ def _report(ranks: Sequence[LocalRank], asked: int | None = None) -> int:
         print(first.text, file=sys.stderr)
     else:
         print(f"Rank {first.rank} failed first:\n{first.text}", file=sys.stderr)
+    for rank in ranks:
+        if rank.stopped:
+            print(f"\n{_stopped_rank(rank)}", file=sys.stderr)
     return first.exit_code
+
+
+def _stopped_rank(rank: LocalRank) -> str:
+    """What stood still was there before what has waited for it failed, so this is said after that."""
+    return (
+        f"Rank {rank.rank} (process {rank.pid}) was stopped by a signal when that happened (SIGSTOP, Ctrl-Z or a"
+        " debugger), so whoever waited for it waited in vain: see who stops processes here, and start the run again. A"
+        " rank that `kill -CONT` wakes before launch.timeout_s is over goes on."
+    )
 
 
 def _stopped(ranks: Sequence[LocalRank], asked: int) -> int:
@@ -150,7 +163,7 @@ def _stopped(ranks: Sequence[LocalRank], asked: int) -> int:
     return 128 + asked
 
 
-def _silent(rank: LocalRank, asked: int | None = None) -> Failure | None:
+def _silent(rank: LocalRank, asked: int | None, oom_kills: int | None) -> Failure | None:
     """How a rank ended without a word, and when at the earliest; None if it did not, was asked to, or ended well."""
     if rank.code in (None, 0, PREEMPTED) or rank.ended_by_us or rank.failure is not None:
         return None
@@ -160,7 +173,16 @@ def _silent(rank: LocalRank, asked: int | None = None) -> Failure | None:
     if asked is not None and rank.code == -asked:
         return None
     name = signal.Signals(-rank.code).name
-    hint = " (often the kernel's out-of-memory killer)" if name == "SIGKILL" else ""
+    hint = _who_kills(oom_kills) if name == "SIGKILL" else ""
     said = f"Rank {rank.rank} was ended by {name}{hint}; the other ranks were stopped."
     late_ns = _KILL_SEEN_LATE_NS if name == "SIGKILL" else _SEEN_LATE_NS
     return Failure(rank.rank, (rank.ended_ns or 0) - late_ns, FAILED, said)
+
+
+def _who_kills(oom_kills: int | None) -> str:
+    """What the kernel's count says of a SIGKILL."""
+    if oom_kills is None:
+        return " (often the kernel's out-of-memory killer, whose count cannot be read here)"
+    if oom_kills:
+        return f" (the kernel's out-of-memory killer, which has ended {oom_kills} here since the start)"
+    return " (not by the kernel's out-of-memory killer, which has ended nothing here)"

@@ -52,6 +52,9 @@ class StopRequest:
     With `notices` they are said by a thread: a handler runs in the middle of anything, and must not wait.
     """
 
+    NBYTES = 8
+    """That `agreed` sends."""
+
     _heard: SimpleQueue[int] | None = None
 
     def __init__(self, notices: Notices | None = None) -> None:

@@ -1,0 +1,108 @@
+"""Step records for a training loop of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from terrazzo.engine import engine_of
+from terrazzo.errors import BadInput, Misuse
+from terrazzo.exchange import on_first
+from terrazzo.telemetry.sinks import JsonLines, Sink, TensorBoard
+from terrazzo.telemetry.steps import StepRecorder
+
+__all__ = ["Telemetry", "attach"]
+
+
+class Telemetry:
+    """Writes what `attach` asks for, on rank 0, until it is closed. Each record is in the file as soon as it is made.
+
+    Args:
+        recorder: of the model.
+        sinks: where records go.
+        every: steps between two records.
+        first_step: steps that were made before.
+    """
+
+    def __init__(self, recorder: StepRecorder, sinks: list[Sink], every: int, first_step: int) -> None:
+        self._recorder, self._sinks, self._every, self._step = recorder, sinks, every, first_step
+        self._handle: Any = None
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Count the steps of this optimizer."""
+        self._handle = optimizer.register_step_post_hook(lambda *_: self._step_done())
+
+    def _step_done(self) -> None:
+        self._step += 1
+        self._recorder.step_done()
+        if self._step % self._every == 0:
+            record = self._recorder.record()
+            for sink in self._sinks:
+                sink.log("step", self._step, record)
+
+    def close(self) -> None:
+        """Write no more; what is in the files stays."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        for sink in self._sinks:
+            sink.close()
+        self._sinks = []
+
+
+def attach(
+    model: nn.Module, folder: str | Path, *, every: int = 10, micro_batches: int = 1, tensorboard: bool = False
+) -> Telemetry:
+    """Write a record of where the time of steps goes into `folder/metrics.jsonl`, on rank 0. Collective.
+
+    A step ends when the model's optimizer has stepped, the last of several. The record is the mean of the steps since
+    the last one; `docs/concepts/step-record.md` has its fields. Nothing of what the model computes changes, and ranks
+    exchange nothing more.
+
+    Args:
+        model: sharded, with its optimizer.
+        folder: is made if it is not there; what an earlier run has written into its `metrics.jsonl` is replaced.
+        every: steps between two records.
+        micro_batches: of a step on this rank, for what the record has of promises.
+        tensorboard: write event files to `folder/tensorboard`, too.
+
+    Returns:
+        What `close()` ends; it may be dropped otherwise.
+
+    Raises:
+        BadInput: the folder cannot be written, or a number is below 1; on all ranks.
+        Misuse: the model is not sharded, or has no optimizer.
+    """
+    engine = engine_of(model)
+    if not engine.optimizers:
+        raise Misuse(
+            "tz.telemetry.attach needs an optimizer, whose steps it counts: give one to tz.shard, or call tz.attach"
+            " before."
+        )
+    for name, number in (("every", every), ("micro_batches", micro_batches)):
+        if number < 1:
+            raise BadInput(f"tz.telemetry.attach was given {name}={number}: use 1 or more.")
+    path = Path(folder) / "metrics.jsonl"
+    on_first(lambda: _try_to_write(path), BadInput)
+    sinks: list[Sink] = []
+    if dist.get_rank() == 0:
+        sinks = [JsonLines(path), *([TensorBoard(Path(folder) / "tensorboard")] if tensorboard else [])]
+    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step=0)
+    telemetry.follow(engine.optimizers[-1])
+    return telemetry
+
+
+def _try_to_write(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+    except OSError as error:
+        raise BadInput(
+            f"tz.telemetry.attach cannot write '{path}' ({error.strerror or error}): give it a folder that rank 0 can"
+            " write into."
+        ) from error

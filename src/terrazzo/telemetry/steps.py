@@ -1,0 +1,176 @@
+"""The record of a step: where its time went, by phase and by cause, what was exchanged, and what memory held."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from terrazzo.engine import Engine
+from terrazzo.engine.links.times import Times
+from terrazzo.engine.process import device as devices
+from terrazzo.telemetry.memory import PeakMemory
+
+__all__ = ["CAUSES", "PHASES", "Spent", "StepRecorder", "causes_of"]
+
+PHASES = ("input", "forward", "backward", "clip", "update", "evaluate", "save", "other")
+"""Of a step, in their order. Each moment belongs to one."""
+
+CAUSES = ("compute", "gather", "reduce", "exchange", "late_peer", "tier", "update", "input", "evaluate", "save")
+"""What the host did, or waited for. Each moment belongs to one."""
+
+_APART = ("update", "input", "evaluate", "save")
+"""Phases that are causes themselves, but for what the host waited in them."""
+
+_CAUSE_OF = {"all_gather": "gather", "broadcast": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
+_CAUSE_OF |= {"update": "tier", "control": "late_peer"}
+
+_Exchanges = defaultdict[tuple[str, str], Times]
+"""By axis and kind."""
+
+
+class Spent(NamedTuple):
+    """What steps took: seconds by phase, of which waited, and exchanges by axis and kind.
+
+    Exchanges of activations have the axis along which they go, and count as cause `exchange`.
+    """
+
+    seconds: Mapping[str, float]
+    waited: Mapping[str, float]
+    data: Mapping[tuple[str, str], Times]
+    activations: Mapping[tuple[str, str], Times]
+
+
+def causes_of(spent: Spent) -> dict[str, float]:
+    """Seconds by cause: they add up to those of all phases.
+
+    A wait is `late_peer` while not all other ranks were there, and the exchange's own after that. `compute` is what is
+    left: arithmetic on a CPU, and the engine's and the loop's own work.
+    """
+    found = dict.fromkeys(CAUSES, 0.0)
+    for phase, seconds in spent.seconds.items():
+        found[phase if phase in _APART else "compute"] += seconds - spent.waited[phase]
+    groups = ((spent.data, _CAUSE_OF), (spent.activations, {"control": "late_peer"}))
+    for exchanges, cause_of in groups:
+        for (_, kind), times in exchanges.items():
+            found["late_peer"] += times.late_s
+            found[cause_of.get(kind, "exchange")] += times.exposed_s - times.late_s
+    return found
+
+
+class StepRecorder:
+    """Takes the engine's counts at the end of each step, and makes one record of all steps since the last one.
+
+    Args:
+        engine: of the model; nothing of it is kept alive.
+        micro_batches: in a step, on this rank.
+    """
+
+    def __init__(self, engine: Engine, micro_batches: int = 1) -> None:
+        self._tally, self._device = engine.tally, engine.axes.device
+        self._on_cuda, self._peak = devices.is_cuda(self._device), PeakMemory(self._device)
+        bill = engine.memory_bill(micro_batches)
+        sent = engine.expected_traffic(micro_batches).by_name()
+        self._at_rest = {
+            "weight": bill.weight_bytes,
+            "master": bill.master_bytes,
+            "grad": bill.grad_bytes,
+            "moments": bill.moments_bytes,
+        }
+        self._told = ("input",) if self._on_cuda else ("late_peer", "compute", "input")
+        self._promised = {
+            "sent_bytes": {kind: count for kind, count in sent.items() if kind != "control"},
+            "transient": bill.transient_bytes,
+        }
+        self._clear()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what has been counted so far."""
+        self.take()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps = 0
+        self._seconds, self._waited = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+        self._data: _Exchanges = defaultdict(Times)
+        self._activations: _Exchanges = defaultdict(Times)
+
+    def step_done(self) -> None:
+        """A step has ended, and with it what is counted of it."""
+        self._steps += 1
+        self.take()
+
+    def take(self) -> None:
+        """Take what has been counted so far; behind a step, as a save has, it counts for that step."""
+        traffic = self._tally.traffic
+        _move(traffic.times, self._data)
+        for axis, along in traffic.along.items():
+            _move(along.times, self._activations, axis)
+        for taken, into in zip(self._tally.phases.taken(), (self._seconds, self._waited), strict=True):
+            for phase, seconds in taken.items():
+                into[phase] += seconds
+
+    def numbers(self) -> list[float]:
+        """What ranks tell each other: see `skew`."""
+        causes = causes_of(self._spent)
+        return [*(causes[name] / max(1, self._steps) for name in self._told), float(self._peak.peak_bytes)]
+
+    def skew(self, rows: Iterable[Iterable[float]]) -> dict[str, list[float]]:
+        """What each rank told, by name, in rank order: the rank that all wait for has the least `late_peer_s`."""
+        names = (*(f"{name}_s" for name in self._told), "peak_bytes")
+        return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
+
+    def record(self) -> dict[str, Any]:
+        """The mean of all steps since the last call; `docs/concepts/step-record.md` has every field."""
+        steps, spent = max(1, self._steps), self._spent
+        record: dict[str, Any] = {"v": 1, "steps": self._steps, "step_s": sum(spent.seconds.values()) / steps}
+        record["clock"] = "host" if self._on_cuda else "all"
+        record["phase_s"] = {name: seconds / steps for name, seconds in spent.seconds.items()}
+        if not self._on_cuda:  # there the device waits, and the host does not know for what
+            record["cause_s"] = {name: seconds / steps for name, seconds in causes_of(spent).items()}
+        record["comm"] = {
+            f"{axis} {kind}".strip(): self._exchanged(times, steps)
+            for (axis, kind), times in sorted(_together(spent.data, spent.activations).items())
+            if kind != "update" and times.count
+        }
+        record["memory_bytes"] = self._memory()
+        record["promised"] = self._promised
+        self._clear()
+        return record
+
+    def _memory(self) -> dict[str, int]:
+        """By state. What a CPU rank has beside these is also what libraries and malloc keep, and not told apart."""
+        held = self._at_rest | {"transient": self._tally.ledger.peak_bytes}
+        peak = self._peak.peak_bytes
+        if not self._on_cuda:
+            return held | {"peak": peak}
+        more = {"peak": peak, "activations": max(0, peak - sum(held.values()))}
+        return held | more | devices.allocator(self._device)
+
+    @property
+    def _spent(self) -> Spent:
+        return Spent(self._seconds, self._waited, self._data, self._activations)
+
+    def _exchanged(self, times: Times, steps: int) -> dict[str, float]:
+        known = {"n": times.count / steps, "sent_bytes": times.sent_bytes / steps}
+        if self._on_cuda:
+            return known
+        seconds = {"total_s": times.total_s, "exposed_s": times.exposed_s, "late_s": times.late_s}
+        return known | {name: value / steps for name, value in seconds.items()}
+
+
+def _move(times: Mapping[tuple[str, str], Times], into: _Exchanges, axis: str | None = None) -> None:
+    """Add what has been counted, all of it to one axis if that is given, and have it counted from zero."""
+    for (own, kind), each in times.items():
+        into[own if axis is None else axis, kind].add(each)
+        each.clear()
+
+
+def _together(*groups: Mapping[tuple[str, str], Times]) -> _Exchanges:
+    """Exchanges of several groups, which may have the same axis and kind."""
+    found: _Exchanges = defaultdict(Times)
+    for exchanges in groups:
+        for key, each in exchanges.items():
+            found[key].add(each)
+    return found

@@ -1,0 +1,63 @@
+"""A run that was asked to stop, and has saved, stays stopped where torchrun would start its ranks again.
+
+To torchrun every exit code but 0 is a failure, and `--max-restarts` has it start the ranks once more. Ranks that end
+with `PREEMPTED` therefore leave a note in the folder that torchrun's agent keeps for all its attempts: ranks of a later
+attempt end at once with the same code, until the agent gives up. A new torchrun has a new folder, and so goes on.
+
+An agent also starts its ranks again when machines come or go: it asks them to stop, and the new ones have the number of
+the old attempt. These are meant to go on, and take the note away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from terrazzo.exchange import gather_json
+
+__all__ = ["STAYS_STOPPED", "leave_note", "stays_stopped"]
+
+STAYS_STOPPED = (
+    "This run was asked to stop, and has saved: the ranks that torchrun starts again do not go on. To continue it,"
+    " start it anew by the command that it has printed."
+)
+
+
+def leave_note() -> None:
+    """This rank ends since the run was asked to stop, and has saved."""
+    if (found := _attempt()) is not None:
+        note, number = found
+        part = note.with_name(f"{note.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):  # such as a full disk: then torchrun has its way
+            part.write_text(str(number))
+            part.replace(note)
+
+
+def stays_stopped() -> bool:
+    """Whether an earlier attempt of this run was asked to stop. Every rank calls this once it has joined. Collective.
+
+    Agents of several machines may count differently: all ranks go on, or none does.
+    """
+    found = _attempt()
+    if any(gather_json(found is not None and _is_of_an_earlier_attempt(*found))):
+        return True
+    if found is not None:
+        found[0].unlink(missing_ok=True)
+    return False
+
+
+def _attempt() -> tuple[Path, int] | None:
+    """Where the note would be, and the number of this attempt; None where it was not torchrun that has started this."""
+    elastic = os.environ.get("TORCHELASTIC_ERROR_FILE")  # FOLDER/attempt_0/LOCAL_RANK/error.json
+    number = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if elastic is None or number is None:
+        return None
+    return Path(elastic).parents[2] / "terrazzo.preempted", int(number)
+
+
+def _is_of_an_earlier_attempt(note: Path, number: int) -> bool:
+    try:
+        return int(note.read_text()) < number
+    except (OSError, ValueError):
+        return False
