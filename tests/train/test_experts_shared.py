@@ -12,11 +12,13 @@ import torch
 
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
+from terrazzo.planner.text.words import count_text, setup_text
 from terrazzo.train.mesh_picture import mesh_picture
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight import check
 from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.promise.summary import summary_lines
 from tests.train.test_preferences import lines, train
 from tests.train.test_tensor import on_mesh, run_folder
 
@@ -58,6 +60,18 @@ def test_ranks_that_share_experts_train_as_ranks_that_have_them_all_and_take_up_
         assert summary[f"{kind}_promised"] == summary[f"{kind}_measured"]
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_what_rows_send_is_as_planned_where_all_experts_are_as_busy(tmp_path: Path, checkpointing: str) -> None:
+    """Each token meets all of them."""
+    values = settings(tmp_path, {"ep": 2}, 2, top_k=4)
+    values["train"] |= {"steps": 1, "activation_checkpointing": checkpointing}
+    train(values)
+    (summary,) = lines(run_folder(values), "summary")
+    assert summary["routed_bytes_if_even"] == summary["routed_bytes_measured"] > 0
+    (line,) = (each for each in summary_lines(summary) if "experts of other ranks" in each)
+    assert line.startswith("to experts of other ranks and back per step: 0.")
+
+
 def test_auxiliary_losses_are_learnt_and_no_part_of_the_loss_that_is_reported(tmp_path: Path) -> None:
     """The same weights give the same loss; another gradient."""
     found = []
@@ -81,6 +95,9 @@ def test_the_planner_knows_each_parameter_of_a_decoder_with_experts(tmp_path: Pa
     there = {name: tuple(each.shape) for name, each in model.named_parameters()}
     assert planned == {name: each for name, each in there.items() if "blocks.1." not in name}  # all blocks are alike
     assert shape.numel == sum(math.prod(each) for each in there.values())
+    routed = sum(math.prod(each) for name, each in there.items() if ".experts." in name)
+    assert shape.active_numel == shape.numel - routed + routed * 2 // 4
+    assert f"parameters, {count_text(shape.active_numel)} active" in setup_text(setup_of(config, 1))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.parallel import Chunks, check_config, check_styles
+from terrazzo.parallel import Chunks, attention_heads, check_config, check_styles
 from terrazzo.parallel.paper import cut_on_paper
 from terrazzo.train.model.huggingface import read_config, tensor_styles
 from terrazzo.train.model.prepare import prepare_model
@@ -95,7 +95,7 @@ def _check_context(config: Config) -> None:
     assert config.model.path is not None
     values = read_config(config.model.path)
     check_config(values, mode, shared)
-    _check_ulysses(config, values.get("num_attention_heads", values.get("n_head")), "num_attention_heads")
+    _check_ulysses(config, attention_heads(values), "num_attention_heads")
 
 
 def _check_ulysses(config: Config, heads: int | None, key: str) -> None:
