@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.engine import Box, Family, ModelState, Record, leave_record
-from tests.checkpoint.documented import read_as_documented
+from terrazzo.engine import Box, Family, Record, leave_record
+from tests.checkpoint.meshes import State, adamw, assert_holds, assert_resumes, save_two_steps, step, steps_alone
 from tests.helpers.threads import run_in_threads
 
 SHAPES = {"gate": (8, 3, 5), "bias": (8,), "norm": (6,)}
@@ -43,8 +43,6 @@ MESHES = [
     Mesh("zero3@cpu", 4, 4, 2),
 ]
 
-State = dict[tuple[str, str], Tensor]
-
 
 class Net(nn.Module):
     """All parameters, or a rank's experts of them."""
@@ -68,10 +66,6 @@ class Net(nn.Module):
         return torch.stack([each * (self.counts if name in EXPERTS else 1) for name, each in sums.items()]).sum()
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, foreach=False, fused=False)
-
-
 def sharded(mesh: Mesh) -> tuple[nn.Module, Any]:
     axes = {"dp_replicate": 2} if mesh.plan == "hybrid_shard" else {}
     return tz.shard(
@@ -79,80 +73,30 @@ def sharded(mesh: Mesh) -> tuple[nn.Module, Any]:
     )
 
 
-def step(model: nn.Module, optimizer: Any) -> None:
-    model().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def differences(model: nn.Module, expected: State) -> list[str]:
-    """What this rank gives that is not as in one process."""
-    wrong = []
-    for piece in ModelState(model).pieces():
-        whole = expected[piece.name, piece.kind]
-        there = whole.reshape(-1) if whole.numel() == piece.tile.numel else whole[piece.tile.slices].reshape(-1)
-        if not torch.equal(piece.tensor, there[piece.start : piece.stop]):
-            wrong.append(f"{piece.name}, {piece.kind}, {piece.tile}")
-    return wrong
-
-
 @pytest.fixture(scope="module")
 def alone() -> list[State]:
-    """The whole state after each of three steps of one process."""
-    model = Net(MESHES[0])
-    optimizer = adamw(model.parameters())
-    found = []
-    for _ in range(3):
-        step(model, optimizer)
-        state = {(name, "weight"): p.detach().clone() for name, p in model.named_parameters()}
-        for name, p in model.named_parameters():
-            state |= {(name, kind): value.clone().reshape(value.shape) for kind, value in optimizer.state[p].items()}
-        found.append(state)
-    return found
+    return steps_alone(Net(MESHES[0]))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Mesh, Path]:
     """The checkpoint of two steps on every mesh."""
     root = tmp_path_factory.mktemp("experts")
-
-    def body(mesh: Mesh, path: Path) -> None:
-        model, optimizer = sharded(mesh)
-        step(model, optimizer)
-        step(model, optimizer)
-        checkpoint.save(path, model, optimizer, {"step": 2})
-        checkpoint.check_replicas(model)
-
-    paths = {mesh: root / str(mesh) for mesh in MESHES}
-    for mesh, path in paths.items():
-        run_in_threads(mesh.ranks, lambda rank, mesh=mesh, path=path: body(mesh, path))
-    return paths
+    for mesh in MESHES:
+        save_two_steps(root / str(mesh), mesh.ranks, lambda mesh=mesh: sharded(mesh))
+    return {mesh: root / str(mesh) for mesh in MESHES}
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_mesh_writes_each_element_once_and_as_one_process_has_it(
     mesh: Mesh, saved: dict[Mesh, Path], alone: list[State]
 ) -> None:
-    found = read_as_documented(saved[mesh])
-    assert found.keys() == alone[1].keys()
-    for key, values in alone[1].items():
-        assert found[key].tobytes() == values.reshape(-1).numpy().tobytes(), key
+    assert_holds(saved[mesh], alone[1])
 
 
 @pytest.mark.parametrize("target", MESHES, ids=str)
 def test_every_mesh_resumes_every_other_to_the_bit(target: Mesh, saved: dict[Mesh, Path], alone: list[State]) -> None:
-    def body(rank: int) -> list[str]:
-        model, optimizer = sharded(target)
-        wrong = []
-        for path in saved.values():
-            step(model, optimizer)  # so that there is something else
-            checkpoint.load(path, model, optimizer)
-            wrong += differences(model, alone[1])
-            step(model, optimizer)
-            wrong += differences(model, alone[2])
-        return wrong
-
-    assert run_in_threads(target.ranks, body) == [[]] * target.ranks
+    assert_resumes(target.ranks, lambda: sharded(target), list(saved.values()), alone)
 
 
 def test_copies_of_experts_that_differ_are_found() -> None:

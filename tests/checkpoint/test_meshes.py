@@ -18,10 +18,20 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.engine import Box, Family, ModelState, Record, leave_record
+from terrazzo.engine import Box, Family, Record, leave_record
 from terrazzo.errors import BadInput
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.checkpoint.documented import read_as_documented
+from tests.checkpoint.meshes import (
+    State,
+    adamw,
+    assert_holds,
+    assert_resumes,
+    differences,
+    save_two_steps,
+    step,
+    steps_alone,
+)
 from tests.helpers.threads import exclusive, run_in_threads
 
 Cut = tuple[tuple[int, ...], int, tuple[int, ...]]
@@ -41,8 +51,6 @@ SHARED: dict[str, tuple[int, ...]] = {"norm": (6,), "scale": ()}
 MESHES: tuple[Mesh, ...] = (
     ("zero3", 1, 1), ("zero0", 4, 1), ("zero0", 1, 2), ("zero1", 2, 2), ("zero3", 2, 2), ("zero2@cpu", 1, 4),
 )  # fmt: skip
-
-State = dict[tuple[str, str], Tensor]
 
 
 class Net(nn.Module):
@@ -69,10 +77,6 @@ def _runs(edges: tuple[int, ...], tp: int, rank: int) -> Iterator[tuple[int, int
         yield first + (last - first) * rank // tp, first + (last - first) * (rank + 1) // tp
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, foreach=False, fused=False)
-
-
 def sharded(mesh: Mesh) -> tuple[nn.Module, Any]:
     plan, _, tp = mesh
     with exclusive():
@@ -80,52 +84,18 @@ def sharded(mesh: Mesh) -> tuple[nn.Module, Any]:
     return tz.shard(model, adamw, plan, mesh=tz.mesh(tp=tp) if tp > 1 else None)
 
 
-def step(model: nn.Module, optimizer: Any) -> None:
-    model().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def differences(model: nn.Module, expected: State) -> list[str]:
-    """What this rank gives that is not as in one process."""
-    wrong = []
-    for piece in ModelState(model).pieces():
-        whole = expected[piece.name, piece.kind]
-        there = whole.reshape(-1) if whole.numel() == piece.tile.numel else whole[piece.tile.slices].reshape(-1)
-        if not torch.equal(piece.tensor, there[piece.start : piece.stop]):
-            wrong.append(f"{piece.name}, {piece.kind}, {piece.tile}")
-    return wrong
-
-
 @pytest.fixture(scope="module")
 def alone() -> list[State]:
-    """The whole state after each of three steps of one process."""
-    model = Net()
-    optimizer = adamw(model.parameters())
-    found = []
-    for _ in range(3):
-        step(model, optimizer)
-        state = {(name, "weight"): p.detach().clone() for name, p in model.named_parameters()}
-        for name, p in model.named_parameters():
-            state |= {(name, kind): value.clone().reshape(value.shape) for kind, value in optimizer.state[p].items()}
-        found.append(state)
-    return found
+    return steps_alone(Net())
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Mesh, Path]:
     """The checkpoint of two steps on every mesh."""
     root = tmp_path_factory.mktemp("meshes")
-
-    def body(mesh: Mesh, path: Path) -> None:
-        model, optimizer = sharded(mesh)
-        step(model, optimizer)
-        step(model, optimizer)
-        checkpoint.save(path, model, optimizer, {"step": 2})
-
     paths = {mesh: root / f"{number}" for number, mesh in enumerate(MESHES)}
     for mesh, path in paths.items():
-        run_in_threads(mesh[1] * mesh[2], lambda rank, mesh=mesh, path=path: body(mesh, path))
+        save_two_steps(path, mesh[1] * mesh[2], lambda mesh=mesh: sharded(mesh))
     return paths
 
 
@@ -133,26 +103,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Mesh, Path]:
 def test_every_mesh_writes_each_element_once_and_as_one_process_has_it(
     mesh: Mesh, saved: dict[Mesh, Path], alone: list[State]
 ) -> None:
-    found = read_as_documented(saved[mesh])
-    assert found.keys() == alone[1].keys()
-    for key, values in alone[1].items():
-        assert found[key].tobytes() == values.reshape(-1).numpy().tobytes(), key
+    assert_holds(saved[mesh], alone[1])
 
 
 @pytest.mark.parametrize("target", MESHES, ids=lambda mesh: f"{mesh[0]}-{mesh[1]}x{mesh[2]}")
 def test_every_mesh_resumes_every_other_to_the_bit(target: Mesh, saved: dict[Mesh, Path], alone: list[State]) -> None:
-    def body(rank: int) -> list[str]:
-        model, optimizer = sharded(target)
-        wrong = []
-        for path in saved.values():
-            step(model, optimizer)  # so that there is something else
-            checkpoint.load(path, model, optimizer)
-            wrong += differences(model, alone[1])
-            step(model, optimizer)
-            wrong += differences(model, alone[2])
-        return wrong
-
-    assert run_in_threads(target[1] * target[2], body) == [[]] * (target[1] * target[2])
+    assert_resumes(target[1] * target[2], lambda: sharded(target), list(saved.values()), alone)
 
 
 def test_whole_weights_are_loaded_in_parts(saved: dict[Mesh, Path], alone: list[State]) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import terrazzo as tz
-from terrazzo.engine import LossScaling, checkpoint_activations, engine_of
+from terrazzo.engine import checkpoint_activations
 from terrazzo.parallel import context_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import ExpertsConfig, routers_of
@@ -24,11 +23,13 @@ from tests.parallel.test_training_in_parts import (
     ROWS,
     TOKENS,
     WHOLE,
-    Part,
+    Step,
     batches,
-    gradients_of,
     loss_of,
+    never_skipping,
     optimizer_of,
+    plain_step,
+    steps_in_parts,
 )
 
 EXPERTS = ExpertsConfig(count=8, top_k=2, ffn_dim=16, shared=1)
@@ -64,53 +65,23 @@ def base() -> Decoder:
 
 
 @cache
-def plain() -> list[tuple[float, float, dict[str, Tensor], dict[str, Tensor]]]:
-    """Of each step: the sum of losses, the gradients' norm, gradients of the mean by name, and weights after it."""
+def plain() -> list[Step]:
     model = copy.deepcopy(base())
     optimizer, found = optimizer_of(model), []
     for tokens, targets, _ in batches():
-        total = loss_of(model(tokens), targets)
-        (total / int((targets != -100).sum())).backward()
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
-        optimizer.step()
-        optimizer.zero_grad()
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        found.append((float(total.detach()), norm, gradients, weights))
+        found.append(plain_step(model, optimizer, loss_of(model(tokens), targets), targets))
     return found
 
 
-def trained(
-    case: Mesh, checkpointing: str, precision: str, rank: int
-) -> list[tuple[float, float, dict[str, Part], dict[str, Tensor]]]:
-    """As `plain`, of this rank; of gradients the parts that it has."""
+def trained(case: Mesh, checkpointing: str, precision: str, rank: int) -> list[Step]:
     model: Any = copy.deepcopy(base())
     checkpoint_activations(model, checkpointing, units=[Block])
     replicas = case.readers if case.tp * case.cp > 1 else 2
     mesh = tz.mesh(tp=case.tp, cp=case.cp, ep=case.ep, **({"dp_replicate": replicas} if case.plan in GROUPED else {}))
-    context = context_of(tz.parallelize(model, mesh))
-    dtypes = tz.Precision.named(precision)
-    if dtypes.loss_scaling is not None:
-        dtypes = replace(dtypes, loss_scaling=LossScaling(init=8.0))  # with which no step is skipped
+    context, dtypes = context_of(tz.parallelize(model, mesh)), never_skipping(precision)
     model, optimizer = tz.shard(model, optimizer_of(model), case.plan, units=[Block], precision=dtypes, mesh=mesh)
-    found = []
-    for tokens, targets, _ in batches():
-        model.set_gradient_denominator(int((targets != -100).sum()))
-        rows, total = list(range(rank // (case.tp * case.cp), ROWS, case.readers)), 0.0
-        for row in rows:
-            mine = tokens[row : row + 1], targets[row : row + 1], torch.arange(TOKENS).unsqueeze(0)
-            mine = mine if context is None else context.split(*mine)  # type: ignore[assignment]
-            with contextlib.nullcontext() if row == rows[-1] else tz.accumulate(model):
-                loss = loss_of(model(mine[0], mine[2]), mine[1])
-                loss.backward()
-            total += float(loss.detach())
-        norm, gradients = float(tz.clip_grad_norm_(model, float("inf"))), gradients_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        full = {name: each.float() for name, each in tz.full_state_dict(model, keep=True).items()}
-        found.append((total, norm, gradients, full))
-    engine_of(model).close()
-    return found
+    rows = range(rank // (case.tp * case.cp), ROWS, case.readers)
+    return steps_in_parts(model, optimizer, context, rows, documents=False)
 
 
 MESHES = [

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import Box, LossScaling, checkpoint_activations, engine_of
-from terrazzo.parallel import context_of
+from terrazzo.parallel import Context, context_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.helpers.cover import places
 from tests.helpers.processes import Pool
@@ -87,12 +87,24 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-@cache
-def plain(documents: bool) -> list[tuple[float, float, dict[str, Tensor], dict[str, Tensor]]]:
-    """Of each step: the sum of losses, the gradients' norm, gradients of the mean by name, and weights after it.
+Step = tuple[float, float, dict[str, Any], dict[str, Tensor]]
+"""The sum of losses, the gradients' norm, gradients of the mean by name, and weights after it."""
 
-    Each document is a sequence of its own.
-    """
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor, targets: Tensor) -> Step:
+    """Train on the sum of losses `total`."""
+    (total / int((targets != -100).sum())).backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+    optimizer.step()
+    optimizer.zero_grad()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return float(total.detach()), norm, gradients, weights
+
+
+@cache
+def plain(documents: bool) -> list[Step]:
+    """Each document is a sequence of its own."""
     model = copy.deepcopy(base())
     optimizer, found = optimizer_of(model), []
     for tokens, targets, positions in batches():
@@ -102,13 +114,7 @@ def plain(documents: bool) -> list[tuple[float, float, dict[str, Tensor], dict[s
             for start, stop in itertools.pairwise(starts):
                 piece = slice(start, stop)
                 total = total + loss_of(model(tokens[row : row + 1, piece]), targets[row : row + 1, piece])
-        (total / int((targets != -100).sum())).backward()
-        gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
-        optimizer.step()
-        optimizer.zero_grad()
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        found.append((float(total.detach()), norm, gradients, weights))
+        found.append(plain_step(model, optimizer, total, targets))
     return found
 
 
@@ -128,43 +134,46 @@ def gradients_of(model: nn.Module) -> dict[str, Part]:
     return found
 
 
-def trained(case: Case, rank: int) -> list[tuple[float, float, dict[str, Part], dict[str, Tensor]]]:
-    """As `plain`, of this rank; of gradients the parts that it has."""
-    model: Any = copy.deepcopy(base())
-    checkpoint_activations(model, case.checkpointing, units=[Block])
-    shared, readers = case.mesh, case.mesh.readers
-    mesh = tz.mesh(tp=shared.tp, cp=shared.cp, **({"dp_replicate": readers} if shared.plan in GROUPED else {}))
-    context = context_of(tz.parallelize(model, mesh, context=case.mode))  # type: ignore[arg-type]
-    precision = tz.Precision.named(case.precision)
-    if precision.loss_scaling is not None:
-        precision = replace(precision, loss_scaling=LossScaling(init=8.0))  # with which no step is skipped
-    model, optimizer = tz.shard(model, optimizer_of(model), shared.plan, units=[Block], precision=precision, mesh=mesh)
-    found = []
+def never_skipping(precision: str) -> tz.Precision:
+    """With a loss scale under which no step is skipped."""
+    named = tz.Precision.named(precision)
+    return named if named.loss_scaling is None else replace(named, loss_scaling=LossScaling(init=8.0))
+
+
+def steps_in_parts(model: Any, optimizer: Any, context: Context | None, rows: range, documents: bool) -> list[Step]:
+    """As `plain`, of a rank that is given `rows` of each batch; of gradients the parts that it has."""
+    found: list[Step] = []
     for tokens, targets, positions in batches():
-        if not case.documents:
+        if not documents:
             positions = torch.arange(TOKENS).expand(ROWS, -1)
         model.set_gradient_denominator(int((targets != -100).sum()))
-        rows, total = list(range(rank // (shared.tp * shared.cp), ROWS, readers)), 0.0
+        total = 0.0
         for row in rows:
             mine = tokens[row : row + 1], targets[row : row + 1], positions[row : row + 1]
             mine = mine if context is None else context.split(*mine)  # type: ignore[assignment]
             with contextlib.nullcontext() if row == rows[-1] else tz.accumulate(model):
                 loss = loss_of(model(mine[0], mine[2]), mine[1])
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         norm, gradients = float(tz.clip_grad_norm_(model, float("inf"))), gradients_of(model)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(
-            (
-                total,
-                norm,
-                gradients,
-                {name: each.float() for name, each in tz.full_state_dict(model, keep=True).items()},
-            )
-        )
+        full = {name: each.float() for name, each in tz.full_state_dict(model, keep=True).items()}
+        found.append((total, norm, gradients, full))
     engine_of(model).close()
     return found
+
+
+def trained(case: Case, rank: int) -> list[Step]:
+    model: Any = copy.deepcopy(base())
+    checkpoint_activations(model, case.checkpointing, units=[Block])
+    shared, readers = case.mesh, case.mesh.readers
+    mesh = tz.mesh(tp=shared.tp, cp=shared.cp, **({"dp_replicate": readers} if shared.plan in GROUPED else {}))
+    context = context_of(tz.parallelize(model, mesh, context=case.mode))  # type: ignore[arg-type]
+    precision = never_skipping(case.precision)
+    model, optimizer = tz.shard(model, optimizer_of(model), shared.plan, units=[Block], precision=precision, mesh=mesh)
+    rows = range(rank // (shared.tp * shared.cp), ROWS, readers)
+    return steps_in_parts(model, optimizer, context, rows, case.documents)
 
 
 def compare(case: Case, ranks: list[Any]) -> None:

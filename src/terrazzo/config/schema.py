@@ -35,12 +35,16 @@ DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
 class MeshConfig(Section):
-    """How the ranks are arranged: `dp_replicate` groups of `dp_shard` times `cp` times `tp` ranks each."""
+    """How the ranks are arranged: `dp_replicate` groups of `dp_shard` times `cp` times `tp` ranks each.
+
+    `ep` is cut out of these groups, and takes no ranks of its own.
+    """
 
     dp_replicate: int = Field(1, gt=0, description="groups of ranks; each group holds all states of a hybrid plan")
     dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by the others")
     cp: int = Field(1, gt=0, description="ranks that share each sequence (context parallelism)")
     tp: int = Field(1, gt=0, description="neighbouring ranks that share each matrix (tensor parallelism)")
+    ep: int = Field(1, gt=0, description="neighbouring ranks, of the axes above, that have other experts each")
 
     @property
     def ranks_per_batch(self) -> int:
@@ -329,6 +333,7 @@ class Config(Section):
                 f" shorten the warm-up, with schedule.warmup_steps={self.train.steps // 10} for instance"
             )
         self._pairs_agree()
+        self._experts_agree()
 
     def _pairs_agree(self) -> None:
         objective, kind, data = self.objective.name, self.objective.kind, self.data
@@ -353,4 +358,19 @@ class Config(Section):
             raise ValueError(
                 "checkpoint.save_format 'hf' of objective 'reward' needs a model that transformers has with a score:"
                 " set model.kind to 'huggingface', or save_format to 'terrazzo'"
+            )
+
+    def _experts_agree(self) -> None:
+        experts, objective = self.model.experts, self.objective.name
+        if experts.count is None:
+            return
+        if self.objective.kind.of_pairs:
+            raise ValueError(
+                f"objective '{objective}' has not been tried with experts, whose auxiliary losses are of tokens: remove"
+                " model.experts, or set objective to 'next_token'"
+            )
+        if self.checkpoint.save_format == "hf":
+            raise ValueError(
+                "checkpoint.save_format 'hf' writes the built-in decoder as a Llama, which has no experts: remove"
+                " model.experts, or set save_format to 'terrazzo'"
             )

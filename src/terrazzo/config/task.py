@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from terrazzo.config.experts import ExpertsConfig
 from terrazzo.config.section import Named, Section
 
 __all__ = ["DataConfig", "LoraConfig", "ModelConfig", "ObjectiveConfig", "ObjectiveKind"]
@@ -32,12 +33,15 @@ class ModelConfig(Section):
     tie_embeddings: bool = Field(True, description="decoder: the head is the embedding matrix")
     rope_theta: float = Field(10_000.0, gt=0, description="decoder: base of the rotary position embedding")
     dropout: float = Field(0.0, ge=0, lt=1, description="decoder: share of each block's output dropped in training")
+    experts: ExpertsConfig = ExpertsConfig()
 
     def _agrees(self) -> None:
         if self.kind == "huggingface" and self.path is None:
             raise ValueError("kind 'huggingface' needs model.path, a local folder holding config.json")
         if self.kind == "decoder" and (self.path is not None or self.weights == "pretrained"):
             raise ValueError("path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random")
+        if self.kind == "huggingface" and self.experts.count is not None:
+            raise ValueError("experts belong to kind 'decoder': a folder's config.json has its own. Remove the section")
 
 
 class LoraConfig(Section):

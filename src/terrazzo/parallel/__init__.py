@@ -17,7 +17,7 @@ from terrazzo.parallel.loss import VocabularyLoss, leave_vocabulary, vocabulary_
 from terrazzo.parallel.mesh import mesh, mesh_sizes
 from terrazzo.parallel.plans import check_styles, own_plan
 from terrazzo.parallel.ranks import TensorRanks
-from terrazzo.parallel.registry import KNOWN_TYPES, check_config
+from terrazzo.parallel.registry import KNOWN_TYPES, attention_heads, check_config
 from terrazzo.parallel.sharing import context_of, share_sequences, whole_sequences
 from terrazzo.parallel.styles import STYLES, Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
 from terrazzo.parallel.tensor import TensorPlan, style_of
@@ -45,6 +45,7 @@ __all__ = [
     "TensorRanks",
     "Uncut",
     "VocabularyLoss",
+    "attention_heads",
     "check_config",
     "check_styles",
     "context_of",

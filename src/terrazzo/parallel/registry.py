@@ -12,7 +12,7 @@ from terrazzo.engine.family import SHARES_SEQUENCES
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel.context import Context
 
-__all__ = ["KNOWN_TYPES", "check_config", "is_of_transformers", "register"]
+__all__ = ["KNOWN_TYPES", "attention_heads", "check_config", "is_of_transformers", "register"]
 
 NAME = "terrazzo_context"
 """Of the attention function, as a value of a config's `attn_implementation`."""
@@ -71,6 +71,12 @@ def check_config(values: Mapping[str, Any], mode: str, ranks: int) -> None:
             )
 
 
+def attention_heads(values: Mapping[str, Any]) -> int | None:
+    """How many heads of queries the contents of a config.json give; None where they do not say."""
+    heads = values.get("num_attention_heads", values.get("n_head"))
+    return heads if isinstance(heads, int) else None
+
+
 def register(model: nn.Module, context: Context, called: nn.Module) -> None:
     """Have a model of `transformers` share its sequences as `context` says.
 
@@ -85,8 +91,7 @@ def register(model: nn.Module, context: Context, called: nn.Module) -> None:
 
     owner: Any = model
     check_config(values := owner.config.to_dict(), context.mode, context.size)
-    heads = values.get("num_attention_heads", values.get("n_head"))
-    if isinstance(heads, int):
+    if (heads := attention_heads(values)) is not None:
         context.check_heads(heads)
     transformers.AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, _no_mask)

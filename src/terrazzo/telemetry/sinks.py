@@ -28,7 +28,7 @@ class Sink(ABC):
     _failed = False
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Write `values` of `step`; `kind` is `train`, `step`, `validation`, `sample` or `summary`."""
+        """Write `values` of `step`; `kind` is `train`, `step`, `experts`, `validation`, `sample` or `summary`."""
         with self._unfailing():
             self._log(kind, step, values)
 

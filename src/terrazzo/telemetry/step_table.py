@@ -47,6 +47,7 @@ _COLUMNS = (
     _Column("write GB/s", 10, 8, lambda m: _short(m.disk_write_gb_s), "disk_write_gb_s"),
     _Column("CPU Gparam/s", 12, 9, lambda m: _short(m.cpu_step_gparam_s), "cpu_step_gparam_s"),
     _Column("skipped", 7, 3, lambda m: str(m.skipped_steps or ""), "skipped_steps"),
+    _Column("busiest", 7, 12, lambda m: _short(m.expert_imbalance), "expert_imbalance"),
     _Column("memory", 9, 2, lambda m: f"{_short(m.peak_memory_bytes / GIB, 2)} GiB"),
 )
 _LEFT = 7

@@ -21,6 +21,7 @@ from terrazzo.train.divergence import DivergenceWatch
 from terrazzo.train.evaluate import evaluate, sample_text
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.launch.telling import PREEMPTED
+from terrazzo.train.model.experts import Load, auxiliary_loss, balance_experts
 from terrazzo.train.objectives import objective_of
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
@@ -41,6 +42,7 @@ class Trainer:
         self.recorder = StepRecorder(self.engine, session.micro_batches)
         self.skew: list[list[float]] = []  # what ranks told at the last log step
         self.wait_s, self.learning_rate = 0.0, 0.0
+        self.load: dict[str, Load] = {}  # of the experts in the newest step, by router
         self.step_at_log, self.tokens_at_log = session.step, session.tokens
 
     def run(self) -> int:
@@ -99,6 +101,7 @@ class Trainer:
         total, norm = backward_on(session, batch)
         self.divergence.add(total / max(1, batch.samples), norm)
         update(session)
+        self.load = balance_experts(session.model)
         self.learning_rate = session.optimizer.param_groups[0]["lr"]  # what the step was taken with
         session.schedule.step()
         session.step += 1
@@ -125,6 +128,7 @@ class Trainer:
             data_wait_s=self.watch.measured_s,
             communication_s=self.wait_s,
             peak_memory_bytes=self.memory.peak_bytes,
+            load=self.load,
         )
         self.report.log_step(measured)
         self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.tokens, 0.0
@@ -176,8 +180,10 @@ def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
         is_last = index == len(batch.micro_batches) - 1
         with nullcontext() if is_last else tz.accumulate(session.model):
             loss = objective.loss(session.model, micro_batch, session.ranks.device)
+            total += loss.detach()
+            if (auxiliary := auxiliary_loss(session.model)) is not None:  # learnt, and no part of what is reported
+                loss = loss + auxiliary
             loss.backward()
-        total += loss.detach()
     norm = tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
     return total, norm
 

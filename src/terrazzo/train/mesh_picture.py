@@ -18,18 +18,19 @@ def mesh_picture(sizes: Mapping[str, int]) -> list[str]:
     Args:
         sizes: of the axes, outermost first.
     """
-    cp, tp = sizes.get("cp", 1), sizes.get("tp", 1)
-    if cp * tp == 1:
+    cp, tp, ep = (sizes.get(axis, 1) for axis in ("cp", "tp", "ep"))
+    if cp * tp * ep == 1:
         return []
     groups, shards = sizes.get("dp_replicate", 1), sizes["dp_shard"]
     readers = [_reader(first, cp, tp) for first in range(0, groups * shards * cp * tp, cp * tp)]
     whole = len(readers) <= MOST_READERS
     drawn = " || ".join(" ".join(readers[first : first + shards]) for first in range(0, len(readers), shards))
     drawn = drawn if whole else " ".join([*readers[:2], "...", readers[-1]])
-    axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+    axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "ep")
     signs = ["each [ ] reads its own sequences"]
     signs += [f"| divides them (cp {cp})"] if cp > 1 else []
     signs += [f"0-{tp - 1} divide matrices (tp {tp})"] if tp > 1 else []
+    signs += [f"each {ep} neighbours divide experts (ep {ep})"] if ep > 1 else []
     signs += ["|| parts copies"] if groups > 1 and whole else []
     return [f"{drawn}   {axes}", ", ".join(signs)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, ReportPage, Sink, StepMetrics, StepTable, TensorBoard, duration
 from terrazzo.train.command import Command, folded, program
 from terrazzo.train.mesh_picture import mesh_picture
+from terrazzo.train.model.experts import Load
 from terrazzo.train.objectives import Validation
 from terrazzo.train.plan import build_precision, mesh_shape
 from terrazzo.train.promise.as_setup import matmul_format
@@ -36,7 +38,7 @@ LABEL = 10
 
 @dataclass(frozen=True)
 class Measured:
-    """What the loop measured since the previous log step, on this rank; of the newest step loss, rate and norm."""
+    """What the loop measured since the previous log step, on this rank; losses and load are of the newest step."""
 
     loss: float
     learning_rate: float
@@ -47,6 +49,7 @@ class Measured:
     data_wait_s: float
     communication_s: float
     peak_memory_bytes: int
+    load: Mapping[str, Load]
 
 
 def peak_flops(config: Config) -> float | None:
@@ -102,6 +105,7 @@ class Report:
             "mfu": self._peak_flops is not None,
             "tflops": self._on_cuda and self._peak_flops is None,
             "communication": not self._on_cuda and self._session.ranks.world_size > 1,
+            "expert_imbalance": self._session.config.model.experts.count is not None,
             "skipped_steps": bool(self._session.optimizer.scaler_state()),
             "disk_read_gb_s": "nvme" in tiers,
             "disk_write_gb_s": "nvme" in tiers,
@@ -149,6 +153,8 @@ class Report:
         self._peak_bytes = measured.peak_memory_bytes
         metrics = self._metrics(measured)
         self._log("train", metrics.as_dict())
+        if measured.load:
+            self._log("experts", {name: list(load.counts) for name, load in measured.load.items()})
         left = self._session.config.train.steps - metrics.step
         self._say(self._table.row(metrics, left * metrics.step_s))
 
@@ -287,6 +293,8 @@ class Report:
             mfu=mfu(flops, self._peak_flops),
             loss_scale=session.optimizer.loss_scale if fp16 else None,
             skipped_steps=session.optimizer.skipped_steps if fp16 else None,
+            dropped_rows=0 if measured.load else None,
+            **_expert_load(measured.load),
             **self._offload_rates(),
         )
 
@@ -325,6 +333,15 @@ class Report:
     def _say(self, text: str, *, needed: bool = False) -> None:
         if self._console is not None:
             self._console.say(without_passwords(text), needed=needed)
+
+
+def _expert_load(load: Mapping[str, Load]) -> dict[str, float]:
+    """Of all routers the worst imbalance and the mean entropy; nothing without experts."""
+    if not load:
+        return {}
+    entropy = sum(each.entropy for each in load.values()) / len(load)
+    imbalance = max(each.imbalance for each in load.values())
+    return {"expert_imbalance": imbalance, "router_entropy": entropy}
 
 
 def _precision(config: Config) -> str:

@@ -19,6 +19,7 @@ PATH_OF: Mapping[str, str] = {
     "plan.mesh.dp_shard": "mesh.dp_shard",
     "plan.mesh.cp": "mesh.cp",
     "plan.mesh.tp": "mesh.tp",
+    "plan.mesh.ep": "mesh.ep",
     "launch.ranks": "mesh.world",
     "launch.device": "training.device",
     "train.steps": "schedule.total_steps",

@@ -54,17 +54,23 @@ ENGINE_RULES = (
         "Offload the optimizer with them, or leave both on the device.",
         "terrazzo.engine.gradient",
     ),
-    *(
-        Rule(
-            f"{words} parallelism",
-            ("terrazzo",),
-            "planned",
-            lambda setup, _, axis=axis: getattr(setup.mesh, axis) > 1,  # type: ignore[misc]
-            f"{who} has no {words} parallelism yet ({axis} {{{axis}}}).",
-            f"Plan with it, but run with {axis} 1.",
-            "terrazzo.engine.place",
-        )
-        for axis, words, who in (("pp", "pipeline", "Terrazzo"), ("ep", "expert", "terrazzo train"))
+    Rule(
+        "pipeline parallelism",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.mesh.pp > 1,
+        "Terrazzo has no pipeline parallelism yet (pp {pp}).",
+        "Plan with it, but run with pp 1.",
+        "terrazzo.engine.place",
+    ),
+    Rule(
+        "experts that ranks cannot share",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.mesh.ep > 1 and setup.model.family != BUILT_IN,
+        "Of {model} Terrazzo does not know how ranks share the experts (ep {ep}): it knows those of its own decoder.",
+        "Plan with it, but run with ep 1, or give your modules use_experts and stacked for tz.parallelize.",
+        "terrazzo.parallel.expert.SharesExperts",
     ),
     Rule(
         "no plan of tensor parallelism",

@@ -17,6 +17,7 @@ from terrazzo.planner.model.rows import (
     experts,
     fused_attention,
     linear,
+    mixture,
     mlp,
     norms,
     positions,
@@ -278,19 +279,18 @@ _BUILT_IN = Family(
         *linear("feed_forward.up", "ffn", "hidden", "column"),
         *linear("feed_forward.down", "hidden", "ffn", "row"),
     ),
+    sparse=mixture("feed_forward"),
     norms=norms("attention_norm", "feed_forward_norm"),
     head="head",
     torch_norm=True,
     keys={
         "hidden": "dim",
-        "layers": "layers",
-        "heads": "heads",
-        "kv_heads": "kv_heads",
+        **{name: name for name in ("layers", "heads", "kv_heads")},
         "ffn": "ffn_dim",
         "positions": "max_sequence_length",
         "tied": "tie_embeddings",
     },
-    defaults={"tied": True},
+    defaults={"tied": True, "shared_experts": 0},
 )
 """The decoder of `terrazzo.train.model`."""
 

@@ -17,6 +17,7 @@ __all__ = [
     "experts",
     "fused_attention",
     "linear",
+    "mixture",
     "mlp",
     "norms",
     "positions",
@@ -119,6 +120,17 @@ def experts(name: str, transposed: bool = False) -> Rows:
 def router(name: str) -> Rows:
     """The matrix that scores a layer's experts."""
     return (Row(f"{name}.weight", ("experts", "hidden"), "router"),)
+
+
+def mixture(name: str) -> Rows:
+    """The built-in decoder's: router, three stacks, and the experts that compute every token as one feed-forward."""
+    up, down = ("expert_ffn", "hidden"), ("hidden", "expert_ffn")
+    shapes = {"gate": up, "up": up, "down": down}
+    stacks = tuple(Row(f"{name}.experts.{each}", ("experts", *shape), "expert") for each, shape in shapes.items())
+    up, down = ("shared_ffn", "hidden"), ("hidden", "shared_ffn")
+    shapes = {"gate": up, "up": up, "down": down}
+    shared = (Row(f"{name}.shared.{key}.weight", each, "matrix", when="shared_ffn") for key, each in shapes.items())
+    return (*router(f"{name}.router"), *stacks, *shared)
 
 
 def attention(qkv_bias: str | bool = False, out_bias: str | bool = False, module: str = "self_attn") -> Rows:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.text.words import ByteUnit, axes_text, count_text, precision_name, units
+from terrazzo.planner.text.words import ByteUnit, axes_text, parameters_text, precision_name, units
 
 __all__ = ["KINDS", "Bar", "Chart", "Kind", "chart_of"]
 
@@ -99,7 +99,7 @@ def chart_of(estimates: Sequence[Estimate], chosen: Estimate) -> Chart:
     return Chart(
         title=f"{setup.model.name} on {setup.cluster.count} × {setup.cluster.device.name}",
         subtitle=(
-            f"{count_text(setup.model.numel)} parameters, {setup.micro_batch} × {setup.sequence:,} tokens on each rank"
+            f"{parameters_text(setup.model)}, {setup.micro_batch} × {setup.sequence:,} tokens on each rank"
             f", {precision_name(setup)}, checkpointing {setup.checkpointing}, {axes_text(setup)}"
         ),
         bars=tuple(_bar(estimate, chosen) for estimate in estimates),

@@ -42,7 +42,7 @@ def check(setup: Setup) -> None:
         _check_blocks(setup)
         _check_parts(setup)
         _check_pipeline(setup)
-        _check_experts(setup.model, setup.mesh)
+        _check_experts(setup.model, setup.mesh, setup.as_megatron)
 
 
 def _check_sizes(setup: Setup) -> None:
@@ -174,11 +174,12 @@ def _check_pipeline(setup: Setup) -> None:
         )
 
 
-def _check_experts(model: ModelShape, mesh: Mesh) -> None:
+def _check_experts(model: ModelShape, mesh: Mesh, across_groups: bool) -> None:
+    """`across_groups`: ranks that share experts may be in different groups of dp_replicate, as in Megatron-core."""
     if mesh.ep == 1:
         return
     experts = max((unit.block.experts for unit in model.blocks if unit.block), default=0)
-    ranks = mesh.data_ranks
+    ranks = mesh.data_ranks if across_groups else mesh.shard_ranks
     if not experts:
         raise BadInput(f"ep {mesh.ep} spreads routed experts, but {model.name} has none. Leave ep out.")
     if experts % mesh.ep:
@@ -187,7 +188,8 @@ def _check_experts(model: ModelShape, mesh: Mesh) -> None:
             f"Use an ep that divides {experts}."
         )
     if ranks % mesh.ep:
+        groups = f"dp_replicate {mesh.dp_replicate} × " if across_groups else ""
         raise BadInput(
-            f"ep {mesh.ep} takes its ranks from the data ranks and does not divide them: dp_replicate "
-            f"{mesh.dp_replicate} × dp_shard {mesh.dp_shard} × cp {mesh.cp} = {ranks}. Use an ep that divides {ranks}."
+            f"ep {mesh.ep} takes its ranks from the data ranks and does not divide them: {groups}dp_shard "
+            f"{mesh.dp_shard} × cp {mesh.cp} = {ranks}. Use an ep that divides {ranks}."
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from terrazzo.files import GIB
 from terrazzo.planner.figures import Memory, Room
 from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.recipes import RECIPES
 from terrazzo.planner.setup.setup import Setup
 
@@ -19,6 +20,7 @@ __all__ = [
     "count_text",
     "mesh_sizes",
     "mesh_text",
+    "parameters_text",
     "precision_name",
     "room_text",
     "seconds_text",
@@ -102,6 +104,12 @@ def count_text(value: float) -> str:
     return f"{value:g}"
 
 
+def parameters_text(model: ModelShape) -> str:
+    """`8.03 B parameters`; of a mixture of experts also what each token meets: `30.5 B parameters, 3.34 B active`."""
+    active = "" if model.active_numel == model.numel else f", {count_text(model.active_numel)} active"
+    return f"{count_text(model.numel)} parameters{active}"
+
+
 def seconds_text(value: float) -> str:
     """`1.23 s`, `45.6 ms`, `789 µs`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
@@ -119,7 +127,7 @@ def setup_text(setup: Setup) -> str:
     options += ["attention math"] if setup.attention == "math" else []
     options += [f"{setup.loss} loss"] if setup.loss != "full" else []
     return (
-        f"{setup.model.name}, {count_text(setup.model.numel)} parameters, {count} × {device.name}, "
+        f"{setup.model.name}, {parameters_text(setup.model)}, {count} × {device.name}, "
         f"{setup.plan.name} on {axes_text(setup)}\n"
         f"{batch}, {setup.global_batch:,} in a step; {', '.join(options)}"
     )

@@ -1,7 +1,7 @@
 """What ranks beside the data axes exchange of activations, from shapes alone.
 
 Along `tp` and `cp` it is what the engine's modules count, to the byte (`terrazzo.parallel.ranks`, `.exchanges`), of a
-model whose parameters all train. Expert and pipeline parallelism follow their papers.
+model whose parameters all train; along `ep` it is that if all experts are as busy. Pipelines follow their paper.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FORMULAS |= {
     ),
     "traffic.expert": Formula(
         "per block and micro-batch, tokens * active_experts * hidden * bytes_per_element * (ep - 1) / ep, for dispatch "
-        "and combine, forward and backward",
-        "GShard, arXiv 2006.16668",
+        "and combine, forward and backward, and once more where checkpointing repeats them: if all experts are as busy",
+        "GShard, arXiv 2006.16668; equals the engine's count then",
     ),
 }
 
@@ -201,10 +201,9 @@ class _KeyHeads:
 def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[Transfer]:
     group = group_of(setup.mesh, "ep")
     once = _activation_bytes(setup) * block.active_experts * (group.size - 1) / group.size
-    again = 2 / setup.every if setup.checkpointing == "full" else 0.0
     link = Network(setup.cluster.device).link(group)
-    for when, count in (("forward", 2), ("backward", 2 + again)):
-        yield Transfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, round(count))
+    for when, count in (("forward", 2.0), ("backward", 2 + 2 * _repeated(setup))):
+        yield Transfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, math.ceil(count))
 
 
 def _activation_bytes(setup: Setup) -> float:

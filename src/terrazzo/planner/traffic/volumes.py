@@ -18,7 +18,7 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.copies import copies
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
 
-__all__ = ["expected_exchanges", "repetitions", "traffic_of", "unit_copies", "unit_moves"]
+__all__ = ["expected_exchanges", "expected_rows_bytes", "repetitions", "traffic_of", "unit_copies", "unit_moves"]
 
 FORMULAS |= {
     "traffic.all_gather": Formula(
@@ -61,6 +61,11 @@ def expected_exchanges(setup: Setup) -> dict[str, int]:
             name = f"{axis} {term.name.split()[0]}"
             found[name] = found.get(name, 0) + round(term.value)
     return found
+
+
+def expected_rows_bytes(setup: Setup) -> int:
+    """What a rank sends to experts of others and back in a step, if all experts are as busy."""
+    return round(sum(term.value for term in traffic_of(setup).collectives if term.purpose == "expert"))
 
 
 Collected = dict[str, tuple[Transfer, dict[str, float]]]

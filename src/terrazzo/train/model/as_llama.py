@@ -35,7 +35,15 @@ def decoder_as_llama(
         values: the fields of its `DecoderConfig`.
         files: of the tokenizer, by name: see `tokenizer_files` and `byte_tokenizer_files`.
         end_of_document: the token at which generation stops.
+
+    Raises:
+        BadInput: a decoder with experts.
     """
+    if values.get("experts") is not None:
+        raise BadInput(
+            "The checkpoint is of a decoder with experts (model.experts), which a Llama does not have: keep the"
+            " checkpoint, or take its weights by tz.full_state_dict."
+        )
     rope = {"rope_type": "default", "rope_theta": values["rope_theta"]}
     config = {
         "architectures": ["LlamaForCausalLM"],

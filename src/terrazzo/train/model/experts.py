@@ -187,10 +187,17 @@ def grouped(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     One kernel where torch has one; else one product after the other, for which the host waits for the counts.
     """
     aligned = all(size * rows.itemsize % 16 == 0 for size in matrices.shape[1:])
+    product: Tensor
     if rows.dtype == torch.bfloat16 and aligned:
         ends = counts.cumsum(0, dtype=torch.int32).to(rows.device)
-        product: Tensor = F.grouped_mm(rows, matrices.mT, offs=ends)
-        return product
+        product = F.grouped_mm(rows, matrices.mT, offs=ends)
+    else:
+        product = _one_by_one(rows, matrices, counts)
+    return product
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would make a graph for each number of rows
+def _one_by_one(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     pairs = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
     return torch.cat([F.linear(own, matrix) for own, matrix in pairs])
 

@@ -8,6 +8,7 @@ from terrazzo.config import Config
 from terrazzo.engine import checkpoint_activations, compile_units
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 from terrazzo.train.model.decoder import DecoderConfig
+from terrazzo.train.model.experts import ExpertsConfig
 from terrazzo.train.objectives import objective_of
 
 __all__ = ["decoder_config", "prepare_model"]
@@ -33,7 +34,14 @@ def decoder_config(config: Config, tokenizer: Tokenizer | None = None) -> Decode
         rope_theta=model.rope_theta,
         tie_embeddings=model.tie_embeddings,
         dropout=model.dropout,
+        experts=_experts_config(config, ffn_dim),
     )
+
+
+def _experts_config(config: Config, ffn_dim: int) -> ExpertsConfig | None:
+    """How the decoder mixes experts; None where it has none."""
+    values = config.model.experts.model_dump()
+    return None if values["count"] is None else ExpertsConfig(**values | {"ffn_dim": values["ffn_dim"] or ffn_dim})
 
 
 def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Module:

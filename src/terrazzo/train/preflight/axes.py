@@ -1,4 +1,4 @@
-"""Whether ranks can share what a configuration trains: its sequences along cp, its matrices along tp."""
+"""Whether ranks can share what a configuration trains: sequences along cp, matrices along tp, experts along ep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.parallel import Chunks, check_config, check_styles
+from terrazzo.parallel import Chunks, attention_heads, check_config, check_styles
 from terrazzo.parallel.paper import cut_on_paper
 from terrazzo.train.model.huggingface import read_config, tensor_styles
 from terrazzo.train.model.prepare import prepare_model
@@ -17,12 +17,13 @@ __all__ = ["check_axes"]
 
 
 def check_axes(config: Config) -> None:
-    """Refuse a configuration whose sequences or matrices cannot be shared.
+    """Refuse a configuration whose sequences, matrices or experts cannot be shared.
 
     Raises:
         BadInput: there.
     """
     mesh = config.plan.mesh
+    _check_experts(config)
     if mesh.ranks_per_batch == 1:
         return
     _check_lengths(config)
@@ -30,6 +31,33 @@ def check_axes(config: Config) -> None:
         _check_context(config)
     if mesh.tp > 1:
         _check_tensor(config)
+
+
+def _check_experts(config: Config) -> None:
+    mesh, count, tensor = config.plan.mesh, config.model.experts.count, config.parallel.tensor
+    if mesh.ep > 1 and count is None:
+        remedy = "Set model.experts.count, or" if config.model.kind == "decoder" else "Set"
+        raise BadInput(
+            f"plan.mesh.ep is {mesh.ep}, and the model has no experts that ranks can share, as those of the built-in"
+            f" decoder (model.experts). {remedy} plan.mesh.ep=1."
+        )
+    if count is not None and count % mesh.ep:
+        raise BadInput(
+            f"plan.mesh.ep is {mesh.ep}, and model.experts.count {count} does not divide by it: each rank has as many."
+            f" Use a plan.mesh.ep that divides {count}."
+        )
+    if mesh.ep > 1 and mesh.tp > 1:
+        raise BadInput(
+            f"plan.mesh.ep is {mesh.ep} and plan.mesh.tp {mesh.tp}: what experts among ranks along tp need is not known"
+            " to the planner yet. Set plan.mesh.tp=1 or plan.mesh.ep=1, or share both by tz.parallelize in a loop of"
+            " your own."
+        )
+    if count is not None and mesh.tp > 1 and (not tensor.sequence or tensor.plan != "auto"):
+        key = "parallel.tensor.sequence=true" if not tensor.sequence else "parallel.tensor.plan=auto"
+        raise BadInput(
+            f"plan.mesh.tp is {mesh.tp}, and its ranks would all give the experts (model.experts) the same tokens, or"
+            f" may: each would count as often. Use {key}, or plan.mesh.tp=1."
+        )
 
 
 def _check_lengths(config: Config) -> None:
@@ -67,7 +95,7 @@ def _check_context(config: Config) -> None:
     assert config.model.path is not None
     values = read_config(config.model.path)
     check_config(values, mode, shared)
-    _check_ulysses(config, values.get("num_attention_heads", values.get("n_head")), "num_attention_heads")
+    _check_ulysses(config, attention_heads(values), "num_attention_heads")
 
 
 def _check_ulysses(config: Config, heads: int | None, key: str) -> None:
@@ -88,7 +116,8 @@ def _check_tensor(config: Config) -> None:
     if config.model.kind == "decoder":
         model = config.model
         _check_heads(tp, {"model.heads": model.heads, "model.kv_heads": model.kv_heads or model.heads})
-        _check_widths(tp, {"model.ffn_dim": model.ffn_dim, "model.vocab_size": model.vocab_size})
+        ffn_dim = model.ffn_dim if model.experts.count is None else None  # those of experts are not cut
+        _check_widths(tp, {"model.ffn_dim": ffn_dim, "model.vocab_size": model.vocab_size})
         _check_own_plan(config, model.kv_heads or model.heads)
         return
     assert config.model.path is not None

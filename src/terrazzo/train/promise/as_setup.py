@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -100,13 +101,27 @@ def _shape_of(config: Config) -> ModelShape:
 
 def _decoder_shape(config: DecoderConfig) -> ModelShape:
     """The built-in decoder; one of a single block, which nothing repeats, is one unit."""
-    shape = model_shape({"model_type": "terrazzo", **asdict(config)})
+    shape = model_shape({"model_type": "terrazzo", **_values(config)})
     if config.layers == 1:
         (block,) = shape.blocks
         inner = tuple(replace(tensor, name=f"{block.name}.{tensor.name}") for tensor in block.tensors)
         return replace(shape, name="decoder", units=(UnitShape("", shape.root.tensors + inner),))
     blocks = tuple(replace(unit, block=_with_dropout(unit.block, config.dropout)) for unit in shape.blocks)
     return replace(shape, name="decoder", units=(shape.root, *blocks))
+
+
+def _values(config: DecoderConfig) -> dict[str, Any]:
+    """Its sizes under the planner's keys: those of experts are the usual ones."""
+    values = asdict(config)
+    del values["experts"]
+    if (experts := config.experts) is None:
+        return values
+    return values | {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.top_k,
+        "moe_intermediate_size": experts.ffn_dim,
+        "n_shared_experts": experts.shared,
+    }
 
 
 def _with_dropout(block: BlockShape | None, dropout: float) -> BlockShape | None:

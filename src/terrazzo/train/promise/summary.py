@@ -8,6 +8,7 @@ from typing import Any
 
 from terrazzo.engine import engine_of
 from terrazzo.planner import Estimate
+from terrazzo.planner.traffic.volumes import expected_rows_bytes
 from terrazzo.train.promise.planned import exchanges_of, planned
 from terrazzo.train.session import Session
 
@@ -72,6 +73,8 @@ def summarize(
         "offload": {name: usage[name] for name in (*TRAFFIC, *UPDATES)},
         "traffic_bytes_promised": sent,
         "traffic_bytes_measured": {kind: traffic.get(kind, 0) for kind in sent},
+        "routed_bytes_if_even": expected_rows_bytes(estimate.setup) if estimate else None,
+        "routed_bytes_measured": traffic.get("ep all_to_all", 0),
         "peak_memory_bytes_promised": round(estimate.memory.near_bytes) if estimate else None,
         "peak_memory_bytes_measured": max(0, peak_bytes - session.base_bytes),
         "base_memory_bytes": session.base_bytes,
@@ -138,6 +141,9 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     for kind in summary["traffic_bytes_promised"]:
         promised, measured = (summary[f"traffic_bytes_{which}"][kind] for which in ("promised", "measured"))
         lines.append(f"{kind.replace('_', '-')} per step: promised {_mib(promised)}, measured {_mib(measured)}")
+    if summary["routed_bytes_measured"]:
+        even, measured = (_mib(summary[f"routed_bytes_{which}"]) for which in ("if_even", "measured"))
+        lines.append(f"to experts of other ranks and back per step: {even} if all were as busy, measured {measured}")
     return [*lines, _peak_line(summary), _pace_line(summary)]
 
 

@@ -1,0 +1,142 @@
+"""`terrazzo train` with experts, whole on each rank and shared along ep: one run on every mesh."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from terrazzo.config import config_from_dict
+from terrazzo.errors import BadInput
+from terrazzo.planner.text.words import count_text, setup_text
+from terrazzo.train.mesh_picture import mesh_picture
+from terrazzo.train.model.decoder import Decoder
+from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.preflight import check
+from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.promise.summary import summary_lines
+from tests.train.test_preferences import lines, train
+from tests.train.test_tensor import on_mesh, run_folder
+
+EXPERTS = {"count": 4, "top_k": 2, "ffn_dim": 16, "shared": 1}
+
+
+def settings(folder: Path, mesh: dict[str, int], ranks: int, plan: str = "zero3", **experts: Any) -> dict[str, Any]:
+    values = on_mesh(folder, mesh, ranks, plan)
+    values["train"]["sample_tokens"] = 0
+    values["model"] = values["model"] | {"experts": EXPERTS | experts}
+    return values
+
+
+def measured(values: dict[str, Any]) -> torch.Tensor:
+    """Of each step the loss, the gradients' norm, and what is said of experts."""
+    names = ("loss", "grad_norm", "tokens", "expert_imbalance", "router_entropy", "dropped_rows")
+    return torch.tensor([[line[name] for name in names] for line in lines(run_folder(values), "train")])
+
+
+@pytest.mark.parametrize("experts", [{}, {"balance": "loss", "loss_weight": 0.5, "z_loss": 0.1}], ids=["bias", "loss"])
+def test_ranks_that_share_experts_train_as_ranks_that_have_them_all_and_take_up_their_run(
+    tmp_path: Path, experts: dict[str, Any]
+) -> None:
+    whole, shared = (settings(tmp_path, mesh, 2, **experts) for mesh in ({}, {"ep": 2}))
+    check(config_from_dict(shared), 2)
+    train(whole)
+    first = "checkpoints/step-00000001"  # threads draw from one random generator
+    shutil.copytree(run_folder(whole) / first, run_folder(shared) / first)
+    train(shared)
+    torch.testing.assert_close(measured(shared), measured(whole)[1:], rtol=1e-5, atol=0)
+    ours, theirs = ([line["loss"] for line in lines(run_folder(each), "validation")] for each in (shared, whole))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert lines(run_folder(shared), "experts") == lines(run_folder(whole), "experts")[1:]
+    for line in lines(run_folder(shared), "experts"):
+        for name in ("blocks.0.feed_forward.router", "blocks.1.feed_forward.router"):
+            assert sum(line[name]) == 4 * 32 * 2  # sequences, tokens of each, experts of each of these
+    (summary,) = lines(run_folder(shared), "summary")
+    for kind in ("state_bytes", "transient_bytes", "traffic_bytes"):
+        assert summary[f"{kind}_promised"] == summary[f"{kind}_measured"]
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_what_rows_send_is_as_planned_where_all_experts_are_as_busy(tmp_path: Path, checkpointing: str) -> None:
+    """Each token meets all of them."""
+    values = settings(tmp_path, {"ep": 2}, 2, top_k=4)
+    values["train"] |= {"steps": 1, "activation_checkpointing": checkpointing}
+    train(values)
+    (summary,) = lines(run_folder(values), "summary")
+    assert summary["routed_bytes_if_even"] == summary["routed_bytes_measured"] > 0
+    (line,) = (each for each in summary_lines(summary) if "experts of other ranks" in each)
+    assert line.startswith("to experts of other ranks and back per step: 0.")
+
+
+def test_auxiliary_losses_are_learnt_and_no_part_of_the_loss_that_is_reported(tmp_path: Path) -> None:
+    """The same weights give the same loss; another gradient."""
+    found = []
+    for number, experts in enumerate(({"balance": "none"}, {"balance": "loss", "loss_weight": 5.0})):
+        values = settings(tmp_path, {}, 1, **experts)
+        values["log"]["folder"] = str(tmp_path / str(number))
+        values["train"]["steps"] = 1
+        train(values, 1)
+        found.append(measured(values)[0])
+    assert found[0][0] == found[1][0]
+    assert abs(found[0][1] - found[1][1]) > 1e-3
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+def test_the_planner_knows_each_parameter_of_a_decoder_with_experts(tmp_path: Path, shared: int) -> None:
+    config = config_from_dict(settings(tmp_path, {}, 1, shared=shared) | {"launch": {"device": "cpu"}})
+    model = prepare_model(config)
+    assert isinstance(model, Decoder)
+    shape = setup_of(config, 1).model
+    planned = {f"{unit.name}.{each.name}".lstrip("."): each.shape for unit in shape.units for each in unit.tensors}
+    there = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    assert planned == {name: each for name, each in there.items() if "blocks.1." not in name}  # all blocks are alike
+    assert shape.numel == sum(math.prod(each) for each in there.values())
+    routed = sum(math.prod(each) for name, each in there.items() if ".experts." in name)
+    assert shape.active_numel == shape.numel - routed + routed * 2 // 4
+    assert f"parameters, {count_text(shape.active_numel)} active" in setup_text(setup_of(config, 1))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "experts", "message"),
+    [
+        ({"ep": 3}, {}, r"plan\.mesh: The mesh has ep 3, which does not divide the 4 ranks"),
+        ({"ep": 4}, {"count": 6}, r"model\.experts\.count 6 does not divide by it.*divides 6"),
+        ({"ep": 2}, None, r"plan\.mesh\.ep is 2, and the model has no experts.*Set model\.experts\.count, or plan"),
+        ({"ep": 2, "tp": 2}, {}, r"ep is 2 and plan\.mesh\.tp 2.*Set plan\.mesh\.tp=1 or plan\.mesh\.ep=1"),
+        ({"ep": 2, "dp_replicate": 4}, {}, r"ep 2, which does not divide the 1 ranks"),
+        ({}, {"top_k": 5}, r"top_k 5 experts compute each token, and there are 4"),
+        ({}, {"count": None}, r"top_k.* without experts\.count|ffn_dim.* without experts\.count"),
+        ({}, {"loss_weight": 0.1}, r"loss_weight belongs to balance 'loss', and this one is 'bias'"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_built(
+    tmp_path: Path, mesh: dict[str, int], experts: dict[str, Any] | None, message: str
+) -> None:
+    values = settings(tmp_path, mesh, max(4, math.prod(mesh.values()) // mesh.get("ep", 1)), **experts or {})
+    if experts is None:
+        del values["model"]["experts"]
+    with pytest.raises(BadInput, match=message):
+        check(config_from_dict(values), 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"checkpoint": {"save_format": "hf"}}, r"a Llama, which has no experts"),
+        ({"objective": {"name": "dpo"}}, r"'dpo' has not been tried with experts"),
+        ({"model": {"kind": "huggingface", "path": "x", "experts": EXPERTS}}, r"experts belong to kind 'decoder'"),
+    ],
+)
+def test_what_experts_cannot_be_beside_is_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        config_from_dict(settings(tmp_path, {}, 2) | more)
+
+
+def test_the_picture_says_who_divides_experts() -> None:
+    picture, signs = mesh_picture({"dp_shard": 4, "ep": 2})
+    assert picture == "[0] [1] [2] [3]   dp_shard 4"
+    assert signs.endswith("each 2 neighbours divide experts (ep 2)")
