@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         register_forward_method,
         shard,
     )
-    from terrazzo.parallel import parallelize
+    from terrazzo.parallel import Pipeline, parallelize, step
     from terrazzo.parallel.mesh import mesh
     from terrazzo.planner.api import plan
 
@@ -52,7 +52,7 @@ else:
             "terrazzo.integrations.fsdp2": ("fully_shard",),
             "terrazzo.checkpoint.exporters.pretrained": ("save_pretrained",),
             "terrazzo.checkpoint.exporters.full_state": ("full_state_dict",),
-            "terrazzo.parallel": ("parallelize",),
+            "terrazzo.parallel": ("Pipeline", "parallelize", "step"),
             "terrazzo.parallel.mesh": ("mesh",),
             "terrazzo.planner.api": ("plan",),
             "terrazzo.telemetry": ("telemetry",),
@@ -69,6 +69,7 @@ __all__ = [
     "LossScaling",
     "Misuse",
     "Offload",
+    "Pipeline",
     "Place",
     "Plan",
     "Precision",
@@ -91,5 +92,6 @@ __all__ = [
     "register_forward_method",
     "save_pretrained",
     "shard",
+    "step",
     "telemetry",
 ]

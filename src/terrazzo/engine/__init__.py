@@ -2,7 +2,8 @@
 
 The core is in this folder. Read it in this order: layout, rectangles, place, family, precision, spec, scaler, progress,
 phases, tally, axes and recipe, what is stated; buffer, gradient, partition, bucket and unit, what is held; order,
-runnable, reductions and schedule, when it moves. Folders, from the lowest to the highest, the core among them:
+runnable, reductions, held and schedule, when it moves; elsewhere and stages, both of a model in stages. Folders, from
+the lowest to the highest, the core among them:
 
     process     threads, devices, memory
     links       how ranks exchange
@@ -43,6 +44,7 @@ from terrazzo.engine.answers.methods import register_forward_method
 from terrazzo.engine.answers.module import ShardedModule
 from terrazzo.engine.axes import data_mesh, named_mesh
 from terrazzo.engine.border.parameter import Zeros
+from terrazzo.engine.elsewhere import STAGES_OF, Stages, give_up, stages_of
 from terrazzo.engine.family import Box, Family, Owned, Record, leave_record, record_of
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.listeners import inside_backward
@@ -71,6 +73,7 @@ from terrazzo.engine.precision import (
     preset_named,
 )
 from terrazzo.engine.rectangles import Rectangle
+from terrazzo.engine.stages import StagedSchedule
 from terrazzo.engine.states.ema import EMA
 from terrazzo.engine.states.full_state import OptimizerStates
 from terrazzo.engine.states.pieces import Piece
@@ -88,6 +91,7 @@ __all__ = [
     "PLANS",
     "PRECISIONS",
     "PRECISION_SPELLINGS",
+    "STAGES_OF",
     "TIERS",
     "Box",
     "Engine",
@@ -109,6 +113,8 @@ __all__ = [
     "Rectangle",
     "ShardedModule",
     "ShardedOptimizer",
+    "StagedSchedule",
+    "Stages",
     "Traffic",
     "Units",
     "Zeros",
@@ -125,6 +131,7 @@ __all__ = [
     "estimate",
     "find_units",
     "gathered",
+    "give_up",
     "inside_backward",
     "leave_record",
     "named_mesh",
@@ -135,5 +142,6 @@ __all__ = [
     "record_of",
     "register_forward_method",
     "shard",
+    "stages_of",
     "whole_weights",
 ]

@@ -21,10 +21,12 @@ from terrazzo.engine.place import DATA_AXES
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.tally import Tally
 
-__all__ = ["BESIDE", "Axes", "data_mesh", "expert_mesh", "named_mesh"]
+__all__ = ["BESIDE", "STAGES", "Axes", "data_mesh", "expert_mesh", "named_mesh"]
 
 BESIDE = ("tp",)
 """Mesh axes along which ranks see the same data."""
+STAGES = "pp"
+"""The mesh axis along which ranks have other parameters, one stage of a pipeline after the other."""
 
 
 def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
@@ -77,7 +79,7 @@ class Axes:
 
     Attributes:
         names: those over which gradients are summed: the data axes, or those of a family, as `of` gives them.
-        every: all of the mesh; each rank is at one place on them.
+        every: all of the mesh, but for that of a pipeline's stages.
         has_experts: whether there are `edp` and `ep`.
         tally: as given.
         device: the device whose memory holds every state.
@@ -86,7 +88,7 @@ class Axes:
 
     def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
         groups, experts = _groups(mesh), expert_mesh(mesh)
-        self.every, self.tally = tuple(groups), tally
+        self.every, self.tally = tuple(axis for axis in groups if axis != STAGES), tally
         self.has_experts = experts is not None
         self.names = tuple(axis for axis in self.every if axis in DATA_AXES)
         if experts is not None:
@@ -127,6 +129,16 @@ class Axes:
         return tuple(axis for axis in self.every if axis in BESIDE)
 
     @property
+    def stages(self) -> tuple[str, ...]:
+        """The axis along which ranks have other parameters, if there is one."""
+        return tuple(axis for axis in self._collectives if axis == STAGES)
+
+    @property
+    def with_stages(self) -> tuple[str, ...]:
+        """All axes of the mesh."""
+        return (*self.every, *self.stages)
+
+    @property
     def control_device(self) -> torch.device:
         """Where small numbers are exchanged that the host waits for: beside the device's work, if the group can."""
         host = torch.device("cpu")
@@ -152,9 +164,9 @@ class Axes:
         """Whether this rank is the first on each of the axes."""
         return all(self._collectives[axis].rank == 0 for axis in axes)
 
-    def maximum(self, values: Tensor) -> Tensor:
-        """The elementwise maximum over all ranks, in place; blocks."""
-        for axis in self.live(self.every):
+    def maximum(self, values: Tensor, axes: Iterable[str] | None = None) -> Tensor:
+        """The elementwise maximum over all ranks of the axes, by default `every`, in place; blocks."""
+        for axis in self.live(self.every if axes is None else axes):
             self.along(axis).maximum(values)
         return values
 
@@ -192,10 +204,12 @@ def _groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     """The process group of each axis that is known, innermost first; that of `dp_shard` has the ranks of `cp` too."""
     dims = mesh.mesh_dim_names or ()
     split = tuple(dim for dim in dims if dim in _SPLIT)
-    groups = {axis: mesh.get_group(axis) for axis in (*BESIDE, *DATA_AXES) if axis in dims and axis not in _SPLIT}
+    groups = {
+        axis: mesh.get_group(axis) for axis in (*BESIDE, *DATA_AXES, STAGES) if axis in dims and axis not in _SPLIT
+    }
     if split:
         groups["dp_shard"] = (mesh[split]._flatten("_".join(split)) if len(split) > 1 else mesh[split[0]]).get_group()
-    return {axis: groups[axis] for axis in (*BESIDE, *DATA_AXES) if axis in groups}
+    return {axis: groups[axis] for axis in (*BESIDE, *DATA_AXES, STAGES) if axis in groups}
 
 
 _SPLIT = ("dp_shard", "cp")

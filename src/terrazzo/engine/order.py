@@ -114,6 +114,7 @@ class Program:
 
     def __init__(self, units: Sequence[Runnable]) -> None:
         self._units, self.order = units, Order.of_registration(units)
+        self._indices = {unit.index for unit in units}
         self.visits: list[Visit] = []
         self.recomputed: set[tuple[int, int]] = set()
         self.strayed = False
@@ -122,6 +123,10 @@ class Program:
     def begin_forward(self) -> None:
         self.visits.clear()
         self._begun.clear()
+
+    def has(self, unit: int) -> bool:
+        """Whether it is one of the units of this program."""
+        return unit in self._indices
 
     def note(self, unit: int, event: Event) -> None:
         """A visit, in the forward that runs."""

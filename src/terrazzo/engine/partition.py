@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -69,11 +69,21 @@ class Member:
 
 @dataclass
 class UnitSpec:
-    """A unit before anything is allocated: its module's name, the module, and the parameters that it owns."""
+    """A unit before anything is allocated: its module's name, the module, and the parameters that it owns.
+
+    Attributes:
+        drawn: parameters of other ranks that have no values yet: they are drawn here too, in their turn.
+    """
 
     name: str
     module: nn.Module
     members: list[Member]
+    drawn: list[Member] = field(default_factory=list)
+
+    def set_aside(self, elsewhere: Mapping[nn.Parameter, bool]) -> None:
+        """Keep what this rank has; `elsewhere` are the others, and whether each has no values yet."""
+        self.drawn = [member for member in self.members if elsewhere.get(member.parameter)]
+        self.members = [member for member in self.members if member.parameter not in elsewhere]
 
 
 def find_units(model: nn.Module, units: Units | None) -> tuple[list[str], str]:

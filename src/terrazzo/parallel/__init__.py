@@ -15,6 +15,8 @@ from terrazzo.parallel.expert import ExpertRanks, Experts, permuted
 from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.loss import VocabularyLoss, leave_vocabulary, vocabulary_of
 from terrazzo.parallel.mesh import mesh, mesh_sizes
+from terrazzo.parallel.pipeline import step
+from terrazzo.parallel.pipeline_stages import Pipeline
 from terrazzo.parallel.plans import check_styles, own_plan
 from terrazzo.parallel.ranks import TensorRanks
 from terrazzo.parallel.registry import KNOWN_TYPES, attention_heads, check_config
@@ -37,6 +39,7 @@ __all__ = [
     "Experts",
     "Logits",
     "Mode",
+    "Pipeline",
     "Row",
     "Sight",
     "SplitSequence",
@@ -56,6 +59,7 @@ __all__ = [
     "parallelize",
     "permuted",
     "share_sequences",
+    "step",
     "style_of",
     "vocabulary_of",
     "whole_sequences",

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.axes import Axes, expert_mesh
+from terrazzo.engine.axes import STAGES, Axes, expert_mesh
 from terrazzo.engine.family import SHARES_MATRICES
 from terrazzo.engine.making.parts import check_uncut
 from terrazzo.engine.model.together import check_agreement, together
@@ -17,6 +17,7 @@ from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.chunks import Balance
 from terrazzo.parallel.context import Context, Mode
 from terrazzo.parallel.expert import check_experts, share_experts
+from terrazzo.parallel.pipeline_stages import Pipeline, cut_stages
 from terrazzo.parallel.plans import own_plan
 from terrazzo.parallel.ranks import TensorRanks, tensor_ranks
 from terrazzo.parallel.sharing import share_sequences
@@ -28,7 +29,7 @@ __all__ = ["parallelize"]
 M = TypeVar("M", bound=nn.Module)
 
 
-def parallelize(
+def parallelize(  # structure: signature fixed by the design
     model: M,
     mesh: DeviceMesh,
     *,
@@ -36,6 +37,7 @@ def parallelize(
     sequence: bool = True,
     context: Mode | None = "gather",
     balance: Balance = "head_tail",
+    pipeline: Pipeline | None = None,
 ) -> M:
     """Give each rank its part of a model's matrices, before an optimizer is built and `tz.shard` is called. Collective.
 
@@ -45,6 +47,8 @@ def parallelize(
     Along `cp` ranks share sequences: each is given its part of them, and attention brings the parts together. Split
     batches with `tz.parallel.context_of(model).split(...)`.
 
+    Along `pp` ranks have stages, one after the other. Train by `tz.step`, which runs all micro-batches of a step.
+
     The model is changed in place: what is cut is replaced by plain parameters of the rank's own part, and modules
     exchange activations with the other ranks along `tp`. These see the same batches; losses, and what the model
     returns, are the same on each of them. Weights that differ between ranks take the first one's values first. On the
@@ -52,7 +56,7 @@ def parallelize(
 
     Args:
         model: the whole model, not sharded, on every rank.
-        mesh: of `tz.mesh`, which `tz.shard` is to be given as well. Without `tp`, `cp` and `ep`, nothing is done.
+        mesh: of `tz.mesh`, which `tz.shard` is to be given as well. Without `tp`, `cp`, `ep` and `pp`, nothing is done.
         tensor: `"auto"`, the model's own plan: its `tensor_plan()`, or the `base_model_tp_plan` of transformers; or
             globs over names of modules to styles, such as `{"layers.*.up": "column", "layers.*.down": "row"}`; or None.
             Styles: `column` and `row` for linear maps, `column_gathered` for one whose outputs are put together again,
@@ -63,15 +67,25 @@ def parallelize(
             activations. Their length must divide by tp in training.
         context: how attention over shared sequences is computed: `gather`, `ulysses` or `ring`.
         balance: `head_tail`, where all ranks have the same work under a causal mask; or `none`.
+        pipeline: how ranks share the model's layers; needed on a mesh with `pp`.
 
     Raises:
         BadInput: on every rank along `tp`, before anything is changed: a plan that is unknown, matches nothing or does
             not fit the model; heads that tp does not divide; a model that is cut already. Likewise along `cp`: a model
             whose attention cannot be shared; no context. Along `ep`: a model without experts, or with a number of them
-            that ep does not divide.
+            that ep does not divide. Along `pp`: a model that cannot be cut into so many stages, another axis of these
+            beside it, or no pipeline.
     """
     dims = mesh.mesh_dim_names or ()
     tp = mesh["tp"].size() if "tp" in dims and tensor is not None else 1
+    if STAGES in dims and mesh[STAGES].size() > 1:
+        if pipeline is None:
+            raise BadInput(
+                f"The mesh has pp {mesh[STAGES].size()}, and nothing says how its ranks share the model: give "
+                "tz.parallelize pipeline=tz.Pipeline(), or make the mesh with dp_shard in the place of pp."
+            )
+        cut_stages(model, mesh, pipeline)
+        return model
     if "cp" in dims and mesh["cp"].size() > 1:
         if context is None:
             raise BadInput(

@@ -13,12 +13,14 @@ from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["mesh", "mesh_sizes"]
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-"""From the outermost to the innermost: neighbouring ranks, which the fastest links join, are those of `tp`."""
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""From the outermost to the innermost: neighbouring ranks, which the fastest links join, are those of `tp`. Stages send
+the least."""
 
 
-def mesh(
+def mesh(  # structure: signature fixed by the axes that there are
     *,
+    pp: int | None = None,
     tp: int | None = None,
     cp: int | None = None,
     ep: int | None = None,
@@ -29,6 +31,7 @@ def mesh(
     """All ranks of the process group, arranged by axes. Collective.
 
     Args:
+        pp: ranks that have stages of the model (pipeline parallel); left out, the mesh has no such axis.
         tp: ranks that have a part of each matrix (tensor parallel); left out, the mesh has no such axis.
         cp: ranks that have a part of each sequence (context parallel); left out, the mesh has no such axis.
         ep: neighbouring ranks that have other experts of the same layers (expert parallel). It takes no ranks from the
@@ -46,7 +49,7 @@ def mesh(
     """
     if not dist.is_initialized():
         raise Misuse("tz.mesh needs torch.distributed. Call torch.distributed.init_process_group() first.")
-    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "ep": ep}
+    given = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "ep": ep}
     return named_mesh(device or kind_of_group(), mesh_sizes(given, dist.get_world_size()))
 
 

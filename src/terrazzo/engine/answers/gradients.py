@@ -207,6 +207,11 @@ class _ShownGradients:
 
     def norm(self, key: Key, kind: float) -> Tensor:
         """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""
+        if self._engine.axes.stages:  # torch's own clipping would scale each stage by the norm of that stage
+            raise Misuse(
+                f"The norm of {_name(key)!r} was asked for, of a model in stages (pp): a norm over the gradients that "
+                "this rank has is not that of the model. Use tz.clip_grad_norm_(model, max_norm), which gives it."
+            )
         self._check_finished(_name(key))
         changes = sum(bucket.gradient.changes for bucket in self._buckets)
         if changes != self._measured:

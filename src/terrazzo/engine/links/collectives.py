@@ -113,6 +113,21 @@ class Collectives(ABC):
         """What there is to say of ranks that stand still, as far as this one can see."""
         return ()
 
+    def send(self, values: Tensor, to: int, tag: int) -> Handle:
+        """Start sending contiguous `values` to a rank of the axis; they must stay as they are until that has ended.
+
+        Args:
+            tag: what the rank asks for it by; no two messages under way between two ranks have the same.
+        """
+        self.traffic.record("send", values.nbytes, axis=self.axis)
+        work = dist.isend(_carried(values), group=self.group, group_dst=to, tag=tag)
+        return Handle([work], (values,), self.traffic.times_of(self.axis, "send"))
+
+    def receive(self, into: Tensor, source: int, tag: int) -> Handle:
+        """Start receiving contiguous `into` from a rank of the axis."""
+        work = dist.irecv(_carried(into), group=self.group, group_src=source, tag=tag)
+        return Handle([work], (into,), self.traffic.times_of(self.axis, "send"))
+
     @abstractmethod
     def _all_gather(self, full: Tensor, kind: str) -> Moves:
         """As `all_gather`; waits are counted as those of `kind`."""

@@ -70,8 +70,8 @@ class Agreement:
                 bucket.gradient.seen = [bool(flag) for flag in islice(left, len(bucket.members))]
             for unit in (unit for unit in self._units if any_late[unit.index]):
                 schedule.start_reducing(unit)
-            if strayed:
-                schedule.program.doubt()
+            for program in schedule.programs if strayed else ():
+                program.doubt()
         elif schedule.this_pass is Pass.REDUCES and schedule.meet is None:
             self._flags(late)  # ranks that have not run the same hear it here
 
@@ -80,7 +80,7 @@ class Agreement:
         own_late = [int(unit.index in late) for unit in self._units]
         own_seen = [int(flag) for bucket in _trainable(self._units) for flag in bucket.gradient.seen]
         label = self._schedule.end_of(Purpose.END_OF_BACKWARD)
-        own = [int(self._schedule.program.strayed), *own_late, *own_seen]
+        own = [int(any(program.strayed for program in self._schedule.programs)), *own_late, *own_seen]
         strayed, *flags = meet(self._axes, self._progress, label, own)
         return strayed, flags[: len(own_late)], flags[len(own_late) :]
 

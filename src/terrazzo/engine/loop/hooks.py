@@ -28,6 +28,7 @@ from terrazzo.engine.progress import Progress
 from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.scaler import LossScaler
 from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.stages import StagedSchedule
 from terrazzo.engine.unit import Unit
 from terrazzo.errors import Misuse
 
@@ -49,13 +50,12 @@ class Hooks:
     def __init__(self, units: Sequence[Unit], schedule: Schedule, recipe: Recipe, progress: Progress) -> None:
         self.units, self.schedule, self._progress = units, schedule, progress
         self._compute, self._alone = recipe.precision.compute, recipe.axes.size() == 1
-        self._nested = 0  # forwards of the model inside its own
+        self._nested = self._passes = 0  # forwards of the model inside its own; backwards so far
         self._refusal: str | None = None
         self._agreement, self._phases = Agreement(units, schedule, recipe.axes, progress), recipe.axes.tally.phases
         self._announcements = Announcements(units)
         self.tell_of_gradients(begun=do_nothing, ended=do_nothing, before_use=do_nothing)
         self._late: set[int] = set()
-        self._passes = 0
         self._regions = Regions()
         self._surprised = False  # whether backward has come to a unit unannounced
         storages: dict[int, int] = {}
@@ -172,7 +172,7 @@ class Hooks:
         self.schedule.end_forward()
         if training and not self.schedule.order.agreed:
             self._agreement.on_order()
-        return scale_output(output, self.scaler) if self.scaler else output
+        return scale_output(output, self.scaler) if self.scaler and self.schedule.ends_model else output
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The model's own forward has returned, or raised."""
@@ -189,7 +189,7 @@ class Hooks:
     def before_unit(self, index: int, module: nn.Module | None = None, args: Any = ()) -> None:
         """The forward of the unit `index` is about to run, for the first time or again in backward."""
         unit = self.units[index]
-        if module is not None and module is not unit.module:  # a deep copy has the hooks of what it was copied from
+        if not self._runs(unit, module):
             return
         if self._refusal is not None and unit.transient:
             raise Misuse(self._refusal)
@@ -209,6 +209,10 @@ class Hooks:
         self._companions.come_to(unit, Purpose.FORWARD)
         self.schedule.enter_forward(unit)
 
+    def _runs(self, unit: Unit, module: nn.Module | None) -> bool:
+        """Not in a deep copy, which has the hooks of what it was copied from, or where it is another stage's turn."""
+        return (module is None or module is unit.module) and self.schedule.program.has(unit.index)
+
     def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward of a unit has returned `output`, through whose tensors its backward will be announced.
 
@@ -216,7 +220,7 @@ class Hooks:
             What its caller gets: copies of gathered weights in place of views, which end when they are released.
         """
         unit = self.units[index]
-        if module is not unit.module:
+        if not self._runs(unit, module):
             return output
         output = self._copies.of_output(output)
         if inside_backward():
@@ -318,12 +322,21 @@ class Hooks:
         if self.schedule.in_backward:
             self._companions.end(Purpose.END_OF_BACKWARD)
             self.schedule.end_backward()
-            self._agreement.on_gradients(self._late)
-            self.schedule.finish()
-            if self.scaler is not None:
-                self.scaler.in_use = False
-            self._ended()
-            self._phases.begin("other")
+            self._finish()
+
+    def end_step(self, schedule: StagedSchedule) -> None:
+        """Every micro-batch of a step in stages has run: the same of what they have added up. Collective."""
+        schedule.end_step()
+        self._late.clear()  # to sums that had not begun
+        self._finish()
+
+    def _finish(self) -> None:
+        self._agreement.on_gradients(self._late)
+        self.schedule.finish()
+        if self.scaler is not None:
+            self.scaler.in_use = False
+        self._ended()
+        self._phases.begin("other")
 
     def start_backward(self) -> int:
         """Note that a backward pass is under way; returns its number."""

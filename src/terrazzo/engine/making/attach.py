@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.making.checks import check_several, optimizer_facts
+from terrazzo.engine.making.checks import check_several, optimizer_facts, state_facts
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.offload.background import Background
@@ -53,7 +53,9 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     try:
         templates = together(axes, check)
         stepped = [[member.name, member.group] for member in members if member.group >= first]
-        check_agreement(axes, {"optimizer": optimizer_facts(optimizer), "parameters": stepped})
+        facts = {"optimizer": optimizer_facts(optimizer)}
+        check_agreement(axes, {**facts, "optimizer state": state_facts(optimizer), "parameters": stepped})
+        check_agreement(axes, facts, along=axes.stages)
         all_templates = [*engine.drivers.templates, *templates]
         together(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), all_templates)))
     except BaseException:

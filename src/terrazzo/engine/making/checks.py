@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.axes import BESIDE, Axes
+from terrazzo.engine.axes import BESIDE, STAGES, Axes
 from terrazzo.engine.border.memory import check_views
 from terrazzo.engine.border.parameter import link_of
 from terrazzo.engine.bucket import Bucket
@@ -44,6 +44,7 @@ __all__ = [
     "check_versions",
     "model_facts",
     "optimizer_facts",
+    "state_facts",
     "warn_of_unused",
 ]
 
@@ -206,10 +207,10 @@ def check_mesh(mesh: DeviceMesh, axes: Axes) -> None:
         BadInput: there.
     """
     dims = mesh.mesh_dim_names or ()
-    if not axes.names or any(dim not in (*DATA_AXES, *BESIDE) for dim in dims):
+    if not axes.names or any(dim not in (*DATA_AXES, *BESIDE, STAGES) for dim in dims):
         raise BadInput(
             f"The mesh has the axes {', '.join(dims) or 'without names'}; this version knows the data axes "
-            "dp_replicate, dp_shard and cp, of which it needs one, and tp; ep is cut out of these. Make it with "
+            "dp_replicate, dp_shard and cp, of which it needs one, tp and pp; ep is cut out of these. Make it with "
             "tz.mesh, or name them: "
             'mesh_dim_names=("dp_replicate", "dp_shard") of init_device_mesh.'
         )
@@ -345,7 +346,7 @@ def warn_of_unused(plan: Plan, offload: Offload, activations: bool) -> None:
 
 
 def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
-    """The class of an optimizer, the hyper-parameters of its groups and digests of its state, for `check_agreement`."""
+    """The class of an optimizer and the hyper-parameters of its groups, for `check_agreement`."""
     if optimizer is None:
         return []
     plain = (bool, int, float, str, type(None), list, tuple)
@@ -354,11 +355,11 @@ def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
         for group in optimizer.param_groups
     ]
     groups = [{k: v for k, v in g.items() if k not in NOT_HYPER and isinstance(v, plain)} for g in numbers]
-    return [type(optimizer).__name__, *groups, *_state_facts(optimizer)]
+    return [type(optimizer).__name__, *groups]
 
 
-def _state_facts(optimizer: Optimizer) -> list[object]:
-    """What it keeps for each parameter already: each rank goes on with its own."""
+def state_facts(optimizer: Optimizer) -> list[object]:
+    """Digests of what it keeps for each parameter already, for `check_agreement`: each rank goes on with its own."""
     stepped = [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
     return [
         [number, {kind: int(digest(v)) if isinstance(v, Tensor) else v for kind, v in kept.items()}]

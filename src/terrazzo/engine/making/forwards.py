@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from terrazzo.engine.elsewhere import as_one
 from terrazzo.engine.offload.activations import OffloadedActivations
 from terrazzo.engine.partition import Units, find_units
 from terrazzo.errors import BadInput, did_you_mean
@@ -116,10 +117,11 @@ class LayeredForward:
     """
 
     def __init__(self, inner: Forward, layers: Sequence[Layer]) -> None:
-        self.inner, self.layers, self._run = inner, layers, inner
+        run = inner
         for layer in layers:
-            self._run = layer(self._run)  # of functions, so that the compiler sees the same code for all units
-        functools.update_wrapper(self, self._run)
+            run = layer(run)  # of functions, so that the compiler sees the same code for all units
+        functools.update_wrapper(self, run)
+        self.inner, self.layers, self._run = inner, layers, run  # last: what somebody has put there may have an 'inner'
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -138,7 +140,8 @@ def _surround(module: nn.Module, layer: Layer) -> None:
 
 
 def _unit_modules(model: nn.Module, units: Units | None) -> list[nn.Module]:
-    names, _ = find_units(model, units)
+    with as_one(model):
+        names, _ = find_units(model, units)
     return [model.get_submodule(name) for name in names]
 
 

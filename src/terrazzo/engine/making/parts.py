@@ -8,13 +8,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.axes import Axes
+from terrazzo.engine.axes import STAGES, Axes
+from terrazzo.engine.elsewhere import stages_of
 from terrazzo.engine.family import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Family, record_of
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.partition import Member
+from terrazzo.engine.unit import compilation_of
 from terrazzo.errors import BadInput, Misuse, listed
 
-__all__ = ["check_parts", "check_sequences", "check_uncut", "exchanged_along"]
+__all__ = [
+    "check_parts",
+    "check_sequences",
+    "check_stages",
+    "check_uncompiled",
+    "check_uncut",
+    "exchanged_along",
+]
 
 
 def exchanged_along(model: nn.Module) -> dict[str, Traffic]:
@@ -38,6 +47,45 @@ def check_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
             "its attention would take this rank's part of a sequence for the whole. Call tz.parallelize(model, mesh) "
             "before tz.shard; or make the mesh with dp_shard in the place of cp."
         )
+
+
+def check_stages(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a whole model on a mesh along which ranks have stages, and stages on another mesh than theirs.
+
+    Raises:
+        BadInput: there.
+    """
+    dims = mesh.mesh_dim_names or ()
+    size = mesh.size(dims.index(STAGES)) if STAGES in dims else 1
+    stages = stages_of(model)
+    if stages is not None:
+        check_uncompiled(model)
+    if size == (1 if stages is None else stages.ranks):
+        return
+    if stages is None:
+        raise BadInput(
+            f"The mesh has pp {size}, along which ranks have stages of a model, but this model is whole. Call "
+            "tz.parallelize(model, mesh, pipeline=tz.Pipeline()) before tz.shard; or make the mesh with dp_shard in "
+            "the place of pp."
+        )
+    raise BadInput(
+        f"The model was cut into stages for pp {stages.ranks}, and the mesh has pp {size}. Pass tz.shard the mesh that "
+        "tz.parallelize was given."
+    )
+
+
+def check_uncompiled(model: nn.Module) -> None:
+    """Refuse to cut into stages what is compiled.
+
+    Raises:
+        BadInput: there.
+    """
+    for name, module in model.named_modules():
+        if compilation_of(module) is not None:
+            raise BadInput(
+                f"{name or type(model).__name__!r} is compiled, and a model in stages is not supported so yet: leave "
+                "compile out, or make the mesh with dp_shard in the place of pp."
+            )
 
 
 def check_parts(members: Sequence[Member], axes: Axes) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes, data_mesh
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.elsewhere import as_one
 from terrazzo.engine.links.transfer import Ledger
 from terrazzo.engine.making.checks import (
     check_device,
@@ -30,9 +31,10 @@ from terrazzo.engine.making.checks import (
     check_versions,
     model_facts,
     optimizer_facts,
+    state_facts,
     warn_of_unused,
 )
-from terrazzo.engine.making.parts import check_parts, check_sequences
+from terrazzo.engine.making.parts import check_parts, check_sequences, check_stages
 from terrazzo.engine.model.together import check_agreement, together
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import Templates
@@ -48,7 +50,7 @@ from terrazzo.engine.tally import Tally
 from terrazzo.engine.unit import Unit, compilation_of
 from terrazzo.errors import BadInput
 
-__all__ = ["OptimizerLike", "Options", "prepare"]
+__all__ = ["OptimizerLike", "Options", "Prepared", "prepare"]
 
 N = TypeVar("N", Plan, Precision)
 OptimizerLike = Optimizer | Callable[[Any], Optimizer] | Sequence[Optimizer] | None
@@ -73,6 +75,7 @@ class _Asked:
     plan: Plan
     precision: Precision
     specs: list[UnitSpec]
+    drawn: list[UnitSpec]
     why: str
     optimizers: list[Optimizer]
     offloads_activations: bool
@@ -80,12 +83,17 @@ class _Asked:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `shard` is about to do; nothing has been allocated or changed yet."""
+    """What `shard` is about to do; nothing has been allocated or changed yet.
+
+    Attributes:
+        drawn: the units of the whole model, in whose order initial values are drawn.
+    """
 
     plan: Plan
     recipe: Recipe
     tally: Tally
     units: list[Unit]
+    drawn: list[UnitSpec]
     why: str
     optimizers: list[Optimizer]
     templates: Templates
@@ -101,12 +109,16 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     check_mesh(mesh, axes)
     check_versions(axes)
     together(axes, functools.partial(check_sequences, model, mesh))
+    together(axes, functools.partial(check_stages, model, mesh))
     asked = together(axes, functools.partial(_read, model, optimizer, plan, options, axes))
     facts = {"plan": str(asked.plan), "precision": repr(asked.precision), "prefetch": options.prefetch}
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
+    facts["optimizer"] = [optimizer_facts(each) for each in asked.optimizers]
     compiled = [each.name for each in asked.specs if compilation_of(each.module) is not None]  # they reduce otherwise
-    facts |= {"parameters": model_facts(asked.specs), "compiled units": compiled}
-    check_agreement(axes, {**facts, "optimizer": [optimizer_facts(each) for each in asked.optimizers]})
+    own: dict[str, object] = {"parameters": model_facts(asked.specs), "compiled units": compiled}
+    own["optimizer state"] = [state_facts(each) for each in asked.optimizers]
+    check_agreement(axes, {**facts, **own})
+    check_agreement(axes, facts, along=axes.stages)
     check_parts([member for spec in asked.specs for member in spec.members], axes)
     recipe = Recipe(axes, asked.plan, asked.precision)
     return together(axes, lambda: _plan(asked, options, recipe, tally))
@@ -126,11 +138,15 @@ def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options:
     precision = _one_of(Precision, options.precision, "precision")
     check_precision(precision, axes)
     check_dtypes(model, precision)
-    names, why = find_units(model, options.units)
-    specs = partition(model, names)
+    with as_one(model) as elsewhere:
+        names, why = find_units(model, options.units)
+        drawn = partition(model, names)
+    for spec in drawn:
+        spec.set_aside(elsewhere)
+    specs = [spec for spec in drawn if spec.members]
     check_initializable(model)
     built = _build_optimizers(model, optimizer, specs)
-    return _Asked(plan, precision, specs, why, built, bool(offloading_of(model)))
+    return _Asked(plan, precision, specs, drawn, why, built, bool(offloading_of(model)))
 
 
 def _plan(asked: _Asked, options: Options, recipe: Recipe, tally: Tally) -> Prepared:
@@ -142,7 +158,7 @@ def _plan(asked: _Asked, options: Options, recipe: Recipe, tally: Tally) -> Prep
     warn_of_unused(asked.plan, options.offload, asked.offloads_activations)
     check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], asked.precision)
     templates = [state_of(each, group, axes.device) for each in built for group in each.param_groups]
-    return Prepared(asked.plan, recipe, tally, planned, asked.why, built, templates)
+    return Prepared(asked.plan, recipe, tally, planned, asked.drawn, asked.why, built, templates)
 
 
 def _one_of(kind: type[N], value: N | str | torch.dtype, argument: str) -> N:

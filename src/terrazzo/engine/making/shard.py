@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from terrazzo.engine.answers.gradients import show_gradients
 from terrazzo.engine.answers.measured import let_measure
 from terrazzo.engine.answers.module import make_sharded_module
+from terrazzo.engine.elsewhere import stages_of
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, weights_are_split
 from terrazzo.engine.making.attach import put_on
 from terrazzo.engine.making.parts import exchanged_along
-from terrazzo.engine.making.prepare import OptimizerLike, Options, prepare
+from terrazzo.engine.making.prepare import OptimizerLike, Options, Prepared, prepare
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import together
 from terrazzo.engine.model.wrappers import watch_wrapping
@@ -38,7 +39,8 @@ from terrazzo.engine.precision import Precision
 from terrazzo.engine.process.pages import give_back_freed, keep_freed
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import Denominator
-from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.schedule import Meet, Schedule
+from terrazzo.engine.stages import StagedSchedule
 from terrazzo.engine.states.materialize import (
     initializer_of,
     materialize,
@@ -100,7 +102,7 @@ def shard(  # structure: signature fixed by the design
     store = _open_store(planned, prepared.templates, options.offload)
     if store.drive is not None:
         give_back_freed()  # before anything large is built
-    made = _build_units(model, planned, store)
+    made = _build_units(model, prepared, store)
     for built in prepared.optimizers:
         step_real(built, made)
     prepared.tally.traffic.along |= exchanged_along(model)
@@ -108,7 +110,7 @@ def shard(  # structure: signature fixed by the design
 
     progress = Progress(Denominator(axes.size()))
     meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(planned) else None
-    schedule = Schedule(planned, prefetch, meeting, progress.denominator)
+    schedule = _schedule_of(model, planned, prefetch, meeting, progress.denominator)
     hooks = Hooks(planned, schedule, recipe, progress)
     engine = Engine(
         plan=prepared.plan,
@@ -130,7 +132,7 @@ def shard(  # structure: signature fixed by the design
     let_measure(engine)
     watch_steps()
     watch_wrapping()
-    if axes.device.type == "cpu" and store.drive is None:
+    if axes.device.type == "cpu" and store.drive is None and not axes.stages:
         bill = engine.bill
         keep_freed(bill.grad_bytes + bill.transient_bytes)
     return model, _in_form_of(optimizer, prepared.optimizers)
@@ -239,15 +241,31 @@ def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
     return built[0] if built else None
 
 
-def _build_units(model: nn.Module, units: list[Unit], store: Store) -> dict[nn.Parameter, nn.Parameter]:
+def _schedule_of(
+    model: nn.Module, units: list[Unit], prefetch: int, meeting: Meet | None, denominator: Denominator
+) -> Schedule:
+    stages = stages_of(model)
+    if stages is None:
+        return Schedule(units, prefetch, meeting, denominator)
+    chunks: list[list[Unit]] = [[] for _ in stages.chunks]
+    for unit in units:
+        held = {number for bucket in unit.buckets for m in bucket.members for number in stages.chunks_of(m.names)}
+        for number in held:
+            chunks[number].append(unit)
+    return StagedSchedule(units, prefetch, meeting, denominator, chunks)
+
+
+def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> dict[nn.Parameter, nn.Parameter]:
     """Give every unit its values and its memory, one after the other; returns what came in place of meta parameters."""
     made: dict[nn.Parameter, nn.Parameter] = {}
-    initialize, axes = initializer_of(model), units[0].recipe.axes
+    initialize, axes = initializer_of(model), prepared.recipe.axes
     bare = materialize_buffers(model, axes.device)
-    for unit in units:
-        members = [member for bucket in unit.buckets for member in bucket.members]
-        fresh = materialize(members, unit.module, initialize, axes)
+    units = {unit.name: unit for unit in prepared.units}
+    for spec in prepared.drawn:
+        fresh = materialize(spec, initialize, axes)
         made |= fresh
+        if (unit := units.get(spec.name)) is None:
+            continue
         known = set(fresh.values())
         for bucket in unit.buckets:
             given = [member.parameter for member in bucket.members if member.parameter not in known]

@@ -206,6 +206,8 @@ class Engine:
         )
 
     def _paper_step(self, micro_batches: int, local: bool | None) -> PaperStep:
+        if self.axes.stages:
+            raise Misuse("Memory and traffic with micro-batches in flight, in stages, are not promised yet: measure.")
         return PaperStep(self.schedule.prefetch, micro_batches, self.pass_of(False, local) is Pass.ADDS)
 
     @property

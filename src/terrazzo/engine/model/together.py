@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
@@ -34,7 +34,8 @@ def together(axes: Axes, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:
         problem = error
-    failed = axes.maximum(torch.tensor([0 if problem is None else dist.get_rank() + 1], device=axes.device))
+    failed = torch.tensor([0 if problem is None else dist.get_rank() + 1], device=axes.device)
+    axes.maximum(failed, axes.with_stages)
     if problem is not None:
         raise problem
     if failed.item():
@@ -43,13 +44,17 @@ def together(axes: Axes, action: Callable[[], T]) -> T:
 
 
 def check_agreement(
-    axes: Axes, facts: Mapping[str, object], fix: str = "Give every rank the same model and arguments."
+    axes: Axes,
+    facts: Mapping[str, object],
+    fix: str = "Give every rank the same model and arguments.",
+    along: Iterable[str] | None = None,
 ) -> None:
     """Compare what each rank was told.
 
     Args:
         facts: the same keys on every rank; values that JSON can hold or `str` can tell apart.
         fix: what the message ends with.
+        along: the axes whose ranks are compared; by default those that have the same stage of the model.
 
     Raises:
         BadInput: on every rank, naming the facts that differ.
@@ -57,7 +62,7 @@ def check_agreement(
     texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in facts.items()}
     checksums = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts.values()]
     values = torch.tensor(checksums, dtype=torch.int64, device=axes.device)
-    differing = [key for key, same in zip(texts, axes.equal(values), strict=True) if not same]
+    differing = [key for key, same in zip(texts, axes.equal(values, along), strict=True) if not same]
     if differing:
         mine = "; ".join(f"{key} = {texts[key][:300]}" for key in differing)
         raise BadInput(

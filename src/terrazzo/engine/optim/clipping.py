@@ -26,7 +26,8 @@ def clip_grad_norm(
         Diverged: with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
     """
     gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]
-    total = norms([(gradient.given() for gradient in gradients)], recipe, norm_type)[0]
+    given = [(gradient.given() for gradient in gradients)]
+    total = norms(given, recipe, norm_type, beside=recipe.axes.stages)[0]
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(
             f"The total norm of order {norm_type:g} of the gradients is {float(total)}, so they cannot be clipped. "
@@ -39,14 +40,17 @@ def clip_grad_norm(
     return total.float()
 
 
-def norms(groups: Iterable[Iterable[Tensor | None]], recipe: Recipe, kind: float) -> Tensor:
+def norms(
+    groups: Iterable[Iterable[Tensor | None]], recipe: Recipe, kind: float, beside: tuple[str, ...] = ()
+) -> Tensor:
     """The p-norm of each group of tensors over all ranks, fp64 [number of groups]. Collective.
 
     Args:
         groups: what this rank gives of each, as `Gradient.given`, None for nothing; taken one tensor after the other.
         kind: the p; infinity for the maximum.
+        beside: axes whose ranks give other parameters to the same groups.
     """
-    axes, split = recipe.axes, recipe.given_over
+    axes, split = recipe.axes, (*recipe.given_over, *beside)
     powers = torch.stack([_power(group, kind, axes.device) for group in groups])
     if kind == float("inf"):
         return axes.total(powers, split, reduce=torch.amax)

@@ -287,7 +287,8 @@ class OptimizerDriver:
         finite = [each for each in known if each is not None]
         every = stacked(finite, axes.device).all() if finite else torch.ones((), dtype=torch.bool, device=axes.device)
         flag = every.logical_not().long().view(1)
-        return bool(axes.maximum(flag).item())  # the one number of an fp16 step that the host waits for
+        overflow = axes.maximum(flag, axes.with_stages)
+        return bool(overflow.item())  # the one number of an fp16 step that the host waits for
 
     def forget(self, set_to_none: bool) -> None:
         """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.axes import Axes
+from terrazzo.engine.elsewhere import readable
 from terrazzo.engine.model.digest import digest
-from terrazzo.engine.partition import Member
+from terrazzo.engine.partition import Member, UnitSpec
 from terrazzo.errors import BadInput
 
 __all__ = [
@@ -89,23 +90,19 @@ def check_initializable(model: nn.Module) -> None:
             )
 
 
-def materialize(
-    members: Sequence[Member], within: nn.Module, initialize: Initializer, axes: Axes
-) -> dict[nn.Parameter, nn.Parameter]:
+def materialize(spec: UnitSpec, initialize: Initializer, axes: Axes) -> dict[nn.Parameter, nn.Parameter]:
     """Replace meta parameters by real ones, tied names together, and initialise the modules that hold them.
 
     What several ranks share is drawn whole and in the order of modules, on each of them, and then each keeps its part:
-    the values do not depend on the mesh. Their buffers are real by then: see `materialize_buffers`.
-
-    Args:
-        within: the unit's module, whose order that is: members come as buckets hold them, which a mesh changes.
+    the values do not depend on the mesh. What other ranks alone keep goes again. Their buffers are real by then: see
+    `materialize_buffers`.
 
     Returns:
         What has come in whose place; equal on all ranks that have the same of it.
     """
     touched: dict[int, nn.Module] = {}
     fresh: list[tuple[Member, nn.Parameter]] = []
-    for member in members:
+    for member in [*spec.members, *spec.drawn]:
         meta, holders = member.parameter, member.holders
         member.holders = ()  # they may hold the model itself, which holds the members
         member.registered = tuple((module._parameters, attribute) for module, attribute in holders)
@@ -114,14 +111,18 @@ def materialize(
         _replace(member, torch.empty(member.shape, dtype=meta.dtype, device=axes.device))
         fresh.append((member, meta))
         touched |= {id(module): module for module, _ in holders}
-    places = {id(module): place for place, module in enumerate(within.modules())}
+    places = {id(module): place for place, module in enumerate(spec.module.modules())}
     for module in sorted(touched.values(), key=lambda module: places.get(id(module), len(places))):
-        initialize(module, {member.parameter for member, _ in fresh})
-    synchronize([member.parameter for member, _ in fresh], axes)
-    for member, _ in fresh:
+        with readable(module):
+            initialize(module, {member.parameter for member, _ in fresh})
+    own = fresh[: len(fresh) - len(spec.drawn)]
+    for parameters, attribute in (place for member in spec.drawn for place in member.registered):
+        parameters[attribute] = None
+    synchronize([member.parameter for member, _ in own], axes)
+    for member, _ in own:
         if member.record is not None:
             _replace(member, member.record.box.of(member.parameter.detach()))
-    return {meta: member.parameter for member, meta in fresh}
+    return {meta: member.parameter for member, meta in own}
 
 
 def _replace(member: Member, value: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.elsewhere import require_whole
 from terrazzo.engine.family import Box
 from terrazzo.engine.model.alike import unlike
 from terrazzo.engine.model.digest import digest
@@ -69,11 +70,12 @@ class ModelState:
     """All state of a sharded model and its optimizers, by the names that parameters have in the model.
 
     Raises:
-        Misuse: for a model that is not sharded.
+        Misuse: for a model that is not sharded, or of which this rank has stages.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._engine = engine_of(model)
+        require_whole(self._engine.axes, "Saving, loading and comparing states")
 
     def parameters(self) -> list[ParameterInfo]:
         """Each parameter, and what there is to save of it."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Resting, view
+from terrazzo.engine.elsewhere import require_whole
 from terrazzo.engine.family import Box
 from terrazzo.engine.layout import Slot
 from terrazzo.engine.links.collectives import Collectives
@@ -86,6 +87,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
         Name and full tensor, in the dtype that it is kept in: on the device, until the next one is asked for.
     """
     engine = engine_of(model)
+    require_whole(engine.axes, "Whole weights")
     slots = [(unit, bucket, slot) for unit in engine.units for bucket in unit.buckets for slot in bucket.slots]
     places = {name: place for place in slots for name in place[2].names}
     wanted = [slot.name for _, _, slot in slots] if names is None else list(names)

@@ -59,7 +59,7 @@ ENGINE_RULES = (
         ("terrazzo",),
         "planned",
         lambda setup, _: setup.mesh.pp > 1,
-        "Terrazzo has no pipeline parallelism yet (pp {pp}).",
+        "terrazzo train has no pipeline parallelism yet (pp {pp}).",
         "Plan with it, but run with pp 1.",
         "terrazzo.engine.place",
     ),

@@ -325,6 +325,15 @@ class Decoder(nn.Module):
             if isinstance(module, Attention):
                 module.context = context
 
+    def pipeline_line(self) -> list[str]:
+        """The modules through which values go one after the other: see `tz.Pipeline`."""
+        if self.head is None:
+            raise BadInput(
+                "The decoder's head is its embedding matrix, which the first stage of a pipeline and the last would "
+                "share: tied parameters are not supported in a pipeline yet. Set model.tie_embeddings to false."
+            )
+        return ["embedding", "blocks.*", "norm", "head"]
+
     def tensor_plan(self, gathered: bool = True) -> dict[str, Style]:
         """How ranks share its matrices: see `tz.parallelize`.
 

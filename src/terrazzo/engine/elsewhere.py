@@ -1,0 +1,161 @@
+"""Parameters that a model has and this rank has not: ranks with other stages of a pipeline have them.
+
+Modules stay where they are, with what refuses to be read in the place of such a parameter; so names, and which modules
+are units, do not depend on the mesh. What has no values yet is drawn here too, in its turn, and given up: neither do
+initial values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from terrazzo.engine.axes import Axes
+from terrazzo.engine.border.parameter import function_name
+from terrazzo.errors import Misuse
+
+__all__ = ["STAGES_OF", "Stages", "as_one", "give_up", "readable", "require_whole", "stages_of"]
+
+STAGES_OF = "terrazzo_stages"
+"""A model of which this rank has stages has these under that name among its attributes."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a model that this rank runs.
+
+    Attributes:
+        ranks: how many have stages of the model.
+        chunks: for each of this rank's stages, the names of the modules that it runs.
+    """
+
+    ranks: int
+    chunks: tuple[tuple[str, ...], ...]
+
+    def chunks_of(self, names: tuple[str, ...]) -> list[int]:
+        """Which chunks use a parameter of these names."""
+        return [
+            number
+            for number, modules in enumerate(self.chunks)
+            if any(name.startswith(f"{module}.") for module in modules for name in names)
+        ]
+
+
+def stages_of(model: nn.Module) -> Stages | None:
+    """The stages of it that this rank has; None where that is all of it."""
+    found: Stages | None = vars(model).get(STAGES_OF)
+    return found
+
+
+def require_whole(axes: Axes, what: str) -> None:
+    """Refuse `what` where ranks have stages of the model: it would be of one stage's parameters alone.
+
+    Raises:
+        Misuse: there, on every rank.
+    """
+    if axes.stages:
+        raise Misuse(
+            f"{what} of a model in stages (pp {axes.size(axes.stages)}) is not supported yet: this rank has the "
+            "parameters of its own stages alone. Read those inside 'with tz.gathered(model):', or take pp 1."
+        )
+
+
+class _Absent:
+    """Stands where a parameter of a stage that other ranks run would be read. It is no tensor: it has no memory.
+
+    Args:
+        name: of the parameter in the model.
+        like: what it is the shape, dtype and device of.
+    """
+
+    def __init__(self, name: str, like: nn.Parameter) -> None:
+        self.name = name
+        self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        raise self._refusal(attribute)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise self._refusal("indexing")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))._refusal(function_name(func))
+
+    def _refusal(self, what: str) -> Misuse:
+        return Misuse(
+            f"{what} was called on {self.name!r}, a parameter of a stage that other ranks of the pipeline run. Read it "
+            "in the forward of its own module of the line alone, or give tz.Pipeline(line=[...]) a module around all "
+            "that read it."
+        )
+
+
+@dataclass(frozen=True)
+class _Elsewhere:
+    """What is known here of a parameter of other ranks.
+
+    Attributes:
+        parameter: on the meta device.
+        is_new: whether it is still to be given its first values.
+        shown: the attribute in its place.
+    """
+
+    parameter: nn.Parameter
+    is_new: bool
+    shown: _Absent
+
+
+_ELSEWHERE = "terrazzo_elsewhere"
+
+
+def give_up(module: nn.Module, path: str) -> None:
+    """Have `module`, of a stage that other ranks run, be without its own parameters; `path` is its name."""
+    held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    for name, parameter in held.items():
+        module._parameters[name] = None
+        away = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        shown = _Absent(f"{path}.{name}", parameter)
+        vars(module).setdefault(_ELSEWHERE, {})[name] = _Elsewhere(away, parameter.is_meta, shown)
+        vars(module)[name] = shown
+
+
+@contextlib.contextmanager
+def as_one(model: nn.Module) -> Iterator[dict[nn.Parameter, bool]]:
+    """Inside, the parameters of other ranks are in their places, on the meta device.
+
+    Gives these, and for each whether it is still to be given its first values.
+    """
+    with contextlib.ExitStack() as until_end:
+        found: dict[nn.Parameter, bool] = {}
+        for module in model.modules():
+            held = vars(module).get(_ELSEWHERE, {})
+            until_end.enter_context(readable(module))
+            module._parameters.update({name: each.parameter for name, each in held.items()})
+            until_end.callback(module._parameters.update, dict.fromkeys(held))
+            found |= {each.parameter: each.is_new for each in held.values()}
+        yield found
+
+
+@contextlib.contextmanager
+def readable(module: nn.Module) -> Iterator[None]:
+    """Inside, what is among the parameters of `module` is read as such, also where other ranks have it."""
+    held: dict[str, _Elsewhere] = vars(module).get(_ELSEWHERE, {})
+    for name in held:
+        del vars(module)[name]
+    try:
+        yield
+    finally:
+        vars(module).update({name: each.shown for name, each in held.items()})

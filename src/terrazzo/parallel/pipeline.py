@@ -1,0 +1,212 @@
+"""`tz.step`: all micro-batches of a step, also of a model of which ranks have stages.
+
+Each rank goes through its own list of actions. What the stage before sends is asked for while the action before still
+runs, and what is sent is waited for at the end. Only then are gradients summed over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine import Engine, StagedSchedule, accumulate, engine_of, stages_of
+from terrazzo.errors import BadInput, Misuse, RanksApart
+from terrazzo.parallel.pipeline_line import Line
+from terrazzo.parallel.pipeline_mail import Mail, form_of
+from terrazzo.parallel.pipeline_order import Action, Kind, actions_of, forwards_of
+
+__all__ = ["step"]
+
+MicroBatch = tuple[Any, Any]
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def step(
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    loss_fn: LossFunction,
+    *,
+    denominator: float | None = None,
+) -> Tensor:
+    """Forward and backward of all micro-batches of a step; clipping and `optimizer.step()` come behind. Collective.
+
+    Without an axis `pp` this is the loop with `tz.accumulate` that it replaces. With one, a rank runs its stages, in
+    the order of the pipeline's schedule, and gradients are summed over data ranks when all micro-batches have run.
+
+    Args:
+        micro_batches: pairs of the model's inputs and of what the loss compares outputs with. Inputs are one value, a
+            tuple of several, or a dict of keyword arguments. Ranks along `pp` are given the same ones.
+        loss_fn: called with outputs and targets, on the ranks of the last stage; the losses of micro-batches add up.
+        denominator: as for `model.set_gradient_denominator`, from now on; None leaves it as it is.
+
+    Returns:
+        The sum of the losses, 0-d, detached and the same on all ranks along `pp`. Without gradients enabled, nothing
+        else is done.
+
+    Raises:
+        BadInput: no micro-batch, other things than pairs, or too few for the pipeline.
+        RanksApart: where ranks along `pp` have other numbers of micro-batches.
+    """
+    engine = engine_of(model)
+    _check(micro_batches)
+    if denominator is not None:
+        model.set_gradient_denominator(denominator)  # type: ignore[operator]
+    line = stages_of(model)
+    if isinstance(line, Line):
+        return _Run(model, engine, line, micro_batches, loss_fn).run()
+    total = torch.zeros((), device=engine.axes.device)
+    for number, (inputs, targets) in enumerate(micro_batches):
+        last = number == len(micro_batches) - 1
+        with nullcontext() if last or not torch.is_grad_enabled() else accumulate(model):
+            loss = loss_fn(_called(model, inputs), targets)
+            if torch.is_grad_enabled():
+                loss.backward()
+        total += loss.detach()
+    return total
+
+
+def _check(micro_batches: Sequence[MicroBatch]) -> None:
+    if not isinstance(micro_batches, Sequence) or not micro_batches:
+        raise BadInput(f"tz.step was given {micro_batches!r} for micro-batches: give a list of (inputs, targets).")
+    for each in micro_batches:
+        if not isinstance(each, tuple | list) or len(each) != 2:
+            raise BadInput(
+                f"tz.step was given a {type(each).__name__} for a micro-batch: give pairs of the model's inputs and of "
+                "what loss_fn(outputs, targets) compares them with."
+            )
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+class _Kept(NamedTuple):
+    """Of a forward, until its backward: what was received, and what was sent or is the loss."""
+
+    received: Tensor | None
+    result: Tensor
+
+
+class _Run:
+    """One step of one rank of a pipeline."""
+
+    def __init__(
+        self, model: nn.Module, engine: Engine, line: Line, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction
+    ) -> None:
+        self.model, self.engine, self.line, self.loss_fn = model, engine, line, loss_fn
+        self.micro_batches, self.trains = micro_batches, torch.is_grad_enabled()
+        self.forms = [form_of(inputs, self.trains) for inputs, _ in micro_batches]
+        self.mail = mail_of(model, engine, line)
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._losses = torch.zeros((), device=engine.axes.device)
+
+    def run(self) -> Tensor:
+        """Returns the sum of the losses."""
+        engine, schedule = self.engine, self.engine.schedule
+        assert isinstance(schedule, StagedSchedule)
+        actions = self._actions()
+        if self.trains:
+            schedule.begin_step()
+        try:
+            for action, following in zip(actions, [*actions[1:], None], strict=True):
+                self._ask_for(action)
+                values = self.mail.take(action) if self._receives(action) else None
+                if following is not None:
+                    self._ask_for(following)
+                schedule.turn_to(action.stage // self.line.ranks, self.line.is_last(action.stage))
+                self._forward(action, values) if action.kind is Kind.FORWARD else self._backward(action, values)
+            self.mail.finish()
+        except BaseException:
+            self.mail.abandon()
+            schedule.forget_gradients()
+            engine.progress.abandoned = engine.progress.earlier = self.trains
+            raise
+        if self.trains:
+            engine.hooks.end_step(schedule)
+        return engine.axes.total(self._losses.reshape(1), engine.axes.stages).reshape(())
+
+    def _actions(self) -> Sequence[Action]:
+        """What this rank does, once all along the pipeline have been told the same."""
+        count, ranks, axes = len(self.micro_batches), self.line.ranks, self.engine.axes
+        told = torch.tensor([count, self.trains, self.engine.progress.denominator.unscaled], dtype=torch.float64)
+        highest, lowest = axes.maximum(torch.stack([told, -told]).to(axes.control_device), axes.stages)
+        if not torch.equal(highest, -lowest):
+            raise RanksApart(
+                f"The stages of a pipeline have not been told the same: tz.step was given {count} micro-batches here, "
+                f"with gradients {'enabled' if self.trains else 'disabled'} and the denominator {told[2].item():g}; on "
+                f"all ranks along pp, {-lowest[0].item():g} to {highest[0].item():g} micro-batches and denominators "
+                f"from {-lowest[2].item():g} to {highest[2].item():g}. Give all of them the same."
+            )
+        chunks = len(self.line.chunks)
+        if self.trains:
+            return actions_of(self.line.schedule, ranks, chunks, count)[self.mail.rank]
+        return forwards_of(ranks, chunks, count)[self.mail.rank]
+
+    # -- what an action does -----------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, received: Tensor | None) -> None:
+        inputs, targets = self.micro_batches[action.micro_batch]
+        if received is not None and self.trains:
+            received.requires_grad_()
+        self.line.enter(action.stage, received)
+        try:
+            result = _called(self.model, inputs)
+        finally:
+            self.line.leave()
+        if self.line.is_last(action.stage):
+            result = self.loss_fn(result, targets)
+            self._losses += result.detach()
+        else:
+            following = action._replace(stage=action.stage + 1)
+            self.mail.send(following, result.detach(), self.forms[action.micro_batch])
+        if self.trains:
+            if not result.requires_grad:
+                raise Misuse(
+                    f"What stage {action.stage + 1} of the pipeline returns does not depend on a parameter that is "
+                    "trained: no gradient would come back to it. Check that the model detaches nothing on its way."
+                )
+            self._kept[action.stage, action.micro_batch] = _Kept(received, result)
+
+    def _backward(self, action: Action, grad: Tensor | None) -> None:
+        received, result = self._kept.pop((action.stage, action.micro_batch))
+        if self.engine.hooks.scaler is not None and grad is not None:
+            self.engine.hooks.scaler.in_use = True  # on the last stage, from which this gradient comes
+        torch.autograd.backward(result, grad)
+        if received is not None:
+            self.mail.send(action._replace(stage=action.stage - 1), _gradient_of(received))
+
+    # -- what it begins with -----------------------------------------------------------------------------------
+
+    def _receives(self, action: Action) -> bool:
+        return action.stage > 0 if action.kind is Kind.FORWARD else not self.line.is_last(action.stage)
+
+    def _ask_for(self, action: Action) -> None:
+        """Start receiving it; a gradient once there is what it is the gradient of."""
+        if not self._receives(action):
+            return
+        if action.kind is Kind.FORWARD:
+            self.mail.ask_for(action, self.forms[action.micro_batch])
+        elif (kept := self._kept.get((action.stage, action.micro_batch))) is not None:
+            self.mail.ask_for(action, kept.result)
+
+
+def _gradient_of(received: Tensor) -> Tensor:
+    """Zeros where the stage has not used it."""
+    return torch.zeros_like(received) if received.grad is None else received.grad
+
+
+def mail_of(model: nn.Module, engine: Engine, line: Line) -> Mail:
+    """The messages of a model's stages, which remember shapes from step to step."""
+    mail: Mail | None = vars(model).get(_MAIL)
+    if mail is None:
+        mail = vars(model)[_MAIL] = Mail(engine.axes.along(engine.axes.stages[0]), len(line.bounds))
+    return mail
+
+
+_MAIL = "terrazzo_mail"

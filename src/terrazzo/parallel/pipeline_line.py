@@ -1,0 +1,166 @@
+"""A model's forward on a rank that has some of its stages.
+
+The whole forward runs on every rank. Modules of other ranks pass on what they are given: the first of the line hands
+out what the stage before has sent, and what reaches the first one behind this stage is sent on. What the model does
+between two modules of the line runs on each rank, so a stage may begin only where it does nothing with the values:
+each tensor is checked to be the one that the module before has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from terrazzo.engine import Stages, inside_backward
+from terrazzo.errors import BadInput, Misuse
+
+__all__ = ["Line", "put_in_line"]
+
+
+@dataclass(frozen=True)
+class Line(Stages):
+    """The modules through which a model's values go one after the other, cut into stages.
+
+    Attributes:
+        names: of the modules.
+        bounds: the half-open interval of modules of each stage.
+        schedule: as of `Pipeline`.
+    """
+
+    names: tuple[str, ...] = ()
+    bounds: tuple[tuple[int, int], ...] = ()
+    schedule: str = "1f1b"
+    turn: _Turn = field(default_factory=lambda: _Turn(), compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Line:
+        copied = Line(self.ranks, self.chunks, self.names, self.bounds, self.schedule)
+        memo[id(self)] = copied
+        return copied
+
+    def is_last(self, stage: int) -> bool:
+        return stage == len(self.bounds) - 1
+
+    def enter(self, stage: int, received: Tensor | None) -> None:
+        """The forward that comes is of `stage`, which the stage before has sent `received`."""
+        self.turn.begin(stage, received)
+
+    def leave(self) -> None:
+        """It has ended."""
+        self.turn.end()
+
+
+@dataclass
+class _Turn:
+    """The forward that runs.
+
+    Attributes:
+        stage: None outside of one.
+        come_to: how many modules of the line have been called.
+        values: what the last of them has returned.
+        result: what goes to the next stage.
+    """
+
+    stage: int | None = None
+    come_to: int = 0
+    values: Tensor | None = None
+    result: Tensor | None = None
+
+    def begin(self, stage: int, received: Tensor | None) -> None:
+        self.stage, self.come_to, self.values, self.result = stage, 0, received, None
+
+    def end(self) -> None:
+        self.stage = self.values = self.result = None
+
+
+class _InLine:
+    """The forward of a module of the line."""
+
+    def __init__(self, inner: Callable[..., Any], line: Line, place: int) -> None:
+        self.inner, self.line, self.place = inner, line, place
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        turn, line = self.line.turn, self.line
+        if inside_backward():  # it is computed again
+            return self.inner(*args, **kwargs)
+        first, end = line.bounds[_stage_of(line)]
+        if turn.come_to != self.place:
+            expected = line.names[turn.come_to] if turn.come_to < len(line.names) else "the end of the forward"
+            raise BadInput(
+                f"The model called {line.names[self.place]!r} where {expected!r} comes next in the pipeline: modules "
+                "of the line are called once each, in its order. Give tz.Pipeline a 'line' that has them as forward "
+                "calls them, or a module around those that belong together."
+            )
+        turn.come_to += 1
+        given = args[0] if args else next(iter(kwargs.values()), None)
+        if 0 < self.place <= end and (self.place <= first or self.place == end):
+            self._check(given)
+        if self.place >= end:
+            turn.result = turn.values if self.place == end else turn.result
+            return given
+        if self.place >= first:
+            turn.values = self._single(self.inner(*args, **kwargs))
+        return turn.values
+
+    def _check(self, given: Any) -> None:
+        """Refuse what is not the tensor that the module before has returned."""
+        if given is not self.line.turn.values:
+            before, name = self.line.names[self.place - 1], self.line.names[self.place]
+            raise BadInput(
+                f"The model changes what {before!r} returns before it gives it to {name!r} as its first argument, "
+                "which each rank of a pipeline would do: no stage may begin between the two. Choose tz.Pipeline(split="
+                "[...]) that keeps them in one stage, or do that inside of one of these modules."
+            )
+
+    def _single(self, output: Any) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise BadInput(
+                f"{self.line.names[self.place]!r} returns a {type(output).__name__}, and modules of a pipeline's line "
+                "hand one tensor to the next: have it return that alone."
+            )
+        return output
+
+
+class _Whole:
+    """The forward of the model: that of one stage."""
+
+    def __init__(self, inner: Callable[..., Any], line: Line) -> None:
+        self.inner, self.line = inner, line
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        line, stage = self.line, _stage_of(self.line)
+        output = self.inner(*args, **kwargs)
+        if line.turn.come_to < len(line.names):
+            raise BadInput(
+                f"The model's forward has ended without {line.names[line.turn.come_to]!r}, which the pipeline's line "
+                "has: modules of the line are called once each, in every forward."
+            )
+        return output if line.is_last(stage) else line.turn.result
+
+
+def _stage_of(line: Line) -> int:
+    if line.turn.stage is None:
+        raise Misuse(
+            "A model of which ranks have stages was called by itself, and this rank has a part of it: call "
+            "tz.step(model, micro_batches, loss_fn), with all micro-batches of a step, on every rank."
+        )
+    return line.turn.stage
+
+
+def put_in_line(model: nn.Module, modules: Sequence[nn.Module], line: Line) -> None:
+    """Have the model run as one of the stages of `line`, whose modules these are."""
+    for place, module in enumerate(modules):
+        module.forward = _InLine(module.forward, line, place)
+    model.forward = _Whole(model.forward, line)
+    model.register_state_dict_pre_hook(_refuse_states)
+
+
+def _refuse_states(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A state dict of some stages would be half a model under the names of a whole one."""
+    if not keep_vars:  # else parameters are asked for, not their values
+        raise Misuse(
+            "state_dict() of a model of which this rank has stages: the parameters of the others are not here. Read "
+            "this rank's inside 'with tz.gathered(model) as parameters:'."
+        )

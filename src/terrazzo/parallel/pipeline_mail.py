@@ -1,0 +1,147 @@
+"""What stages of a pipeline send each other: activations to the next one, and their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.links.transfer import Handle
+from terrazzo.errors import BadInput
+from terrazzo.parallel.pipeline_order import Action, Kind
+
+__all__ = ["Form", "Mail", "form_of"]
+
+Form = tuple[Any, ...]
+"""Shapes and dtypes of a micro-batch's inputs: those of equal form make activations of equal shapes."""
+
+
+def form_of(inputs: Any, trains: bool) -> Form:
+    """The form of a micro-batch's inputs."""
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return (trains, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+
+
+class Mail:
+    """The messages of one rank.
+
+    Before the first activations of a form their shape is sent: later ones are asked for before they come. All ranks
+    along the pipeline are given the same micro-batches, so both sides of a message know whether its form is new.
+
+    Args:
+        collectives: along the axis of stages.
+        stages: of the whole model.
+    """
+
+    def __init__(self, collectives: Collectives, stages: int) -> None:
+        self._collectives, self._stages = collectives, stages
+        self.size, self.rank = collectives.size, collectives.rank
+        self._known: dict[tuple[int, Form], tuple[tuple[int, ...], torch.dtype]] = {}
+        self._sent: list[Handle] = []
+        self._asked: dict[Action, Callable[[], Tensor]] = {}
+
+    def ask_for(self, action: Action, like: Tensor | Form) -> None:
+        """Start receiving what an action begins with, if it is not under way.
+
+        Args:
+            like: the form of the micro-batch, for activations; what has been sent, for the gradient of that.
+        """
+        if action in self._asked:
+            return
+        source = (action.stage + (-1 if action.kind is Kind.FORWARD else 1)) % self.size
+        if isinstance(like, Tensor):
+            self._asked[action] = self._receive(tuple(like.shape), like.dtype, source, self._tag(action))
+        elif (known := self._known.get((action.stage, like))) is not None:
+            self._asked[action] = self._receive(*known, source, self._tag(action))
+        else:
+            self._asked[action] = lambda: self._receive_new(action, like, source)
+
+    def take(self, action: Action) -> Tensor:
+        """What has been asked for; waits."""
+        return self._asked.pop(action)()
+
+    def send(self, action: Action, values: Tensor, form: Form | None = None) -> None:
+        """Start sending what an action of another rank begins with.
+
+        Args:
+            form: of the micro-batch, for activations.
+        """
+        values, to = values.contiguous(), action.stage % self.size
+        if form is not None:
+            here = tuple(values.shape), values.dtype
+            known = self._known.setdefault((action.stage, form), here)
+            if known is here:
+                self._sent.append(self._collectives.send(_written(*here), to, self._tag(action, header=True)))
+            elif known != here:
+                raise BadInput(
+                    f"A stage of the pipeline returned activations of shape {list(here[0])} and {here[1]}, and before, "
+                    f"for inputs of the same shapes, {list(known[0])} and {known[1]}: the next stage expects those. "
+                    "Have shapes inside of the model follow from the shapes of its inputs, and not from their values."
+                )
+        self._sent.append(self._collectives.send(values, to, self._tag(action)))
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been."""
+        for handle in self._sent:
+            handle.wait()
+        self._sent.clear()
+
+    def abandon(self) -> None:
+        """A step was given up."""
+        self._sent.clear()
+        self._asked.clear()
+
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Callable[[], Tensor]:
+        into = torch.empty(shape, dtype=dtype)
+        handle = self._collectives.receive(into, source, tag)
+
+        def arrived() -> Tensor:
+            self._wait(handle, source)
+            return into
+
+        return arrived
+
+    def _receive_new(self, action: Action, form: Form, source: int) -> Tensor:
+        header = torch.empty(_HEADER, dtype=torch.int64)
+        self._wait(self._collectives.receive(header, source, self._tag(action, header=True)), source)
+        known = self._known[action.stage, form] = _read(header.tolist())
+        return self._receive(*known, source, self._tag(action))()
+
+    def _wait(self, handle: Handle, source: int) -> None:
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            rank = dist.get_global_rank(self._collectives.group, source)
+            raise ConnectionError(
+                f"Rank {rank}, from whose stage a message was to come, has ended or failed: its own error is the first."
+            ) from error
+
+    def _tag(self, action: Action, header: bool = False) -> int:
+        """Unique among the messages of a step."""
+        what = 2 if header else int(action.kind is Kind.BACKWARD)
+        return 3 * (action.micro_batch * self._stages + action.stage) + what
+
+
+_HEADER, _DIMS = 10, 8
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _written(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A shape and a dtype as numbers."""
+    if dtype not in _DTYPES or len(shape) > _DIMS:
+        raise BadInput(
+            f"A stage of the pipeline returned a tensor of {dtype} with {len(shape)} dims: stages hand on floating-"
+            f"point numbers of at most {_DIMS} dims. Let the pipeline be cut elsewhere, by tz.Pipeline(split=[...])."
+        )
+    return torch.tensor([len(shape), _DTYPES.index(dtype), *shape, *[0] * (_DIMS - len(shape))])
+
+
+def _read(header: Sequence[int]) -> tuple[tuple[int, ...], torch.dtype]:
+    """The reverse of `_written`."""
+    dims, dtype, *sizes = header
+    return tuple(sizes[:dims]), _DTYPES[dtype]

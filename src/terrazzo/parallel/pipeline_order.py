@@ -1,0 +1,131 @@
+"""In which order each rank of a pipeline runs its stages on the micro-batches of a step: a list of actions as data.
+
+Stages follow one another through the model. With one chunk a rank has one stage; with several, rank r of R has the
+stages r, R + r, 2R + r and so on. Within a stage forwards and backwards come in the order of micro-batches, so that
+gradients add up as they do in a plain loop. Integers only: no communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = ["SCHEDULES", "Action", "Kind", "actions_of", "check_schedule", "forwards_of"]
+
+SCHEDULES = ("1f1b", "gpipe")
+"""Their names; `1f1b` with several chunks is the interleaved one."""
+
+
+class Kind(StrEnum):
+    """What a rank does with a micro-batch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+
+
+class Action(NamedTuple):
+    """One stage runs on one micro-batch."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+
+def check_schedule(schedule: str, chunks: int) -> None:
+    """Refuse a schedule that is unknown, or that does not go with so many chunks.
+
+    Raises:
+        BadInput: there.
+    """
+    if schedule not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise BadInput(
+            f"The pipeline schedule {schedule!r} does not exist.{did_you_mean(str(schedule), SCHEDULES)} Give one of "
+            f"{known}; 1f1b with chunks=2 or more is the interleaved one."
+        )
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise BadInput(f"The pipeline has chunks {chunks!r}; it counts the stages of a rank: give an int, 1 or more.")
+    if schedule == "gpipe" and chunks > 1:
+        raise BadInput(
+            f"The pipeline schedule 'gpipe' has one stage for each rank, and chunks is {chunks}: take '1f1b', which is "
+            "interleaved then, or chunks=1."
+        )
+
+
+def actions_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Action]]:
+    """What each rank does, in its order.
+
+    Args:
+        ranks: along the pipeline.
+        chunks: stages of each rank.
+
+    Raises:
+        BadInput: an unknown schedule, or a number of micro-batches that leaves ranks without work or does not go round.
+    """
+    check_schedule(schedule, chunks)
+    if micro_batches < ranks:
+        raise BadInput(
+            f"A step of {micro_batches} micro-batches does not fill a pipeline of {ranks} ranks, of which some would "
+            f"always wait: give at least {ranks} micro-batches (train.micro_batches, or smaller ones), or make the "
+            "mesh with a smaller pp."
+        )
+    if schedule == "gpipe":
+        return [_gpipe(rank, micro_batches) for rank in range(ranks)]
+    if chunks == 1:
+        return [_one_by_one(_plain(rank, micro_batches), ranks - 1 - rank) for rank in range(ranks)]
+    rounds = micro_batches // ranks
+    if micro_batches % rounds:
+        raise BadInput(
+            f"An interleaved pipeline of {ranks} ranks runs micro-batches in rounds of {ranks} or a little more, all "
+            f"of the same size, which {micro_batches} do not make: give a multiple of {ranks}."
+        )
+    size = micro_batches // rounds
+    runs = [_interleaved(rank, ranks, chunks, micro_batches, size) for rank in range(ranks)]
+    return [_one_by_one(run, (chunks - 1) * size + 2 * (ranks - 1 - rank)) for rank, run in enumerate(runs)]
+
+
+def forwards_of(ranks: int, chunks: int, micro_batches: int) -> list[list[Action]]:
+    """As `actions_of`, of a pass without backwards: micro-batch after micro-batch, through all stages."""
+    return [
+        [Action(chunk * ranks + rank, Kind.FORWARD, m) for m in range(micro_batches) for chunk in range(chunks)]
+        for rank in range(ranks)
+    ]
+
+
+class _Run(NamedTuple):
+    """All (stage, micro-batch) of a rank, as forwards and as backwards come."""
+
+    forwards: Sequence[tuple[int, int]]
+    backwards: Sequence[tuple[int, int]]
+
+
+def _gpipe(rank: int, micro_batches: int) -> list[Action]:
+    """All forwards, then all backwards."""
+    return [Action(rank, kind, number) for kind in Kind for number in range(micro_batches)]
+
+
+def _plain(rank: int, micro_batches: int) -> _Run:
+    pairs = [(rank, number) for number in range(micro_batches)]
+    return _Run(pairs, pairs)
+
+
+def _interleaved(rank: int, ranks: int, chunks: int, micro_batches: int, size: int) -> _Run:
+    """Rounds of `size` micro-batches: each chunk runs one, then the next chunk does; backwards from the last chunk."""
+
+    def in_rounds(order: Sequence[int]) -> list[tuple[int, int]]:
+        firsts = range(0, micro_batches, size)
+        return [(c * ranks + rank, m) for first in firsts for c in order for m in range(first, first + size)]
+
+    return _Run(in_rounds(range(chunks)), in_rounds(range(chunks)[::-1]))
+
+
+def _one_by_one(run: _Run, ahead: int) -> list[Action]:
+    """`ahead` forwards, then a forward and a backward in turn, and the backwards that are left."""
+    ahead = min(ahead, len(run.forwards))
+    forwards = [Action(stage, Kind.FORWARD, number) for stage, number in run.forwards]
+    backwards = [Action(stage, Kind.BACKWARD, number) for stage, number in run.backwards]
+    turns = [each for pair in zip(forwards[ahead:], backwards, strict=False) for each in pair]
+    return [*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :]]

@@ -1,0 +1,256 @@
+"""Cuts a model into stages: which modules its values go through one after the other, and where each rank begins.
+
+All is read and checked before anything is changed. Modules of other ranks stay, without parameters.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.engine import STAGES_OF, give_up
+from terrazzo.engine.axes import STAGES, Axes, expert_mesh
+from terrazzo.engine.making.parts import check_uncompiled, check_uncut
+from terrazzo.engine.model.together import check_agreement, together
+from terrazzo.engine.states.materialize import synchronize
+from terrazzo.engine.tally import Tally
+from terrazzo.errors import BadInput, listed
+from terrazzo.parallel.adapters import adapted
+from terrazzo.parallel.expert import experts_of
+from terrazzo.parallel.pipeline_line import Line, put_in_line
+from terrazzo.parallel.pipeline_order import check_schedule
+from terrazzo.parallel.tensor import matching
+
+__all__ = ["Pipeline", "cut_stages"]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How ranks along `pp` share the layers of a model.
+
+    Args:
+        schedule: `1f1b`, where a rank keeps activations of as many micro-batches as there are stages behind it and one
+            more; or `gpipe`, all forwards before all backwards.
+        chunks: stages of each rank; several make `1f1b` the interleaved schedule, with less waiting and more sending.
+        split: names of the modules of the line with which the second stage and those after it begin; by default stages
+            are balanced by the elements of their matrices.
+        line: names of the modules through which the model's values go one after the other, or globs over them. Each
+            takes what the one before returns as its first argument, and returns one tensor. By default what the model's
+            `pipeline_line()` returns, or the modules of an `nn.Sequential`.
+    """
+
+    schedule: str = "1f1b"
+    chunks: int = 1
+    split: Sequence[str] | None = None
+    line: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_schedule(self.schedule, self.chunks)
+
+
+def cut_stages(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline) -> None:
+    """Have `model` run this rank's stages alone, in place. Collective over all ranks.
+
+    Raises:
+        BadInput: on every rank, with nothing changed.
+    """
+    axes = Axes(mesh, Tally())
+    rank, ranks = axes.cuts(axes.stages)[0]
+    line = together(axes, lambda: _line_of(model, mesh, pipeline, rank, ranks))
+    facts: dict[str, object] = {"pipeline": [line.schedule, line.names, line.bounds]}
+    facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]
+    check_agreement(axes, facts, along=axes.with_stages)
+    synchronize([each for each in model.parameters() if not each.is_meta], axes, axes.with_stages)
+    modules = [model.get_submodule(name) for name in line.names]
+    own = {place for begin, end in line.bounds[rank::ranks] for place in range(begin, end)}
+    for place, module in enumerate(modules):
+        for path, inner in module.named_modules(prefix=line.names[place]) if place not in own else ():
+            give_up(inner, path)
+    put_in_line(model, modules, line)
+    vars(model)[STAGES_OF] = line
+
+
+def _line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline, rank: int, ranks: int) -> Line:
+    _check_mesh(mesh)
+    _check_modules(model)
+    check_uncut(model)
+    check_uncompiled(model)
+    names = _names_of(model, pipeline)
+    _check_line(model, names)
+    bounds = _bounds_of(model, names, pipeline, ranks * pipeline.chunks)
+    chunks = tuple(names[begin:end] for begin, end in bounds[rank::ranks])
+    return Line(ranks, chunks, names, bounds, pipeline.schedule)
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse what pipelines have not been tried with.
+
+    Raises:
+        BadInput: there.
+    """
+    if mesh.device_type != "cpu":
+        raise BadInput(
+            f"The mesh is on {mesh.device_type}, and pipelines run on CPUs with gloo so far: no order of messages has "
+            "been tried with NCCL. Make the mesh with dp_shard, tp or cp in the place of pp."
+        )
+    beside = [axis for axis in mesh.mesh_dim_names or () if axis not in _BESIDE_STAGES and mesh[axis].size() > 1]
+    beside += ["ep"] if expert_mesh(mesh) is not None else []
+    if beside:
+        raise BadInput(
+            f"The mesh has pp and {', '.join(beside)}: stages whose ranks share matrices, sequences or experts, too, "
+            "are not supported yet. Leave one of the two axes out."
+        )
+
+
+_BESIDE_STAGES = (STAGES, "dp_replicate", "dp_shard")
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Refuse kinds of modules that pipelines have not been tried with.
+
+    Raises:
+        BadInput: there.
+    """
+    if layers := adapted(model):
+        raise BadInput(
+            f"{listed(layers)}: adapters of peft, which have not been tried in a pipeline. Make the mesh with dp_shard "
+            "in the place of pp, or train without adapters."
+        )
+    if experts := experts_of(model):
+        raise BadInput(
+            f"{listed([*experts])}: experts, whose balance other ranks of a pipeline would not know of. Make the mesh "
+            "with dp_shard in the place of pp, or take a model without experts."
+        )
+
+
+def _names_of(model: nn.Module, pipeline: Pipeline) -> tuple[str, ...]:
+    """The modules of the line, in their order."""
+    own: Any = model
+    globs = pipeline.line
+    if globs is None and callable(getattr(model, "pipeline_line", None)):
+        globs = own.pipeline_line()
+    if globs is None and isinstance(model, nn.Sequential):
+        globs = [name for name, _ in model.named_children()]
+    if globs is None:
+        raise BadInput(
+            f"Nothing says how values go through a {type(model).__name__}: give the modules that it calls one after "
+            "the other, as in tz.Pipeline(line=['embedding', 'layers.*', 'norm', 'head']), or the model a method "
+            "pipeline_line() that returns them."
+        )
+    names = [name for glob in globs for name in _matching(model, glob)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise BadInput(f"tz.Pipeline(line=...) has {listed(twice)} twice: name each module once, as forward calls it.")
+    inside = [(a, b) for a, b in itertools.permutations(names, 2) if b.startswith(f"{a}.")]
+    if inside:
+        outer, inner = inside[0]
+        raise BadInput(f"tz.Pipeline(line=...) has {outer!r} and {inner!r} inside of it: name one of the two.")
+    return tuple(names)
+
+
+def _matching(model: nn.Module, glob: str) -> list[str]:
+    if not (found := matching(model, glob)):
+        raise BadInput(
+            f"tz.Pipeline(line=...): {glob!r} matches no module of {type(model).__name__}, whose children are "
+            f"{', '.join(name for name, _ in model.named_children())}."
+        )
+    return found
+
+
+def _check_line(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse parameters that no stage would have, or several, and states that one alone would know.
+
+    Raises:
+        BadInput: there.
+    """
+    place_of: dict[nn.Parameter, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        within = next((name for name in names if path == name or path.startswith(f"{name}.")), None)
+        if within is not None and set(module._buffers) - module._non_persistent_buffers_set:
+            raise BadInput(
+                f"{path!r} has a state beside its parameters ({listed([*module._buffers])}), which the ranks of its "
+                "stage alone would know. Use a module without one, such as a LayerNorm in the place of a BatchNorm."
+            )
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if within is None:
+                raise BadInput(
+                    f"'{f'{path}.' if path else ''}{attribute}' is in no module of the pipeline's line, so each rank "
+                    "would train it by itself. Put it into a module of the line."
+                )
+            if place_of.setdefault(parameter, within) != within:
+                raise BadInput(
+                    f"{place_of[parameter]!r} and {within!r} share a parameter ({attribute}), which ranks of two "
+                    "stages would train apart: tied parameters are not supported in a pipeline yet. Untie them, as by "
+                    "model.tie_embeddings: false."
+                )
+
+
+def _bounds_of(model: nn.Module, names: Sequence[str], pipeline: Pipeline, stages: int) -> tuple[tuple[int, int], ...]:
+    """The half-open interval of modules of each stage.
+
+    Raises:
+        BadInput: where one would have no parameter to train.
+    """
+    if pipeline.split is not None:
+        begins = _begins(names, pipeline.split, stages)
+    else:
+        begins = _balanced([_cost(model.get_submodule(name)) for name in names], stages)
+    bounds = tuple(itertools.pairwise([*begins, len(names)]))
+    trained = [any(p.requires_grad for p in model.get_submodule(name).parameters()) for name in names]
+    for number, (begin, end) in enumerate(bounds):
+        if not any(trained[begin:end]):
+            raise BadInput(
+                f"Stage {number + 1} of {stages} ({', '.join(names[begin:end]) or 'no module'}) has no parameter to "
+                "train: each needs one, from which on gradients come back. Take fewer ranks along pp or chunks, or "
+                "give tz.Pipeline(split=[...]) another cut."
+            )
+    return bounds
+
+
+def _begins(names: Sequence[str], split: Sequence[str], stages: int) -> list[int]:
+    if len(split) != stages - 1 or not all(name in names for name in split):
+        raise BadInput(
+            f"tz.Pipeline(split={list(split)!r}) must name the modules with which stages 2 to {stages} begin, "
+            f"{stages - 1} of {', '.join(names)}."
+        )
+    begins = [0, *(names.index(name) for name in split)]
+    if begins != sorted(set(begins)):
+        raise BadInput(f"tz.Pipeline(split={list(split)!r}) is not in the order of the line: {', '.join(names)}.")
+    return begins
+
+
+def _cost(module: nn.Module) -> int:
+    """Elements of matrices that values are multiplied with: what forward and backward take, up to a factor."""
+    return sum(
+        parameter.numel()
+        for inner in module.modules()
+        if not isinstance(inner, nn.Embedding | nn.EmbeddingBag)
+        for parameter in inner.parameters(recurse=False)
+        if parameter.dim() > 1
+    )
+
+
+def _balanced(costs: Sequence[int], stages: int) -> list[int]:
+    """Where each stage begins so that the highest cost of one is as low as can be; the earlier the better."""
+    if len(costs) < stages:
+        raise BadInput(
+            f"The pipeline's line has {len(costs)} modules, too few for {stages} stages (pp × chunks): take fewer, or "
+            "name smaller modules in tz.Pipeline(line=[...])."
+        )
+    before = [0, *itertools.accumulate(costs)]
+    best: list[list[tuple[float, int]]] = [[(0.0 if end == 0 else math.inf, 0) for end in range(len(before))]]
+    for _ in range(stages):
+        row = [
+            min(((max(best[-1][cut][0], before[end] - before[cut]), cut) for cut in range(end)), default=(math.inf, 0))
+            for end in range(len(before))
+        ]
+        best.append(row)
+    begins = [len(costs)]
+    for row in reversed(best[1:]):
+        begins.append(row[begins[-1]][1])
+    return begins[:0:-1]

@@ -1,0 +1,84 @@
+"""The order of a pipeline is that in which torch's own schedules run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+import terrazzo as tz
+from terrazzo.parallel.pipeline_order import Action, Kind, actions_of, forwards_of
+
+
+def run_by_torch(kind: type, rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """What torch's schedule of one stage for each rank asks of a stage that only notes it."""
+    ran: list[Action] = []
+    stage = MagicMock(
+        num_stages=ranks,
+        stage_index=rank,
+        group_rank=rank,
+        group_size=ranks,
+        device=torch.device("cpu"),
+        is_first=rank == 0,
+        is_last=rank == ranks - 1,
+        has_backward=True,
+    )
+    stage.forward_one_chunk.side_effect = lambda number, *_, **__: ran.append(Action(rank, Kind.FORWARD, number))
+    stage.backward_one_chunk.side_effect = lambda number, *_, **__: ran.append(Action(rank, Kind.BACKWARD, number))
+    for ask in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
+        getattr(stage, ask).return_value = []
+    schedule = kind(stage, micro_batches, loss_fn=None)
+    schedule._initialize_stage = MagicMock()
+    schedule._step_microbatches([()] * micro_batches, [None] * micro_batches, [{}] * micro_batches)
+    return ran
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 2), (2, 5), (4, 4), (4, 9), (8, 8)])
+def test_one_stage_for_each_rank(name, kind, ranks, micro_batches):
+    expected = [run_by_torch(kind, rank, ranks, micro_batches) for rank in range(ranks)]
+    assert actions_of(name, ranks, 1, micro_batches) == expected
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(2, 2, 2), (2, 2, 6), (3, 2, 4), (4, 2, 8), (4, 3, 12)])
+def test_interleaved(ranks, chunks, micro_batches):
+    for rank, own in enumerate(actions_of("1f1b", ranks, chunks, micro_batches)):
+        round_size = micro_batches // (micro_batches // ranks)
+        torchs = SimpleNamespace(
+            n_local_stages=chunks,
+            pp_group_size=ranks,
+            _n_microbatches=micro_batches,
+            microbatches_per_round=round_size,
+        )
+        actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(torchs, rank)
+        expected = [
+            Action(each.stage_index, Kind[each.computation_type.name.removeprefix("FULL_")], each.microbatch_index)
+            for each in actions
+            if each is not None
+        ]
+        assert own == expected
+
+
+def test_without_backwards_each_micro_batch_goes_through_all_stages_before_the_next():
+    assert [str(action.stage) + str(action.micro_batch) for action in forwards_of(2, 2, 2)[1]] == [
+        *("10", "30", "11", "31")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f1b", 4, 1, 3), "3 micro-batches does not fill a pipeline of 4 ranks"),
+        (("1f1b", 4, 2, 9), "rounds"),
+        (("gpipe", 2, 2, 4), "one stage for each rank"),
+        (("1f1c", 2, 1, 4), "Did you mean '1f1b'"),
+        (("dualpipev", 2, 1, 4), "does not exist"),
+        (("1f1b", 2, 0, 4), "chunks 0"),
+    ],
+)
+def test_what_does_not_go_round_is_refused(arguments, message):
+    with pytest.raises(tz.BadInput, match=message):
+        actions_of(*arguments)

@@ -1,0 +1,324 @@
+"""What a pipeline does not do is refused by name, before anything is changed; and what it promises of weights."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+import terrazzo as tz
+from terrazzo.engine import engine_of
+from terrazzo.train.model.decoder import Decoder, DecoderConfig
+from terrazzo.train.model.experts import ExpertsConfig
+from tests.helpers.threads import run_in_threads
+
+
+def layers(count: int = 4, width: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+class Between(nn.Module):
+    """Changes values between two of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x) * (2 if number == 1 else 1)
+        return x
+
+
+class Named(Between):
+    """Calls its layers in another order than the line has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 2, 1, 3):
+            x = self.layers[number](x)
+        return x
+
+
+class Reading(Between):
+    """Reads a parameter of its first layer behind the last, as a head does that uses a table of embeddings."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x)
+        return F.linear(x, self.layers[0].weight)
+
+
+def sharded(model: nn.Module, pipeline: tz.Pipeline | None = None, precision: str = "fp32", **mesh: int):
+    mesh = tz.mesh(**{"pp": 2, **mesh}, device="cpu")
+    tz.parallelize(model, mesh, pipeline=pipeline or tz.Pipeline())
+    return tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.1), "zero3", mesh=mesh, precision=precision)
+
+
+def told_by(world: int, body) -> str:
+    with pytest.raises((tz.BadInput, tz.Misuse)) as raised:
+        run_in_threads(world, body, timeout_s=10.0)
+    return str(raised.value)
+
+
+LINE = tz.Pipeline(line=["layers.*"])
+TIED = DecoderConfig(31, 16, 2, 4, 2, 26, 8)
+
+
+def tied() -> nn.Module:
+    return Decoder(TIED)
+
+
+def with_state() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+def with_experts() -> nn.Module:
+    experts = ExpertsConfig(count=4, top_k=2, ffn_dim=16, shared=1)
+    return Decoder(DecoderConfig(31, 16, 2, 4, 2, 26, 8, tie_embeddings=False, experts=experts))
+
+
+def with_adapters() -> nn.Module:
+    return peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["0"]), layers())
+
+
+def compiled() -> nn.Module:
+    model = layers()
+    model[0].compile(backend="eager")
+    return model
+
+
+def aside() -> nn.Module:
+    model = Between()
+    model.scale = nn.Parameter(torch.ones(()))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "pipeline", "message"),
+    [
+        (tied, None, "tied parameters are not supported in a pipeline yet"),
+        (with_experts, None, "experts, whose balance"),
+        (with_adapters, None, "'?0'?: adapters of peft"),
+        (with_state, None, "'1' has a state beside its parameters"),
+        (compiled, None, "'0' is compiled"),
+        (aside, LINE, "'scale' is in no module of the pipeline's line"),
+        (Between, None, "Nothing says how values go through a Between"),
+        (layers, tz.Pipeline(chunks=4), "4 modules, too few for 8 stages"),
+        (layers, tz.Pipeline(split=["9"]), "must name the modules"),
+        (layers, tz.Pipeline(line=["0", "0", "1"]), "'?0'? twice|has 0 twice"),
+        (layers, tz.Pipeline(line=["[0-3]", "4"]), "'4' matches no module"),
+        (lambda: nn.Sequential(nn.ReLU(), nn.Linear(2, 2)), tz.Pipeline(split=["1"]), "no parameter to train"),
+    ],
+)
+def test_models_that_cannot_be_cut(make, pipeline, message):
+    def body(rank: int) -> None:
+        tz.parallelize(make(), tz.mesh(pp=2, device="cpu"), pipeline=pipeline or tz.Pipeline())
+
+    with pytest.raises(tz.BadInput, match=message):
+        run_in_threads(2, body, timeout_s=10.0)
+
+
+def test_a_model_that_is_compiled_after_it_was_cut():
+    def body(rank: int) -> None:
+        mesh, model = tz.mesh(pp=2, device="cpu"), layers()
+        tz.parallelize(model, mesh, pipeline=tz.Pipeline())
+        model[2 * rank].compile(backend="eager")
+        tz.shard(model, None, "zero3", mesh=mesh)
+
+    assert "is compiled" in told_by(2, body)
+
+
+def test_memory_and_traffic_are_not_promised():
+    for ask in (lambda model: engine_of(model).expected_traffic(), lambda model: engine_of(model).memory_bill(2)):
+        message = told_by(2, lambda rank, ask=ask: ask(sharded(layers())[0]))
+        assert "micro-batches in flight" in message
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
+def test_other_axes_beside_stages(axis):
+    assert f"The mesh has pp and {axis}" in told_by(
+        4, lambda rank: tz.parallelize(layers(), tz.mesh(pp=2, **{axis: 2}, device="cpu"), pipeline=tz.Pipeline())
+    )
+
+
+def test_a_mesh_with_stages_and_a_model_without():
+    assert "this model is whole" in told_by(
+        2, lambda rank: tz.shard(layers(), None, "zero3", mesh=tz.mesh(pp=2, device="cpu"))
+    )
+    assert "nothing says how its ranks share the model" in told_by(
+        2, lambda rank: tz.parallelize(layers(), tz.mesh(pp=2, device="cpu"))
+    )
+
+
+def test_a_model_in_stages_on_another_mesh():
+    def body(rank: int) -> None:
+        model = layers()
+        tz.parallelize(model, tz.mesh(pp=2, device="cpu"), pipeline=tz.Pipeline())
+        tz.shard(model, None, "zero3")
+
+    assert "cut into stages for pp 2, and the mesh has pp 1" in told_by(2, body)
+
+
+@pytest.mark.parametrize(("kind", "message"), [(Between, "changes what 'layers.1' returns"), (Named, "comes next")])
+def test_a_forward_that_is_no_line(kind, message):
+    def body(rank: int) -> None:
+        model, _ = sharded(kind(), LINE)
+        tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
+
+    with pytest.raises(tz.BadInput, match=message):
+        run_in_threads(2, body, timeout_s=3.0)
+
+
+def test_a_parameter_of_another_stage_is_read():
+    def body(rank: int) -> None:
+        model, _ = sharded(Reading(), LINE)
+        tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
+
+    with pytest.raises(tz.Misuse, match=r"linear was called on 'layers.0.weight', a parameter of a stage that other"):
+        run_in_threads(2, body, timeout_s=3.0)
+
+
+def test_torch_would_clip_each_stage_by_itself():
+    def body(rank: int) -> None:
+        model, _ = sharded(layers())
+        tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    assert "tz.clip_grad_norm_(model, max_norm), which gives it" in told_by(2, body)
+
+
+@pytest.mark.parametrize(("plan", "message"), [("zero0", "grad"), ("zero2", "grad"), ("zero3", "'0.weight'")])
+def test_the_second_half_of_a_zero_bubble_backward_of_torch(plan, message):
+    """It computes gradients of weights apart, and assigns them: they would be summed over no rank."""
+
+    def body(rank: int) -> None:
+        model, optimizer = tz.shard(layers(2), lambda p: torch.optim.SGD(p, lr=0.1), plan)
+        given = torch.ones(2, 4, requires_grad=True)
+        output = model(given)
+        _, groups = stage_backward_input([output], [torch.ones(2, 4)], [given], model.parameters())
+        stage_backward_weight(model.parameters(), groups)
+        optimizer.step()
+
+    told = told_by(2, body)
+    assert message in told, told
+
+
+def test_a_model_in_stages_called_by_itself():
+    def body(rank: int) -> None:
+        sharded(layers())[0](torch.ones(2, 4))
+
+    assert "call tz.step(model" in told_by(2, body)
+
+
+def test_too_few_micro_batches_or_different_ones():
+    batch = torch.ones(2, 4), torch.ones(2, 4)
+
+    def few(rank: int) -> None:
+        tz.step(sharded(layers())[0], [batch], F.mse_loss)
+
+    def different(rank: int) -> None:
+        tz.step(sharded(layers())[0], [batch] * (2 + rank), F.mse_loss)
+
+    def denominators(rank: int) -> None:
+        tz.step(sharded(layers())[0], [batch] * 2, F.mse_loss, denominator=1.0 + rank)
+
+    assert "1 micro-batches does not fill a pipeline of 2 ranks" in told_by(2, few)
+    assert "2 to 3 micro-batches" in told_by(2, different)
+    assert "denominators from 1 to 2" in told_by(2, denominators)
+
+
+def test_a_gradient_set_by_hand_as_foreign_schedules_do_is_refused():
+    def body(rank: int) -> None:
+        model, optimizer = sharded(layers())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros(parameter.shape)
+        optimizer.step()
+
+    assert "grad" in told_by(2, body)
+
+
+@pytest.mark.parametrize(("plan", "gathers"), [("shard_grad_op", 1), ("zero3", 2 * 4)])
+def test_weights_are_gathered_once_a_step_where_the_plan_keeps_them_between(plan, gathers):
+    def body(rank: int) -> tuple[int, int]:
+        mesh = tz.mesh(pp=2, device="cpu")
+        torch.manual_seed(0)
+        model = layers(8)
+        tz.parallelize(model, mesh, pipeline=tz.Pipeline())
+        model, _ = tz.shard(model, None, plan, mesh=mesh, units=[nn.Linear])
+        tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 4, F.mse_loss)
+        engine = engine_of(model)
+        return engine.traffic.count["all_gather"], engine.traffic.count["reduce_scatter"]
+
+    for counted in run_in_threads(4, body):
+        assert counted == (4 * gathers, 4)  # of 4 units on each rank; summed once
+
+
+def test_without_stages_a_step_is_a_loop_over_micro_batches():
+    batches = [(torch.full((2, 4), float(n)), torch.ones(2, 4)) for n in range(3)]
+    plain = layers()
+    expected = sum(F.mse_loss(plain(inputs), targets) for inputs, targets in batches)
+    expected.backward()
+
+    def body(rank: int) -> tuple[float, Tensor]:
+        model, _ = tz.shard(copy.deepcopy(plain), None, "zero2")
+        loss = tz.step(model, [({"input": x}, y) for x, y in batches], F.mse_loss)
+        return loss.item(), engine_of(model).trainable()[0].gradient.whole()[:16]
+
+    for loss, grad in run_in_threads(2, body)[:1]:  # which has the beginning of the first weight
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        torch.testing.assert_close(grad.view(4, 4), plain[0].weight.grad)
+
+
+@pytest.mark.parametrize("attaches", [False, True])
+def test_stages_that_are_trained_otherwise(attaches):
+    """Ranks of one stage agree with each other here, and those of two stages do not."""
+
+    def body(rank: int) -> None:
+        mesh, model = tz.mesh(pp=2, device="cpu"), layers()
+        tz.parallelize(model, mesh, pipeline=tz.Pipeline())
+        sgd = functools.partial(torch.optim.SGD, lr=0.1 * (1 + rank))
+        model, _ = tz.shard(model, None if attaches else sgd, "zero2", mesh=mesh)
+        if attaches:
+            tz.attach(model, sgd(model.parameters()))
+
+    assert "optimizer" in told_by(2, body)
+
+
+def test_plans_of_two_stages():
+    def body(rank: int) -> None:
+        mesh, model = tz.mesh(pp=2, device="cpu"), layers()
+        tz.parallelize(model, mesh, pipeline=tz.Pipeline())
+        tz.shard(model, None, f"zero{2 + rank}", mesh=mesh)
+
+    assert "plan" in told_by(2, body)
+
+
+def test_states_of_a_part_of_the_model_are_not_taken_for_the_whole(tmp_path):
+    torch.save(layers().state_dict(), tmp_path / "weights.pt")
+
+    def body(rank: int) -> list[str]:
+        model, optimizer = sharded(layers())
+        said = []
+        for ask in (
+            model.state_dict,
+            lambda: tz.checkpoint.save(str(tmp_path / "saved"), model, optimizer),
+            lambda: tz.checkpoint.load(str(tmp_path / "weights.pt"), model, optimizer),
+            lambda: tz.full_state_dict(model),
+            lambda: tz.save_pretrained(model, str(tmp_path / "pretrained")),
+            lambda: model.load_state_dict({}),
+            lambda: tz.checkpoint.Saver(model, optimizer).save(str(tmp_path / "later"), {}),
+            lambda: tz.checkpoint.check_replicas(model),
+        ):
+            with pytest.raises((tz.Misuse, tz.BadInput)) as raised:
+                ask()
+            said.append(str(raised.value))
+        return said
+
+    for said in run_in_threads(2, body):
+        assert all("stages" in each for each in said), [each for each in said if "stages" not in each]
+    assert [each.name for each in tmp_path.iterdir()] == ["weights.pt"]
