@@ -87,7 +87,8 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
         bucket.build_moments(engine.store, moment_names(bucket, of_all))
     if off_device:
         updater, mode = Updater(engine.store), engine.store.settings.step
-        driver.update_off_device(functools.partial(Background, engine.units, engine.schedule, updater, mode))
+        first = driver.groups.start
+        driver.update_off_device(functools.partial(Background, engine.units, engine.schedule, updater, mode, first))
     if states:
         restore_optimizer(driver, of_all, reading(states))
     make_sharded_optimizer(optimizer, driver)

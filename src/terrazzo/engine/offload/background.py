@@ -22,6 +22,7 @@ class Background:
     """Starts the updates of one model's units, and waits for them.
 
     Args:
+        first: number of the optimizer's first param group among those of all the model's optimizers.
         segments: gives those that the optimizer steps now.
     """
 
@@ -31,10 +32,11 @@ class Background:
         schedule: Schedule,
         updater: Updater,
         mode: StepMode,
+        first: int,
         segments: Callable[[], Iterable[Segment] | None],
     ) -> None:
         self.units, self.schedule, self.mode = units, schedule, mode
-        self._updater, self._segments = updater, segments
+        self._updater, self._first, self._segments = updater, first, segments
         self._off_device = [unit for unit in units if any(bucket.updated_off_device for bucket in unit.buckets)]
         self._early: Twin | None = None
         self._begun: set[int] = set()
@@ -56,7 +58,7 @@ class Background:
             )
         if self.steps_in_backward and unit in self._off_device and all(all(b.gradient.seen) for b in unit.trainable()):
             if self._early is None:
-                self._early = Twin(optimizer)
+                self._early = Twin(optimizer, self._first)
             self._begun.add(index)
             unit.catch_up()
             self._begin(unit, self._early)
@@ -73,7 +75,7 @@ class Background:
                 "offload step 'backward' units are updated while backward runs. Change hyper-parameters after "
                 "optimizer.step(), or use tz.Offload(step='overlapped')."
             )
-        twin = early or Twin(optimizer)
+        twin = early or Twin(optimizer, self._first)
         order = dict.fromkeys([*self.schedule.order.forward, *range(len(self.units))])
         for unit in (self.units[index] for index in order if index not in begun):
             if unit in self._off_device:

@@ -246,7 +246,7 @@ class _Moments:
         segment = self._segment
         kept = twin.state.get(segment.parameter) or {}
         lent = {key: self._home(key).to(parameter.dtype) if key in self._names else kept[key] for key in kept}
-        after = twin.step(segment.group, parameter, lent)  # the numbers of the only optimizer are its own indices
+        after = twin.step(segment.group, parameter, lent)
         twin.state[segment.parameter] = {key: self._put_back(key, value) for key, value in after.items()}
 
     def _home(self, key: str) -> Tensor:

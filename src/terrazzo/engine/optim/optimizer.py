@@ -271,13 +271,14 @@ class OptimizerDriver:
         self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, Landed]
     ) -> None:
         """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
-        precision, twin = self.recipe.precision, Twin(optimizer)  # the optimizer's own step is still to come
+        precision = self.recipe.precision
+        twin = Twin(optimizer, self.groups.start)  # the optimizer's own step is still to come
         for segment in segments:
             parameter = segment.parameter
             parameter.grad = segment.gradient(finished[segment.bucket])
             _cast_moments(optimizer, parameter, precision.master)
             kept = optimizer.state.get(parameter, {})
-            optimizer.state[parameter] = twin.step(segment.group - self.groups.start, parameter, kept)
+            optimizer.state[parameter] = twin.step(segment.group, parameter, kept)
             _cast_moments(optimizer, parameter, precision.moments)
             parameter.grad = None
 

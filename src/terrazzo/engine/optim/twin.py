@@ -20,24 +20,26 @@ class Twin:
 
     Args:
         optimizer: may change its hyper-parameters afterwards.
+        first: number of its first param group among those of all the model's optimizers.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, first: int) -> None:
+        self._first = first
         self.state: dict[Tensor, dict[str, Any]] = optimizer.state
         self._settings = Settings(optimizer)
         self._twin = bare_copy(optimizer)
 
-    def step(self, index: int, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    def step(self, group: int, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         """Update `parameter` by its `.grad`; returns what the optimizer keeps for it from now on.
 
         Args:
-            index: of its param group in the optimizer.
+            group: number of its param group, such as `Segment.group`.
             state: what it kept so far; empty before the first step.
         """
         twin = self._twin
         vars(twin).update(frozen(self._settings.attributes))  # a step counts once, however many tensors it has
         twin.state = defaultdict(dict, {parameter: state} if state else {})
-        twin.param_groups = [{**frozen(self._settings.groups[index]), "params": [parameter]}]
+        twin.param_groups = [{**frozen(self._settings.groups[group - self._first]), "params": [parameter]}]
         unhooked_step(twin)
         return dict(twin.state[parameter])
 

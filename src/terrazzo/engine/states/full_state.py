@@ -166,11 +166,11 @@ class OptimizerStates:
 
     def _first(self) -> dict[int, States]:
         """What is kept after a step on a zero gradient, by param group; the same for each element."""
-        twin, states = Twin(self._optimizer), {}
-        for index, group in enumerate(self._driver.groups):
+        twin, states = Twin(self._optimizer, self._driver.groups.start), {}
+        for group in self._driver.groups:
             probe = nn.Parameter(torch.zeros(2))
             probe.grad = torch.zeros(2)
-            states[group] = twin.step(index, probe, {})
+            states[group] = twin.step(group, probe, {})
         return states
 
 
