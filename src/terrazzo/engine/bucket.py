@@ -184,7 +184,7 @@ class Bucket(BucketSpec):
         """Whether modules can read the full weights now."""
         return self._present
 
-    def gather(self, from_rest: bool = False) -> Moves:
+    def gather(self, from_rest: bool = False) -> Moves[Tensor]:
         """Bring the full weights to this rank.
 
         Args:
@@ -289,7 +289,7 @@ class Bucket(BucketSpec):
             self._present = False
             self._guard.close(arrive)
 
-    def publish(self, copied: bool = False) -> Moves:
+    def publish(self, copied: bool = False) -> Moves[None]:
         """Bring the weights at rest in line with the master weights, after an update.
 
         Args:
@@ -297,20 +297,16 @@ class Bucket(BucketSpec):
         """
         self.changes += 1
         if isinstance(self.weight, Buffer) and not self.gathers_apart:
-            if copied:
-                return (yield from self.weight.complete(self.optim_axes))
-            return (yield from self.weight.gather(self.master))
-        if not self.gathers_apart:
-            if not copied and self.has_own_master:
-                for part in self.weight.cuts(self.weight.range):
-                    with self.weight.opened(part, "replace") as weight, self.master.opened(part) as master:
-                        weight.copy_(master)
-            return self.full.data
-        with self.ledger.holding(self.weight.nbytes):
-            gathered = self.space.empty(self.weight_axes, self.weight_dtype)
-            yield from gathered.gather(self.master)
-            self.weight.save(gathered)
-        return self.full.data
+            yield from self.weight.complete(self.optim_axes) if copied else self.weight.gather(self.master)
+        elif self.gathers_apart:
+            with self.ledger.holding(self.weight.nbytes):
+                gathered = self.space.empty(self.weight_axes, self.weight_dtype)
+                yield from gathered.gather(self.master)
+                self.weight.save(gathered)
+        elif self.has_own_master and not copied:
+            for part in self.weight.cuts(self.weight.range):
+                with self.weight.opened(part, "replace") as weight, self.master.opened(part) as master:
+                    weight.copy_(master)
 
     @property
     def own_weight(self) -> Resting | None:

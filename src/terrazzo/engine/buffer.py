@@ -80,7 +80,7 @@ class Resting(ABC):
         """What is held of `wanted`, in memory; what is written into it is kept if `access` says so."""
 
     @abstractmethod
-    def load(self, into: Tensor) -> Moves:
+    def load(self, into: Tensor) -> Moves[None]:
         """Copy all of it into a tensor of any dtype in the device's memory."""
 
     def copied(self, wanted: Range, device: torch.device) -> Tensor:
@@ -128,18 +128,18 @@ class Buffer(Resting):
     def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
         yield self.part(wanted)
 
-    def load(self, into: Tensor) -> Moves:
+    def load(self, into: Tensor) -> Moves[None]:
         yield from ()
-        return into.copy_(self.data, non_blocking=True)
+        into.copy_(self.data, non_blocking=True)
 
-    def gather(self, source: Resting) -> Moves:
+    def gather(self, source: Resting) -> Moves[Tensor]:
         """Fill this buffer from `source`, which is split over more axes: cast, then one all-gather per axis."""
         own = self.narrow(source.axes).data
         if not (isinstance(source, Buffer) and source.data.data_ptr() == own.data_ptr()):
             yield from source.load(own)
         return (yield from self.complete(source.axes))
 
-    def complete(self, axes: tuple[str, ...]) -> Moves:
+    def complete(self, axes: tuple[str, ...]) -> Moves[Tensor]:
         """Fill this buffer from the parts that splitting over the longer list `axes` leaves on each rank."""
         while len(axes) > len(self.axes):
             axis, axes = axes[-1], axes[:-1]

@@ -170,7 +170,7 @@ class Gradient:
 
     # -- over the ranks ----------------------------------------------------------------------------------------
 
-    def reduce(self, denominator: float | None) -> Moves:
+    def reduce(self, denominator: float | None) -> Moves[Tensor]:
         """Sum the unreduced gradient over ranks; parameters without one count as zero.
 
         Args:
@@ -223,7 +223,7 @@ class Gradient:
             self._partial_home = Buffer(self.space, sums.axes, home)
         self._partial = Landed(self._partial_home, self._store.commit(self._partial_home, sums))
 
-    def _finish(self, partial: Tensor, reduction: Reduction, denominator: float) -> Moves:
+    def _finish(self, partial: Tensor, reduction: Reduction, denominator: float) -> Moves[Tensor]:
         """Sum what is left to sum over, divide once, and bring the gradient to its tier."""
         summed = yield from self._sum(partial, reduction.finish, denominator)
         data = converted(summed, self.recipe.precision.accumulate)
@@ -232,7 +232,7 @@ class Gradient:
         self._land(Buffer(self.space, reduction.axes, data))
         return data
 
-    def _sum(self, data: Tensor, moves: Iterable[MoveBytes], denominator: float = 1) -> Moves:
+    def _sum(self, data: Tensor, moves: Iterable[MoveBytes], denominator: float = 1) -> Moves[Tensor]:
         """`data` summed over the ranks of each move; as they are where there is none.
 
         Args:

@@ -20,7 +20,7 @@ class _Sum(NamedTuple):
 
     unit: int
     last: bool
-    transfer: Transfer
+    transfer: Transfer[object]
 
 
 class Reductions:

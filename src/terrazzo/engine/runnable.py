@@ -74,7 +74,7 @@ class Runnable(Protocol):
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget its gradients, or set finished ones to zero."""
 
-    def reduce(self, denominator: float | None) -> Moves:
+    def reduce(self, denominator: float | None) -> Moves[object]:
         """Sum its gradients over ranks.
 
         Args:

@@ -37,8 +37,8 @@ class Unit:
         self.names, self.index, self.buckets = names, index, buckets
         self.name = names[index]
         self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
-        self._gathering: list[Transfer] = []
-        self._publishing: Transfer | None = None
+        self._gathering: list[Transfer[object]] = []
+        self._publishing: Transfer[None] | None = None
         self._updates: list[Job] = []  # the one under way, or none; a list, which a chain can empty without the unit
         self._trainable_numel = sum(math.prod(m.shape) for bucket in self.trainable() for m in bucket.members)
 
@@ -218,12 +218,12 @@ class Unit:
         for bucket in self.trainable():
             bucket.gradient.expect(bucket.pending_dtype(this_pass))
 
-    def reduce(self, denominator: float | None) -> Moves:
+    def reduce(self, denominator: float | None) -> Moves[list[Tensor]]:
         """Sum the unit's gradients over ranks; see `Gradient.reduce`."""
-        buckets = list(self.trainable())
-        for bucket in buckets:
-            data = yield from bucket.gradient.reduce(denominator)
-        return data
+        sums = []
+        for bucket in self.trainable():
+            sums.append((yield from bucket.gradient.reduce(denominator)))  # noqa: PERF401 - which cannot yield
+        return sums  # held until the computation may use them
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget its gradients, or set finished ones to zero."""
@@ -240,7 +240,7 @@ class Unit:
             among: the buckets that have been; all if None.
         """
         written = [bucket for bucket in self.trainable() if among is None or bucket in among]
-        moving = Transfer(_publish_written(written, self.buckets[0].full.data), self.updated, self.side)
+        moving = Transfer(_publish_written(written), self.updated, self.side)
         if moving.done:
             return
         self._publishing = moving
@@ -265,34 +265,31 @@ def _finish_publishing(unit: Callable[[], Unit | None]) -> None:
         found.finish_publishing()
 
 
-def _publish_written(buckets: Sequence[Bucket], moved: Tensor) -> Moves:
+def _publish_written(buckets: Sequence[Bucket]) -> Moves[None]:
     """Bring resting weights in line with master weights that have been written or stepped on this thread."""
     for bucket in for_computation(lambda: buckets):  # held: their memory is, and the model may be dropped meanwhile
         yield from bucket.publish()
-    return moved
 
 
-def _gathers(buckets: Sequence[Bucket], from_rest: bool) -> list[Moves]:
+def _gathers(buckets: Sequence[Bucket], from_rest: bool) -> list[Moves[Tensor]]:
     return [bucket.gather(from_rest) for bucket in buckets if not bucket.resident]
 
 
-def _then_gather(publish: Moves, updated: Label, buckets: Sequence[Bucket], from_rest: bool) -> Moves:
+def _then_gather(publish: Moves[None], updated: Label, buckets: Sequence[Bucket], from_rest: bool) -> Moves[None]:
     yield from at_once([Transfer(publish, updated)])
-    gathering = [Transfer(chain) for chain in _gathers(buckets, from_rest)]
-    return (yield from at_once(gathering)) if gathering else buckets[0].full.data
+    yield from at_once([Transfer(chain) for chain in _gathers(buckets, from_rest)])
 
 
-def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves:
+def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves[None]:
     """Bring resting weights in line with masters that are being updated in the background, once that has ended."""
     if updates:
         with buckets[0].recipe.axes.tally.traffic.times_of("", "update").waiting():
             updates[0].wait()
         updates.clear()
-        for bucket in (bucket for bucket in buckets if bucket.trainable):
+        for bucket in (bucket for bucket in for_computation(lambda: buckets) if bucket.trainable):
             yield from bucket.publish(copied=bucket.own_weight is not None)
             if bucket.resident:
                 bucket.install()
-    return buckets[0].full.data
 
 
 def compilation_of(module: nn.Module) -> Any:

@@ -91,11 +91,11 @@ class _PaperCollectives(Collectives):
         self.size, self.rank, self.traffic, self.ledger = size, size - 1, Traffic(), Ledger()
         self.axis = ""
 
-    def _all_gather(self, full: Tensor, kind: str) -> Moves:
+    def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         yield from ()
         return full
 
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves:
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
         yield from ()
         received = full.new_empty(self.receive_bytes(full.nbytes) // full.itemsize)
         total = full.new_empty(full.numel() // self.size, dtype=dtype)

@@ -147,5 +147,5 @@ def _sum_dtype(values: Tensor) -> torch.dtype:
     return torch.promote_types(values.dtype, torch.float32)
 
 
-def _finished(moves: Moves) -> Tensor:
+def _finished(moves: Moves[Tensor]) -> Tensor:
     return Transfer(moves).finish()

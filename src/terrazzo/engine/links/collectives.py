@@ -61,18 +61,18 @@ class Collectives(ABC):
         for group in (self._group, dist.group.WORLD):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
-    def all_gather(self, full: Tensor) -> Moves:
+    def all_gather(self, full: Tensor) -> Moves[Tensor]:
         """Fill `full` from every rank's own chunk of it, in place."""
         self.traffic.record("all_gather", self._share_bytes(full), axis=self.axis)
         yield from self._all_gather(full, "all_gather")
         return full
 
-    def reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves:
+    def reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves[Tensor]:
         """This rank's chunk of the sum of every rank's `full`, as a new tensor of `dtype`."""
         self.traffic.record("reduce_scatter", self._share_bytes(full), axis=self.axis)
         return (yield from self._reduce_scatter(full, dtype, "reduce_scatter"))
 
-    def all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
+    def all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves[Tensor]:
         """The sum of every rank's `full` divided by `denominator`, in `dtype`; may reuse `full`'s memory."""
         self.traffic.record("all_reduce", 2 * self._share_bytes(full), axis=self.axis)
         return (yield from self._all_reduce(full, dtype, denominator))
@@ -129,11 +129,11 @@ class Collectives(ABC):
         return Handle([work], (into,), self.traffic.times_of(self.axis, "send"))
 
     @abstractmethod
-    def _all_gather(self, full: Tensor, kind: str) -> Moves:
+    def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         """As `all_gather`; waits are counted as those of `kind`."""
 
     @abstractmethod
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves:
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
         """As `reduce_scatter`; likewise."""
 
     all_reduce_steps = 2
@@ -143,7 +143,7 @@ class Collectives(ABC):
     def receive_bytes(self, full_bytes: int) -> int:
         """Memory that summing a tensor of `full_bytes` needs besides it and its result."""
 
-    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
+    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves[Tensor]:
         own = yield from self._reduce_scatter(full, dtype, "all_reduce")
         # What fp16 sends back keeps the loss scale, without which small gradients would be zero.
         scaled = full.dtype == torch.float16
@@ -163,14 +163,14 @@ class NativeCollectives(Collectives):
 
     all_reduce_steps = 1
 
-    def _all_gather(self, full: Tensor, kind: str) -> Moves:
+    def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         self._leave_trail()
         whole = _carried(full)
         own = whole.view(self.size, -1)[self.rank]
         yield self._queued(kind, all_gather_single(whole, own, group=self.group, async_op=True), full)
         return full
 
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves:
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
         self._leave_trail()
         make = functools.partial(full.new_empty, full.numel() // self.size)
         own = for_computation(make) if full.dtype == dtype else make()
@@ -189,7 +189,7 @@ class NativeCollectives(Collectives):
     def receive_bytes(self, full_bytes: int) -> int:
         return 0
 
-    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
+    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves[Tensor]:
         self._leave_trail()
         yield self._queued("all_reduce", dist.all_reduce(full, group=self.group, async_op=True), full)
         further()

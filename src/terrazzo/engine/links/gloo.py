@@ -68,7 +68,7 @@ class GlooCollectives(Collectives):
             if (why := neighbour.why_stopped) is not None:
                 yield f"{neighbour.name}: {why}"
 
-    def _all_gather(self, full: Tensor, kind: str) -> Moves:
+    def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         chunks, times = self._chunks(full), self.traffic.times_of(self.axis, kind)
         if (columns := self._columns) is not None:
             stamp = self._stamp("gather")
@@ -83,17 +83,17 @@ class GlooCollectives(Collectives):
         yield self._exchange("gather", [chunks[self.rank]] * self.size, chunks, fill, times)
         return full
 
-    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves:
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
         total = full.new_empty(full.numel() // self.size, dtype=dtype)
         return (yield from self._sum_chunks(full, use_large_pages(total), 1, kind))
 
-    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves:
+    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves[Tensor]:
         if full.dtype != dtype:
             return (yield from super()._all_reduce(full, dtype, denominator))
         yield from self._sum_chunks(full, self._chunks(full)[self.rank], denominator, "all_reduce")
         return (yield from self._all_gather(full, "all_reduce"))
 
-    def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float, kind: str) -> Moves:
+    def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float, kind: str) -> Moves[Tensor]:
         """Sum this rank's chunk of every rank's `full` into `total`, which may be that chunk, and divide."""
         chunks, times = self._chunks(full), self.traffic.times_of(self.axis, kind)
         with self.ledger.holding(self.receive_bytes(full.nbytes)):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -194,11 +194,13 @@ class _Leg:
     released: list[Released] = field(default_factory=list)
 
 
-Moves = Generator[Handle | Released, None, Tensor]
-"""A chain of collectives: yields each while it is in flight, and what it releases; returns the moved tensor."""
+T = TypeVar("T")
+
+Moves = Generator[Handle | Released, None, T]
+"""A chain of collectives: yields each while it is in flight, and what it releases; returns a `T`, such as a tensor."""
 
 
-class Transfer:
+class Transfer(Generic[T]):
     """A chain of collectives under way; at most one of its collectives is in flight at any time.
 
     Args:
@@ -206,10 +208,10 @@ class Transfer:
         side: where it runs as a whole, as far as the host need not wait.
     """
 
-    def __init__(self, moves: Moves, label: Label | None = None, side: Side | None = None) -> None:
+    def __init__(self, moves: Moves[T], label: Label | None = None, side: Side | None = None) -> None:
         self._moves, self._label, self._side = moves, label or moving.get(), side
         self._in_flight: Handle | None = None
-        self._result: Tensor | None = None
+        self._result: list[T] = []  # once the chain has ended
         self._legs = [_Leg()] if side is not None else []
         self._depth, self._first_awaited = 0, False
         self._branch: ExitStack | None = None
@@ -257,13 +259,13 @@ class Transfer:
             if not self._legs:
                 self._for_computation = []
 
-    def finish(self) -> Tensor:
-        """Run the chain to its end and return what it moved."""
+    def finish(self) -> T:
+        """Run the chain to its end and return what it does."""
         while not self.done:
             self.advance()
-        if self._result is None:
+        if not self._result:
             raise RuntimeError(f"Moving {self._label} has failed before: see its own error, and start all ranks again.")
-        return self._result
+        return self._result[0]
 
     def make_room(self) -> None:
         """Give the next chain room: what it may have, with all that this one has used if the host waits for chains."""
@@ -338,7 +340,7 @@ class Transfer:
                 step = next(self._moves)
             self._in_flight, self._moves_nothing = step, False
         except StopIteration as stop:
-            self._in_flight, self._result = None, stop.value
+            self._in_flight, self._result = None, [stop.value]
         except BaseException:
             self._in_flight = None
             raise
@@ -346,16 +348,14 @@ class Transfer:
             moving.reset(before)
 
 
-_beside: ContextVar[Transfer | None] = ContextVar("beside", default=None)
+_beside: ContextVar[Transfer[Any] | None] = ContextVar("beside", default=None)
 """The chain that is being queued beside the computation."""
 
-M = TypeVar("M")
 
-
-def for_computation(make: Callable[[], M]) -> M:
+def for_computation(make: Callable[[], T]) -> T:
     """What `make` allocates for more than the chain that runs now: memory of the computation, held while that waits."""
     transfer = _beside.get()
-    return make() if transfer is None else cast(M, transfer.hold(make))
+    return make() if transfer is None else cast(T, transfer.hold(make))
 
 
 @contextmanager
@@ -382,11 +382,10 @@ def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
     return for_computation(lambda: torch.empty_like(values, dtype=dtype)).copy_(values)
 
 
-def at_once(transfers: Sequence[Transfer]) -> Moves:
-    """Several chains side by side, each with a collective in flight. Returns the last one's tensor."""
+def at_once(transfers: Sequence[Transfer[object]]) -> Moves[None]:
+    """Several chains side by side, each with a collective in flight."""
     while any(not transfer.done for transfer in transfers):
         for transfer in transfers:
             if (handle := transfer.in_flight) is not None:
                 yield handle
                 transfer.advance()
-    return transfers[-1].finish()

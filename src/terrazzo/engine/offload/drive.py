@@ -70,10 +70,9 @@ class DriveBuffer(Resting):
         if access != "read":
             self._each(spanned, raw, write=True)
 
-    def load(self, into: Tensor) -> Moves:
+    def load(self, into: Tensor) -> Moves[None]:
         mark = Stream.current(into.device).mark()
         yield Handle([self.drive.reader.submit(lambda: self._fill(into, mark))], [into])
-        return into
 
     def read(self, cell: Range, into: Tensor) -> Pending:
         """Start reading one cell.

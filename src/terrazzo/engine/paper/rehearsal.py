@@ -166,11 +166,10 @@ class PaperUnit:
     def zero_grad(self, set_to_none: bool) -> None:
         """A step on paper forgets nothing."""
 
-    def reduce(self, denominator: float | None) -> Moves:
+    def reduce(self, denominator: float | None) -> Moves[None]:
         for bucket in self.buckets:
             if bucket.spec.trainable:
                 yield from bucket.reduce(last=denominator is not None)
-        return torch.empty(0)
 
 
 class PaperBucket:
@@ -213,7 +212,7 @@ class PaperBucket:
             self._pending_bytes = self.spec.pending_bytes(this_pass)
             self._ledger.take(self._pending_bytes)
 
-    def reduce(self, last: bool) -> Moves:
+    def reduce(self, last: bool) -> Moves[None]:
         held_bytes, self._pending_bytes = self._pending_bytes, 0
         reduction = self.spec.sums.of(last)
         yield from self._send(reduction.partial)
@@ -230,15 +229,13 @@ class PaperBucket:
         yield from self._send(reduction.finish)
         yield Released(self._ledger, reduction.beside_bytes)
         yield Released(self._ledger, held_bytes, lent=True)
-        return torch.empty(0)
 
-    def _send(self, moves: Sequence[MoveBytes]) -> Moves:
+    def _send(self, moves: Sequence[MoveBytes]) -> Moves[None]:
         for move in moves:
             self._record([move])
             for step in range(move.steps):
                 with self._ledger.holding(move.received_bytes * (step == 0)):
                     yield Handle(queued=True)
-        return torch.empty(0)
 
     def publish(self) -> None:
         with self._ledger.holding(self.spec.apart_bytes):

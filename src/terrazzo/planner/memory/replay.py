@@ -207,7 +207,7 @@ class _Unit(PaperUnit):
         self.take_gradients(this_pass)
         self.filled_numel += numel
 
-    def reduce(self, denominator: float | None) -> Moves:
+    def reduce(self, denominator: float | None) -> Moves[None]:
         """Each reduce-scatter makes a sum of its own; what it summed goes when it has ended."""
         last = denominator is not None
         sums = self._sums_bytes(last)
@@ -223,7 +223,6 @@ class _Unit(PaperUnit):
             yield step
             held = self._hold(held, sum(now) if stays or index < len(sums) else 0)
         self._hold(held, resting_bytes(self._trainable)["grad"] * last)
-        return torch.empty(0)
 
     def _hold(self, before: int, now: int) -> int:
         self._sums.give(before)
