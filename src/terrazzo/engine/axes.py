@@ -74,6 +74,18 @@ class Axes:
     matrices. Where experts are shared, the ranks of `dp_shard`, `cp` and `tp` are those of `edp` and `ep` as well:
     along `ep` they have other experts, and over `edp` the states of these are split, and gradients summed.
 
+    Which axes an attribute has:
+
+    | | data axes | `tp` | `edp` | `ep` |
+    |---|---|---|---|---|
+    | `every` | yes | yes | no | no |
+    | `exchanging` | yes | yes | yes | no |
+    | `beside` | no | yes | no | no |
+    | `names`, of the mesh and of dense parameters | yes | no | no | no |
+    | `names`, of parameters that ranks along `tp` share | yes | yes | no | no |
+    | `names`, of experts | `dp_replicate` alone | no | yes | no |
+    | `summed_beside` | no | where `names` has it | no | no |
+
     Args:
         tally: where what goes through them is counted.
 

@@ -78,7 +78,7 @@ class MoveBytes(NamedTuple):
         kind: `all_gather`, `reduce_scatter`, `all_reduce` or `copy`.
         what: is moved, such as `weights`.
         over: the axis of a collective; of a copy the link, `pcie` or `disk`.
-        sent_bytes: by one rank.
+        sent_bytes: by one rank; whole but in plans, whose optimizers may keep a fraction of a byte per element.
         received_bytes: memory for what arrives to be summed, in the first of its `steps`.
         sum_bytes: memory of the sum that it makes, if that is memory of its own.
         divides: what it sums is divided there, since nothing is summed behind it.
