@@ -84,6 +84,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     # what the engine does not run yet
     "pipeline parallelism": ("terrazzo", {"pp": 2}, "megatron", {"pp": 2}),
     "experts that ranks cannot share": ("terrazzo", {"model": MOE, "ep": 2}, "terrazzo", {"model": MOE}),
+    "experts among ranks along tp": (
+        "terrazzo", {"model": MOE, "ep": 2, "tp": 2}, "terrazzo", {"model": MOE, "ep": 2},
+    ),
     "no plan of tensor parallelism": (
         "terrazzo", {"model": ODD_VOCAB, "tp": 5, "gpus": 5, "sequence": 1000}, "terrazzo", {"tp": 4},
     ),

@@ -244,16 +244,15 @@ def _print(answer: Answer | BareAnswer, asked: Asked) -> None:
 
 def _how_to_run(answer: Answer, asked: Asked) -> list[Block]:
     """The commands that run the plan, where this version can."""
-    if asked["config"] is not None and answer.best.memory.fits is False:
-        return []
-    if asked["config"] is not None:
+    here = answer.best.memory.fits is not False and runnable(answer.best.setup)
+    if asked["config"] is not None and here:
         command = shlex.join(["train", str(asked["config"]), *(asked["overrides"] or [])])
         return [Line(f"\nTo run it: {program()} {command}", copied=True)]
     start = _start(answer.best.setup.cluster)
     if asked["emit"] is not None:
         written = str(asked["emit"])
         return [Line(f"\nwritten: {written}. To run it: {start} train {shlex.quote(written)}", copied=True)]
-    if answer.best.memory.fits is False or not runnable(answer.best.setup):
+    if asked["config"] is not None or not here:
         return []
     command = shlex.join([*sys.argv[1:], "--emit", "plan.yaml"])
     return [Line(f"\nTo run it: {program()} {command} && {start} train plan.yaml", copied=True)]

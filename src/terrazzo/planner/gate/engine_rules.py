@@ -73,6 +73,16 @@ ENGINE_RULES = (
         "terrazzo.parallel.expert.SharesExperts",
     ),
     Rule(
+        "experts among ranks along tp",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.mesh.ep > 1 and setup.mesh.tp > 1,
+        "Here experts are split over data ranks alone; Terrazzo shares them out over ranks along tp too (ep {ep}, tp "
+        "{tp}). These figures are not of such a run, and terrazzo train refuses it.",
+        "Run with tp 1 or ep 1, or share both by tz.parallelize in a loop of your own.",
+        "terrazzo.train.preflight.axes",
+    ),
+    Rule(
         "no plan of tensor parallelism",
         ("terrazzo",),
         "planned",
