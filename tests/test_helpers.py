@@ -135,6 +135,18 @@ def test_a_failing_process_shows_the_first_traceback() -> None:
 
 
 @pytest.mark.processes
+def test_an_interrupted_run_leaves_no_answer_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(deadline: float) -> None:
+        raise KeyboardInterrupt
+
+    with Pool(1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_collect", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(str, "late")
+        assert pool.run(str, "next") == ["next"]
+
+
 def test_a_dead_process_is_named() -> None:
     with pytest.raises(RankFailed, match="rank 0 failed first:\nthe process ended with exit code 7"):
         run_in_processes(2, _exit_on_rank_zero)

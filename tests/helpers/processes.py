@@ -53,9 +53,13 @@ class Pool:
         """`function(*arguments)` on every rank; the results in rank order. Raises `RankFailed`."""
         if not self._processes:
             self._start()
-        for pipe in self._pipes:
-            pipe.send((function, arguments))
-        reports = self._collect(time.monotonic() + timeout_s)
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, arguments))
+            reports = self._collect(time.monotonic() + timeout_s)
+        except BaseException:  # a test's time limit: a late answer would be taken for that of the next function
+            self.close(kill=True)
+            raise
         failures = sorted((at, rank, text) for rank, (ok, text, at) in reports.items() if not ok)
         missing = [rank for rank in range(self.world_size) if rank not in reports]
         if failures or missing:
