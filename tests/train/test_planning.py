@@ -400,6 +400,8 @@ SUMMARY: dict[str, Any] = {
     "offload": {"read_bytes": 0, "written_bytes": 0, "read_s": 0.0, "write_s": 0.0, "stepped_numel": 0, "step_s": 0.0},
     "traffic_bytes_promised": {"all_gather": 2**20},
     "traffic_bytes_measured": {"all_gather": 2**19},
+    "routed_bytes_if_even": 0,
+    "routed_bytes_measured": 0,
     "peak_memory_bytes_promised": 2**24,
     "peak_memory_bytes_measured": 2**25,
     "base_memory_bytes": 2**28,
@@ -443,6 +445,10 @@ def test_a_summary_reads_promised_then_measured() -> None:
         "stepped_numel": 5e8,
         "step_s": 1.0,
     }
+    routed = {"routed_bytes_if_even": 2**20, "routed_bytes_measured": 2**21}
+    assert summary_lines({**SUMMARY, **routed})[3] == (
+        "to experts of other ranks and back per step: 1.00 MiB if all were as busy, measured 2.00 MiB"
+    )
     there = {"host_bytes_promised": 2**20, "host_bytes_measured": 2**21, "disk_bytes_promised": 2**22}
     assert summary_lines({**SUMMARY, **there, "disk_bytes_measured": 2**22, "offload": usage})[2:6] == [
         "host memory: promised 1.00 MiB, measured 2.00 MiB",

@@ -108,8 +108,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     axes = Axes(mesh, tally)
     check_mesh(mesh, axes)
     check_versions(axes)
-    together(axes, functools.partial(check_sequences, model, mesh))
-    together(axes, functools.partial(check_stages, model, mesh))
+    together(axes, functools.partial(_check_model, model, mesh))
     asked = together(axes, functools.partial(_read, model, optimizer, plan, options, axes))
     facts = {"plan": str(asked.plan), "precision": repr(asked.precision), "prefetch": options.prefetch}
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
@@ -124,8 +123,13 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     return together(axes, lambda: _plan(asked, options, recipe, tally))
 
 
-def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: Options, axes: Axes) -> _Asked:
+def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
     check_model(model)
+    check_sequences(model, mesh)
+    check_stages(model, mesh)
+
+
+def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: Options, axes: Axes) -> _Asked:
     if not isinstance(options.prefetch, int) or options.prefetch < 0:
         raise BadInput(f"prefetch is {options.prefetch!r}; it counts units gathered ahead: give an int, 0 or more.")
     if not isinstance(options.offload, Offload):

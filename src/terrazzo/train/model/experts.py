@@ -196,7 +196,8 @@ def grouped(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     return product
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would make a graph for each number of rows
+# Compiled, it would be a graph for each number of rows; torch.compiler.disable would load the compiler at import.
+@torch._disable_dynamo
 def _one_by_one(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     pairs = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
     return torch.cat([F.linear(own, matrix) for own, matrix in pairs])
