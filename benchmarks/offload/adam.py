@@ -74,7 +74,7 @@ class Shard:
             self.sizes = [parameter.numel() for parameter in Decoder(shape).parameters()]
         self.numel = sum(self.sizes)
         arena = HostArena(6 * (4 * self.numel + 4096), pin_for=None)
-        parts = [arena.take(4 * self.numel).view(torch.float32) for _ in range(6)]
+        parts = [arena.allocate(4 * self.numel).view(torch.float32) for _ in range(6)]
         self.weight, self.gradient, self.mean, self.square, self.device_weight, self.device_gradient = parts
         for part in parts:
             part.fill_(1e-3)  # touches every page

@@ -46,7 +46,7 @@ def _measure(folder: Path, effort: Effort) -> dict[str, Any]:
     missing: dict[str, str] = {}
     chosen = settings(folder)
     disk = Disk(chosen, 0, effort.size_bytes)
-    memory = HostArena(effort.size_bytes, pin_for=None).take(effort.size_bytes)
+    memory = HostArena(effort.size_bytes, pin_for=None).allocate(effort.size_bytes)
     memory.random_(0, 256)
     offset = disk.reserve(effort.size_bytes)
     own: dict[str, Callable[[], object]] = {

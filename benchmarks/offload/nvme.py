@@ -131,8 +131,8 @@ class Floor:
     def __init__(self, folder: Path, numel: int) -> None:
         self.disk = Disk(settings(folder), 0, STATE_BYTES * numel)
         arena = HostArena((STATE_BYTES + 16) * numel, pin_for=None)
-        self.memory = arena.take(STATE_BYTES * numel)
-        parts = [arena.take(4 * numel).view(torch.float32).fill_(1e-3) for _ in range(4)]
+        self.memory = arena.allocate(STATE_BYTES * numel)
+        parts = [arena.allocate(4 * numel).view(torch.float32).fill_(1e-3) for _ in range(4)]
         parameter = nn.Parameter(parts[0])
         parameter.grad = parts[1]
         self.optimizer = AdamW([parameter], **HYPERPARAMETERS)

@@ -215,17 +215,17 @@ def test_a_refused_write_leaves_no_weights_behind() -> None:
 
 def test_a_disk_that_is_full_leaves_no_weights_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is what the user hears of, not of the edits that went with it."""
-    take_written, calls = Bucket.take_written, []
+    adopt_written, calls = Bucket.adopt_written, []
 
     def full(bucket: Bucket) -> None:
         calls.append(bucket)
         if len(calls) == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        take_written(bucket)
+        adopt_written(bucket)
 
     with fake_group(2):
         model, _ = tz.shard(Net(), None, "zero3")
-        monkeypatch.setattr(Bucket, "take_written", full)
+        monkeypatch.setattr(Bucket, "adopt_written", full)
         with pytest.raises(OSError, match="No space left"), tz.gathered(model, write=True):
             in_place(model)
         assert nothing_is_gathered(model)

@@ -341,10 +341,10 @@ def test_memory_is_lent_as_it_was_when_its_reduction_began() -> None:
         for number, step in enumerate(moves):
             if number == 0:
                 parameter: Any = SimpleNamespace(grad=torch.ones(gradient.space.layout.slots[0].shape))
-                gradient.take(0, parameter, torch.float32)
+                gradient.accumulate(0, parameter, torch.float32)
             if isinstance(step, Released):
                 lent.append(step.lent)
-                step.give()
+                step.release()
             else:
                 step.wait()
         return lent

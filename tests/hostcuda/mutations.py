@@ -102,13 +102,13 @@ def a_gather_does_not_wait_for_the_shard(self: Any, full: Tensor, kind: str) -> 
 _all_gather = NativeCollectives._all_gather
 
 
-@mutation(Gradient, "take", ZERO3)
+@mutation(Gradient, "accumulate", ZERO3)
 def gradients_are_written_after_their_reduction_starts(self: Any, *arguments: Any) -> None:
     with aside():
-        _take(self, *arguments)
+        _accumulate(self, *arguments)
 
 
-_take = Gradient.take
+_accumulate = Gradient.accumulate
 
 
 @mutation(Handle, "wait", ZERO3)

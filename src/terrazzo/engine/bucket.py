@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from terrazzo.engine.border.edits import Edits, Held, take_data
+from terrazzo.engine.border.edits import Edits, Held, adopt_data
 from terrazzo.engine.border.parameter import Guard, Link
-from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, differ, take_values, view
+from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, adopt_values, differ, view
 from terrazzo.engine.family import Box
 from terrazzo.engine.gradient import Gradient
 from terrazzo.engine.layout import Layout, Slot
@@ -25,7 +25,7 @@ from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.spec import BucketSpec
 from terrazzo.errors import Misuse, listed
 
-__all__ = ["Bucket", "take_displaced"]
+__all__ = ["Bucket", "adopt_displaced"]
 
 
 class Bucket(BucketSpec):
@@ -111,7 +111,7 @@ class Bucket(BucketSpec):
         held = [Held(m.name, m.parameter, m.registered, view(self.full.data, slot)) for m, slot in pairs]
         self.edits = Edits(held, self.full.data, self.resident)
         if not self.resident:
-            self.ledger.take(self.full.data.nbytes)
+            self.ledger.acquire(self.full.data.nbytes)
             self.release()
 
     def build_moments(self, store: Homes, names: Iterable[str]) -> None:
@@ -141,7 +141,7 @@ class Bucket(BucketSpec):
                 with state.opened(part, "change") as data:
                     data.copy_(flat[part.within(slot.range)])
 
-    def take_written(self) -> None:
+    def adopt_written(self) -> None:
         """Adopt what was written into the gathered weights.
 
         A master weight is replaced only where the value it rounds to was changed, so that reading and writing back in a
@@ -150,19 +150,19 @@ class Bucket(BucketSpec):
         self.changes += 1
         self.edits.written()
         if not self.resident:
-            take_values(self.weight, self.full)
+            adopt_values(self.weight, self.full)
         if self.has_own_master:
-            take_values(self.master, self.weight)
+            adopt_values(self.master, self.weight)
 
     def adopt_edits(self) -> None:
-        """Take over what has been written into whole weights, after `take_displaced`."""
+        """Take over what has been written into whole weights, after `adopt_displaced`."""
         if not (self.resident and self._present):
             return
         has_master = self.has_own_master
         if self.edits.written() or (has_master and self.edits.asked and differ(self.master, self.weight)):
             self.changes += 1
             if has_master:
-                take_values(self.master, self.weight)
+                adopt_values(self.master, self.weight)
 
     def forget_edits(self) -> None:
         """What has been written into gathered weights goes with them; whole ones keep it."""
@@ -197,7 +197,7 @@ class Bucket(BucketSpec):
         if storage.size() == 0:
             storage.resize_(with_room(self.full.data.nbytes, self.full.data.device))
             use_large_pages(self.full.data)
-            self.ledger.take(self.full.data.nbytes)
+            self.ledger.acquire(self.full.data.nbytes)
         return (yield from self.full.gather(source))
 
     def install(self) -> None:
@@ -219,7 +219,7 @@ class Bucket(BucketSpec):
         if self._held is None:
             kept = self.full.narrow(self.between_axes)
             self._held = Buffer(self.space, kept.axes, kept.data.clone())
-            self.ledger.take(kept.data.nbytes)
+            self.ledger.acquire(kept.data.nbytes)
 
     def release(self) -> None:
         """Give back the memory of the full weights."""
@@ -231,9 +231,9 @@ class Bucket(BucketSpec):
         finally:
             storage = self.full.data.untyped_storage()
             if not storage.resizable():  # numpy has it
-                self.give_up_storage()
+                self.free_storage()
             elif storage.size():
-                self.ledger.give(self.full.data.nbytes)
+                self.ledger.release(self.full.data.nbytes)
                 storage.resize_(0)
             if self._present:
                 self._present = False
@@ -252,11 +252,11 @@ class Bucket(BucketSpec):
                 "plan that keeps them whole, such as zero2."
             )
 
-    def give_up_storage(self) -> None:
+    def free_storage(self) -> None:
         """Let go of the memory of the full weights, which stays with whoever has views of it: the next have another."""
         if self.resident or not self.full.data.untyped_storage().size():
             return
-        self.ledger.give(self.full.data.nbytes)
+        self.ledger.release(self.full.data.nbytes)
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             left, fresh = self.full.data.untyped_storage(), torch.empty_like(self.full.data)
             self.full.data.data = fresh
@@ -276,7 +276,7 @@ class Bucket(BucketSpec):
 
     def _drop_held(self) -> None:
         if self._held is not None:
-            self.ledger.give(self._held.data.nbytes)
+            self.ledger.release(self._held.data.nbytes)
             self._held = None
 
     def hide(self, arrive: Callable[[], None] | None = None) -> None:
@@ -318,7 +318,7 @@ class Bucket(BucketSpec):
         return self.weight if self.weight_axes == self.optim_axes and self.tiers.optim == "nvme" else None
 
 
-def take_displaced(buckets: Iterable[Bucket]) -> None:
+def adopt_displaced(buckets: Iterable[Bucket]) -> None:
     """Take over other `data` that parameters of a model's `buckets` have been given, and refuse what cannot be.
 
     Raises:
@@ -327,4 +327,4 @@ def take_displaced(buckets: Iterable[Bucket]) -> None:
     known = list(buckets)
     if displaced := [each for bucket in known for each in bucket.edits.displaced(bucket.present)]:
         own = [state.data for b in known for state in (b.full, b.weight, b.master) if isinstance(state, Buffer)]
-        take_data(displaced, [bucket.edits for bucket in known], own)
+        adopt_data(displaced, [bucket.edits for bucket in known], own)

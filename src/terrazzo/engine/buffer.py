@@ -22,7 +22,7 @@ from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Job
 
-__all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "differ", "take_values", "view"]
+__all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "adopt_values", "differ", "view"]
 
 Access = Literal["read", "change", "replace"]
 """What is done with opened elements: they are read; read and written; all written, whatever they were before."""
@@ -166,7 +166,7 @@ def view(flat: Tensor, slot: Slot) -> Tensor:
     return flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.offset)
 
 
-def take_values(state: Resting, written: Resting) -> None:
+def adopt_values(state: Resting, written: Resting) -> None:
     """Replace the values of `state` where those that they round to in `written` are others."""
     for part in state.cuts(state.range):
         with state.opened(part, "change") as kept, written.opened(part) as new:

@@ -112,7 +112,7 @@ class Gradient:
 
     # -- within a micro-batch ----------------------------------------------------------------------------------
 
-    def take(self, index: int, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    def accumulate(self, index: int, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Move a parameter's `.grad` into the unreduced gradient, adding to what earlier micro-batches left there.
 
         Args:
@@ -153,7 +153,7 @@ class Gradient:
         pending = self.space.empty((), dtype).data
         for gap in self.space.layout.gaps:
             pending[gap.start : gap.stop].zero_()
-        self.ledger.take(pending.nbytes)
+        self.ledger.acquire(pending.nbytes)
         return pending
 
     def _take_pending(self, dtype: torch.dtype) -> Tensor:
@@ -192,7 +192,7 @@ class Gradient:
             self._keep_partial(Buffer(self.space, reduction.axes, data), partial_bytes)
         else:
             yield Released(ledger, partial_bytes, lent=True)
-            ledger.take(reduction.beside_bytes)
+            ledger.acquire(reduction.beside_bytes)
             with branching():
                 if reduction.partial and reduction.partial_axes == reduction.axes:
                     further()  # nothing that is used has to be given back
@@ -216,7 +216,7 @@ class Gradient:
         sums = replace(sums, data=converted(sums.data, self.recipe.precision.accumulate))
         if self.tier == "device":
             self._partial = Landed(sums)
-            self.ledger.take(sums.nbytes - counted_bytes)
+            self.ledger.acquire(sums.nbytes - counted_bytes)
             return
         if self._partial_home is None:
             home = self._store.extra_host(sums.nbytes).view(sums.dtype)
@@ -285,8 +285,8 @@ class Gradient:
         """
         return self._read(self._range_of(index))
 
-    def given(self, index: int | None = None) -> Tensor | None:
-        """What this rank gives of it to sums over the axes of `Recipe.given_over`.
+    def contribution(self, index: int | None = None) -> Tensor | None:
+        """What this rank gives of it to sums over the axes of `Recipe.contributed_over`.
 
         Each element is given by one rank of these, however many hold it. Arguments as of `whole`.
         """
@@ -340,7 +340,7 @@ class Gradient:
         partial = self._partial.data if self._partial is not None and self.tier == "device" else None
         for part in (self.pending, partial):
             if part is not None:
-                self.ledger.give(part.nbytes)
+                self.ledger.release(part.nbytes)
         self.pending = self._partial = None
         self._empty()
 

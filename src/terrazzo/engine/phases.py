@@ -48,7 +48,7 @@ class Phases:
             self._held = held
             self._turn(before)
 
-    def taken(self) -> tuple[dict[str, float], dict[str, float]]:
+    def drain(self) -> tuple[dict[str, float], dict[str, float]]:
         """`seconds` and `waited` until now, and begins anew."""
         self._turn(self._now)
         seconds, waited = self.seconds, self.waited

@@ -49,9 +49,9 @@ class Recipe:
         return self if family is self.family else replace(self, axes=self.axes.of(family), family=family)
 
     @property
-    def given_over(self) -> tuple[str, ...]:
+    def contributed_over(self) -> tuple[str, ...]:
         """The axes over which what ranks give of gradients is to be added, that each element counts once.
 
-        Where families are split over other groups of ranks, these are all of the mesh: see `Gradient.given`.
+        Where families are split over other groups of ranks, these are all of the mesh: see `Gradient.contribution`.
         """
         return self.axes.every if self.axes.has_experts else (*self.plan.optim.axes, *self.axes.beside)

@@ -107,7 +107,7 @@ class StepRecorder:
         _move(traffic.times, self._data)
         for axis, along in traffic.along.items():
             _move(along.times, self._activations, axis)
-        for taken, into in zip(self._tally.phases.taken(), (self._seconds, self._waited), strict=True):
+        for taken, into in zip(self._tally.phases.drain(), (self._seconds, self._waited), strict=True):
             for phase, seconds in taken.items():
                 into[phase] += seconds
 

@@ -82,7 +82,7 @@ def check_files(engine: Any, disk_bytes: int) -> None:
     """They have the promised size, take it on the disk, and nothing of them or of host memory is left over."""
     for arena in engine.store.arenas:
         with pytest.raises(tz.Misuse):
-            arena.take(1)
+            arena.allocate(1)
     if not disk_bytes:
         assert engine.store.drive is None
         return

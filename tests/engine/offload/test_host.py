@@ -28,7 +28,7 @@ PAGE = 4096
 def test_pieces_start_on_pages_and_keep_what_is_written() -> None:
     sizes = [1, PAGE, PAGE + 1, 0, 10 * PAGE, 5000]
     arena = HostArena(sum(-(-size // PAGE) * PAGE for size in sizes), pin_for=None)
-    pieces = [arena.take(size) for size in sizes]
+    pieces = [arena.allocate(size) for size in sizes]
     assert [piece.numel() for piece in pieces] == sizes
     assert all(piece.dtype == torch.uint8 and piece.data_ptr() % PAGE == 0 for piece in pieces)
     assert all(int(piece.sum()) == 0 for piece in pieces)
@@ -40,23 +40,23 @@ def test_pieces_start_on_pages_and_keep_what_is_written() -> None:
 def test_an_arena_gives_no_more_than_it_has() -> None:
     arena = HostArena(3 * PAGE - 5, pin_for=None)
     assert arena.size_bytes == 3 * PAGE
-    arena.take(PAGE + 1)
+    arena.allocate(PAGE + 1)
     with pytest.raises(Misuse, match=r"4,097 bytes .* 4,096 of its 12,288 left"):
-        arena.take(PAGE + 1)
-    arena.take(PAGE)
+        arena.allocate(PAGE + 1)
+    arena.allocate(PAGE)
     with pytest.raises(Misuse, match=r"1 bytes .* 0 of its 12,288 left"):
-        arena.take(1)
+        arena.allocate(1)
     with pytest.raises(Misuse, match="-1 bytes"):
-        arena.take(-1)
+        arena.allocate(-1)
 
 
 def test_tensors_outlive_their_arena() -> None:
     arena = HostArena(64 * PAGE, pin_for=None)
-    piece = arena.take(64 * PAGE).fill_(7)
+    piece = arena.allocate(64 * PAGE).fill_(7)
     arena.close()
     arena.close()
     with pytest.raises(Misuse, match="closed"):
-        arena.take(1)
+        arena.allocate(1)
     del arena
     gc.collect()
     assert int(piece.min()) == int(piece.max()) == 7
@@ -104,7 +104,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
 
 def test_an_arena_is_pinned_whole_and_once(cudart: Cudart) -> None:
     arena = HostArena(3 * PAGE - 1, GPU)
-    first = arena.take(10)
+    first = arena.allocate(10)
     address = first.data_ptr()
     assert cudart.calls == [("register", address, 3 * PAGE, 0)] and arena.pinned_bytes == 3 * PAGE
     arena.close()
@@ -114,7 +114,7 @@ def test_an_arena_is_pinned_whole_and_once(cudart: Cudart) -> None:
 
 def test_an_arena_that_is_dropped_is_unpinned(cudart: Cudart) -> None:
     arena = HostArena(PAGE, GPU)
-    address = arena.take(1).data_ptr()
+    address = arena.allocate(1).data_ptr()
     del arena
     gc.collect()
     deadline = time.monotonic() + 30
@@ -145,7 +145,7 @@ def test_pinning_that_fails_says_what_to_change(cudart: Cudart) -> None:
 @pytest.mark.gpu
 def test_pinned_memory_is_copied_from_and_to_a_device() -> None:
     arena = HostArena(32 << 20, devices.current("cuda"))
-    data = arena.take(32 << 20).view(torch.float32)
+    data = arena.allocate(32 << 20).view(torch.float32)
     assert data.is_pinned() and arena.pinned_bytes == 32 << 20
     data.copy_(torch.randn(data.numel()))
     there = data.to("cuda", non_blocking=True)
@@ -176,7 +176,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_buffers_come_back_and_are_lent_again(made: list[int]) -> None:
     pool = HostPool(pin_for=None)
     for _ in range(5):
-        lent = [pool.take(size) for size in (3 * PAGE, PAGE, 3 * PAGE)]
+        lent = [pool.borrow(size) for size in (3 * PAGE, PAGE, 3 * PAGE)]
         assert len(made) == 3
         del lent
     assert pool.total_bytes == 7 * PAGE
@@ -184,12 +184,12 @@ def test_buffers_come_back_and_are_lent_again(made: list[int]) -> None:
 
 def test_the_smallest_buffer_that_is_large_enough_is_lent(made: list[int]) -> None:
     pool = HostPool(pin_for=None)
-    lent = {size: pool.take(size * PAGE) for size in (8, 2, 4)}
+    lent = {size: pool.borrow(size * PAGE) for size in (8, 2, 4)}
     addresses = {size: address_of(buffer) for size, buffer in lent.items()}
     del lent
-    assert address_of(pool.take(3 * PAGE)) == addresses[4]
-    assert address_of(pool.take(5 * PAGE)) == addresses[8]
-    assert address_of(pool.take(1)) == addresses[2]
+    assert address_of(pool.borrow(3 * PAGE)) == addresses[4]
+    assert address_of(pool.borrow(5 * PAGE)) == addresses[8]
+    assert address_of(pool.borrow(1)) == addresses[2]
     assert len(made) == 3
 
 
@@ -197,12 +197,12 @@ def test_batches_of_changing_lengths_end_in_a_pool_of_the_largest(made: list[int
     pool, choice = HostPool(pin_for=None), random.Random(0)
     for _ in range(300):
         length = choice.randint(1, 50)
-        lent = [pool.take(length * PAGE) for _ in range(4)]
+        lent = [pool.borrow(length * PAGE) for _ in range(4)]
         assert pool.total_bytes <= 4 * 50 * PAGE
         del lent
     found = len(made)
     for length in range(50, 0, -1):
-        lent = [pool.take(length * PAGE) for _ in range(4)]
+        lent = [pool.borrow(length * PAGE) for _ in range(4)]
         del lent
     assert len(made) <= found + 4 and pool.total_bytes <= 4 * 50 * PAGE
 
@@ -215,7 +215,7 @@ def test_what_is_lent_is_never_lent_twice() -> None:
         choice = random.Random(number)
         like = torch.empty(2 * PAGE, dtype=torch.uint8)
         for _ in range(200):
-            buffer = pool.take(choice.randint(1, 4) * 2 * PAGE)
+            buffer = pool.borrow(choice.randint(1, 4) * 2 * PAGE)
             memory = buffer.shaped(like).fill_(number)
             if set(memory.tolist()) != {number}:
                 failures.append(f"thread {number}")
@@ -241,7 +241,7 @@ def test_what_is_lent_is_never_lent_twice() -> None:
     ids=lambda tensor: f"{tuple(tensor.shape)}-{tensor.stride()}",
 )
 def test_a_buffer_takes_any_dense_shape(like: Tensor) -> None:
-    found = HostPool(pin_for=None).take(like.nbytes).shaped(like)
+    found = HostPool(pin_for=None).borrow(like.nbytes).shaped(like)
     found.copy_(like)
     assert found.shape == like.shape and found.stride() == like.stride() and found.dtype == like.dtype
     assert torch.equal(found, like)

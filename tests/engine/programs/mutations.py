@@ -96,19 +96,19 @@ def clipping_misses_a_unit(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_edit_is_lost(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Bucket, "take_written", lambda self: None)
+    patch.setattr(Bucket, "adopt_written", lambda self: None)
 
 
 def a_late_gradient_is_dropped(patch: pytest.MonkeyPatch) -> None:
     """What comes after its unit's reduction has been started is never reduced."""
-    take = hooks.Hooks.take_gradient
+    take = hooks.Hooks.accumulate_gradient
 
     def taken(self: Any, unit: int, number: int, index: int, parameter: torch.Tensor) -> None:
         if unit in self.schedule.closed:
             parameter.grad = None
         take(self, unit, number, index, parameter)
 
-    patch.setattr(hooks.Hooks, "take_gradient", taken)
+    patch.setattr(hooks.Hooks, "accumulate_gradient", taken)
 
 
 def an_absent_gradient_is_stepped_on(patch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ class _Shelf:
         for _, parameter, stand_in in self.shown:
             parameter.grad = stand_in
 
-    def take_away(self) -> None:
+    def hide(self) -> None:
         for _, parameter, _ in self.shown if self.wanted else ():  # else the optimizer's zero_grad has done so
             parameter.grad = None
         self.shown = []
@@ -133,13 +133,13 @@ class _ShownGradients:
             self._shelves = [_Shelf(self, *each) for each in zip(self._buckets, firsts, strict=False)]
         return self._shelves
 
-    def take_away(self) -> None:
+    def hide(self) -> None:
         """A backward pass begins, which must find none."""
         if self._shown:
             self.notice_dropped()
             with _PLAINLY():
                 for shelf in self._shown:
-                    shelf.take_away()
+                    shelf.hide()
             self._shown = []
 
     def begin_backward(self) -> None:
@@ -149,7 +149,7 @@ class _ShownGradients:
             Misuse: where that would be divided as gradients are which have been multiplied before.
         """
         self._engine.drivers.turn_back()
-        self.take_away()
+        self.hide()
         if not self._engine.progress.denominator.is_mean:
             with _PLAINLY():
                 for shelf in self._all_shelves():
@@ -164,7 +164,7 @@ class _ShownGradients:
     def begin(self, *_: Any) -> None:
         """A forward begins, or a gradient comes, maybe before anything has announced a backward pass."""
         if self._shown:
-            self.take_away()
+            self.hide()
 
     def show_again(self, *_: Any) -> None:
         """A forward has ended; one inside backward recomputes a part of it."""
@@ -234,7 +234,7 @@ class _ShownGradients:
     def _measure(self, kind: float) -> dict[Key, Tensor]:
         engine = self._engine
         self._await_scaling()
-        total = norms(([bucket.gradient.given(index)] for bucket, index in self.keys), engine.recipe, kind)
+        total = norms(([bucket.gradient.contribution(index)] for bucket, index in self.keys), engine.recipe, kind)
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
     def change(self, key: Key, what: str, change: Callable[[Tensor], Any]) -> None:

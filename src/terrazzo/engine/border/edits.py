@@ -19,7 +19,7 @@ from terrazzo.engine.border.memory import leave_memory
 from terrazzo.engine.border.parameter import link_of, plain_data
 from terrazzo.errors import Misuse
 
-__all__ = ["Edits", "Held", "take_data"]
+__all__ = ["Edits", "Held", "adopt_data"]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Edits:
                     found.append(Displaced(self, held, present))
         return found
 
-    def take(self, displaced: Displaced, value: Tensor) -> None:
+    def adopt(self, displaced: Displaced, value: Tensor) -> None:
         """Take over a parameter's `value`, as if written in place, and give it back its place."""
         place = displaced.held.place
         with torch.no_grad():
@@ -155,7 +155,7 @@ def _note_asked(asked: set[str], name: str, parameter: nn.Parameter) -> Tensor:
     return plain_data(parameter)
 
 
-def take_data(displaced: Sequence[Displaced], edits: Iterable[Edits], own: Sequence[Tensor]) -> None:
+def adopt_data(displaced: Sequence[Displaced], edits: Iterable[Edits], own: Sequence[Tensor]) -> None:
     """Take over other `data` that parameters have been given, as one change of all of them.
 
     In plain PyTorch the memory that a parameter had before stays as it was for those who hold it, be it by a view: a
@@ -179,7 +179,7 @@ def take_data(displaced: Sequence[Displaced], edits: Iterable[Edits], own: Seque
     places = [place for each in known for place in each.places]
     leave_memory([each.held.place for each in displaced], [*own, *places, *values])
     for each, value in zip(displaced, values, strict=True):
-        each.edits.take(each, value)
+        each.edits.adopt(each, value)
 
 
 def _check_kind(displaced: Displaced) -> None:

@@ -30,8 +30,8 @@ __all__ = [
     "is_question",
     "link_of",
     "plain_data",
+    "register_last",
     "sharded_name",
-    "take_last",
     "torch_names",
 ]
 
@@ -104,7 +104,7 @@ def _register_before_ours(self: nn.Parameter, hook: Callable[[Tensor], None]) ->
     return handle
 
 
-def take_last(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+def register_last(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     """Register a hook that stays behind those that are registered later: it takes the gradient away."""
     link = link_of(parameter)
     assert link is not None, "a parameter of a bucket that has been built"
@@ -309,7 +309,7 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
             return plain_data(self)
         return link.alias(self)
 
-    def give_data(self: nn.Parameter, value: Tensor) -> None:
+    def set_data(self: nn.Parameter, value: Tensor) -> None:
         _DATA.__set__(self, value)
 
     def pickled(self: nn.Parameter, protocol: Any) -> Any:
@@ -322,7 +322,7 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         """As of one that is of the class it had; torch shows a subclass by other words."""
         return repr(torch.Tensor._make_subclass(kind, self.detach(), self.requires_grad))
 
-    own: dict[str, Any] = {"data": property(data, give_data), "__reduce_ex__": pickled, "__repr__": text}
+    own: dict[str, Any] = {"data": property(data, set_data), "__reduce_ex__": pickled, "__repr__": text}
     own["register_post_accumulate_grad_hook"] = _register_before_ours
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
 

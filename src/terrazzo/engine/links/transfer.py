@@ -125,20 +125,20 @@ class Ledger:
     live_bytes: int = 0
     peak_bytes: int = 0
 
-    def take(self, count_bytes: int) -> None:
+    def acquire(self, count_bytes: int) -> None:
         self.live_bytes += count_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def give(self, count_bytes: int) -> None:
+    def release(self, count_bytes: int) -> None:
         self.live_bytes -= count_bytes
 
     @contextmanager
     def holding(self, count_bytes: int) -> Iterator[None]:
-        self.take(count_bytes)
+        self.acquire(count_bytes)
         try:
             yield
         finally:
-            self.give(count_bytes)
+            self.release(count_bytes)
 
 
 class Handle:
@@ -181,8 +181,8 @@ class Released:
     def __init__(self, ledger: Ledger, count_bytes: int, keep: Tensor | None = None, *, lent: bool = False) -> None:
         self._ledger, self._count_bytes, self._keep, self.lent = ledger, count_bytes, keep, lent
 
-    def give(self) -> None:
-        self._ledger.give(self._count_bytes)
+    def release(self) -> None:
+        self._ledger.release(self._count_bytes)
         self._keep = None
 
 
@@ -277,7 +277,7 @@ class Transfer(Generic[T]):
 
     def _give(self, released: Iterable[Released]) -> None:
         for each in released:
-            each.give()
+            each.release()
 
     def hold(self, make: Callable[[], Any]) -> Any:
         """Keep what `make` allocates, as the computation's memory, until the computation has waited for all legs."""
@@ -334,7 +334,7 @@ class Transfer(Generic[T]):
             step = next(self._moves)
             while isinstance(step, Released):
                 if self._side is None:
-                    step.give()
+                    step.release()
                 else:
                     self._legs[self._depth].released.append(step)
                 step = next(self._moves)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from terrazzo.engine.border.modules import ModuleTree
-from terrazzo.engine.border.parameter import link_of, take_last
-from terrazzo.engine.bucket import Bucket, take_displaced
+from terrazzo.engine.border.parameter import link_of, register_last
+from terrazzo.engine.bucket import Bucket, adopt_displaced
 from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.announce import Announcements
@@ -79,8 +79,8 @@ class Hooks:
                     link.reach = weakly(self, Hooks.reach, unit.index)
             for number, bucket in enumerate(unit.buckets):
                 for index, member in enumerate(bucket.members if bucket.trainable else ()):
-                    take = while_kept(self, Hooks.take_gradient, repr(member.name), unit.index, number, index)
-                    take_last(member.parameter, take)
+                    hook = while_kept(self, Hooks.accumulate_gradient, repr(member.name), unit.index, number, index)
+                    register_last(member.parameter, hook)
         self._companions.find(model, self.units[0].names)
         members = [member for unit in self.units for bucket in unit.buckets for member in bucket.members]
         self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, self._alone)
@@ -139,7 +139,7 @@ class Hooks:
         """Take over what the user has written into weights, or refuse it."""
         with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would answer each question in Python
             buckets = [bucket for unit in self.units for bucket in unit.buckets]
-            take_displaced(buckets)
+            adopt_displaced(buckets)
             for bucket in buckets:
                 bucket.adopt_edits()
 
@@ -278,7 +278,7 @@ class Hooks:
             self.start_backward()
             self.schedule.enter_backward(unit)
 
-    def take_gradient(self, unit_index: int, number: int, index: int, parameter: Tensor) -> None:
+    def accumulate_gradient(self, unit_index: int, number: int, index: int, parameter: Tensor) -> None:
         """The gradient of the parameter `index` in the unit's bucket `number` has been accumulated."""
         unit = self.units[unit_index]
         bucket = unit.buckets[number]
@@ -296,7 +296,7 @@ class Hooks:
                 "the model's forward, in tuples, lists or dicts."
             )
         dtype = bucket.pending_dtype(self.schedule.this_pass)
-        bucket.gradient.take(index, bucket.members[index].parameter, dtype)
+        bucket.gradient.accumulate(index, bucket.members[index].parameter, dtype)
         if self.schedule.awaits_half_of(unit) and unit.half_filled:
             self.schedule.halfway()
         if unit.index in self.schedule.closed:

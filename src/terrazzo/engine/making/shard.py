@@ -36,7 +36,7 @@ from terrazzo.engine.paper.rehearsal import PaperStep
 from terrazzo.engine.partition import Units
 from terrazzo.engine.place import Plan
 from terrazzo.engine.precision import Precision
-from terrazzo.engine.process.pages import give_back_freed, keep_freed
+from terrazzo.engine.process.pages import keep_freed, return_freed
 from terrazzo.engine.progress import Progress
 from terrazzo.engine.scaler import Denominator
 from terrazzo.engine.schedule import Meet, Schedule
@@ -101,7 +101,7 @@ def shard(  # structure: signature fixed by the design
         activations.pin = options.offload.pin
     store = _open_store(planned, prepared.templates, options.offload)
     if store.drive is not None:
-        give_back_freed()  # before anything large is built
+        return_freed()  # before anything large is built
     made = _build_units(model, prepared, store)
     for built in prepared.optimizers:
         step_real(built, made)

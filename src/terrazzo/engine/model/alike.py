@@ -13,7 +13,7 @@ from terrazzo.engine.buffer import view
 from terrazzo.engine.model.digest import digest
 from terrazzo.errors import RanksApart, listed
 
-__all__ = ["compare_written", "take_first", "unlike"]
+__all__ = ["broadcast_first", "compare_written", "unlike"]
 
 
 def unlike(axes: Axes, numbers: Mapping[str, Tensor | int], along: Iterable[str] | None = None) -> list[str]:
@@ -51,7 +51,7 @@ def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
         )
 
 
-def take_first(buckets: Iterable[Bucket]) -> None:
+def broadcast_first(buckets: Iterable[Bucket]) -> None:
     """Take the gathered weights of the first rank, of those that hold the same parameters, on all. Collective."""
     for bucket in buckets:
         axes = bucket.recipe.axes

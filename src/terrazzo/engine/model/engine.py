@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from terrazzo.ending import require_own
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.bucket import Bucket, take_displaced
+from terrazzo.engine.bucket import Bucket, adopt_displaced
 from terrazzo.engine.buffer import Buffer
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks
-from terrazzo.engine.model.alike import compare_written, take_first
+from terrazzo.engine.model.alike import broadcast_first, compare_written
 from terrazzo.engine.model.average import Average
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
@@ -327,7 +327,7 @@ class Engine:
                 if write:
                     self._agree_on_written(write)
                 for bucket in self.buckets() if write else ():
-                    bucket.take_written()
+                    bucket.adopt_written()
         except BaseException:
             for bucket in self.buckets():
                 bucket.forget_edits()
@@ -338,7 +338,7 @@ class Engine:
             self._within(outer)
             if outer is None:
                 for bucket in self.buckets():
-                    bucket.give_up_storage()
+                    bucket.free_storage()
             self.schedule.rest()
         if write:
             self.publish()
@@ -347,8 +347,8 @@ class Engine:
     def _agree_on_written(self, write: Literal[True, "first rank"]) -> None:
         """Compare what ranks have written into gathered weights, or take what the first one has."""
         buckets = self.buckets()
-        take_displaced(buckets)
-        take_first(buckets) if write == "first rank" else compare_written(self.axes, buckets)
+        adopt_displaced(buckets)
+        broadcast_first(buckets) if write == "first rank" else compare_written(self.axes, buckets)
 
     def _within(self, gathered: Literal["read", "write"] | None) -> None:
         self._gathered = gathered

@@ -166,7 +166,7 @@ class Moved:
         self._here: Tensor | None = tensor.detach()  # the original, until it is let go, or a copy of it
         self._is_original, self._was_changed = True, False
         self._copy: Copy | None = None
-        self._buffer = route.pool.take(tensor.nbytes)
+        self._buffer = route.pool.borrow(tensor.nbytes)
         self._host = self._buffer.shaped(tensor)
         self._copy = route.copy(self._here, self._host)
 

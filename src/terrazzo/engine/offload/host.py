@@ -59,7 +59,7 @@ class HostArena:
             self.pinned_bytes = self.size_bytes
             self._unpin = Ending(self, functools.partial(devices.unpin, self._memory, pin_for))
 
-    def take(self, count_bytes: int) -> Tensor:
+    def allocate(self, count_bytes: int) -> Tensor:
         """The next `count_bytes`, as uint8 [count_bytes] that starts on a page of its own; zero at first.
 
         Raises:
@@ -123,7 +123,7 @@ class HostPool:
         self.returned: deque[tuple[HostArena, Tensor]] = deque()
         self.total_bytes = 0
 
-    def take(self, count_bytes: int) -> HostBuffer:
+    def borrow(self, count_bytes: int) -> HostBuffer:
         """A buffer of `count_bytes` or more, with anything in it."""
         with self._lock:
             while self.returned:
@@ -136,7 +136,7 @@ class HostPool:
                 self._drop(self._idle.pop())
             arena = HostArena(count_bytes, self._pin_for)
             self.total_bytes += arena.size_bytes
-            return HostBuffer(self, arena, arena.take(arena.size_bytes))
+            return HostBuffer(self, arena, arena.allocate(arena.size_bytes))
 
     def _drop(self, entry: tuple[HostArena, Tensor]) -> None:
         self.total_bytes -= _size(entry)

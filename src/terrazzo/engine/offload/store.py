@@ -82,7 +82,7 @@ class Store:
     def host(self, count_bytes: int) -> Tensor:
         """Page-aligned host memory, uint8, zero at first."""
         assert self.arenas, "no host memory was asked for"
-        return self.arenas[0].take(count_bytes)
+        return self.arenas[0].allocate(count_bytes)
 
     def grow(self, states: Sequence[int]) -> None:
         """Make room in host memory for further states of so many bytes each."""
@@ -92,7 +92,7 @@ class Store:
     def extra_host(self, count_bytes: int) -> Tensor:
         """Host memory for what not every step needs: partial sums of micro-batches; kept from then on."""
         self.arenas.append(self._arena(padded_bytes(count_bytes)))
-        return self.arenas[-1].take(count_bytes)
+        return self.arenas[-1].allocate(count_bytes)
 
     def commit(self, state: Resting, source: Buffer) -> Job | None:
         """Replace what `state` holds by what `source` does; None when that is done, else what it ends with.

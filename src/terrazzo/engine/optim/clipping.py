@@ -26,7 +26,7 @@ def clip_grad_norm(
         Diverged: with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
     """
     gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]
-    given = [(gradient.given() for gradient in gradients)]
+    given = [(gradient.contribution() for gradient in gradients)]
     total = norms(given, recipe, norm_type, beside=recipe.axes.stages)[0]
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(
@@ -46,11 +46,11 @@ def norms(
     """The p-norm of each group of tensors over all ranks, fp64 [number of groups]. Collective.
 
     Args:
-        groups: what this rank gives of each, as `Gradient.given`, None for nothing; taken one tensor after the other.
+        groups: what this rank gives of each, as `Gradient.contribution`, None for nothing; one after the other.
         kind: the p; infinity for the maximum.
         beside: axes whose ranks give other parameters to the same groups.
     """
-    axes, split = recipe.axes, (*recipe.given_over, *beside)
+    axes, split = recipe.axes, (*recipe.contributed_over, *beside)
     powers = torch.stack([_power(group, kind, axes.device) for group in groups])
     if kind == float("inf"):
         return axes.total(powers, split, reduce=torch.amax)

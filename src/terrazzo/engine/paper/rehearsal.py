@@ -85,7 +85,7 @@ def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
     schedule.begin_backward()
     for index in schedule.order.backward:
         schedule.enter_backward(paper[index])
-        paper[index].take_gradients(schedule.this_pass)
+        paper[index].accumulate_gradients(schedule.this_pass)
         schedule.halfway()
     schedule.end_backward()
     schedule.finish()
@@ -154,14 +154,14 @@ class PaperUnit:
             bucket.release()
             bucket.drop_held()
 
-    def take_gradients(self, this_pass: Pass) -> None:
+    def accumulate_gradients(self, this_pass: Pass) -> None:
         for bucket in self.buckets:
-            bucket.take_gradients(this_pass)
+            bucket.accumulate_gradients(this_pass)
 
     def expect_gradients(self, this_pass: Pass) -> None:
         for bucket in self.buckets:
             if bucket.spec.ranks:
-                bucket.take_gradients(this_pass)
+                bucket.accumulate_gradients(this_pass)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """A step on paper forgets nothing."""
@@ -183,7 +183,7 @@ class PaperBucket:
     def gather(self) -> None:
         if not self.present:
             self.present = True
-            self._ledger.take(self.spec.full_bytes)
+            self._ledger.acquire(self.spec.full_bytes)
             self._record(self.spec.collectives(When.BACKWARD if self._held_bytes else When.FORWARD))
 
     def _record(self, moves: Iterable[MoveBytes]) -> None:
@@ -195,22 +195,22 @@ class PaperBucket:
             return
         if not self._held_bytes:
             self._held_bytes = self.spec.held_bytes
-            self._ledger.take(self._held_bytes)
+            self._ledger.acquire(self._held_bytes)
         self.release()
 
     def release(self) -> None:
         if self.present and not self.spec.resident:
             self.present = False
-            self._ledger.give(self.spec.full_bytes)
+            self._ledger.release(self.spec.full_bytes)
 
     def drop_held(self) -> None:
-        self._ledger.give(self._held_bytes)
+        self._ledger.release(self._held_bytes)
         self._held_bytes = 0
 
-    def take_gradients(self, this_pass: Pass) -> None:
+    def accumulate_gradients(self, this_pass: Pass) -> None:
         if not self._pending_bytes:
             self._pending_bytes = self.spec.pending_bytes(this_pass)
-            self._ledger.take(self._pending_bytes)
+            self._ledger.acquire(self._pending_bytes)
 
     def reduce(self, last: bool) -> Moves[None]:
         held_bytes, self._pending_bytes = self._pending_bytes, 0
@@ -223,9 +223,9 @@ class PaperBucket:
             yield Released(self._ledger, self._partial_bytes, lent=True)
             self._partial_bytes = 0
         else:
-            self._ledger.take(self.spec.partial_bytes - self._partial_bytes)
+            self._ledger.acquire(self.spec.partial_bytes - self._partial_bytes)
             self._partial_bytes = self.spec.partial_bytes
-        self._ledger.take(reduction.beside_bytes)
+        self._ledger.acquire(reduction.beside_bytes)
         yield from self._send(reduction.finish)
         yield Released(self._ledger, reduction.beside_bytes)
         yield Released(self._ledger, held_bytes, lent=True)

@@ -14,7 +14,7 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["give_back_freed", "keep_freed", "use_large_pages", "with_room"]
+__all__ = ["keep_freed", "return_freed", "use_large_pages", "with_room"]
 
 _LARGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
@@ -67,7 +67,7 @@ def keep_freed(count_bytes: int) -> None:
         _libc.mallopt(_M_TRIM_THRESHOLD, _kept_bytes)
 
 
-def give_back_freed() -> None:
+def return_freed() -> None:
     """Let malloc give freed memory back at once, and do without `keep_freed`: where memory is what there is least of.
 
     By itself glibc comes to serve blocks of up to 32 MiB from a heap that it can only give back from its end.

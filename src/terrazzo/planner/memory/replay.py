@@ -162,7 +162,7 @@ class _Player:
             if event.kind == "backward":
                 schedule.enter_backward(unit)
             else:
-                unit.take(event.numel, schedule.this_pass)
+                unit.accumulate(event.numel, schedule.this_pass)
                 if schedule.awaits_half_of(unit) and unit.half_filled:
                     schedule.halfway()
 
@@ -184,8 +184,8 @@ class _Observed(Ledger):
         super().__init__()
         self._told = told
 
-    def take(self, count_bytes: int) -> None:
-        super().take(count_bytes)
+    def acquire(self, count_bytes: int) -> None:
+        super().acquire(count_bytes)
         self._told()
 
 
@@ -203,8 +203,8 @@ class _Unit(PaperUnit):
     def half_filled(self) -> bool:
         return 2 * self.filled_numel >= sum(bucket.share(t) for bucket in self._trainable for t in bucket.tensors)
 
-    def take(self, numel: int, this_pass: Pass) -> None:
-        self.take_gradients(this_pass)
+    def accumulate(self, numel: int, this_pass: Pass) -> None:
+        self.accumulate_gradients(this_pass)
         self.filled_numel += numel
 
     def reduce(self, denominator: float | None) -> Moves[None]:
@@ -225,8 +225,8 @@ class _Unit(PaperUnit):
         self._hold(held, resting_bytes(self._trainable)["grad"] * last)
 
     def _hold(self, before: int, now: int) -> int:
-        self._sums.give(before)
-        self._sums.take(now)
+        self._sums.release(before)
+        self._sums.acquire(now)
         return now
 
     def _sums_bytes(self, last: bool) -> list[int]:

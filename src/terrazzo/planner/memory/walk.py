@@ -215,7 +215,7 @@ class _Walk:
             self.fetch(index)
             if self.settings.beside:
                 self.drop_held(index)
-                self.take_gradients(index)  # their memory is the side's, from before the next reduction
+                self.accumulate_gradients(index)  # their memory is the side's, from before the next reduction
             if ended is not None:
                 self.close(ended)
             self.look_ahead(order[position + 1 : position + 1 + self.settings.prefetch], index)
@@ -239,7 +239,7 @@ class _Walk:
         unit = self.units[index]
         self.drop_held(index)
         self.now[WORKING] += unit.working
-        self.take_gradients(index)
+        self.accumulate_gradients(index)
         self.note("at the head's backward" if is_root and self.settings.loss else "in backward")
         if is_root:
             self.now[LOGITS] -= self.settings.logits
@@ -272,7 +272,7 @@ class _Walk:
                 self.now[UNREDUCED] -= (states.pending_local if self.settings.local else states.partial) * count
             self.now[GRADIENTS] += states.finished * count * self.settings.with_gradients
 
-    def take_gradients(self, index: int) -> None:
+    def accumulate_gradients(self, index: int) -> None:
         states = self.units[index].states
         if states.trainable and not self.pending[index]:
             local = self.settings.local and not self.last
