@@ -122,6 +122,7 @@ ACTS: Mapping[str, Act] = {
         note="On drives it raises. Ask for `optimizer.state` anew each time: that waits for updates under way.",
     ),
     "state-of": Act("optimizer.state[p]", "r", "r", "optim/sharded"),
+    "give-state": Act("optimizer.state[p] = kept", "r", "r", "optim/sharded"),
     "state-dict": Act("model.state_dict()", "dddddd", "rdrrdd", "answers/module", _DONE),
     "load": Act("model.load_state_dict(state)", "dndddd", "dndddr", "answers/module", _DONE),
     "save-optimizer": Act("optimizer.state_dict(), torch.save(optimizer, file)", "r", "r", "optim/sharded"),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
+from terrazzo.engine import whole_weights
 from tests.engine.toys import Net, full_parameters, on_ranks, sharded
 
 PLANS = ["zero0", "zero2", "zero3"]
@@ -97,3 +98,17 @@ def test_other_values_on_one_rank_are_refused_by_name(plan: str) -> None:
 
     with pytest.raises(tz.RanksApart, match=r"other values of 'blocks\.1\.up\.bias', 'count'"):
         on_ranks(2, body)
+
+
+def test_names_in_another_order_on_one_rank_are_refused_before_anything_is_gathered() -> None:
+    def body(rank: int) -> float:
+        model, _ = sharded(Net(), "zero3")
+        names = ["blocks.0.up.weight", "blocks.1.up.weight"]
+        with pytest.raises(tz.RanksApart, match="the same names in the same order"):
+            next(iter(whole_weights(model, names[:: 1 if rank else -1])))
+        with pytest.raises(tz.RanksApart, match="the same names in the same order"):
+            next(iter(whole_weights(model, names if rank else ["nowhere"])))
+        return sum(value.sum().item() for _, value in whole_weights(model, names))
+
+    first, second = on_ranks(2, body)
+    assert first == second

@@ -111,6 +111,11 @@ def _state_of(model: Any, optimizer: Any) -> None:
     optimizer.state[model.inner.weight]["momentum_buffer"].zero_()
 
 
+def _state_given(model: Any, optimizer: Any) -> None:
+    kept = {"momentum_buffer": torch.zeros_like(model.inner.weight)}
+    optimizer.state[model.inner.weight] = kept
+
+
 def _state_dict(model: Any, optimizer: Any) -> Any:
     return [value.clone() for value in model.state_dict().values()]
 
@@ -150,6 +155,7 @@ DEEDS: dict[str, Callable[[Any, Any], Any]] = {
     "clip": _clipped,
     "states": _states,
     "state-of": _state_of,
+    "give-state": _state_given,
     "state-dict": _state_dict,
     "load": _loaded,
     "buffer": _buffer,

@@ -524,3 +524,38 @@ def test_the_scale_stays_a_number() -> None:
     for _ in range(200):
         scaler.update(overflow=False)
     assert scaler.scale == 2.0**127
+
+
+@pytest.mark.parametrize("key", ["scale", "good_steps"])
+def test_a_scale_that_one_rank_alone_is_given_is_refused(key: str) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero2", 2, precision="fp16")
+        train(model, optimizer, 1, rank)
+        state = optimizer.scaler_state()
+        optimizer.load_scaler_state({**state, key: state[key] + rank})
+        with pytest.raises(tz.RanksApart, match=rf"the gradients' loss scaler's {key} is .* load_scaler_state"):
+            train(model, optimizer, 1, rank, first=1)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3"])
+def test_a_denominator_that_comes_behind_the_last_backward_is_refused(plan: str) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), plan)
+        model.set_gradient_denominator(4)
+        with tz.accumulate(model):
+            loss_of(model, batch(0, rank)).backward()
+        model.set_gradient_denominator(6)
+        loss_of(model, batch(1, rank)).backward()
+        model.set_gradient_denominator(6)
+        with pytest.raises(tz.Misuse, match=r"set to 8\.0 when gradients had been divided by 6 already"):
+            model.set_gradient_denominator(8)
+        optimizer.step()
+        model.set_gradient_denominator(8)
+        optimizer.zero_grad()
+        loss_of(model, batch(2, rank)).backward()
+        optimizer.zero_grad()
+        model.set_gradient_denominator(None)
+
+    on_ranks(2, body)

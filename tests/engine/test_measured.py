@@ -188,3 +188,24 @@ def test_what_is_called_on_something_else_is_no_measure() -> None:
         tz.shard(model, None, "zero3")
         with pytest.raises(tz.Misuse, match="pow was called on 'scale'"):
             torch.pow(2.0, model.scale)
+
+
+MIXED: dict[str, Callable[[list[Any], int], Any]] = {
+    "another order": lambda parameters, rank: [p.norm() for p in (parameters if rank else parameters[::-1])],
+    "another measure": lambda parameters, rank: parameters[0].max() if rank else parameters[0].min(),
+    "another question": lambda parameters, rank: (parameters[0].isnan() if rank else parameters[0].isinf()).any(),
+    "another limit": lambda parameters, rank: (parameters[0] > 0.1 * rank).sum(),
+}
+
+
+@pytest.mark.parametrize("what", MIXED)
+def test_ranks_that_measure_other_things_are_refused_on_each(what: str) -> None:
+    def body(rank: int) -> str:
+        model, _ = sharded(Net(), "zero3", 4)
+        with pytest.raises(
+            tz.RanksApart, match=r"here it is the turn of [a-z0-9.]+(weight|bias)\.[a-z]+\(.*in the same order"
+        ):
+            MIXED[what](list(model.parameters()), int(rank == 0))
+        return str(model.embed.weight.norm().item())
+
+    assert len({*on_ranks(4, body)}) == 1

@@ -402,3 +402,48 @@ def test_states_of_another_shape_are_refused_before_anything_changes() -> None:
             torch.equal(value, before[name][kind]) for name, own in whole().items() for kind, value in own.items()
         )
         states.load(before)
+
+
+GIVEN: dict[str, Any] = {
+    "set": lambda state, p: state.__setitem__(p, {}),
+    "set as default": lambda state, p: state.setdefault(p, {}),
+    "updated": lambda state, p: state.update({p: {}}),
+    "joined": lambda state, p: state.__ior__({p: {}}),
+    "deleted": lambda state, p: state.__delitem__(p),
+    "popped": lambda state, p: state.pop(p, None),
+}
+
+
+@pytest.mark.parametrize("way", GIVEN)
+def test_state_that_is_given_by_parameter_is_refused(way: str) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = make(Net(), "zero2", 2)
+        train(model, optimizer, 1, rank)
+        kept = dict(optimizer.state)
+        with pytest.raises(tz.Misuse, match=r"state was asked for 'embed\.weight', or given"):
+            GIVEN[way](optimizer.state, model.embed.weight)
+        with pytest.raises(tz.Misuse, match=r"state was asked for 'embed\.weight', or given"):
+            optimizer.state = {model.embed.weight: {}}
+        assert dict(optimizer.state) == kept
+        optimizer.state = dict(kept)
+        train(model, optimizer, 1, rank, first=1)
+
+    on_ranks(2, body)
+
+
+def test_frozen_weights_restored_between_forward_and_backward_are_noticed() -> None:
+    """As in plain PyTorch, where a graph refuses what has been written since."""
+    base = Net()
+    base.blocks[1].requires_grad_(requires_grad=False)
+
+    def body(rank: int) -> None:
+        model, optimizer = make(base, "zero3", 2)
+        train(model, optimizer, 1, rank)
+        loss = loss_of(model, batch(1, rank))
+        ModelState(model).restore(
+            lambda name, kind, start, stop: torch.ones(stop - start) if kind == "weight" else None
+        )
+        with pytest.raises(RuntimeError, match=r"restored|changed|written"):
+            loss.backward()
+
+    on_ranks(2, body)

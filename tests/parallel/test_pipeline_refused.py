@@ -322,3 +322,13 @@ def test_states_of_a_part_of_the_model_are_not_taken_for_the_whole(tmp_path):
     for said in run_in_threads(2, body):
         assert all("stages" in each for each in said), [each for each in said if "stages" not in each]
     assert [each.name for each in tmp_path.iterdir()] == ["weights.pt"]
+
+
+def test_what_one_rank_of_a_stage_writes_alone_is_refused_in_all_stages():
+    def body(rank: int) -> None:
+        model, _ = sharded(layers(), dp_shard=2)
+        with tz.gathered(model, write=True) as parameters, torch.no_grad():
+            for parameter in parameters.values() if rank == 0 else ():
+                parameter.add_(1.0)
+
+    assert "have not written the same" in told_by(4, body)

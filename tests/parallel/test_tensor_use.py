@@ -405,3 +405,27 @@ def test_adapters_are_cut_with_their_matrices(plan: str, sequence: bool, tmp_pat
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"target_modules": ["embed_tokens"]}])
 def test_other_adapters_are_refused(options) -> None:
     refused(adapted(**options), r"of peft, which the style \w+ does not know.*plain LoRA")
+
+
+def test_a_gradient_given_before_backward_is_refused_for_what_all_of_tp_hold() -> None:
+    """It would be summed over more ranks than it is divided by; a part of a matrix is summed over those of the data."""
+    base = seeded(Net)
+
+    def body(rank):
+        model, optimizer = sharded(base, tensor=PLAN)
+        part, shared = model.layers[0].inner.both.weight, model.layers[0].norm.weight
+        part.grad = torch.ones(part.shape, dtype=part.dtype)
+        step(model, optimizer, TOKENS[0])
+        shared.grad = torch.ones(shared.shape, dtype=shared.dtype)
+        with pytest.raises(tz.Misuse, match=r"norm\.weight' was set to a tensor before backward.*tp or ep"):
+            lm_loss(model, TOKENS[0]).backward()
+        optimizer.zero_grad()
+        return tz.full_state_dict(model, keep=True)["layers.0.inner.both.weight"]
+
+    model = copy.deepcopy(base)
+    optimizer = adamw(model.parameters())
+    model.layers[0].inner.both.weight.grad = torch.ones(24, 8)
+    step(model, optimizer, TOKENS[0])
+    wanted = model.layers[0].inner.both.weight
+    for found in run_in_threads(2, body):
+        torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-6)

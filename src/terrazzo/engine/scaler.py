@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.precision import LossScaling
-from terrazzo.errors import Diverged
+from terrazzo.errors import Diverged, Misuse
 
 __all__ = ["Denominator", "LossScaler", "scale_backward"]
 
@@ -88,11 +88,27 @@ class Denominator:
         ranks: over which gradients are summed.
         chosen: by the user, in place of their number; None where that is meant.
         scaler: of what has been multiplied in; None where gradients are not scaled.
+        used: whether gradients have been divided that no step has taken yet.
     """
 
     ranks: int
     chosen: float | None = None
     scaler: LossScaler | None = None
+    used: bool = False
+
+    def choose(self, chosen: float | None) -> None:
+        """Set what the user chooses.
+
+        Raises:
+            Misuse: where gradients have been divided by another one already.
+        """
+        if self.used and chosen != self.chosen:
+            raise Misuse(
+                f"The gradient denominator was set to {chosen!r} when gradients had been divided by {self.unscaled:g} "
+                "already, in the last micro-batch's backward. Call set_gradient_denominator before that backward, or "
+                "behind optimizer.step() or zero_grad() for the next step."
+            )
+        self.chosen = chosen
 
     @property
     def unscaled(self) -> float:
@@ -104,7 +120,13 @@ class Denominator:
         """Whether it is the number of ranks alone: what each adds to its gradients is then added to their mean."""
         return self.chosen is None and self.scaler is None
 
+    def numbers(self) -> dict[str, float]:
+        """What ranks must have alike."""
+        scaling = self.scaler.state() if self.scaler else {}
+        return {"denominator": self.unscaled, **{f"loss scaler's {name}": each for name, each in scaling.items()}}
+
     def __call__(self) -> float:
+        self.used = True
         return self.unscaled * (self.scaler.scale if self.scaler else 1.0)
 
 

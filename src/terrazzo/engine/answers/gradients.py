@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from terrazzo.engine.answers.measured import measured_gradient
 from terrazzo.engine.answers.stand_in import Key, StandIn
 from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.family import Family
 from terrazzo.engine.loop.listeners import eager, inside_backward
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
@@ -49,6 +50,7 @@ class _Shelf:
 
     def __init__(self, owner: _ShownGradients, bucket: Bucket, first: int) -> None:
         self.bucket = bucket
+        self.is_dense = bucket.recipe.family is Family.DENSE
         self.parameters = [member.parameter for member in bucket.members]
         self.stand_ins = [StandIn.of(member, owner, first + i) for i, member in enumerate(bucket.members)]
         self._numbered = list(zip(range(len(self.parameters)), self.parameters, self.stand_ins, strict=True))
@@ -146,15 +148,16 @@ class _ShownGradients:
         """A backward pass begins, and adds to the `.grad` that users have set.
 
         Raises:
-            Misuse: where that would be divided as gradients are which have been multiplied before.
+            Misuse: where that would be divided as gradients are which have been multiplied before, or summed over more
+                ranks than a user counts.
         """
         self._engine.drivers.turn_back()
         self.hide()
-        if not self._engine.progress.denominator.is_mean:
-            with _PLAINLY():
-                for shelf in self._all_shelves():
-                    for member, is_forgotten in shelf.unused():
-                        raise _put_back(member) if is_forgotten else _set_before(member)
+        is_mean = self._engine.progress.denominator.is_mean
+        with _PLAINLY():
+            for shelf in self._all_shelves():
+                for member, is_forgotten in shelf.unused() if not (is_mean and shelf.is_dense) else ():
+                    raise _put_back(member) if is_forgotten else _set_before(member)
 
     def begin_forward(self, *_: Any) -> None:
         """A forward begins: whoever has caught what a step raised goes on."""
@@ -295,8 +298,9 @@ def _set_before(member: Member) -> Misuse:
     """Before a backward that adds to it what has been multiplied."""
     return Misuse(
         f"The .grad of {member.name!r} was set to a tensor before backward, which adds to it: the sum would be divided "
-        "by fp16's loss scale, or by what set_gradient_denominator was given. Add that term to the loss, inside the "
-        "model's forward, and call optimizer.zero_grad(); or train in bf16 without a denominator."
+        "by fp16's loss scale, or by what set_gradient_denominator was given, or be that of other ranks than those of "
+        "the data, along tp or ep. Add that term to the loss, inside the model's forward, and call "
+        "optimizer.zero_grad(); or train in bf16 without a denominator and these axes."
     )
 
 

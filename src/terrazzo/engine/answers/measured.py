@@ -3,12 +3,14 @@
 `parameter.norm()` is collective, and so is `parameter.isnan().any()`: what is computed from each element for itself
 stays split, as a `Measured`, until something makes one number of it. Parts are summed in fp64, in rank order; of a
 parameter that ranks along `tp` share, those of all of them: the number is of the whole parameter. Finished
-gradients can be measured in the same ways.
+gradients can be measured in the same ways. Ranks say what they measure before they do: numbers of two parameters,
+taken in another order on each rank, would add up without a word.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -17,11 +19,11 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.axes import Axes
-from terrazzo.engine.border.parameter import Refusing, link_of, torch_names
+from terrazzo.engine.border.parameter import Refusing, function_name, link_of, torch_names
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.process.weak import weakly
-from terrazzo.errors import Misuse
+from terrazzo.errors import Misuse, RanksApart
 
 __all__ = ["let_measure", "measured_gradient", "measures"]
 
@@ -89,6 +91,16 @@ class Spread:
     over: tuple[str, ...]
     numel: int
 
+    def check(self, said: str) -> None:
+        """Refuse to put together what ranks have measured of different things, or in different ways."""
+        code = torch.tensor([zlib.crc32(said.encode())], device=self.axes.control_device)
+        if not all(self.axes.equal(code, self.over)):
+            raise RanksApart(
+                f"The ranks have not measured the same: here it is the turn of {said}, and on another rank of "
+                "something else. The number is of all their parts: ask for the same ones in the same order on every rank, "
+                "such as that of model.named_parameters(), which a set does not keep."
+            )
+
 
 class Measured(Refusing):
     """A value for each element of a parameter, of which this rank has a part.
@@ -96,20 +108,27 @@ class Measured(Refusing):
     Attributes:
         part: 1-D.
         spread: what the others have.
+        said: how it was asked for, as a user writes it.
         tracked: whether plain torch would note how it was computed, for a gradient.
         otherwise: where single elements can be read.
     """
 
     part: Tensor
     spread: Spread
+    said: str
     tracked: bool = False
     otherwise: ClassVar[str] = "inside 'with tz.gathered(model):'"
 
     @classmethod
     def of(cls, part: Tensor, like: Tensor, name: str, spread: Spread) -> Self:
         made = cls.blank(like, name, part.dtype)
-        made.part, made.spread = part, spread
+        made.part, made.spread, made.said = part, spread, name
         return made
+
+    def asked(self, func: Callable[..., Any], rest: Sequence[Any]) -> str:
+        """This, and what is called on it with `rest`: not what a tensor holds, which the host would wait for."""
+        given = ", ".join("tensor" if isinstance(each, Tensor) else repr(each) for each in rest)
+        return f"{self.said}.{function_name(func)}({given})"
 
     @classmethod
     def __torch_function__(
@@ -125,10 +144,15 @@ class Measured(Refusing):
             with torch.no_grad():
                 made = type(own).of(func(own.part, *args[1:], **named), own, own.terrazzo_link.name, own.spread)
             made.tracked = own.tracked and func not in _ALIASES and made.part.is_floating_point()
+            made.said = own.asked(func, args[1:])
             return made
         if func in _MEASURES and isinstance(first, Measured):
-            with torch.no_grad():
-                number = _MEASURES[func](first, *args[1:], **torch_names(named))
+            said, first.said = first.said, first.asked(func, args[1:])
+            try:
+                with torch.no_grad():
+                    number = _MEASURES[func](first, *args[1:], **torch_names(named))
+            finally:
+                first.said = said
             return _ungraded(number, first.terrazzo_link.name) if first.tracked else number
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -145,7 +169,12 @@ class Measured(Refusing):
         raise Misuse(f"pickle was called on {self._refusal(self)}")
 
     def total(self, value: Tensor, reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
-        """`reduce` of the values of all parts."""
+        """`reduce` of the values of all parts.
+
+        Raises:
+            RanksApart: on every rank, where another one measures something else.
+        """
+        self.spread.check(self.said)
         return self.spread.axes.total(value, self.spread.over, reduce)
 
     def as_dtype(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -239,7 +268,9 @@ def _squared_deviation(
 
 
 def _widened(value: Measured) -> Measured:
-    return type(value).of(value.part.double(), value, value.terrazzo_link.name, value.spread)
+    wide = type(value).of(value.part.double(), value, value.terrazzo_link.name, value.spread)
+    wide.said = value.said
+    return wide
 
 
 def _norm(

@@ -18,7 +18,8 @@ __all__ = ["check_views", "leave_memory"]
 def leave_memory(places: Iterable[Tensor], own: Sequence[Tensor]) -> None:
     """Give copies to all tensors in the memory of `places`, which is about to be written, but parameters and `own`.
 
-    Only Python's collector knows of them; what numpy holds by itself is not among its objects. Takes some 50 ms.
+    Only Python's collector knows of them; what numpy holds by itself is not among its objects. Takes some 50 ms. Of the
+    class of parameters is what optimizers step here, so one that a user has made of such a view stays one.
 
     Args:
         places: contiguous.

@@ -50,11 +50,12 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
 
 def _trail(axes: Axes, progress: Progress) -> int:
     """A checksum of what must be equal on all ranks: optimizer steps and their hyper-parameters, what the loop has
-    done to gradients, what they are divided by, and what has been exchanged on transports whose messages carry no
-    labels.
+    done to gradients, what they are multiplied and divided by, and what has been exchanged on transports whose
+    messages carry no labels.
     """
-    checksum = zlib.crc32(struct.pack("<qqd", progress.steps, progress.edits, progress.denominator.unscaled))
-    checksum = zlib.crc32(array("d", _hyper_parameters(progress).values()).tobytes(), checksum)
+    checksum = zlib.crc32(struct.pack("<qq", progress.steps, progress.edits))
+    numbers = [*_hyper_parameters(progress).values(), *progress.denominator.numbers().values()]
+    checksum = zlib.crc32(array("d", numbers).tobytes(), checksum)
     for axis in axes.exchanging:
         checksum = zlib.crc32(axes.along(axis).checksum.to_bytes(4, "little"), checksum)
     return checksum
@@ -70,7 +71,7 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
     Raises:
         RanksApart: naming steps, gradients, hyper-parameters, denominators, or the first exchange in which they do.
     """
-    own_steps, divisor = progress.steps, progress.denominator.unscaled
+    own_steps = progress.steps
     steps = axes.rows(torch.tensor([own_steps], device=axes.control_device)).flatten().tolist()
     if min(steps) != max(steps):
         raise RanksApart(
@@ -94,14 +95,15 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
                 f"{min(each)} to {max(each)} on all ranks. Set the same on every rank: give a scheduler that follows a "
                 "metric, such as ReduceLROnPlateau, the metric's mean over the ranks."
             )
-    own = torch.tensor([divisor], dtype=torch.float64, device=axes.control_device)
-    chosen = axes.rows(own).flatten().tolist()
-    if min(chosen) != max(chosen):
-        raise RanksApart(
-            f"The ranks have not run the same: before {label}, gradients are to be divided by "
-            f"{divisor} here, and by {min(chosen)} to {max(chosen)} on all ranks. Give "
-            "set_gradient_denominator the same on every rank, such as the tokens of the whole global batch."
-        )
+    divisors = progress.denominator.numbers()
+    rows = axes.rows(torch.tensor([*divisors.values()], dtype=torch.float64, device=axes.control_device))
+    for (name, used), each in zip(divisors.items(), rows.T.tolist(), strict=True):
+        if min(each) != max(each):
+            raise RanksApart(
+                f"The ranks have not run the same: before {label}, the gradients' {name} is {used:g} here, and "
+                f"{min(each):g} to {max(each):g} on all ranks. Give set_gradient_denominator, or load_scaler_state, "
+                "the same on every rank, such as the tokens of the whole global batch."
+            )
     for axis in axes.exchanging:
         trail = [*axes.along(axis).trail][-TRAIL:]
         own = torch.tensor([-1] * (TRAIL - len(trail)) + trail, device=axes.device)

@@ -34,7 +34,7 @@ def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
     Raises:
         RanksApart: on every rank, where it differs between ranks that hold the same parameters.
     """
-    if not axes.live(axes.every):
+    if not axes.live(axes.with_stages):
         return
     differing = []
     for along in dict.fromkeys(bucket.recipe.axes.names for bucket in buckets):
@@ -42,7 +42,7 @@ def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
         # of copies: memory that numpy has seen once cannot be given back
         hashes = {slot.name: digest(view(bucket.full.data, slot).clone()) for bucket in own for slot in bucket.slots}
         differing += unlike(axes, hashes, along)
-    if axes.maximum(torch.tensor([len(differing)], device=axes.control_device)).item():
+    if axes.maximum(torch.tensor([len(differing)], device=axes.control_device), axes.with_stages).item():
         raise RanksApart(
             "The ranks have not written the same inside 'with tz.gathered(model, write=True)': they differ in "
             f"{listed([*map(repr, differing)]) or 'what other ranks hold'}. Each rank keeps its own part of what it "

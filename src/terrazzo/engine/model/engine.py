@@ -136,7 +136,7 @@ class Engine:
         failed = progress.raised or progress.abandoned or self.schedule.in_backward
         if failed or any(bucket.gradient.held for bucket in self.trainable()):
             progress.note(f"zero_grad({which})" + (f" of param group {first} and on" if first else ""))
-        progress.raised = progress.abandoned = False
+        progress.raised = progress.abandoned = progress.denominator.used = False
 
     def require_own_weights(self, what: str) -> None:
         """Refuse `what` where the averages are in the place of the weights.

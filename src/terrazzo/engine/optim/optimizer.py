@@ -234,6 +234,7 @@ class OptimizerDriver:
         if self._skipping is not None:
             self._skipping.put_back(optimizer)  # such as a count of steps: there was nothing to update
         self.progress.steps += 1
+        self.progress.denominator.used = False
         self._note_hyper_parameters(optimizer)
         if self._skipping is None and (model := self._model()) is not None:  # skipped alike on all ranks
             model.publish(self._owned.keys())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,11 +19,13 @@ __all__ = ["ShardedOptimizer", "make_sharded_optimizer"]
 class States(defaultdict[Any, dict[str, Any]]):
     """What an optimizer keeps, by the tensors that it steps: flat parts of many parameters, on this rank alone.
 
-    In plain PyTorch they are the parameters. Asked for one of these, a dict would make an empty entry.
+    In plain PyTorch they are the parameters. Asked for one of these, a dict would make an empty entry; given one, it
+    would keep what no step reads.
     """
 
     def __init__(self, states: Mapping[Any, dict[str, Any]]) -> None:
-        super().__init__(dict, states)
+        super().__init__(dict)
+        self.update(states)
 
     def __missing__(self, key: Any) -> dict[str, Any]:
         _refuse_lookup(key)
@@ -41,13 +43,33 @@ class States(defaultdict[Any, dict[str, Any]]):
         _refuse_lookup(key)
         return super().pop(key, *default)
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        _refuse_lookup(key)
+        return super().setdefault(key, default)
+
+    def __setitem__(self, key: Any, value: dict[str, Any]) -> None:
+        _refuse_lookup(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        _refuse_lookup(key)
+        super().__delitem__(key)
+
+    def update(self, *others: Any, **named: Any) -> None:
+        for key, value in dict(*others, **named).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]
+        self.update(other)
+        return self
+
 
 def _refuse_lookup(key: object) -> None:
     if isinstance(key, nn.Parameter) and (name := sharded_name(key)) is not None:
         raise Misuse(
-            f"The optimizer's state was asked for {name!r}; it is kept for flat parts of many parameters, this rank's "
-            "alone. To change all of it, 'for kept in optimizer.state.values():' has the tensors, on every rank. "
-            "tz.checkpoint.save(path, model, optimizer) writes it down by the names of parameters."
+            f"The optimizer's state was asked for {name!r}, or given; it is kept for flat parts of many "
+            "parameters, this rank's alone. To change all of it, 'for kept in optimizer.state.values():' has the tensors, "
+            "on every rank. tz.checkpoint.save(path, model, optimizer) writes it down by the names of parameters."
         )
 
 

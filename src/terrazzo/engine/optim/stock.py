@@ -18,6 +18,7 @@ from terrazzo.errors import BadInput
 
 __all__ = [
     "ELEMENTWISE",
+    "PROBE_NUMEL",
     "StateSpec",
     "assign_groups",
     "bare_copy",
@@ -194,7 +195,7 @@ _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 def state_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, StateSpec]:
     """What this optimizer keeps for each parameter of `group`.
 
-    Taken from a parameter that has state already, else found by stepping a tensor of two elements on a zero gradient.
+    Taken from a parameter that has state already, else found by stepping a tensor of a few elements on a zero gradient.
 
     Args:
         device: of the mesh. Where a state lives may follow the parameter, which is not there yet: a fused kernel reads
@@ -208,8 +209,12 @@ def state_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) 
     return probed
 
 
+PROBE_NUMEL = 13
+"""Elements of a tensor that is stepped to see what an optimizer keeps: no number that it would keep for all of them."""
+
+
 def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, StateSpec]:
-    tensor = nn.Parameter(torch.zeros(2, device=device))
+    tensor = nn.Parameter(torch.zeros(PROBE_NUMEL, device=device))
     tensor.grad = torch.zeros_like(tensor)
     probe = bare_copy(optimizer)
     probe.state = defaultdict(dict)

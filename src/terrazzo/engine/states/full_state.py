@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.bucket import Bucket
 from terrazzo.engine.buffer import Buffer, Resting
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.engine.optim.stock import PROBE_NUMEL, StateSpec
 from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.states.restore import restore_optimizer
 from terrazzo.engine.states.whole import gathered_state, whole_parameter
@@ -168,8 +168,8 @@ class OptimizerStates:
         """What is kept after a step on a zero gradient, by param group; the same for each element."""
         twin, states = Twin(self._optimizer, self._driver.groups.start), {}
         for group in self._driver.groups:
-            probe = nn.Parameter(torch.zeros(2))
-            probe.grad = torch.zeros(2)
+            probe = nn.Parameter(torch.zeros(PROBE_NUMEL))
+            probe.grad = torch.zeros_like(probe)
             states[group] = twin.step(group, probe, {})
         return states
 
@@ -180,7 +180,7 @@ def _filled(shape: tuple[int, ...], start: Any) -> Tensor:
 
 def _fixed_of(first: Mapping[int, States], bucket: Bucket, index: int) -> Iterator[tuple[str, Any]]:
     for kind, value in first[bucket.members[index].group].items():
-        if not isinstance(value, Tensor) or value.shape != (2,):
+        if not isinstance(value, Tensor) or value.shape != (PROBE_NUMEL,):
             yield kind, value
 
 

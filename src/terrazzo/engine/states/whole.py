@@ -5,6 +5,7 @@ What ranks along `tp` or `ep` share is put together from their parts, one parame
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -18,10 +19,11 @@ from terrazzo.engine.layout import Slot
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
+from terrazzo.engine.model.alike import unlike
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.rectangles import Rectangle
 from terrazzo.engine.unit import Unit
-from terrazzo.errors import BadInput, did_you_mean, listed
+from terrazzo.errors import BadInput, RanksApart, did_you_mean, listed
 
 __all__ = ["gathered_state", "whole_parameter", "whole_weights"]
 
@@ -82,6 +84,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
 
     Raises:
         BadInput: names that no parameter has, before anything is gathered.
+        RanksApart: on every rank, if they have not been given the same names in the same order.
 
     Yields:
         Name and full tensor, in the dtype that it is kept in: on the device, until the next one is asked for.
@@ -91,6 +94,11 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
     slots = [(unit, bucket, slot) for unit in engine.units for bucket in unit.buckets for slot in bucket.slots]
     places = {name: place for place in slots for name in place[2].names}
     wanted = [slot.name for _, _, slot in slots] if names is None else list(names)
+    if names is not None and unlike(engine.axes, {"names": zlib.crc32("\n".join(wanted).encode())}):
+        raise RanksApart(
+            "whole_weights: the ranks were not given the same names in the same order. Each tensor is put together "
+            "from the parts of all: give the same list on every rank, such as a sorted one."
+        )
     if unknown := [name for name in wanted if name not in places]:
         raise BadInput(
             f"whole_weights: {type(model).__name__} has no parameter {listed([*map(repr, unknown)], 5)}."
