@@ -41,7 +41,7 @@ from benchmarks.cpu.loops import HYPERPARAMETERS
 from benchmarks.cpu.models import Block, Shape
 from benchmarks.namespaces import LINK, NODES, Impossible, Nodes, run_ranks, two_nodes
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.place import Place, Plan
+from terrazzo.engine.plan.place import Place, Plan
 
 PER_NODE = 2
 RANKS = NODES * PER_NODE

@@ -26,8 +26,8 @@ import terrazzo as tz
 from terrazzo import checkpoint, cli, engine, planner
 from terrazzo.checkpoint.format.manifest import Extent, File, Manifest, OptimizerState, State, Tensor, Tile, Topology
 from terrazzo.engine import PLANS, PRECISIONS, Plan
-from terrazzo.engine.place import ROWS
-from terrazzo.engine.precision import DTYPE_FIELDS
+from terrazzo.engine.plan.place import ROWS
+from terrazzo.engine.plan.precision import DTYPE_FIELDS
 from terrazzo.train.launch import telling
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool

@@ -18,7 +18,13 @@ def _path(name: str) -> str:
 def _tree(root: Path, **files: str) -> Path:
     """A package `terrazzo`; each keyword is a path with `__` for `/` and its value the source."""
     package = root / "terrazzo"
-    for name, source in {"__init__": "", "engine__place": "", "engine__links__collectives": "", **files}.items():
+    for name, source in {
+        "__init__": "",
+        "engine__plan____init__": "",
+        "engine__plan__place": "",
+        "engine__links__collectives": "",
+        **files,
+    }.items():
         path = package / _path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
@@ -32,11 +38,11 @@ def _texts(package: Path) -> list[str]:
 def test_a_tree_that_keeps_the_rules_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     package = _tree(
         tmp_path,
-        engine____init__='"""Open to other packages:\n\n    place   a table\n"""\nfrom .model.shard import x\n',
-        engine__unit="from terrazzo.engine.links import collectives\nfrom .place import x\n",
-        engine__model__shard="from ..unit import x\n",
+        engine____init__='"""Open to other packages:\n\n    plan.place   a table\n"""\nfrom .model.shard import x\n',
+        engine__buckets__unit="from terrazzo.engine.links import collectives\nfrom ..plan.place import x\n",
+        engine__model__shard="from ..buckets.unit import x\n",
         engine__links__collectives="import torch.distributed as dist\ndist.all_reduce(1)\n",
-        planner__memory="from ..engine.place import x\nfrom terrazzo.errors import BadInput\n",
+        planner__memory="from ..engine.plan.place import x\nfrom terrazzo.errors import BadInput\n",
         errors="",
         cli__main="import terrazzo\nfrom terrazzo.train import loop\n",
         train__loop="import terrazzo as tz\n",
@@ -49,11 +55,11 @@ def test_a_tree_that_keeps_the_rules_is_clean(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("name", "source", "line"),
     [
-        ("engine__unit", "from terrazzo.planner.memory import bill\n", 1),
+        ("engine__buckets__unit", "from terrazzo.planner.memory import bill\n", 1),
         ("planner__search", "\nfrom ..train import loop\n", 2),
         ("telemetry__trace", "def f():\n    import terrazzo.cli.main\n", 2),
         ("train__loop", "from terrazzo.cli import main\n", 1),
-        ("engine__place", "import terrazzo\n", 1),
+        ("engine__plan__place", "import terrazzo\n", 1),
     ],
 )
 def test_an_import_that_points_up(tmp_path: Path, name: str, source: str, line: int) -> None:
@@ -65,9 +71,13 @@ def test_an_import_that_points_up(tmp_path: Path, name: str, source: str, line: 
 @pytest.mark.parametrize(
     ("name", "source", "text"),
     [
-        ("engine__unit", "from terrazzo.engine.offload.store import x\n", "the engine's core must not import "),
-        ("engine__links__collectives", "\nfrom ..place import x\n", "'engine/links' must not import "),
-        ("engine__links____init__", "from terrazzo.engine import place\n", "'engine/links' must not import "),
+        (
+            "engine__buckets__unit",
+            "from terrazzo.engine.offload.store import x\n",
+            "'engine/buckets' must not import ",
+        ),
+        ("engine__links__collectives", "\nfrom ..plan.place import x\n", "'engine/links' must not import "),
+        ("engine__links____init__", "from terrazzo.engine.plan import place\n", "'engine/links' must not import "),
         ("engine__offload__store", "import terrazzo.engine\n", "'engine/offload' must not import "),
     ],
 )
@@ -80,7 +90,7 @@ def test_an_import_that_points_up_inside_the_engine(tmp_path: Path, name: str, s
 FACE = '''"""The engine. What is below is open, too. Open to other
 packages, which ask for it:
 
-    place, links   tables, and ways
+    plan.place, links   tables, and ways
     model.names    names
 
     unit    indented like them, and no more of them
@@ -93,16 +103,21 @@ packages, which ask for it:
     [
         ("from terrazzo.engine import shard, engine_of\n", None),
         ("import terrazzo.engine\n", None),
-        ("from terrazzo.engine.place import Plan\nfrom ..engine.links import collectives\n", None),
+        ("from terrazzo.engine.plan.place import Plan\nfrom ..engine.links import collectives\n", None),
         ("from terrazzo.engine.links.collectives import x\nfrom terrazzo.engine.model.names import x\n", None),
         ("from terrazzo.engine.model.shard import _prepare\n", "terrazzo.engine.model.shard"),
         ("def f():\n    from terrazzo.engine.model import names, shard\n", "terrazzo.engine.model.shard"),
-        ("from ..engine import unit\n", "terrazzo.engine.unit"),
-        ("import terrazzo.engine.unit as u\n", "terrazzo.engine.unit"),
+        ("from ..engine.buckets import unit\n", "terrazzo.engine.buckets.unit"),
+        ("import terrazzo.engine.buckets.unit as u\n", "terrazzo.engine.buckets.unit"),
     ],
 )
 def test_another_package_has_a_face(tmp_path: Path, source: str, inside: str | None) -> None:
-    own = {"engine____init__": FACE, "engine__unit": "", "engine__placement": "", "engine__model__shard": ""}
+    own = {
+        "engine____init__": FACE,
+        "engine__buckets__unit": "",
+        "engine__plan__placement": "",
+        "engine__model__shard": "",
+    }
     tree = _tree(tmp_path, **own, engine__model__names="", engine__links____init__="", planner__memory=source)
     line = source.count("\n")
     want = f"planner/memory.py:{line}: '{inside}' is inside of another package: import from 'terrazzo.engine', or open"
@@ -122,8 +137,8 @@ def test_a_new_folder_of_the_engine_must_be_given_a_layer(tmp_path: Path) -> Non
 
 
 def test_two_classes_of_the_engine_with_one_name(tmp_path: Path) -> None:
-    package = _tree(tmp_path, engine__a="class Slot: ...\n", engine__offload__b="\nclass Slot: ...\n")
-    assert _texts(package) == ["engine/offload/b.py:2: 'Slot' is also a class of 'terrazzo.engine.a'"]
+    package = _tree(tmp_path, engine__links__a="class Slot: ...\n", engine__offload__b="\nclass Slot: ...\n")
+    assert _texts(package) == ["engine/offload/b.py:2: 'Slot' is also a class of 'terrazzo.engine.links.a'"]
 
 
 def test_a_new_top_level_part_must_be_given_a_layer(tmp_path: Path) -> None:
@@ -133,9 +148,9 @@ def test_a_new_top_level_part_must_be_given_a_layer(tmp_path: Path) -> None:
 def test_cycles_between_modules_and_between_parts(tmp_path: Path) -> None:
     package = _tree(
         tmp_path,
-        engine__a="from .b import x\n",
-        engine__b="from . import c\n",
-        engine__c="def late():\n    from terrazzo.engine.a import x\n",
+        engine__plan__a="from .b import x\n",
+        engine__plan__b="from . import c\n",
+        engine__plan__c="def late():\n    from terrazzo.engine.plan.a import x\n",
         planner__a="from terrazzo.dialects import a\n",
         planner__b="",
         dialects__a="",
@@ -150,27 +165,27 @@ def test_cycles_between_modules_and_between_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from importlib import import_module\nimport_module('terrazzo.engine.place').x\n",
+        "from importlib import import_module\nimport_module('terrazzo.engine.plan.place').x\n",
         "import importlib as load\nload.import_module(f'terrazzo.engine.{name}')\n",
-        "from importlib import import_module\nTABLE = {'x': 'terrazzo.engine.place.Place'}\nimport_module(TABLE[x])\n",
+        "from importlib import import_module\nTABLE = {'x': 'terrazzo.engine.plan.Place'}\nimport_module(TABLE[x])\n",
         "import importlib\nimportlib.import_module('.place', __package__)\n",
-        "from importlib import import_module as load\nload('terrazzo.engine.place')\n",
-        "\n__import__('terrazzo.engine.place')\n",
-        "import pkgutil\npkgutil.resolve_name('terrazzo.engine.place:x')\n",
+        "from importlib import import_module as load\nload('terrazzo.engine.plan.place')\n",
+        "\n__import__('terrazzo.engine.plan.place')\n",
+        "import pkgutil\npkgutil.resolve_name('terrazzo.engine.plan.place:x')\n",
     ],
 )
 def test_a_string_that_names_a_module_for_import(tmp_path: Path, source: str) -> None:
-    package = _tree(tmp_path, engine__unit=source, engine__place="")
+    package = _tree(tmp_path, engine__buckets__unit=source, engine__plan__place="")
     (package / "engine" / "__init__.py").write_text("")
     (finding,) = _texts(package)
-    assert finding.startswith("engine/unit.py:2: the string names '")
+    assert finding.startswith("engine/buckets/unit.py:2: the string names '")
 
 
 def test_strings_that_import_nothing_here_are_free(tmp_path: Path) -> None:
     package = _tree(
         tmp_path,
-        engine__unit="import importlib\nimportlib.import_module('torch')\nrun(['-m', 'terrazzo.engine.place'])\n",
-        planner__cite="SOURCE = 'terrazzo.engine.place'\n",
+        engine__plan__a="import importlib\nimportlib.import_module('torch')\nrun(['-m', 'terrazzo.engine.plan'])\n",
+        planner__cite="SOURCE = 'terrazzo.engine.plan.place'\n",
         dialects__registry="from importlib import import_module\nimport_module('terrazzo.dialects.json')\n",
         dialects__json="",
     )
@@ -191,13 +206,13 @@ def test_strings_that_import_nothing_here_are_free(tmp_path: Path) -> None:
     ],
 )
 def test_a_collective_outside_its_module(tmp_path: Path, source: str) -> None:
-    (finding,) = _texts(_tree(tmp_path, engine__unit=source, planner__x=source))
-    assert finding.startswith("engine/unit.py:2: ")
+    (finding,) = _texts(_tree(tmp_path, engine__buckets__unit=source, planner__x=source))
+    assert finding.startswith("engine/buckets/unit.py:2: ")
 
 
 def test_other_uses_of_torch_distributed_are_free(tmp_path: Path) -> None:
     source = "import torch.distributed as dist\ndist.get_rank()\nx.scatter(0)\ndist.ReduceOp.SUM\n"
-    assert _texts(_tree(tmp_path, engine__unit=source)) == []
+    assert _texts(_tree(tmp_path, engine__buckets__unit=source)) == []
 
 
 def _function(name: str, lines: int) -> str:
@@ -222,31 +237,31 @@ def test_a_kind_of_device_outside_its_module(tmp_path: Path, source: str) -> Non
 def test_budgets_of_files_and_functions(tmp_path: Path) -> None:
     package = _tree(
         tmp_path,
-        engine__long="x = 1\n" * 401,
-        engine__fits="x = 1\n" * 400,
-        engine__function=_function("fits", 80) + _function("too_long", 81),
-        engine__arguments="class A:\n    def ok(self, a, b, c, d, e, f): ...\n"
+        engine__plan__long="x = 1\n" * 401,
+        engine__plan__fits="x = 1\n" * 400,
+        engine__plan__function=_function("fits", 80) + _function("too_long", 81),
+        engine__plan__arguments="class A:\n    def ok(self, a, b, c, d, e, f): ...\n"
         "    def no(self, a, b, c, *d, e, f, **g): ...\n"
         "def fixed(a, b, c, d, e, f, g):  # structure: signature fixed by the design\n    ...\n",
-        engine__later="x = 1  # TO" + "DO: more\n",
+        engine__plan__later="x = 1  # TO" + "DO: more\n",
     )
     assert sorted(_texts(package)) == [
-        "engine/arguments.py:3: no: 7 arguments (limit 6; pass a config object)",
-        "engine/function.py:86: too_long: body of 81 lines (limit 80)",
-        "engine/later.py:1: unfinished work: x = 1  # TO" + "DO: more",
-        "engine/long.py:401: file of 401 lines (limit 400)",
+        "engine/plan/arguments.py:3: no: 7 arguments (limit 6; pass a config object)",
+        "engine/plan/function.py:86: too_long: body of 81 lines (limit 80)",
+        "engine/plan/later.py:1: unfinished work: x = 1  # TO" + "DO: more",
+        "engine/plan/long.py:401: file of 401 lines (limit 400)",
     ]
 
 
 def test_budgets_of_the_whole_tree(tmp_path: Path) -> None:
     short = "".join(_function(f"short{i}", 2) for i in range(20))
     long = "".join(_function(f"long{i}", 31) for i in range(3))
-    assert _texts(_tree(tmp_path / "a", engine__a=short)) == []
-    texts = _texts(_tree(tmp_path / "b", engine__a=short, engine__b=long))
+    assert _texts(_tree(tmp_path / "a", engine__plan__a=short)) == []
+    texts = _texts(_tree(tmp_path / "b", engine__plan__a=short, engine__plan__b=long))
     assert "90th percentile of function bodies is 31 lines (limit 30)" in texts[0]
-    assert texts[1].startswith("engine/b.py:1: long0: 31 lines")
+    assert texts[1].startswith("engine/plan/b.py:1: long0: 31 lines")
     middling = "".join(_function(f"f{i}", 11) for i in range(12))
-    (text,) = _texts(_tree(tmp_path / "c", engine__a=middling))
+    (text,) = _texts(_tree(tmp_path / "c", engine__plan__a=middling))
     assert "median function body of 11 lines (limit 10)" in text
 
 

@@ -31,8 +31,8 @@ from torch.nn import functional as F
 import terrazzo as tz
 from benchmarks.gpu.contenders import Workload
 from terrazzo.engine import checkpoint_activations, compile_units
-from terrazzo.engine.axes import Axes, data_mesh
-from terrazzo.engine.buffer import Buffer
+from terrazzo.engine.buckets.buffer import Buffer
+from terrazzo.engine.plan.axes import Axes, data_mesh
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.process.device import Stream
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig

@@ -129,7 +129,7 @@ def terrazzo(model: Decoder, setup: Setup) -> Loop:
     """Plan zero3 in precision bf16."""
     import terrazzo as tz
     from terrazzo.engine import engine_of
-    from terrazzo.engine.buffer import Buffer
+    from terrazzo.engine.buckets.buffer import Buffer
 
     mesh = init_device_mesh(setup.device, (setup.world,), mesh_dim_names=("dp_shard",))
     sharded, optimizer = tz.shard(model, _adamw, "zero3", units=[Block], precision="bf16", mesh=mesh)

@@ -13,7 +13,7 @@ import hostcuda
 from benchmarks.allocator.__main__ import RESULTS, measure
 from benchmarks.allocator.jobs import JOBS, LAYERS, RANKS, SCALE, Job
 from benchmarks.allocator.report import report, shares
-from terrazzo.engine.place import ROWS
+from terrazzo.engine.plan.place import ROWS
 from terrazzo.planner.memory.overheads import RESERVE, ROOMY_RESERVE
 
 why = hostcuda.obstacle()

@@ -19,7 +19,7 @@ from benchmarks import namespaces, network
 from benchmarks.cpu.models import Block, Decoder, Shape
 from benchmarks.namespaces import Impossible, run_ranks, two_nodes
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.place import Plan
+from terrazzo.engine.plan.place import Plan
 from tests.helpers import programs
 from tests.helpers.fake import fake_group
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from terrazzo.checkpoint.importers.deepspeed import DeepSpeedCheckpoint, recognises
 from terrazzo.checkpoint.importers.deepspeed.trained import scaler_counters
-from terrazzo.engine.precision import LossScaling
-from terrazzo.engine.scaler import LossScaler
+from terrazzo.engine.loop.scaler import LossScaler
+from terrazzo.engine.plan.precision import LossScaling
 from terrazzo.errors import BadInput, Damaged
 from tests.helpers.imported import RunsCode, States, assert_same
 

@@ -23,7 +23,7 @@ from terrazzo.checkpoint.source import WEIGHT
 from terrazzo.checkpoint.storage.local import LocalFolder
 from terrazzo.checkpoint.upkeep import audit, compare
 from terrazzo.checkpoint.upkeep.convert import convert
-from terrazzo.engine.rectangles import Rectangle, rectangles_of
+from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import BadInput, Damaged, SaveFailed
 from tests.checkpoint.documented import read_as_documented
 from tests.checkpoint.tiled import CUTS, MESHES, Mesh, States, parts, states, write

@@ -17,7 +17,8 @@ from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.reader import flatten
 from terrazzo.dialects.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.understand import read_document
-from terrazzo.engine import LossScaling, Plan, place
+from terrazzo.engine import LossScaling, Plan
+from terrazzo.engine.plan import place
 from terrazzo.errors import BadInput
 from terrazzo.train.plan import build_plan, build_precision
 

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import terrazzo as tz
 from terrazzo.engine import compile_units, engine_of, estimate
-from terrazzo.engine.axes import Axes
+from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.making.checks import check_graphs, check_kind, check_mesh, check_precision
-from terrazzo.engine.tally import Tally
+from terrazzo.engine.plan.axes import Axes
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool

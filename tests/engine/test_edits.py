@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buckets.bucket import Bucket
 from tests.engine.toys import EVERY_PLAN, Net, assert_close, batch, full_parameters, loss_of, mesh_for, on_ranks
 from tests.helpers.cover import places
 from tests.helpers.fake import fake_group

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import LossScaling, ModelState, Precision, engine_of
-from terrazzo.engine.scaler import LossScaler
+from terrazzo.engine.loop.scaler import LossScaler
 from tests.engine.toys import (
     EVERY_PLAN,
     Block,

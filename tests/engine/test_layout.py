@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terrazzo.engine.layout import ALIGN, Layout, Range, round_up, share
+from terrazzo.engine.plan.layout import ALIGN, Layout, Range, round_up, share
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 AXES = st.lists(st.integers(1, 5), max_size=3)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from terrazzo.engine.order import Event, Order, Visit, merge
+from terrazzo.engine.schedule.order import Event, Order, Visit, merge
 
 UNITS = 6
 

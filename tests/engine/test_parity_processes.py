@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from terrazzo.engine.links.gloo import GlooCollectives
-from terrazzo.engine.schedule import Schedule
+from terrazzo.engine.schedule.schedule import Schedule
 from tests.engine.models import base_model, batch, loss_of
 from tests.engine.parity import Case, Runner, assert_parity, axes, run_on_threads
 from tests.engine.reference import adamw, reference

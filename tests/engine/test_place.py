@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terrazzo.engine.place import OFFLOADS, PLANS, Place, Plan
+from terrazzo.engine.plan.place import OFFLOADS, PLANS, Place, Plan
 from terrazzo.errors import BadInput
 
 S, R = "dp_shard", "dp_replicate"

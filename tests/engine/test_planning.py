@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from terrazzo.engine.making.shard import estimate
-from terrazzo.engine.partition import find_units, partition
+from terrazzo.engine.plan.partition import find_units, partition
 from tests.helpers.fake import fake_group
 
 

@@ -12,7 +12,7 @@ import torch
 from terrazzo.config import config_from_dict
 from terrazzo.dialects.dialect import NO_CONTEXT
 from terrazzo.dialects.terrazzo.read import read
-from terrazzo.engine.precision import PRECISION_SPELLINGS, PRECISIONS, LossScaling, Precision
+from terrazzo.engine.plan.precision import PRECISION_SPELLINGS, PRECISIONS, LossScaling, Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner.setup.recipes import precision as planned
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hostcuda.device import FAULTS, Watching, report
-from terrazzo.engine.buffer import Buffer
-from terrazzo.engine.gradient import Gradient
+from terrazzo.engine.buckets.buffer import Buffer
+from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.links.collectives import NativeCollectives
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Handle

@@ -15,7 +15,7 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of, estimate
-from terrazzo.engine.spec import Pass
+from terrazzo.engine.plan.spec import Pass
 from terrazzo.parallel import TensorRanks, context_of
 from terrazzo.parallel.paper import cut_on_paper
 from terrazzo.planner.machine.devices import Cluster, Device

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from terrazzo.engine import Plan, Precision
-from terrazzo.engine.place import OFFLOADS
+from terrazzo.engine.plan.place import OFFLOADS
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.gate.framework import FRAMEWORKS, Framework

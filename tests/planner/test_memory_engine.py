@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import Offload, Plan, Precision, estimate
 from terrazzo.engine.links.gloo import GlooCollectives
-from terrazzo.engine.partition import find_units, partition
-from terrazzo.engine.place import OFFLOADS
+from terrazzo.engine.plan.partition import find_units, partition
+from terrazzo.engine.plan.place import OFFLOADS
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import stage_peak

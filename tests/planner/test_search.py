@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.engine.place import ROWS
+from terrazzo.engine.plan.place import ROWS
 from terrazzo.errors import BadInput
 from terrazzo.planner.api import estimate, estimate_request, plan
 from terrazzo.planner.assemble import Estimate

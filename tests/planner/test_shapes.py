@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from terrazzo.engine.partition import find_units, partition
+from terrazzo.engine.plan.partition import find_units, partition
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.closed_form import shape_of_config
 from terrazzo.planner.model.families import FAMILIES

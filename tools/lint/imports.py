@@ -25,13 +25,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-# The same inside three packages: folders and modules, the others of these as CORE, "" for `__init__`.
+# The same inside three packages: folders, modules that are in none as CORE, "" for `__init__`.
 CORE = "(core)"
 INNER_LAYERS = {
     "checkpoint": ("format", "storage", CORE, "importers", "saving", "loading", "exporters", "upkeep", ""),
     "engine": (
-        *("process", "links", "border", CORE, "loop", "optim", "offload", "paper", "model", "states", "answers"),
-        *("making", ""),
+        *("process", "links", "border", "plan", "buckets", "schedule", "loop", "optim", "offload", "paper", "model"),
+        *("states", "answers", "making", ""),
     ),
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),

@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Module:
-    """One parsed source file; `name` is dotted and starts with the package (`terrazzo.engine.place`)."""
+    """One parsed source file; `name` is dotted and starts with the package (`terrazzo.engine.plan.place`)."""
 
     path: Path
     name: str
@@ -36,7 +36,7 @@ class Module:
 
     @property
     def part(self) -> str:
-        """The top-level name below the package: `engine` for `terrazzo.engine.place`, "" for `terrazzo`."""
+        """The top-level name below the package: `engine` for `terrazzo.engine.plan.place`, "" for `terrazzo`."""
         return self.name.split(".")[1] if "." in self.name else ""
 
     @property

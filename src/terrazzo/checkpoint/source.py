@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.format.runs import Runs
-from terrazzo.engine.layout import PAGE_BYTES, Range
-from terrazzo.engine.rectangles import Rectangle
+from terrazzo.engine.plan.layout import PAGE_BYTES, Range
+from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.errors import BadInput
 
 __all__ = ["AVERAGE", "BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "Watched", "by_runs"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from terrazzo.engine.border.parameter import function_name, is_question
-from terrazzo.engine.unit import compilation_of
+from terrazzo.engine.buckets.unit import compilation_of
 from terrazzo.errors import Misuse
 
 __all__ = ["watch_direct_use"]

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from terrazzo.engine import Box, Family, Record, leave_record, record_of
-from terrazzo.engine.axes import Axes
-from terrazzo.engine.family import SHARES_EXPERTS
 from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.family import SHARES_EXPERTS
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, Misuse, RanksApart, listed
 from terrazzo.parallel.adapters import adapted

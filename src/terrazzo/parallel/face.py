@@ -8,11 +8,11 @@ from typing import Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.axes import STAGES, Axes, expert_mesh
-from terrazzo.engine.family import SHARES_MATRICES
+from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.making.parts import check_uncut
 from terrazzo.engine.model.together import check_agreement, together
-from terrazzo.engine.tally import Tally
+from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
+from terrazzo.engine.plan.family import SHARES_MATRICES
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.chunks import Balance
 from terrazzo.parallel.context import Context, Mode

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import STAGES_OF, give_up
-from terrazzo.engine.axes import STAGES, Axes, expert_mesh
+from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.making.parts import check_uncompiled, check_uncut
 from terrazzo.engine.model.together import check_agreement, together
+from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
 from terrazzo.engine.states.materialize import synchronize
-from terrazzo.engine.tally import Tally
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.adapters import adapted
 from terrazzo.parallel.expert import experts_of

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.axes import Axes
 from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.transfer import Moves, Transfer
-from terrazzo.engine.tally import Tally
+from terrazzo.engine.plan.axes import Axes
 from terrazzo.parallel.exchanges import Move, exchange
 
 __all__ = ["SEQUENCE", "TensorRanks", "runs_of", "tensor_ranks"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from terrazzo.engine.family import SHARES_SEQUENCES
+from terrazzo.engine.plan.family import SHARES_SEQUENCES
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel.context import Context
 

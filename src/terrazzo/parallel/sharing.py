@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.family import SHARES_SEQUENCES
+from terrazzo.engine.plan.family import SHARES_SEQUENCES
 from terrazzo.errors import BadInput
 from terrazzo.parallel.adapters import base_of
 from terrazzo.parallel.context import Context

@@ -11,7 +11,7 @@ from torch import Tensor
 import terrazzo as tz
 from terrazzo.checkpoint import check_replicas
 from terrazzo.engine import engine_of
-from terrazzo.engine.phases import Phases
+from terrazzo.engine.links.phases import Phases
 from terrazzo.telemetry import PeakMemory, StepRecorder, Stopwatch
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo.engine.axes import Axes
 from terrazzo.engine.links import backends
 from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.transfer import Handle, Ledger, Traffic, Transfer
-from terrazzo.engine.tally import Tally
+from terrazzo.engine.plan.axes import Axes
 from tests.engine.toys import on_ranks
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool

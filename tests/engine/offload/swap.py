@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from terrazzo.engine.layout import PAGE_BYTES
 from terrazzo.engine.offload.disk import Disk, page_aligned
 from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.plan.layout import PAGE_BYTES
 
 
 def disk_in(*folders: Path, pages: int = 64, block: int = 4, direct: bool = False, digest: bool = False) -> Disk:

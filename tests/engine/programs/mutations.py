@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from terrazzo.engine import gradient
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.gradient import Gradient
+from terrazzo.engine.buckets import gradient
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.loop import hooks
+from terrazzo.engine.loop.scaler import Denominator
 from terrazzo.engine.making import prepare
 from terrazzo.engine.optim import optimizer
-from terrazzo.engine.scaler import Denominator
 
 STRUCK = "tree.parts.0"
 """Defects of one unit are in whatever holds parameters of this name."""

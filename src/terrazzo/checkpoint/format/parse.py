@@ -30,7 +30,7 @@ from terrazzo.checkpoint.format.manifest import (
     index_space,
 )
 from terrazzo.checkpoint.format.tiling import tiling_problem
-from terrazzo.engine.rectangles import Rectangle
+from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["is_crowded", "named_tiles", "parse_manifest", "rectangle_of"]

@@ -23,7 +23,7 @@ from terrazzo.checkpoint.storage.places import store_and_name
 from terrazzo.checkpoint.storage.shard import file_name
 from terrazzo.checkpoint.storage.store import Folder
 from terrazzo.engine import ModelState, Owned, Read, parameter_names, persistent_buffers
-from terrazzo.engine.layout import Range
+from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn
 from terrazzo.exchange import gather_json, together
 

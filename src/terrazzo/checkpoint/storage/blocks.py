@@ -9,7 +9,7 @@ from terrazzo.checkpoint.format.manifest import Extent, Manifest
 from terrazzo.checkpoint.format.runs import Runs
 from terrazzo.checkpoint.storage.shard import checked_block
 from terrazzo.checkpoint.storage.store import Folder
-from terrazzo.engine.layout import Range
+from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged
 
 __all__ = ["Blocks", "DigestBlock"]

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from terrazzo.engine.answers.measured import measured_gradient
 from terrazzo.engine.answers.stand_in import Key, StandIn
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.family import Family
+from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.loop.listeners import eager, inside_backward
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
-from terrazzo.engine.partition import Member
+from terrazzo.engine.plan.family import Family
+from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.process.weak import weakly
 from terrazzo.errors import Misuse
 

@@ -18,10 +18,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from terrazzo.engine.axes import Axes
 from terrazzo.engine.border.parameter import Refusing, function_name, link_of, torch_names
-from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.process.weak import weakly
 from terrazzo.errors import Misuse, RanksApart
 
@@ -97,8 +97,8 @@ class Spread:
         if not all(self.axes.equal(code, self.over)):
             raise RanksApart(
                 f"The ranks have not measured the same: here it is the turn of {said}, and on another rank of "
-                "something else. The number is of all their parts: ask for the same ones in the same order on every rank, "
-                "such as that of model.named_parameters(), which a set does not keep."
+                "something else. The number is of all their parts: ask for the same ones in the same order on every "
+                "rank, such as that of model.named_parameters(), which a set does not keep."
             )
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from terrazzo.engine.answers.measured import measures
 from terrazzo.engine.border.parameter import Refusing, torch_names
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.partition import Member
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.process.weak import model_gone
 from terrazzo.errors import Misuse
 

@@ -14,15 +14,15 @@ from itertools import chain, islice
 
 import torch
 
-from terrazzo.engine.axes import Axes
-from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meet
-from terrazzo.engine.order import Event, Visit, merge
-from terrazzo.engine.progress import Progress
-from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import Pass
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.loop.progress import Progress
+from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.schedule.order import Event, Visit, merge
+from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["Agreement", "flags_numel"]
 

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from torch import nn
 
-from terrazzo.engine.family import SHARES_EXPERTS
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.plan.family import SHARES_EXPERTS
+from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["Companions"]
 

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_map_only
 
 from terrazzo.engine.border.modules import ModuleTree
 from terrazzo.engine.border.parameter import link_of, register_last
-from terrazzo.engine.bucket import Bucket, adopt_displaced
+from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.announce import Announcements
@@ -19,17 +20,16 @@ from terrazzo.engine.loop.companion import Companions
 from terrazzo.engine.loop.copies import Copies
 from terrazzo.engine.loop.listeners import eager, inside_backward, on_backward
 from terrazzo.engine.loop.outputs import restore_asides, scale_asides, scale_output
+from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
+from terrazzo.engine.loop.scaler import LossScaler
+from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.process.callers import runs_inside_itself
 from terrazzo.engine.process.calls import do_nothing
 from terrazzo.engine.process.weak import weakly, while_kept
-from terrazzo.engine.progress import Progress
-from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.scaler import LossScaler
-from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.stages import StagedSchedule
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.engine.schedule.stages import StagedSchedule
 from terrazzo.errors import Misuse
 
 __all__ = ["Hooks"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from terrazzo.engine.scaler import LossScaler, scale_backward
+from terrazzo.engine.loop.scaler import LossScaler, scale_backward
 from terrazzo.errors import Misuse
 
 __all__ = ["PLAIN", "leaves_of", "map_tensors", "put_aside", "restore_asides", "scale_asides", "scale_output"]

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from terrazzo.engine.axes import Axes
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.collectives import TRAIL
 from terrazzo.engine.links.label import RUN_THE_SAME, Label, moving
-from terrazzo.engine.progress import Progress
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.loop.progress import Progress
+from terrazzo.engine.plan.axes import Axes
 from terrazzo.errors import RanksApart
 
 __all__ = ["MEETING_NUMEL", "meet", "weights_are_split"]

@@ -13,21 +13,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.axes import BESIDE, STAGES, Axes
 from terrazzo.engine.border.memory import check_views
 from terrazzo.engine.border.parameter import link_of
-from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.backends import backend_of
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.together import check_agreement
 from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.settings import NOT_HYPER
-from terrazzo.engine.partition import UnitSpec
-from terrazzo.engine.place import DATA_AXES, Plan
-from terrazzo.engine.precision import Precision
+from terrazzo.engine.plan.axes import BESIDE, STAGES, Axes
+from terrazzo.engine.plan.partition import UnitSpec
+from terrazzo.engine.plan.place import DATA_AXES, Plan
+from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.process import device as devices
-from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, Misuse, listed, warn
 
 __all__ = [

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from terrazzo.engine.elsewhere import as_one
 from terrazzo.engine.offload.activations import OffloadedActivations
-from terrazzo.engine.partition import Units, find_units
+from terrazzo.engine.plan.elsewhere import as_one
+from terrazzo.engine.plan.partition import Units, find_units
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["checkpoint_activations", "compile_units"]

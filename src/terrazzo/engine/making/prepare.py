@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.axes import Axes, data_mesh
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.elsewhere import as_one
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.unit import Unit, compilation_of
+from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.transfer import Ledger
 from terrazzo.engine.making.checks import (
     check_device,
@@ -40,14 +40,14 @@ from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.stock import assign_groups, check_optimizer, state_of
-from terrazzo.engine.partition import Member, Units, UnitSpec, find_units, partition
-from terrazzo.engine.place import Plan
-from terrazzo.engine.precision import Precision
+from terrazzo.engine.plan.axes import Axes, data_mesh
+from terrazzo.engine.plan.elsewhere import as_one
+from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
+from terrazzo.engine.plan.place import Plan
+from terrazzo.engine.plan.precision import Precision
+from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.process import device as devices
-from terrazzo.engine.recipe import Recipe
 from terrazzo.engine.states.materialize import check_initializable
-from terrazzo.engine.tally import Tally
-from terrazzo.engine.unit import Unit, compilation_of
 from terrazzo.errors import BadInput
 
 __all__ = ["OptimizerLike", "Options", "Prepared", "prepare"]

@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from terrazzo.engine.answers.gradients import show_gradients
 from terrazzo.engine.answers.measured import let_measure
 from terrazzo.engine.answers.module import make_sharded_module
-from terrazzo.engine.elsewhere import stages_of
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, weights_are_split
+from terrazzo.engine.loop.progress import Progress
+from terrazzo.engine.loop.scaler import Denominator
 from terrazzo.engine.making.attach import put_on
 from terrazzo.engine.making.parts import exchanged_along
 from terrazzo.engine.making.prepare import OptimizerLike, Options, Prepared, prepare
@@ -33,14 +35,13 @@ from terrazzo.engine.optim.stock import orphans
 from terrazzo.engine.optim.unattached import watch_steps
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep
-from terrazzo.engine.partition import Units
-from terrazzo.engine.place import Plan
-from terrazzo.engine.precision import Precision
+from terrazzo.engine.plan.elsewhere import stages_of
+from terrazzo.engine.plan.partition import Units
+from terrazzo.engine.plan.place import Plan
+from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.process.pages import keep_freed, return_freed
-from terrazzo.engine.progress import Progress
-from terrazzo.engine.scaler import Denominator
-from terrazzo.engine.schedule import Meet, Schedule
-from terrazzo.engine.stages import StagedSchedule
+from terrazzo.engine.schedule.schedule import Meet, Schedule
+from terrazzo.engine.schedule.stages import StagedSchedule
 from terrazzo.engine.states.materialize import (
     initializer_of,
     materialize,
@@ -49,7 +50,6 @@ from terrazzo.engine.states.materialize import (
     step_real,
     synchronize,
 )
-from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput, listed, warn
 
 __all__ = ["clip_grad_norm_", "estimate", "gathered", "shard"]

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from terrazzo.engine.axes import Axes
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import view
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.buffer import view
 from terrazzo.engine.model.digest import digest
+from terrazzo.engine.plan.axes import Axes
 from terrazzo.errors import RanksApart, listed
 
 __all__ = ["broadcast_first", "compare_written", "unlike"]

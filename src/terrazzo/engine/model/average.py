@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from terrazzo.engine.axes import Axes
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Access, Buffer
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.buffer import Access, Buffer
 from terrazzo.engine.model.together import check_agreement
+from terrazzo.engine.plan.axes import Axes
 from terrazzo.errors import BadInput
 
 __all__ = ["Average"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from terrazzo.engine.place import Plan
-from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.plan.place import Plan
+from terrazzo.engine.plan.recipe import Recipe
 
 __all__ = ["described"]
 

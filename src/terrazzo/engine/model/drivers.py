@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from torch.optim import Optimizer
 
-from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.process.calls import do_nothing
-from terrazzo.engine.progress import Progress
 
 __all__ = ["Drivers"]
 

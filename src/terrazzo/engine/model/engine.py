@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.ending import require_own
-from terrazzo.engine.axes import Axes
-from terrazzo.engine.bucket import Bucket, adopt_displaced
-from terrazzo.engine.buffer import Buffer
+from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
+from terrazzo.engine.buckets.buffer import Buffer
+from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks
+from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.model.alike import broadcast_first, compare_written
 from terrazzo.engine.model.average import Average
 from terrazzo.engine.model.description import described
@@ -26,15 +28,13 @@ from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
-from terrazzo.engine.place import Plan
-from terrazzo.engine.precision import Precision
+from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.place import Plan
+from terrazzo.engine.plan.precision import Precision
+from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.spec import Pass
 from terrazzo.engine.process.device import Stream
-from terrazzo.engine.progress import Progress
-from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import Pass
-from terrazzo.engine.tally import Tally
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["Engine", "engine_of"]

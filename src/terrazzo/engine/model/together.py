@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from terrazzo.engine.axes import Axes
+from terrazzo.engine.plan.axes import Axes
 from terrazzo.errors import BadInput
 
 __all__ = ["check_agreement", "together"]

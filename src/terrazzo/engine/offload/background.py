@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.optim import Optimizer
 
-from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.offload.settings import StepMode
 from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.twin import Twin
-from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
 __all__ = ["Background"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.ending import Ending
-from terrazzo.engine.layout import PAGE_BYTES, padded_bytes
+from terrazzo.engine.plan.layout import PAGE_BYTES, padded_bytes
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.errors import BadInput, Misuse

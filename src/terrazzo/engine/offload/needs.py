@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.layout import padded_bytes
+from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.stock import StateSpec
-from terrazzo.engine.spec import BucketSpec
+from terrazzo.engine.plan.layout import padded_bytes
+from terrazzo.engine.plan.spec import BucketSpec
 
 __all__ = [
     "SENDS",

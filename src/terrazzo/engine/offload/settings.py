@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from terrazzo.engine.layout import PAGE_BYTES, round_up
-from terrazzo.engine.place import Plan
+from terrazzo.engine.plan.layout import PAGE_BYTES, round_up
+from terrazzo.engine.plan.place import Plan
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Offload", "StepMode"]

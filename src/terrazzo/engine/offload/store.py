@@ -14,8 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buffer import Buffer, Resting, Space
-from terrazzo.engine.layout import padded_bytes
+from terrazzo.engine.buckets.buffer import Buffer, Resting, Space
 from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
@@ -23,6 +22,7 @@ from terrazzo.engine.offload.needs import SENDS, Need, disk_bytes, host_bytes, t
 from terrazzo.engine.offload.sending import Sending
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.topology import bound_to, ranks_here, step_threads
+from terrazzo.engine.plan.layout import padded_bytes
 from terrazzo.engine.process.device import Stream
 from terrazzo.engine.process.worker import Job, Worker
 

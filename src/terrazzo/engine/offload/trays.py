@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.gradient import Landed
-from terrazzo.engine.layout import Range, padded_bytes
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.gradient import Landed
 from terrazzo.engine.offload.disk import Pending
 from terrazzo.engine.offload.drive import DriveBuffer
+from terrazzo.engine.plan.layout import Range, padded_bytes
 
 __all__ = ["Tray"]
 

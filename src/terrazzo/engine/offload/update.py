@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from terrazzo.ending import require_own, start_thread
 from terrazzo.engine.border.parameter import OnDrive
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.gradient import Landed
-from terrazzo.engine.layout import Range
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.gradient import Landed
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to
 from terrazzo.engine.offload.trays import Tray
 from terrazzo.engine.optim.segment import Segment, scaled
 from terrazzo.engine.optim.twin import Twin
+from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.process.device import Stream, set_current
 from terrazzo.engine.process.worker import Job, again, without_frames
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.process import device as devices
-from terrazzo.engine.recipe import Recipe
 from terrazzo.errors import Diverged
 
 __all__ = ["clip_grad_norm", "norms", "stacked"]

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.gradient import Landed
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.gradient import Landed
+from terrazzo.engine.loop.scaler import LossScaler
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
@@ -27,7 +28,6 @@ from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.process.callers import is_inside_own_step
 from terrazzo.engine.process.weak import model_gone, weakly
-from terrazzo.engine.scaler import LossScaler
 from terrazzo.errors import Misuse
 
 __all__ = ["OptimizerDriver"]

@@ -7,10 +7,10 @@ from typing import Protocol
 
 from torch.optim import Optimizer
 
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.progress import Progress
-from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.loop.progress import Progress
+from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["Driven", "OffDeviceUpdates"]
 

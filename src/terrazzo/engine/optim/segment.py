@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.border.parameter import OnDrive
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Buffer
-from terrazzo.engine.gradient import Landed
-from terrazzo.engine.layout import Range, Slot
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.buffer import Buffer
+from terrazzo.engine.buckets.gradient import Landed
+from terrazzo.engine.plan.layout import Range, Slot
 
 __all__ = ["Segment", "held_range", "runs", "scaled", "segments_of"]
 

@@ -68,8 +68,8 @@ def _refuse_lookup(key: object) -> None:
     if isinstance(key, nn.Parameter) and (name := sharded_name(key)) is not None:
         raise Misuse(
             f"The optimizer's state was asked for {name!r}, or given; it is kept for flat parts of many "
-            "parameters, this rank's alone. To change all of it, 'for kept in optimizer.state.values():' has the tensors, "
-            "on every rank. tz.checkpoint.save(path, model, optimizer) writes it down by the names of parameters."
+            "parameters, this rank's alone. To change all of it, 'for kept in optimizer.state.values():' has the "
+            "tensors, on every rank. tz.checkpoint.save(path, model, optimizer) writes it down by names of parameters."
         )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.optim.settings import NOT_HYPER, STEP_HOOKS, Settings, frozen
-from terrazzo.engine.partition import Member
+from terrazzo.engine.plan.partition import Member
 from terrazzo.errors import BadInput
 
 __all__ = [

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.layout import padded_bytes
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.offload.needs import Templates, disk_bytes, host_bytes, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.segment import held_range, runs
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
-from terrazzo.engine.spec import resting_bytes
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.plan.layout import padded_bytes
+from terrazzo.engine.plan.spec import resting_bytes
 
 __all__ = ["MemoryBill", "memory_bill"]
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.side import Side
+from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.transfer import Handle, Moves, Released, Traffic
 from terrazzo.engine.loop.agreement import flags_numel
 from terrazzo.engine.loop.pass_end import MEETING_NUMEL, weights_are_split
-from terrazzo.engine.order import contains
-from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import BucketSpec, MoveBytes, Pass, When
-from terrazzo.engine.tally import Tally
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.spec import BucketSpec, MoveBytes, Pass, When
+from terrazzo.engine.schedule.order import contains
+from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["PaperStep", "PaperUnit", "rehearse"]
 

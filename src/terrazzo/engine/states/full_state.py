@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Buffer, Resting
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.buffer import Buffer, Resting
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.stock import PROBE_NUMEL, StateSpec
 from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.states.restore import restore_optimizer
 from terrazzo.engine.states.whole import gathered_state, whole_parameter
-from terrazzo.engine.unit import Unit
 from terrazzo.errors import BadInput
 
 __all__ = ["OptimizerStates"]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.axes import Axes
-from terrazzo.engine.elsewhere import readable
 from terrazzo.engine.model.digest import digest
-from terrazzo.engine.partition import Member, UnitSpec
+from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.elsewhere import readable
+from terrazzo.engine.plan.partition import Member, UnitSpec
 from terrazzo.errors import BadInput
 
 __all__ = [

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Buffer, Resting
-from terrazzo.engine.family import Owned
-from terrazzo.engine.layout import Range, Slot
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.buffer import Buffer, Resting
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.rectangles import Rectangle, whole
+from terrazzo.engine.plan.family import Owned
+from terrazzo.engine.plan.layout import Range, Slot
+from terrazzo.engine.plan.rectangles import Rectangle, whole
 
 __all__ = ["Piece", "average_pieces", "copied_pieces", "model_pieces", "optimizer_pieces"]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.border.parameter import OnDrive
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Buffer, Resting
-from terrazzo.engine.layout import Range, Slot
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.buffer import Buffer, Resting
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.engine.plan.layout import Range, Slot
 
 __all__ = ["Read", "reading", "restore_averages", "restore_model", "restore_optimizer"]
 

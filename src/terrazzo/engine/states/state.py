@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.elsewhere import require_whole
-from terrazzo.engine.family import Box
+from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.model.alike import unlike
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.model.names import PersistentBuffer
 from terrazzo.engine.model.together import together
+from terrazzo.engine.plan.elsewhere import require_whole
+from terrazzo.engine.plan.family import Box
 from terrazzo.engine.states.pieces import Piece, average_pieces, copied_pieces, model_pieces, optimizer_pieces
 from terrazzo.engine.states.restore import Read, restore_averages, restore_model, restore_optimizer
 from terrazzo.errors import BadInput, RanksApart, listed

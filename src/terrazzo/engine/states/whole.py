@@ -11,18 +11,18 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.bucket import Bucket
-from terrazzo.engine.buffer import Resting, view
-from terrazzo.engine.elsewhere import require_whole
-from terrazzo.engine.family import Box
-from terrazzo.engine.layout import Slot
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.buffer import Resting, view
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
 from terrazzo.engine.model.alike import unlike
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.rectangles import Rectangle
-from terrazzo.engine.unit import Unit
+from terrazzo.engine.plan.elsewhere import require_whole
+from terrazzo.engine.plan.family import Box
+from terrazzo.engine.plan.layout import Slot
+from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.errors import BadInput, RanksApart, did_you_mean, listed
 
 __all__ = ["gathered_state", "whole_parameter", "whole_weights"]

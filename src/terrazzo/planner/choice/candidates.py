@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from terrazzo.engine import Plan
-from terrazzo.engine.place import ROWS
+from terrazzo.engine.plan.place import ROWS
 from terrazzo.parallel import MODES, Mode
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.request import CONTEXT, Request, build_cluster, shape_of

@@ -42,7 +42,7 @@ ENGINE_RULES = (
         lambda setup, _: _too_small_a_share(setup),
         "{plan} places {offloaded}: of {units} units one of these shares, or what is left on the device, has none.",
         "Use a share of 1/{units} or more, or smaller units.",
-        "terrazzo.engine.place.Place.tier_of",
+        "terrazzo.engine.plan.place.Place.tier_of",
     ),
     Rule(
         "gradients away from their optimizer",
@@ -52,7 +52,7 @@ ENGINE_RULES = (
         "{plan} places gradients on {grad_tier} and the optimizer on the device: they go there and come back in every "
         "step.",
         "Offload the optimizer with them, or leave both on the device.",
-        "terrazzo.engine.gradient",
+        "terrazzo.engine.buckets.gradient",
     ),
     Rule(
         "pipeline parallelism",
@@ -61,7 +61,7 @@ ENGINE_RULES = (
         lambda setup, _: setup.mesh.pp > 1,
         "terrazzo train has no pipeline parallelism yet (pp {pp}).",
         "Plan with it, but run with pp 1.",
-        "terrazzo.engine.place",
+        "terrazzo.engine.plan.place",
     ),
     Rule(
         "experts that ranks cannot share",
@@ -109,7 +109,7 @@ ENGINE_RULES = (
         lambda setup, _: setup.matmul == "fp8",
         "Terrazzo has no fp8 matrix products of its own yet.",
         "Plan with it, but run with precision bf16.",
-        "terrazzo.engine.precision",
+        "terrazzo.engine.plan.precision",
     ),
     Rule(
         "optimizer that sees whole matrices",
@@ -165,6 +165,6 @@ ENGINE_RULES = (
         "{model} is one sharding unit: all its weights are gathered at once, so the peak is the whole model again, and "
         "nothing can overlap.",
         "Leave it so where it fits, else make each repeated block a unit (plan.units).",
-        "terrazzo.engine.partition",
+        "terrazzo.engine.plan.partition",
     ),
 )

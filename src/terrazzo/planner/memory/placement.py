@@ -12,7 +12,7 @@ from itertools import groupby
 from terrazzo.engine import Place, Plan, Precision
 from terrazzo.engine.links.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.links.gloo import NEAR_BLOCK_BYTES
-from terrazzo.engine.place import ON_DEVICE, Tiers
+from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.stages import stage_units, units_of_stage
 from terrazzo.planner.model.shapes import UnitShape

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from terrazzo.engine.links.side import Side
+from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.transfer import Ledger, Moves, Released
 from terrazzo.engine.paper.rehearsal import PaperUnit
-from terrazzo.engine.place import Tiers
-from terrazzo.engine.schedule import Schedule
-from terrazzo.engine.spec import Pass, resting_bytes
-from terrazzo.engine.tally import Tally
+from terrazzo.engine.plan.place import Tiers
+from terrazzo.engine.plan.spec import Pass, resting_bytes
+from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets

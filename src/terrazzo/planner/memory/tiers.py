@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from terrazzo.engine.layout import padded_bytes
 from terrazzo.engine.offload.needs import Need, host_bytes, load_bytes, send_bytes, tray_bytes
+from terrazzo.engine.plan.layout import padded_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
@@ -35,7 +35,7 @@ FORMULAS |= {
     ),
     "memory.host_sums": Formula(
         "sums of earlier micro-batches at the `grad` place, where gradients are not on the device",
-        "terrazzo/engine/gradient.py",
+        "terrazzo/engine/buckets/gradient.py",
     ),
     "memory.host_activations": Formula(
         "blocks x inputs that checkpointing keeps of one block per micro-batch x micro-batches in flight",

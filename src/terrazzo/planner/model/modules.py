@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.partition import Member, UnitSpec, find_units, partition
+from terrazzo.engine.plan.partition import Member, UnitSpec, find_units, partition
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.closed_form import closed_form, family_name, merged, units_of_config
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, Role, Split, TensorShape, UnitShape

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from terrazzo.engine import Plan
-from terrazzo.engine.place import ROWS
+from terrazzo.engine.plan.place import ROWS
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.machine.mesh import Mesh

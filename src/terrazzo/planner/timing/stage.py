@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from terrazzo.engine.place import ON_DEVICE
+from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.network import Network, Transfer
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins

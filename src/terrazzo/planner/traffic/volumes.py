@@ -6,8 +6,8 @@ description of each bucket says. The other axes are in `exchanges`.
 
 from __future__ import annotations
 
-from terrazzo.engine.place import ON_DEVICE
-from terrazzo.engine.spec import When
+from terrazzo.engine.plan.place import ON_DEVICE
+from terrazzo.engine.plan.spec import When
 from terrazzo.planner.figures import Sent, Traffic
 from terrazzo.planner.formulas import FORMULAS, Formula
 from terrazzo.planner.machine.network import Group, Network, Transfer, group_of

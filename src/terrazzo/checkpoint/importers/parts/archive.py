@@ -16,7 +16,7 @@ import torch
 
 from terrazzo.checkpoint.importers.parts.tree import Unusable, as_tree
 from terrazzo.checkpoint.importers.parts.values import Chunk, Region
-from terrazzo.engine.rectangles import Rectangle
+from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.errors import Damaged
 
 __all__ = ["Archive", "ArchivedChunk", "PlainValues"]

@@ -7,7 +7,7 @@ from typing import Protocol
 from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Moves
-from terrazzo.engine.spec import Pass
+from terrazzo.engine.plan.spec import Pass
 
 __all__ = ["Runnable"]
 

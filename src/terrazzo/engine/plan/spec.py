@@ -27,8 +27,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from terrazzo.engine.place import ON_DEVICE, Plan, Tiers
-from terrazzo.engine.precision import Precision
+from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
+from terrazzo.engine.plan.precision import Precision
 
 __all__ = ["BucketSpec", "MoveBytes", "Pass", "Reduction", "Sums", "When", "resting_bytes"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from terrazzo.engine.axes import Axes
 from terrazzo.engine.border.parameter import function_name
+from terrazzo.engine.plan.axes import Axes
 from terrazzo.errors import Misuse
 
 __all__ = ["STAGES_OF", "Stages", "as_one", "give_up", "readable", "require_whole", "stages_of"]

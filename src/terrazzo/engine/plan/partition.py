@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.family import Box, Family, Record, record_of
+from terrazzo.engine.plan.family import Box, Family, Record, record_of
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Member", "UnitSpec", "Units", "find_units", "parameter_names", "partition"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.precision import LossScaling
+from terrazzo.engine.plan.precision import LossScaling
 from terrazzo.errors import Diverged, Misuse
 
 __all__ = ["Denominator", "LossScaler", "scale_backward"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from terrazzo.engine.order import Program
-from terrazzo.engine.reductions import Divisor
-from terrazzo.engine.runnable import Runnable
-from terrazzo.engine.schedule import Meet, Schedule
-from terrazzo.engine.spec import Pass
+from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.schedule.order import Program
+from terrazzo.engine.schedule.reductions import Divisor
+from terrazzo.engine.schedule.runnable import Runnable
+from terrazzo.engine.schedule.schedule import Meet, Schedule
 
 __all__ = ["StagedSchedule"]
 
@@ -47,7 +47,7 @@ class StagedSchedule(Schedule):
     def begin_step(self) -> None:
         """Until `end_step`, forwards and backwards of several micro-batches take turns."""
         self.set_pass(Pass.ADDS)
-        self._held.lasts = True
+        self._gathered.lasts = True
 
     def end_step(self) -> None:
         """Every micro-batch has run: start summing what they have added up. `finish` must follow."""

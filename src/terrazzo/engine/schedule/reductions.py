@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
-from terrazzo.engine.runnable import Runnable
+from terrazzo.engine.schedule.runnable import Runnable
 
 __all__ = ["Divisor", "Reductions"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.layout import Range
-from terrazzo.engine.rectangles import Rectangle, rectangles_of, whole
+from terrazzo.engine.plan.layout import Range
+from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of, whole
 
 __all__ = [
     "SHARES_EXPERTS",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from terrazzo.engine.process.calls import do_all
-from terrazzo.engine.runnable import Runnable
+from terrazzo.engine.schedule.runnable import Runnable
 
-__all__ = ["HeldWeights"]
+__all__ = ["GatheredWeights"]
 
 
-class HeldWeights:
+class GatheredWeights:
     """The schedule alone calls this.
 
     Attributes:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from terrazzo.engine.axes import Axes
-from terrazzo.engine.family import Family
 from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.place import Plan
-from terrazzo.engine.precision import Precision
+from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.family import Family
+from terrazzo.engine.plan.place import Plan
+from terrazzo.engine.plan.precision import Precision
 
 __all__ = ["Recipe"]
 

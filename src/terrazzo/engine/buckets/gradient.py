@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, view
-from terrazzo.engine.layout import Range
+from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, view
 from terrazzo.engine.links.sums import divide
 from terrazzo.engine.links.transfer import Ledger, Moves, Released, branching, converted, for_computation, further
-from terrazzo.engine.partition import Member
+from terrazzo.engine.plan.layout import Range
+from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.spec import MoveBytes, Reduction, Sums
 from terrazzo.engine.process.worker import Job
-from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.spec import MoveBytes, Reduction, Sums
 
 __all__ = ["Gradient", "Landed"]
 

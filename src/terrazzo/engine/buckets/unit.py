@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from terrazzo.engine.bucket import Bucket
+from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.links.label import Label, Purpose, title_of
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computation
+from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.spec import Pass
 from terrazzo.engine.process.calls import do_all
 from terrazzo.engine.process.worker import Job
-from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.spec import Pass
 
 __all__ = ["Unit", "compilation_of"]
 

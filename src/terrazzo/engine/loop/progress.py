@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
-from terrazzo.engine.scaler import Denominator
+from terrazzo.engine.loop.scaler import Denominator
 from terrazzo.errors import Misuse
 
 __all__ = ["Progress"]

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from terrazzo.engine.family import Family
 from terrazzo.engine.links.backends import backend_of, collectives_for
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.side import side_of
-from terrazzo.engine.place import DATA_AXES
+from terrazzo.engine.links.tally import Tally
+from terrazzo.engine.plan.family import Family
+from terrazzo.engine.plan.place import DATA_AXES
 from terrazzo.engine.process import device as devices
-from terrazzo.engine.tally import Tally
 
 __all__ = ["BESIDE", "STAGES", "Axes", "data_mesh", "expert_mesh", "named_mesh"]
 

@@ -21,13 +21,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from terrazzo.engine.held import HeldWeights
 from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.order import Event, Order, Program, position_from
+from terrazzo.engine.plan.spec import Pass
 from terrazzo.engine.process.calls import do_all
-from terrazzo.engine.reductions import Divisor, Reductions
-from terrazzo.engine.runnable import Runnable
-from terrazzo.engine.spec import Pass
+from terrazzo.engine.schedule.gathered import GatheredWeights
+from terrazzo.engine.schedule.order import Event, Order, Program, position_from
+from terrazzo.engine.schedule.reductions import Divisor, Reductions
+from terrazzo.engine.schedule.runnable import Runnable
 
 __all__ = ["Meet", "Schedule"]
 
@@ -64,7 +64,7 @@ class Schedule:
         self.in_forward = self.in_backward = self._training = False
         self.ends_model = True
         self._names = tuple(unit.name for unit in units)
-        self._held = HeldWeights()
+        self._gathered = GatheredWeights()
         self._running: Counter[int] = Counter()
         self._reductions = Reductions(denominator)
         self._postponed: Sequence[int] = ()
@@ -106,7 +106,7 @@ class Schedule:
     def enter_forward(self, unit: Runnable) -> None:
         """Forward of `unit` begins; returns once its weights may be read."""
         if not self.in_forward:  # every rank calls the unit itself
-            if unit.index not in self._held.here or not unit.at_hand:
+            if unit.index not in self._gathered.here or not unit.at_hand:
                 unit.gather(self._label(Purpose.OUTSIDE, unit.index), from_rest=True)
             unit.wait()
             return
@@ -122,20 +122,20 @@ class Schedule:
     def leave_forward(self, unit: Runnable, training: bool, differentiable: bool = True) -> None:
         """Forward of `unit` has ended; `differentiable` if a backward of it will be announced."""
         if awaited := training and differentiable:
-            self._held.awaited.add(unit.index)
+            self._gathered.awaited.add(unit.index)
         if self.in_forward:
             self._running[unit.index] -= 1
             self.program.note(unit.index, Event.LEAVE if differentiable else Event.LEAVE_FOR_GOOD)
             awaited = self._training  # what is put down must not depend on this rank's data
-        self._held.put_down(unit, awaited)
+        self._gathered.put_down(unit, awaited)
 
     def hold_until_backward_ends(self, unit: Runnable) -> None:
         """Forward of `unit` has ended, and nothing will tell when its backward begins."""
         if self.in_forward:
             self._running[unit.index] -= 1
             self.program.note(unit.index, Event.LEAVE_FOR_GOOD)
-        self._held.awaited.add(unit.index)
-        self._held.until_end.add(unit.index)
+        self._gathered.awaited.add(unit.index)
+        self._gathered.until_end.add(unit.index)
 
     def end_forward(self) -> None:
         """The model's own forward has ended: take part in what other ranks may still run."""
@@ -143,14 +143,14 @@ class Schedule:
         self._finish_forward()
         self._serve(Purpose.END_OF_FORWARD)
         self.in_forward = False
-        ended = [unit for unit in self.units if not self._training or unit.index not in self._held.awaited]
-        do_all(functools.partial(self._held.put_down, unit, self._training) for unit in ended)
+        ended = [unit for unit in self.units if not self._training or unit.index not in self._gathered.awaited]
+        do_all(functools.partial(self._gathered.put_down, unit, self._training) for unit in ended)
 
     def abandon_forward(self) -> None:
         """The model's own forward raised."""
         self.in_forward = False
-        self._held.here.clear()
-        for unit in (unit for unit in self.units if unit.index not in self._held.until_end):
+        self._gathered.here.clear()
+        for unit in (unit for unit in self.units if unit.index not in self._gathered.until_end):
             with contextlib.suppress(RuntimeError, OSError):  # a gather that failed does so again
                 unit.release()
 
@@ -161,7 +161,7 @@ class Schedule:
             unit = self.units[self.order.forward[skipped]]
             unit.wait()
             if not self._running[unit.index]:
-                self._held.put_down(unit, self._training)
+                self._gathered.put_down(unit, self._training)
 
     def _forward_at(self, position: int) -> None:
         """Come to `position` of the program: start gathering its unit and those to prefetch."""
@@ -172,7 +172,7 @@ class Schedule:
         self._forward_cursor = position + 1
 
     def _leave(self, position: int) -> None:
-        self._held.leave_forward((self.units[index] for index in self.order.left[position]), self._training)
+        self._gathered.leave_forward((self.units[index] for index in self.order.left[position]), self._training)
 
     def _finish_forward(self) -> None:
         last = len(self.order.forward)
@@ -183,10 +183,10 @@ class Schedule:
 
     def _take_part(self, index: int, purpose: Purpose, number: int) -> None:
         """Start gathering a unit, unless the program has it here already."""
-        if index in self._held.here:
+        if index in self._gathered.here:
             self.units[index].advance()
         else:
-            self._held.here.add(index)
+            self._gathered.here.add(index)
             self.units[index].gather(self._label(purpose, index, number))
 
     def _label(self, purpose: Purpose, index: int = 0, number: int = 0) -> Label:
@@ -223,7 +223,7 @@ class Schedule:
         unit.gather(self._label(Purpose.STRAY, unit.index), from_rest=True)
         unit.wait()
         if not was_at_hand:
-            self._held.put_down(unit, self._training or self.in_backward)
+            self._gathered.put_down(unit, self._training or self.in_backward)
 
     def gather_early(self, unit: Runnable) -> None:
         """Every rank gathers a unit before the program comes to it."""
@@ -231,7 +231,7 @@ class Schedule:
 
     def put_back(self, unit: Runnable) -> None:
         """The reverse of `gather_early`."""
-        self._held.here.discard(unit.index)
+        self._gathered.here.discard(unit.index)
         unit.rest()
 
     # -- backward ----------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Schedule:
 
     def enter_backward(self, unit: Runnable) -> None:
         """Backward of `unit` begins; returns once its weights may be read."""
-        self._held.awaited.discard(unit.index)
+        self._gathered.awaited.discard(unit.index)
         self._announced = unit.index
         if (position := position_from(self._backward_cursor, self.order.backward, unit.index)) is not None:
             self._backward_to(position)
@@ -256,7 +256,7 @@ class Schedule:
         The program is run up to what it does not know to be recomputed so early: gradients between come late this time.
         """
         cursor, backward = self._backward_cursor, self.order.backward
-        if unit.index not in self._held.here:
+        if unit.index not in self._gathered.here:
             self.halfway()
             position = position_from(cursor, backward, unit.index)
             if position is not None and position > self.order.region_ends[cursor]:
@@ -269,7 +269,7 @@ class Schedule:
 
     def expect_backward(self, unit: Runnable) -> None:
         """Forward of `unit` has run again, and its backward will be announced."""
-        self._held.awaited.add(unit.index)
+        self._gathered.awaited.add(unit.index)
 
     def _have_in_backward(self, unit: Runnable) -> None:
         if not unit.at_hand:
@@ -280,7 +280,7 @@ class Schedule:
         """Autograd is done: run the program to its end. `finish` must follow."""
         self._finish_backward()
         self._serve(Purpose.END_OF_BACKWARD)
-        self._held.end_backward(self.units)
+        self._gathered.end_backward(self.units)
         self._close(self.units[index] for index in self.order.remaining)
 
     def finish(self) -> None:
@@ -290,7 +290,7 @@ class Schedule:
 
     def forget_gradients(self, set_to_none: bool = True) -> None:
         """Forget every gradient, or set finished ones to zero; those on their way from a backward that raised, too."""
-        if self.in_backward or self._held.lasts:
+        if self.in_backward or self._gathered.lasts:
             self._abandon_backward()
         for unit in self.units:
             unit.zero_grad(set_to_none)
@@ -301,7 +301,7 @@ class Schedule:
         with contextlib.suppress(RuntimeError, OSError):
             self._fetch_postponed()  # a rank that came a little further has done so
         self.in_backward = False
-        self._held.forget()
+        self._gathered.forget()
         for unit in self.units:
             with contextlib.suppress(RuntimeError, OSError):
                 unit.rest()
@@ -319,7 +319,7 @@ class Schedule:
             self.halfway()  # where this rank's data has not led there
             ended = [self.units[index] for index in order.closes[step]]
             for unit in ended:
-                self._held.leave_backward(unit, self.program.is_over(unit.index, self._announced))
+                self._gathered.leave_backward(unit, self.program.is_over(unit.index, self._announced))
             running = self.units[order.backward[step]]
             self._gather_again(order.backward[step : order.region_ends[step] + 1])
             ahead = [i for i in order.backward[step + 1 : step + 1 + self.prefetch] if self.units[i].regathered]
@@ -378,13 +378,13 @@ class Schedule:
     @property
     def awaits_backward(self) -> bool:
         """Whether the backward of an earlier forward has not come, or raised."""
-        return bool(self._held.awaited) and not self._held.lasts
+        return bool(self._gathered.awaited) and not self._gathered.lasts
 
     # -- outside a step ----------------------------------------------------------------------------------------
 
     def rest(self) -> None:
         """Every unit back to the plan's `weight` place."""
-        self._held.rest(self.units)
+        self._gathered.rest(self.units)
 
     def gather_all(self) -> None:
         """Full weights of every unit, until `rest`."""

@@ -16,9 +16,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from terrazzo.engine.axes import Axes
-from terrazzo.engine.layout import Layout, Range, Slot, share
 from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.layout import Layout, Range, Slot, share
 from terrazzo.engine.process.pages import use_large_pages
 from terrazzo.engine.process.worker import Job
 

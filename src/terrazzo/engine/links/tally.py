@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from terrazzo.engine.links.phases import Phases
 from terrazzo.engine.links.transfer import Ledger, Traffic
-from terrazzo.engine.phases import Phases
 
 __all__ = ["Tally"]
 

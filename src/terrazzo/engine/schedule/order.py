@@ -15,7 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from terrazzo.engine.runnable import Runnable
+from terrazzo.engine.schedule.runnable import Runnable
 
 __all__ = ["Event", "Order", "Program", "Visit", "contains", "merge", "position_from"]
 

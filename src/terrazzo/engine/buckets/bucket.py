@@ -12,17 +12,17 @@ from torch import Tensor
 
 from terrazzo.engine.border.edits import Edits, Held, adopt_data
 from terrazzo.engine.border.parameter import Guard, Link
-from terrazzo.engine.buffer import Buffer, Homes, Resting, Space, adopt_values, differ, view
-from terrazzo.engine.family import Box
-from terrazzo.engine.gradient import Gradient
-from terrazzo.engine.layout import Layout, Slot
+from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, adopt_values, differ, view
+from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.links.transfer import Ledger, Moves
-from terrazzo.engine.partition import Member
-from terrazzo.engine.place import ON_DEVICE, Tiers
+from terrazzo.engine.plan.family import Box
+from terrazzo.engine.plan.layout import Layout, Slot
+from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.plan.place import ON_DEVICE, Tiers
+from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.spec import BucketSpec
 from terrazzo.engine.process.calls import do_all
 from terrazzo.engine.process.pages import use_large_pages, with_room
-from terrazzo.engine.recipe import Recipe
-from terrazzo.engine.spec import BucketSpec
 from terrazzo.errors import Misuse, listed
 
 __all__ = ["Bucket", "adopt_displaced"]
