@@ -59,7 +59,7 @@ class _Shelf:
     @property
     def wanted(self) -> bool:
         """Whether there is a gradient, be it one that further micro-batches add to."""
-        return self.bucket.gradient.held
+        return self.bucket.gradient.exists
 
     def show(self) -> None:
         self.shown = list(compress(self._numbered, self.bucket.gradient.seen))

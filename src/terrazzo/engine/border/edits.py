@@ -19,11 +19,11 @@ from terrazzo.engine.border.memory import leave_memory
 from terrazzo.engine.border.parameter import link_of, plain_data
 from terrazzo.errors import Misuse
 
-__all__ = ["Edits", "Held", "adopt_data"]
+__all__ = ["Edits", "Watched", "adopt_data"]
 
 
 @dataclass(frozen=True)
-class Held:
+class Watched:
     """A parameter as it was when the model was sharded.
 
     Attributes:
@@ -46,7 +46,7 @@ class Displaced:
     """
 
     edits: Edits
-    held: Held
+    watched: Watched
     present: bool
 
 
@@ -63,18 +63,18 @@ class Edits:
             looked at once may be written to at any time.
     """
 
-    def __init__(self, members: Sequence[Held], flat: Tensor, resident: bool) -> None:
+    def __init__(self, members: Sequence[Watched], flat: Tensor, resident: bool) -> None:
         self._members, self._flat = members, flat
         self._trainable = members[0].parameter.requires_grad
         self.asked: set[str] = set()
-        for held in members:
-            if (link := link_of(held.parameter)) is not None:
-                link.alias = functools.partial(_note_asked, self.asked, held.name) if resident else Tensor.detach
+        for watched in members:
+            if (link := link_of(watched.parameter)) is not None:
+                link.alias = functools.partial(_note_asked, self.asked, watched.name) if resident else Tensor.detach
         self._versions = self._current()
         self._places = [
-            (held, registered, attribute, held.place.storage_offset() * flat.itemsize if held.place.numel() else 0)
-            for held in members
-            for registered, attribute in held.registered
+            (each, registered, attribute, each.place.storage_offset() * flat.itemsize if each.place.numel() else 0)
+            for each in members
+            for registered, attribute in each.registered
         ]
 
     @property
@@ -85,10 +85,10 @@ class Edits:
     @property
     def places(self) -> Iterator[Tensor]:
         """The parts of it that are its parameters'."""
-        return (held.place for held in self._members)
+        return (watched.place for watched in self._members)
 
     def _current(self) -> list[int]:
-        return [held.parameter._version for held in self._members]
+        return [watched.parameter._version for watched in self._members]
 
     def written(self) -> list[str]:
         """Names of the parameters that have been written to in place since this was last asked."""
@@ -96,7 +96,7 @@ class Edits:
         if before == self._versions:
             return []
         changed = zip(self._members, before or [-1] * len(self._members), self._versions, strict=True)
-        return [held.name for held, then, now in changed if then != now]
+        return [watched.name for watched, then, now in changed if then != now]
 
     def displaced(self, present: bool) -> list[Displaced]:
         """The parameters that have been given other `data`.
@@ -106,37 +106,37 @@ class Edits:
         """
         trainable, start = self._trainable, self._flat.data_ptr()
         found: list[Displaced] = []
-        for held, registered, attribute, offset_bytes in self._places:
-            parameter = held.parameter
+        for watched, registered, attribute, offset_bytes in self._places:
+            parameter = watched.parameter
             if (
                 parameter.requires_grad is not trainable
                 or registered.get(attribute) is not parameter
                 or parameter.data_ptr() != start + offset_bytes
-                or parameter.shape != held.place.shape
-                or parameter.stride() != held.place.stride()
+                or parameter.shape != watched.place.shape
+                or parameter.stride() != watched.place.stride()
             ):
-                self._check_kept(held, registered, attribute)
-                if held.place.numel() and not any(each.held is held for each in found):  # registered twice if tied
-                    found.append(Displaced(self, held, present))
+                self._check_kept(watched, registered, attribute)
+                if watched.place.numel() and not any(each.watched is watched for each in found):  # twice if tied
+                    found.append(Displaced(self, watched, present))
         return found
 
     def adopt(self, displaced: Displaced, value: Tensor) -> None:
         """Take over a parameter's `value`, as if written in place, and give it back its place."""
-        place = displaced.held.place
+        place = displaced.watched.place
         with torch.no_grad():
             place.copy_(value)
-            displaced.held.parameter.data = place
+            displaced.watched.parameter.data = place
         self._versions = []  # the same as written to in place
 
     def move(self) -> None:
         """The full weights have come to other memory: places follow, and the parameters that are in them."""
-        for held in self._members:
-            place, is_there = held.place, held.parameter.data_ptr() == held.place.data_ptr()
+        for watched in self._members:
+            place, is_there = watched.place, watched.parameter.data_ptr() == watched.place.data_ptr()
             place.data = self._flat.as_strided(place.shape, place.stride(), place.storage_offset())
             if is_there:
-                held.parameter.data = place
+                watched.parameter.data = place
 
-    def _check_kept(self, member: Held, registered: Mapping[str, Any], attribute: str) -> None:
+    def _check_kept(self, member: Watched, registered: Mapping[str, Any], attribute: str) -> None:
         if member.parameter.requires_grad != self._trainable:
             raise Misuse(
                 f"{member.name!r} had requires_grad={self._trainable} when the model was sharded and has "
@@ -174,16 +174,16 @@ def adopt_data(displaced: Sequence[Displaced], edits: Iterable[Edits], own: Sequ
     for each in displaced:
         _check_kind(each)
     _check_own(displaced, engines)
-    values = [each.held.parameter.detach() for each in displaced]
+    values = [each.watched.parameter.detach() for each in displaced]
     values = [value.clone() if value.untyped_storage().data_ptr() in engines else value for value in values]
     places = [place for each in known for place in each.places]
-    leave_memory([each.held.place for each in displaced], [*own, *places, *values])
+    leave_memory([each.watched.place for each in displaced], [*own, *places, *values])
     for each, value in zip(displaced, values, strict=True):
         each.edits.adopt(each, value)
 
 
 def _check_kind(displaced: Displaced) -> None:
-    place, parameter, name = displaced.held.place, displaced.held.parameter, displaced.held.name
+    place, parameter, name = displaced.watched.place, displaced.watched.parameter, displaced.watched.name
     here = place.dtype, place.device, tuple(place.shape)
     now = parameter.dtype, parameter.device, tuple(parameter.shape)
     if here == now and not displaced.present:
@@ -203,9 +203,9 @@ def _check_kind(displaced: Displaced) -> None:
 def _check_own(displaced: Sequence[Displaced], engines: set[int]) -> None:
     """Refuse `data` that a parameter would share with another: their values would be copied, and then part."""
     taken: dict[int, str] = {}
-    freed = {each.held.place.data_ptr() for each in displaced}
+    freed = {each.watched.place.data_ptr() for each in displaced}
     for each in displaced:
-        data, name = each.held.parameter, each.held.name
+        data, name = each.watched.parameter, each.watched.name
         start = data.data_ptr()
         of_engine = data.untyped_storage().data_ptr() in engines and start not in freed
         if of_engine or start in taken:

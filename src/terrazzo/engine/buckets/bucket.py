@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from terrazzo.engine.border.edits import Edits, Held, adopt_data
+from terrazzo.engine.border.edits import Edits, Watched, adopt_data
 from terrazzo.engine.border.parameter import Guard, Link
 from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, adopt_values, differ, view
 from terrazzo.engine.buckets.gradient import Gradient
@@ -75,7 +75,7 @@ class Bucket(BucketSpec):
         self.changes = 0
         self.pinned = False
         self._moment_homes: list[Resting] = []
-        self._held: Buffer | None = None
+        self._between: Buffer | None = None
         self._present = True
         self._storages: dict[int, int] = {}
 
@@ -108,8 +108,8 @@ class Bucket(BucketSpec):
         links = [(member.parameter, Link(member.name, split=not self.resident)) for member in self.members]
         self._guard = Guard(links)
         pairs = zip(self.members, self.slots, strict=True)
-        held = [Held(m.name, m.parameter, m.registered, view(self.full.data, slot)) for m, slot in pairs]
-        self.edits = Edits(held, self.full.data, self.resident)
+        watched = [Watched(m.name, m.parameter, m.registered, view(self.full.data, slot)) for m, slot in pairs]
+        self.edits = Edits(watched, self.full.data, self.resident)
         if not self.resident:
             self.ledger.acquire(self.full.data.nbytes)
             self.release()
@@ -192,7 +192,7 @@ class Bucket(BucketSpec):
         """
         if not from_rest and self._present and self.between_axes != self.weight_axes and not self.keeps_full:
             self._hold()  # as ranks that have put them down did
-        source: Resting = self.weight if from_rest or self._held is None else self._held
+        source: Resting = self.weight if from_rest or self._between is None else self._between
         storage = self.full.data.untyped_storage()
         if storage.size() == 0:
             storage.resize_(with_room(self.full.data.nbytes, self.full.data.device))
@@ -216,9 +216,9 @@ class Bucket(BucketSpec):
         self.release()
 
     def _hold(self) -> None:
-        if self._held is None:
+        if self._between is None:
             kept = self.full.narrow(self.between_axes)
-            self._held = Buffer(self.space, kept.axes, kept.data.clone())
+            self._between = Buffer(self.space, kept.axes, kept.data.clone())
             self.ledger.acquire(kept.data.nbytes)
 
     def release(self) -> None:
@@ -275,9 +275,9 @@ class Bucket(BucketSpec):
         do_all((self.release, self._drop_held))
 
     def _drop_held(self) -> None:
-        if self._held is not None:
-            self.ledger.release(self._held.data.nbytes)
-            self._held = None
+        if self._between is not None:
+            self.ledger.release(self._between.data.nbytes)
+            self._between = None
 
     def hide(self, arrive: Callable[[], None] | None = None) -> None:
         """The weights are being updated elsewhere: they must not be read before `publish` and `install`.

@@ -326,7 +326,7 @@ class Gradient:
             self.finished.change(change, self.space.layout.slots[index].range)
 
     @property
-    def held(self) -> bool:
+    def exists(self) -> bool:
         """Whether there is one, finished or not."""
         return self.finished is not None or self.unfinished
 

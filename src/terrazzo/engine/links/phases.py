@@ -27,25 +27,25 @@ class Phases:
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
-        self._now, self._since, self._waited_before, self._held = "other", time.perf_counter(), 0.0, False
+        self._now, self._since, self._waited_before, self._fixed = "other", time.perf_counter(), 0.0, False
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.waited: defaultdict[str, float] = defaultdict(float)
 
     def begin(self, phase: str) -> None:
         """The one before has ended; nothing changes inside of `during`."""
-        if not self._held and phase != self._now:
+        if not self._fixed and phase != self._now:
             self._turn(phase)
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """What is inside is of this phase, whatever the engine does there; then the one before goes on."""
-        before, held = self._now, self._held
+        before, held = self._now, self._fixed
         self._turn(phase)
-        self._held = True
+        self._fixed = True
         try:
             yield
         finally:
-            self._held = held
+            self._fixed = held
             self._turn(before)
 
     def drain(self) -> tuple[dict[str, float], dict[str, float]]:

@@ -344,7 +344,7 @@ class Hooks:
             self._phases.begin("backward")
             self._begun()
             trainable = (bucket for unit in self.units for bucket in unit.trainable())
-            self._progress.earlier = any(bucket.gradient.held for bucket in trainable)
+            self._progress.earlier = any(bucket.gradient.exists for bucket in trainable)
             self.schedule.begin_backward()
             self._late.clear()
             self._passes += 1

@@ -134,7 +134,7 @@ class Engine:
         """
         progress, which = self.progress, "" if set_to_none else "set_to_none=False"
         failed = progress.raised or progress.abandoned or self.schedule.in_backward
-        if failed or any(bucket.gradient.held for bucket in self.trainable()):
+        if failed or any(bucket.gradient.exists for bucket in self.trainable()):
             progress.note(f"zero_grad({which})" + (f" of param group {first} and on" if first else ""))
         progress.raised = progress.abandoned = progress.denominator.used = False
 
