@@ -125,7 +125,9 @@ class _Run:
         except BaseException:
             self.mail.abandon()
             schedule.forget_gradients()
-            engine.progress.abandoned = engine.progress.earlier = self.trains
+            if self.trains:
+                engine.progress.begin_backward(has_gradients=True)
+                engine.progress.backward_raised()
             raise
         if self.trains:
             engine.hooks.end_step(schedule)

@@ -126,7 +126,7 @@ class Hooks:
             self.scaler.in_use = False
             restore_asides(model)
         if self.schedule.in_backward:  # it raised: some gradients hold a part of it and some do not
-            self._progress.abandoned = True
+            self._progress.backward_raised()
             self.schedule.forget_gradients()
         if torch.is_grad_enabled():
             self._progress.begin_forward()
@@ -183,7 +183,7 @@ class Hooks:
             if self.scaler is not None:
                 scale_asides(module, self.scaler)
             if self.schedule.in_forward:
-                self._progress.raised |= torch.is_grad_enabled()
+                self._progress.forward_raised(torch.is_grad_enabled())
                 self.schedule.abandon_forward()
 
     def before_unit(self, index: int, module: nn.Module | None = None, args: Any = ()) -> None:
@@ -344,7 +344,7 @@ class Hooks:
             self._phases.begin("backward")
             self._begun()
             trainable = (bucket for unit in self.units for bucket in unit.trainable())
-            self._progress.earlier = any(bucket.gradient.exists for bucket in trainable)
+            self._progress.begin_backward(any(bucket.gradient.exists for bucket in trainable))
             self.schedule.begin_backward()
             self._late.clear()
             self._passes += 1

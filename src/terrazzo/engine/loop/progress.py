@@ -22,10 +22,7 @@ class Progress:
             param group. On every rank the same names, which are fixed when the optimizer is attached.
         edits: a checksum of all that the loop has done to gradients: forgotten, zeroed, scaled, clipped.
         last_edit: the last of it, as a user writes it.
-        raised: whether a differentiated forward has, since gradients were last forgotten: there may be none here, where
-            other ranks have some.
         abandoned: whether gradients were forgotten because a backward had raised, and nothing has been run since.
-        earlier: whether there were gradients of other micro-batches when the last backward began.
     """
 
     denominator: Denominator
@@ -33,14 +30,41 @@ class Progress:
     hyper_parameters: dict[int, dict[str, float]] = field(default_factory=dict)
     edits: int = 0
     last_edit: str = "none"
-    raised: bool = False
     abandoned: bool = False
-    earlier: bool = False
+    _forward_raised: bool = False
+    _had_gradients: bool = False
 
     def note(self, edit: str) -> None:
         """Gradients are edited, before the same step on every rank; in any order, for a loop may go through a set."""
         self.edits = (self.edits + zlib.crc32(f"{self.steps} {edit}".encode())) % _LIMIT
         self.last_edit = edit
+
+    @property
+    def failed(self) -> bool:
+        """Whether a forward or backward has raised since gradients were last forgotten: there may be none here, where
+        other ranks have some.
+        """
+        return self._forward_raised or self.abandoned
+
+    def forward_raised(self, differentiated: bool) -> None:
+        self._forward_raised |= differentiated
+
+    def begin_backward(self, has_gradients: bool) -> None:
+        """A backward begins, where there are gradients of other micro-batches or not."""
+        self._had_gradients = has_gradients
+
+    def backward_raised(self) -> None:
+        """Gradients were forgotten because a backward had raised."""
+        self.abandoned = True
+
+    def forget_gradients(self) -> None:
+        """The user has forgotten them, or set them to zero: the step can be run again."""
+        self.abandoned = self._forward_raised = self.denominator.used = False
+
+    def end_step(self) -> None:
+        """An optimizer has stepped."""
+        self.steps += 1
+        self.denominator.used = False
 
     def begin_forward(self) -> None:
         """A differentiated forward begins: behind a backward that raised, it is the same micro-batch again.
@@ -48,7 +72,7 @@ class Progress:
         Raises:
             Misuse: where gradients of earlier micro-batches went with that backward.
         """
-        if self.abandoned and self.earlier:
+        if self.abandoned and self._had_gradients:
             raise Misuse(
                 "A forward came after a backward that raised, and that took what earlier micro-batches had left with "
                 "it: optimizer.step() would use later ones alone. Call optimizer.zero_grad(), and run all "

@@ -67,7 +67,6 @@ class Engine:
         store: memory and files of what does not rest on the device.
         drivers: one for each optimizer.
         process: that sharded the model.
-        average: of trained weights, where `tz.EMA` has begun one.
     """
 
     plan: Plan
@@ -81,7 +80,7 @@ class Engine:
     store: Store
     drivers: Drivers = field(init=False)
     process: int = field(default_factory=os.getpid, init=False)
-    average: Average | None = field(default=None, init=False)
+    _average: Average | None = field(default=None, init=False)
     _gathered: Literal["read", "write"] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -133,10 +132,10 @@ class Engine:
             first: number of the first param group of the optimizer that does so.
         """
         progress, which = self.progress, "" if set_to_none else "set_to_none=False"
-        failed = progress.raised or progress.abandoned or self.schedule.in_backward
+        failed = progress.failed or self.schedule.in_backward
         if failed or any(bucket.gradient.exists for bucket in self.trainable()):
             progress.note(f"zero_grad({which})" + (f" of param group {first} and on" if first else ""))
-        progress.raised = progress.abandoned = progress.denominator.used = False
+        progress.forget_gradients()
 
     def require_own_weights(self, what: str) -> None:
         """Refuse `what` where the averages are in the place of the weights.
@@ -148,6 +147,15 @@ class Engine:
             raise Misuse(
                 f"{what} inside 'with ema.swapped():', where the model's weights are the average: call it outside."
             )
+
+    @property
+    def average(self) -> Average | None:
+        """Of trained weights, where `tz.EMA` has begun one."""
+        return self._average
+
+    def keep_average(self, average: Average) -> None:
+        """Have checkpoints save that average, and steps refuse to train it."""
+        self._average = average
 
     @property
     def averages(self) -> Mapping[Bucket, Buffer]:

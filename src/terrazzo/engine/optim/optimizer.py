@@ -233,8 +233,7 @@ class OptimizerDriver:
         self.turn_back()
         if self._skipping is not None:
             self._skipping.put_back(optimizer)  # such as a count of steps: there was nothing to update
-        self.progress.steps += 1
-        self.progress.denominator.used = False
+        self.progress.end_step()
         self._note_hyper_parameters(optimizer)
         if self._skipping is None and (model := self._model()) is not None:  # skipped alike on all ranks
             model.publish(self._owned.keys())

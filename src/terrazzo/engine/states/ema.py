@@ -48,7 +48,7 @@ class EMA:
         self._average.compare(engine.axes)
         engine.have_masters()
         self._average.begin(engine.trainable())
-        engine.average = self._average
+        engine.keep_average(self._average)
 
     @property
     def decay(self) -> float:
