@@ -297,4 +297,4 @@ def share_experts(model: nn.Module, axes: Axes, counts: Mapping[str, int]) -> No
             module._parameters[attribute] = replaced_by_part(whole, record)
         watch_states(module, name)
         module.use_experts(experts)
-    vars(model)[SHARES_EXPERTS] = ranks
+    SHARES_EXPERTS.leave(model, ranks)

@@ -146,7 +146,7 @@ def _share_matrices(
             "blocks that hold them the style 'sequence'; or make the mesh without ep."
         )
     cut_model(model, ranks, plan, sequence)
-    vars(model)[SHARES_MATRICES] = ranks
+    SHARES_MATRICES.leave(model, ranks)
 
 
 def _plan_of(model: nn.Module, ranks: TensorRanks, tensor: TensorPlan | str) -> TensorPlan:

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput
 from terrazzo.parallel.ranks import TensorRanks, runs_of, tensor_ranks
 
 __all__ = ["VocabularyLoss", "leave_vocabulary", "vocabulary_of"]
 
-_VOCABULARY = "terrazzo_vocabulary"
-"""Attribute of a model whose logits stay apart."""
+_VOCABULARY = Mark["VocabularyLoss"]("terrazzo_vocabulary")
+"""On a model whose logits stay apart."""
 
 
 class VocabularyLoss:
@@ -95,10 +96,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 def leave_vocabulary(model: nn.Module, loss: VocabularyLoss) -> None:
     """Note on a model that the logits it returns are this rank's part, and what computes with them."""
-    vars(model)[_VOCABULARY] = loss
+    _VOCABULARY.leave(model, loss)
 
 
 def vocabulary_of(model: nn.Module) -> VocabularyLoss | None:
     """What `leave_vocabulary` noted; None where logits are whole."""
-    found: VocabularyLoss | None = vars(model).get(_VOCABULARY)
-    return found
+    return _VOCABULARY.find(model)

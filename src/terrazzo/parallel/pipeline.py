@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine import Engine, StagedSchedule, accumulate, engine_of, stages_of
+from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel.pipeline_line import Line
 from terrazzo.parallel.pipeline_mail import Mail, form_of
@@ -205,10 +206,10 @@ def _gradient_of(received: Tensor) -> Tensor:
 
 def mail_of(model: nn.Module, engine: Engine, line: Line) -> Mail:
     """The messages of a model's stages, which remember shapes from step to step."""
-    mail: Mail | None = vars(model).get(_MAIL)
+    mail = _MAIL.find(model)
     if mail is None:
-        mail = vars(model)[_MAIL] = Mail(engine.axes.along(engine.axes.stages[0]), len(line.bounds))
+        mail = _MAIL.leave(model, Mail(engine.axes.along(engine.axes.stages[0]), len(line.bounds)))
     return mail
 
 
-_MAIL = "terrazzo_mail"
+_MAIL = Mark[Mail]("terrazzo_mail")

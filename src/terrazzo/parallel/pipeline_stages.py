@@ -73,7 +73,7 @@ def cut_stages(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline) -> None:
         for path, inner in module.named_modules(prefix=line.names[place]) if place not in own else ():
             give_up(inner, path)
     put_in_line(model, modules, line)
-    vars(model)[STAGES_OF] = line
+    STAGES_OF.leave(model, line)
 
 
 def _line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline, rank: int, ranks: int) -> Line:

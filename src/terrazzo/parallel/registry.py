@@ -98,7 +98,7 @@ def register(model: nn.Module, context: Context, called: nn.Module) -> None:
     owner.set_attn_implementation(NAME)
     for module in model.modules():
         if hasattr(module, "is_causal"):
-            setattr(module, SHARES_SEQUENCES, context)
+            SHARES_SEQUENCES.leave(module, context)
     called.register_forward_pre_hook(_Checks(context), with_kwargs=True)
 
 
@@ -137,7 +137,7 @@ def _attention(  # structure: signature fixed by transformers
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As `transformers` calls it: queries `[B, heads, tokens, head_dim]`, outputs `[B, tokens, heads, head_dim]`."""
-    context: Context | None = getattr(module, SHARES_SEQUENCES, None)
+    context: Context | None = SHARES_SEQUENCES.find(module)
     positions = kwargs.get("position_ids")
     if context is None or positions is None:
         raise Misuse(

@@ -43,12 +43,12 @@ def share_sequences(model: nn.Module, context: Context) -> None:
             " this rank's part alone. Give it a method use_context(context), and let its attention call"
             " context.attend(query, key, value, context.sight(positions, tokens)); or use cp 1."
         )
-    vars(model)[SHARES_SEQUENCES] = context
+    SHARES_SEQUENCES.leave(model, context)
 
 
 def context_of(model: nn.Module) -> Context | None:
     """What `share_sequences` gave a model; None where it has whole sequences."""
-    found: Context | None = vars(model).get(SHARES_SEQUENCES)
+    found: Context | None = SHARES_SEQUENCES.find(model)
     return found
 
 

@@ -40,7 +40,7 @@ class Companions:
         self._all: list[Companion] = []
 
     def find(self, model: nn.Module, units: tuple[str, ...]) -> None:
-        self._all = [vars(module)[SHARES_EXPERTS] for module in model.modules() if SHARES_EXPERTS in vars(module)]
+        self._all = [*SHARES_EXPERTS.all_in(model)]
         for companion in self._all:
             companion.join(units)
 

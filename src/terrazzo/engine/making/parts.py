@@ -29,8 +29,7 @@ __all__ = [
 def exchanged_along(model: nn.Module) -> dict[str, Traffic]:
     """By mesh axis, where it is counted what modules of `model` send of activations along it."""
     marks = {"tp": SHARES_MATRICES, "cp": SHARES_SEQUENCES, "ep": SHARES_EXPERTS}
-    held = [vars(module) for module in model.modules()]
-    return {axis: each[mark].traffic for axis, mark in marks.items() for each in held if mark in each}
+    return {axis: each.traffic for axis, mark in marks.items() for each in mark.all_in(model)}
 
 
 def check_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -41,7 +40,7 @@ def check_sequences(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     dims = mesh.mesh_dim_names or ()
     size = mesh.size(dims.index("cp")) if "cp" in dims else 1
-    if size > 1 and not any(SHARES_SEQUENCES in vars(module) for module in model.modules()):
+    if size > 1 and next(SHARES_SEQUENCES.all_in(model), None) is None:
         raise BadInput(
             f"The mesh has cp {size}, along which ranks share sequences, but tz.parallelize was not given this model: "
             "its attention would take this rank's part of a sequence for the whole. Call tz.parallelize(model, mesh) "

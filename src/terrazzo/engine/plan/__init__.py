@@ -2,5 +2,5 @@
 
 Read layout and rectangles, elements; place, family and precision, the plan's words; spec, what follows from them for a
 bucket; partition, which parameters are a unit; axes and recipe, the mesh and what all buckets follow; elsewhere, what
-other ranks have of a model in stages.
+other ranks have of a model in stages; marks, what is left on modules and meshes for later folders.
 """

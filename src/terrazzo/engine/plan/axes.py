@@ -18,6 +18,7 @@ from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.side import side_of
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.plan.family import Family
+from terrazzo.engine.plan.marks import Mark
 from terrazzo.engine.plan.place import DATA_AXES
 from terrazzo.engine.process import device as devices
 
@@ -52,18 +53,17 @@ def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
         if sizes.get("ep", 1) > 1:
             replicas = own.get("dp_replicate", 1)
             shape = (replicas, math.prod(own.values()) // replicas // sizes["ep"], sizes["ep"])
-            vars(mesh)[_EXPERT_MESH] = init_device_mesh(kind, shape, mesh_dim_names=("replicas", "edp", "ep"))
+            _EXPERT_MESH.leave(mesh, init_device_mesh(kind, shape, mesh_dim_names=("replicas", "edp", "ep")))
     return mesh
 
 
 _MESHES: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
-_EXPERT_MESH = "terrazzo_expert_mesh"
+_EXPERT_MESH = Mark[DeviceMesh]("terrazzo_expert_mesh")
 
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     """The same ranks by `edp`, along which they have the same experts, and `ep`; None where experts are not shared."""
-    found: DeviceMesh | None = vars(mesh).get(_EXPERT_MESH)
-    return found
+    return _EXPERT_MESH.find(mesh)
 
 
 class Axes:

@@ -18,12 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from terrazzo.engine.border.parameter import function_name
 from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import Misuse
 
 __all__ = ["STAGES_OF", "Stages", "as_one", "give_up", "readable", "require_whole", "stages_of"]
-
-STAGES_OF = "terrazzo_stages"
-"""A model of which this rank has stages has these under that name among its attributes."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +45,13 @@ class Stages:
         ]
 
 
+STAGES_OF = Mark[Stages]("terrazzo_stages")
+"""On a model of which this rank has stages: these."""
+
+
 def stages_of(model: nn.Module) -> Stages | None:
     """The stages of it that this rank has; None where that is all of it."""
-    found: Stages | None = vars(model).get(STAGES_OF)
-    return found
+    return STAGES_OF.find(model)
 
 
 def require_whole(axes: Axes, what: str) -> None:
@@ -118,7 +119,7 @@ class _Elsewhere:
     shown: _Absent
 
 
-_ELSEWHERE = "terrazzo_elsewhere"
+_ELSEWHERE = Mark[dict[str, _Elsewhere]]("terrazzo_elsewhere")
 
 
 def give_up(module: nn.Module, path: str) -> None:
@@ -128,7 +129,8 @@ def give_up(module: nn.Module, path: str) -> None:
         module._parameters[name] = None
         away = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         shown = _Absent(f"{path}.{name}", parameter)
-        vars(module).setdefault(_ELSEWHERE, {})[name] = _Elsewhere(away, parameter.is_meta, shown)
+        absent = _Elsewhere(away, parameter.is_meta, shown)
+        _ELSEWHERE.leave(module, {**(_ELSEWHERE.find(module) or {}), name: absent})
         vars(module)[name] = shown
 
 
@@ -141,7 +143,7 @@ def as_one(model: nn.Module) -> Iterator[dict[nn.Parameter, bool]]:
     with contextlib.ExitStack() as until_end:
         found: dict[nn.Parameter, bool] = {}
         for module in model.modules():
-            held = vars(module).get(_ELSEWHERE, {})
+            held = _ELSEWHERE.find(module) or {}
             until_end.enter_context(readable(module))
             module._parameters.update({name: each.parameter for name, each in held.items()})
             until_end.callback(module._parameters.update, dict.fromkeys(held))
@@ -152,7 +154,7 @@ def as_one(model: nn.Module) -> Iterator[dict[nn.Parameter, bool]]:
 @contextlib.contextmanager
 def readable(module: nn.Module) -> Iterator[None]:
     """Inside, what is among the parameters of `module` is read as such, also where other ranks have it."""
-    held: dict[str, _Elsewhere] = vars(module).get(_ELSEWHERE, {})
+    held = _ELSEWHERE.find(module) or {}
     for name in held:
         del vars(module)[name]
     try:

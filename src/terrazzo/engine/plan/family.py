@@ -11,11 +11,13 @@ import enum
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.plan.layout import Range
+from terrazzo.engine.plan.marks import Mark
 from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of, whole
 
 __all__ = [
@@ -30,8 +32,9 @@ __all__ = [
     "record_of",
 ]
 
-SHARES_MATRICES, SHARES_SEQUENCES, SHARES_EXPERTS = "terrazzo_tensor_ranks", "terrazzo_context", "terrazzo_experts"
-"""What a module that shares matrices, sequences or experts has been given has this name among its attributes."""
+SHARES_MATRICES, SHARES_SEQUENCES = Mark[Any]("terrazzo_tensor_ranks"), Mark[Any]("terrazzo_context")
+SHARES_EXPERTS = Mark[Any]("terrazzo_experts")
+"""On modules that share matrices, sequences or experts: what they exchange through, with the `traffic` of that."""
 
 
 class Family(enum.StrEnum):
@@ -184,15 +187,14 @@ class Record:
     replicated: bool = False
 
 
-_RECORDS = "terrazzo_records"
+_RECORDS = Mark[dict[str, Record]]("terrazzo_records")
 
 
 def leave_record(module: nn.Module, attribute: str, record: Record) -> None:
     """Note what this rank has of a parameter of `module`. It stays when the module is copied, or the parameter cast."""
-    vars(module).setdefault(_RECORDS, {})[attribute] = record
+    _RECORDS.leave(module, {**(_RECORDS.find(module) or {}), attribute: record})
 
 
 def record_of(module: nn.Module, attribute: str) -> Record | None:
     """The record of a parameter of `module`; None where it is an ordinary one."""
-    found: Record | None = vars(module).get(_RECORDS, {}).get(attribute)
-    return found
+    return (_RECORDS.find(module) or {}).get(attribute)

@@ -1,0 +1,37 @@
+"""Values that one part of the program leaves on a user's module or mesh, for another part to find there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+from torch import nn
+
+__all__ = ["Mark"]
+
+T = TypeVar("T")
+
+
+class Mark(Generic[T]):
+    """An attribute of objects that are not Terrazzo's: it goes where they go, into copies too.
+
+    Of a module it is a plain one, whatever it holds: no parameter, buffer or submodule of that.
+
+    Args:
+        name: of the attribute; none of theirs begins with "terrazzo_".
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def leave(self, owner: object, value: T) -> T:
+        vars(owner)[self._name] = value
+        return value
+
+    def find(self, owner: object) -> T | None:
+        found: T | None = vars(owner).get(self._name)
+        return found
+
+    def all_in(self, model: nn.Module) -> Iterator[T]:
+        """What has been left on modules of `model`."""
+        return (vars(module)[self._name] for module in model.modules() if self._name in vars(module))
