@@ -121,7 +121,7 @@ def plan(  # structure: signature fixed by the command line
     as_json: bool = _output("--json", "print one JSON object and nothing else", False),
     explain: str | None = _output("--explain TERM", "show a term's formula, the numbers put in, and the source"),
     emit: Path | None = _output("--emit FILE", "write the plan as a configuration for terrazzo train; .yaml or .json"),
-    picture: Path | None = _output("--picture FILE", "draw memory by strategy as stacked bars; .png or .svg"),
+    picture: Path | None = _output("--picture FILE", "draw memory by strategy, and a pipeline's step; .png or .svg"),
     calibrate: bool = _output(
         "--calibrate", "first measure a few real steps of CONFIG here, and keep what was found", False
     ),

@@ -5,8 +5,9 @@ shares sequences, read chunks first, which rank holds what; tiles with kernels, 
 which bring ranks together; context, the face of these; and sharing with registry, how a model is told.
 Open to other packages:
 
-    mesh     the mesh of ranks by the names of its axes
-    paper    a model cut for ranks that are not there, for those who count memory
+    mesh              the mesh of ranks by the names of its axes
+    paper             a model cut for ranks that are not there, for those who count memory
+    pipeline_order    what each rank of a pipeline runs, for those who count time
 """
 
 from terrazzo.parallel.chunks import Balance, Chunks

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.text.words import ByteUnit, axes_text, parameters_text, precision_name, units
+from terrazzo.planner.timing.timeline import Timeline, pipeline_step
 
 __all__ = ["KINDS", "Bar", "Chart", "Kind", "chart_of"]
 
@@ -66,13 +68,18 @@ class Bar:
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars against the memory of a device, in bytes; None where it is not known."""
+    """Bars against the memory of a device, in bytes; None where it is not known.
+
+    Attributes:
+        pipeline: a step of it, drawn below; None without stages, or where nothing is known of their times.
+    """
 
     title: str
     subtitle: str
     bars: tuple[Bar, ...]
     capacity: float | None = None
     measures: str = "expected on the device of the fullest rank"
+    pipeline: Timeline | None = None
 
     @property
     def limit(self) -> float:
@@ -104,7 +111,17 @@ def chart_of(estimates: Sequence[Estimate], chosen: Estimate) -> Chart:
         ),
         bars=tuple(_bar(estimate, chosen) for estimate in estimates),
         capacity=chosen.memory.capacity_bytes,
+        pipeline=_pipeline(chosen),
     )
+
+
+def _pipeline(estimate: Estimate) -> Timeline | None:
+    if estimate.setup.mesh.pp == 1 or estimate.time is None:
+        return None
+    try:
+        return pipeline_step(estimate.setup)
+    except BadInput:  # the engine has no such step; the report's findings say why
+        return None
 
 
 def _bar(estimate: Estimate, chosen: Estimate) -> Bar:

@@ -1,4 +1,6 @@
-"""Memory per strategy as stacked bars: SVG written here, PNG drawn by Pillow, from one layout."""
+"""Memory per strategy as stacked bars, and the step of a pipeline below: SVG written here, PNG drawn by Pillow, from
+one layout.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from xml.sax.saxutils import escape, quoteattr
 from PIL import Image, ImageDraw, ImageFont
 
 from terrazzo.errors import BadInput
+from terrazzo.parallel.pipeline_order import Kind
 from terrazzo.planner.report.bars import KINDS, Bar, Chart
 from terrazzo.planner.text.words import ByteUnit, bytes_text
+from terrazzo.planner.timing.timeline import Span, Timeline
 
 __all__ = ["SUFFIXES", "png", "save_picture", "svg"]
 
@@ -23,6 +27,7 @@ SUFFIXES = (".png", ".svg")
 WIDTH, MARGIN, BAR, GAP, ROOM = 1000, 28, 26, 14, 190
 INK, GREY, GRID, PAPER, LIMIT = "#23262b", "#6d6f76", "#e4e6ea", "#ffffff", "#c0392b"
 TITLE, TEXT, SMALL = 21, 14, 12
+FORWARD, BACKWARD, ROW = "#4a86c5", "#dd8a2e", 22
 SCALE = 2
 """Pixels of a PNG for each unit of the layout."""
 
@@ -118,7 +123,51 @@ def _layout(chart: Chart) -> tuple[list[Shape], float]:
     for bar, y in zip(chart.bars, tops, strict=True):
         shapes += _labels(bar, axis, y, chart.capacity)
     shapes.append(Label((left + right) / 2, bottom + 40, chart.measures, SMALL, GREY, "middle"))
-    return shapes, bottom + 40 + MARGIN
+    bottom += 40 + MARGIN
+    if chart.pipeline is not None:
+        below, bottom = _pipeline(chart.pipeline, bottom)
+        shapes += below
+    return shapes, bottom
+
+
+def _pipeline(step: Timeline, top: float) -> tuple[list[Shape], float]:
+    """A row for each rank, on which forwards and backwards of micro-batches lie where they run; and where it ends."""
+    ranks = range(len(step.ranks))
+    left = MARGIN + _text_width(f"stage {len(ranks) - 1}", TEXT) + 14
+    scale = (WIDTH - MARGIN - left - 90) / step.seconds
+    idle = sum(map(step.idle_share, ranks)) / len(ranks)
+    count = 1 + max(span.action.micro_batch for span in step.ranks[0])
+    shapes: list[Shape] = [
+        Label(MARGIN, top + TITLE, f"A step of {count} micro-batches: {idle:.0%} of it idle", TITLE - 4, bold=True),
+        Box(MARGIN, top + 40, 13, 13, FORWARD),
+        Label(MARGIN + 20, top + 51, "forward", SMALL),
+        Box(MARGIN + 90, top + 40, 13, 13, BACKWARD),
+        Label(MARGIN + 110, top + 51, "backward of a micro-batch; sums over ranks and the update follow", SMALL),
+    ]
+    top += 70
+    for rank, spans in enumerate(step.ranks):
+        y = top + rank * (ROW + 4)
+        shapes += [
+            Label(left - 12, y + ROW - 6, f"stage {rank}", TEXT, anchor="end"),
+            Box(left, y, step.seconds * scale, ROW, GRID),
+            Label(left + step.seconds * scale + 10, y + ROW - 6, f"{step.idle_share(rank):.0%} idle", SMALL, GREY),
+        ]
+        for span in spans:
+            shapes += _span(span, left, y, scale, _text_width(str(count - 1), SMALL) + 4)
+    bottom = top + len(ranks) * (ROW + 4)
+    shapes.append(Label(left + step.seconds * scale / 2, bottom + 18, f"{step.seconds:.3g} s", SMALL, GREY, "middle"))
+    return shapes, bottom + 18 + MARGIN
+
+
+def _span(span: Span, left: float, y: float, scale: float, room: float) -> Iterator[Shape]:
+    """One pass of one micro-batch, with its number where all numbers have room."""
+    forward, number = span.action.kind is Kind.FORWARD, str(span.action.micro_batch)
+    x, width = left + span.start_s * scale, (span.end_s - span.start_s) * scale
+    way = "forward" if forward else "backward"
+    hint = f"{way} of micro-batch {number} through stage {span.action.stage}: {span.end_s - span.start_s:.3g} s"
+    yield Box(x, y, max(width - min(1.0, width / 4), 0), ROW, FORWARD if forward else BACKWARD, hint)
+    if width > room:
+        yield Label(x + width / 2, y + ROW - 7, number, SMALL, PAPER, "middle")
 
 
 @dataclass(frozen=True)

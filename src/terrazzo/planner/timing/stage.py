@@ -112,8 +112,21 @@ class Stage:
     @cached_property
     def busy_s(self) -> float:
         """Of all micro-batches, without idle time, data-parallel communication and the update."""
-        blocks = sum(part.count * sum(part.passes) for part in self._blocks)
-        return self._setup.micro_batches * (blocks + self._head.total + sum(self._root_waits))
+        return self._setup.micro_batches * sum(map(sum, self.passes))
+
+    @cached_property
+    def passes(self) -> list[tuple[float, float]]:
+        """Forward and backward of one micro-batch through each of this rank's stages; the head is in the last."""
+        chunks, (before, after) = self._setup.virtual_stages, self._root_waits
+        forward, backward = (sum(part.count * part.passes[way] for part in self._blocks) / chunks for way in (0, 1))
+        found = [(forward, backward)] * chunks
+        found[-1] = forward + self._head.forward + before, backward + self._head.backward + after
+        return found
+
+    @property
+    def send_s(self) -> float:
+        """Until the next stage has what this one made of a micro-batch."""
+        return self._sends()["send_s"] / (2 * self._setup.virtual_stages)
 
     @cached_property
     def _root_waits(self) -> tuple[float, float]:

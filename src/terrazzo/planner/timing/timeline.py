@@ -1,0 +1,95 @@
+"""When each stage of a pipeline runs what: the engine's own list of actions, with the seconds of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from terrazzo.parallel.pipeline_order import Action, Kind, actions_of
+from terrazzo.planner.memory.placement import stand_ins
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.stage import Stage
+
+__all__ = ["Span", "Timeline", "pipeline_step", "timeline_of"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stage runs on one micro-batch; in seconds since the step began."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step, without what comes behind its last backward.
+
+    Attributes:
+        ranks: what each rank along the pipeline runs, in its order.
+    """
+
+    ranks: tuple[tuple[Span, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        return max(spans[-1].end_s for spans in self.ranks)
+
+    def idle_share(self, rank: int) -> float:
+        """Of the step, the part in which a rank runs nothing."""
+        return 1 - sum(span.end_s - span.start_s for span in self.ranks[rank]) / self.seconds
+
+
+def pipeline_step(setup: Setup) -> Timeline:
+    """A step of a pipeline whose device and links are known, without data-parallel communication and the update.
+
+    Raises:
+        BadInput: micro-batches that do not fill the pipeline, or do not go round.
+    """
+    made = {index: Stage(setup, index) for index in set(stand_ins(setup))}
+    stages = [made[index] for index in stand_ins(setup)]
+    return timeline_of("1f1b", setup.micro_batches, [each.passes for each in stages], stages[0].send_s)
+
+
+def timeline_of(
+    schedule: str,
+    micro_batches: int,
+    passes: Sequence[Sequence[tuple[float, float]]],
+    send_s: float = 0.0,
+) -> Timeline:
+    """Have each rank run its actions as soon as it has ended the one before, and what it is given has come.
+
+    Args:
+        passes: seconds of a forward and a backward of one micro-batch, for each rank and each of its stages.
+        send_s: from the end of a stage's pass until the next stage has what it made; the sender goes on meanwhile.
+
+    Raises:
+        BadInput: a schedule that does not exist, or does not go with so many ranks, chunks and micro-batches.
+    """
+    ranks, chunks = len(passes), len(passes[0])
+    orders = actions_of(schedule, ranks, chunks, micro_batches)
+    last_stage = ranks * chunks - 1
+    ended: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in orders]
+    while any(len(done) < len(order) for done, order in zip(spans, orders, strict=True)):
+        for done, order, own in zip(spans, orders, passes, strict=True):
+            while len(done) < len(order):
+                action = order[len(done)]
+                before = _before(action, last_stage)
+                if before is not None and before not in ended:
+                    break
+                arrived = 0.0 if before is None else ended[before] + send_s * (before.stage != action.stage)
+                start = max(arrived, done[-1].end_s if done else 0.0)
+                forward_s, backward_s = own[action.stage // ranks]
+                ended[action] = start + (forward_s if action.kind is Kind.FORWARD else backward_s)
+                done.append(Span(action, start, ended[action]))
+    return Timeline(tuple(map(tuple, spans)))
+
+
+def _before(action: Action, last_stage: int) -> Action | None:
+    """Whose result an action needs."""
+    stage, kind, number = action
+    if kind is Kind.FORWARD:
+        return Action(stage - 1, kind, number) if stage else None
+    return Action(stage, Kind.FORWARD, number) if stage == last_stage else Action(stage + 1, kind, number)
