@@ -34,7 +34,7 @@ class Store:
     def __init__(self, disk: Disk) -> None:
         weakref.finalize(self, disk.close)
 """,
-        "engine/other.py:10: 'self._threads.shutdown'",
+        "engine/offload/other.py:10: 'self._threads.shutdown'",
     ),
     "a method of an attribute": (
         """
@@ -47,7 +47,7 @@ class Store:
     def _end(self) -> None:
         self.disk.close()
 """,
-        "engine/other.py:10: 'self._threads.shutdown'",
+        "engine/offload/other.py:10: 'self._threads.shutdown'",
     ),
     "a method of a base class": (
         """
@@ -56,16 +56,16 @@ class Mine(Disk):
     def __del__(self) -> None:
         self.close()
 """,
-        "engine/other.py:10: 'self._threads.shutdown'",
+        "engine/offload/other.py:10: 'self._threads.shutdown'",
     ),
     "a function of another module": (
         """
 import weakref
-from terrazzo.engine import other
+from terrazzo.engine.offload import other
 def begin(model, path):
     weakref.ref(model, lambda _: other.remove(path))
 """,
-        "engine/other.py:15: 'path.unlink'",
+        "engine/offload/other.py:15: 'path.unlink'",
     ),
     "a partial of a function inside a function": (
         """
@@ -75,7 +75,7 @@ def begin(model, job):
         job.result()
     weakref.finalize(model, functools.partial(end, job))
 """,
-        "engine/planted.py:5: 'job.result'",
+        "engine/offload/planted.py:5: 'job.result'",
     ),
     "what is not of the package": (
         """
@@ -83,7 +83,7 @@ import shutil, weakref
 def begin(model, path):
     weakref.finalize(model, shutil.rmtree, path)
 """,
-        "engine/planted.py:4: 'shutil.rmtree'",
+        "engine/offload/planted.py:4: 'shutil.rmtree'",
     ),
     "a lock": (
         """
@@ -95,7 +95,7 @@ class Store:
         with self._guard:
             pass
 """,
-        "engine/planted.py:7: 'with self._guard'",
+        "engine/offload/planted.py:7: 'with self._guard'",
     ),
     "a thread": (
         """
@@ -104,7 +104,7 @@ class Store:
     def __del__(self) -> None:
         threading.Thread().start()
 """,
-        "engine/planted.py:5: 'threading.Thread().start'",
+        "engine/offload/planted.py:5: 'threading.Thread().start'",
     ),
     "an object that handles signals": (
         """
@@ -116,15 +116,15 @@ def begin():
     stop = Stop()
     signal.signal(signal.SIGTERM, stop)
 """,
-        "engine/planted.py:5: 'time.sleep'",
+        "engine/offload/planted.py:5: 'time.sleep'",
     ),
 }
 
 
 def findings(root: Path, planted: str) -> list[str]:
     package = root / "terrazzo"
-    (package / "engine").mkdir(parents=True)
-    for name, source in {"__init__": "", "engine/other": OTHER, "engine/planted": planted}.items():
+    (package / "engine" / "offload").mkdir(parents=True)
+    for name, source in {"__init__": "", "engine/offload/other": OTHER, "engine/offload/planted": planted}.items():
         (package / name).with_suffix(".py").write_text(source)
     return [str(found).removeprefix(f"{package}/") for found in check(package, layered=True)]
 
