@@ -59,7 +59,7 @@ class Misuse(TerrazzoError, RuntimeError):
 
 
 class RanksApart(Misuse):
-    """Ranks have not run the same, and what they exchange does not belong together; nothing has been mixed up."""
+    """Ranks have not run the same, and what they exchange does not belong together; no step uses it."""
 
 
 class SaveFailed(TerrazzoError, RuntimeError):

@@ -134,3 +134,31 @@ def test_what_one_rank_cannot_attach_all_refuse() -> None:
 
     first, second = on_ranks(2, body)
     assert "Rank 1 cannot do its part" in first and "not parameters of this model" in second
+
+
+@pytest.mark.parametrize("plan", ["zero3@cpu", "zero1@cpu", "zero3@cpu-all"])
+def test_clipped_gradients_that_no_step_takes_stay_clipped(plan: str) -> None:
+    """As in plain PyTorch, where what belongs to no optimizer is clipped, and added to, like the rest."""
+    torch.manual_seed(0)
+    base, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), torch.randn(4, 8)
+
+    def norms_of(model: Any, optimizer: Any, clip: Any) -> list[float]:
+        found = []
+        for _ in range(3):
+            model(x).sum().backward()
+            clip(model, 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(float(model[1].weight.grad.norm()))
+        return found
+
+    def body(rank: int) -> list[float]:
+        model, _ = tz.shard(copy.deepcopy(base), None, plan)
+        optimizer = tz.attach(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+        return norms_of(model, optimizer, tz.clip_grad_norm_)
+
+    plain = copy.deepcopy(base)
+    optimizer = torch.optim.SGD(plain[0].parameters(), lr=0.1)
+    wanted = norms_of(plain, optimizer, lambda model, limit: nn.utils.clip_grad_norm_(model.parameters(), limit))
+    for found in on_ranks(2, body):
+        assert found == pytest.approx(wanted, rel=1e-4)

@@ -559,3 +559,20 @@ def test_a_denominator_that_comes_behind_the_last_backward_is_refused(plan: str)
         model.set_gradient_denominator(None)
 
     on_ranks(2, body)
+
+
+def test_a_scale_is_not_loaded_between_micro_batches() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero2", precision="fp16")
+        train(model, optimizer, 1, rank)
+        state = optimizer.scaler_state()
+        with tz.accumulate(model):
+            loss_of(model, batch(1, rank)).backward()
+        with pytest.raises(tz.Misuse, match="A loss scale was loaded while gradients were still being accumulated"):
+            optimizer.load_scaler_state({**state, "scale": 2.0})
+        assert optimizer.scaler_state() == state
+        optimizer.zero_grad()
+        optimizer.load_scaler_state({**state, "scale": 2.0})
+        assert optimizer.loss_scale == 2.0
+
+    on_ranks(2, body)

@@ -485,3 +485,31 @@ def test_a_measure_by_keyword_is_refused_by_name() -> None:
             torch.sum(input=model.head.weight.grad)
 
     on_ranks(2, body)
+
+
+def test_norms_of_other_orders_on_ranks_are_refused_on_each() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero2")
+        loss_of(model, batch(0, rank)).backward()
+        with pytest.raises(tz.RanksApart, match=rf"the turn of the gradients' norms of order {rank + 1}"):
+            model.head.weight.grad.norm(rank + 1)
+        model.head.weight.grad.norm()
+
+    on_ranks(2, body)
+
+
+def test_zeros_of_unfinished_gradients_are_refused() -> None:
+    def body(rank: int) -> None:
+        model, optimizer = sharded(Net(), "zero2")
+        with tz.accumulate(model):
+            loss_of(model, batch(0, rank)).backward()
+        for owner in (optimizer, model):
+            with pytest.raises(
+                tz.Misuse, match=r"zero_grad\(set_to_none=False\) was called while gradients were still"
+            ):
+                owner.zero_grad(set_to_none=False)
+        loss_of(model, batch(1, rank)).backward()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+
+    on_ranks(2, body)

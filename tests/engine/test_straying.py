@@ -489,3 +489,75 @@ def test_units_that_were_not_visited_keep_their_place() -> None:
     )
     assert inner.forward == (0, 1, 2, 3, 4, 5)
     assert inner.left == ((), (), (1,), (), (3,), (4, 2), (5, 0))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Around(nn.Module):
+    """Has parameters of its own, which it uses before and behind what it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+        self.core = Inner()
+
+    def forward(self, x: Tensor, inner: nn.Module | None = None) -> Tensor:
+        x = self.core(x * self.before)
+        return (x if inner is None else inner(x)) * self.behind
+
+
+class Nested(nn.Module):
+    """Calls one unit before the other, or inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.a, self.b = Inner(), Around()
+
+    def forward(self, x: Tensor, inside: bool) -> Tensor:
+        x = x * self.scale
+        return self.b(x, self.a) if inside else self.b(self.a(x))
+
+
+BETWEEN: dict[str, Callable[[nn.Module, Tensor], object]] = {
+    "nothing": lambda model, x: None,
+    "an evaluation": lambda model, x: torch.no_grad()(model)(x, inside=False),
+    "an evaluation alike": lambda model, x: torch.no_grad()(model)(x, inside=True),
+    "a forward that is thrown away": lambda model, x: model(x, inside=False),
+    "two of them": lambda model, x: [model(x, inside=False), model(x, inside=True)],
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+@pytest.mark.parametrize("plan", ["zero3", "shard_grad_op"])
+def test_what_runs_between_a_forward_and_its_backward_changes_nothing(what: str, plan: str) -> None:
+    """Weights that a backward still needs stay, whichever forward was the last one."""
+    torch.manual_seed(0)
+    base, x = Nested(), torch.randn(4, 8)
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(3):
+            out = model(x, inside=step > 0)
+            BETWEEN[what](model, x)
+            out.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model = copy.deepcopy(base)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = tz.shard(model, optimizer, plan, units=["a", "b", "b.core"])
+        trained(model, optimizer)
+        return full_parameters(model)
+
+    plain = copy.deepcopy(base)
+    trained(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
+    for found in on_ranks(2, body):
+        assert_close(found, dict(plain.named_parameters()), 1e-5)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.answers.measured import measured_gradient
+from terrazzo.engine.answers.measured import Spread, measured_gradient
 from terrazzo.engine.answers.stand_in import Key, StandIn
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.loop.listeners import eager, inside_backward
@@ -237,6 +237,7 @@ class _ShownGradients:
     def _measure(self, kind: float) -> dict[Key, Tensor]:
         engine = self._engine
         self._await_scaling()
+        Spread(engine.axes, engine.recipe.contributed_over, 0).check(f"the gradients' norms of order {kind:g}")
         total = norms(([bucket.gradient.contribution(index)] for bucket, index in self.keys), engine.recipe, kind)
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 

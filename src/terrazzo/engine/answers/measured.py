@@ -25,7 +25,7 @@ from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.process.weak import weakly
 from terrazzo.errors import Misuse, RanksApart
 
-__all__ = ["let_measure", "measured_gradient", "measures"]
+__all__ = ["Spread", "let_measure", "measured_gradient", "measures"]
 
 
 def let_measure(engine: Engine) -> None:

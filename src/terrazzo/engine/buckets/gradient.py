@@ -102,13 +102,28 @@ class Gradient:
         dtype = self.recipe.precision.accumulate
         self._home = None if self.tier == "device" else store.state(self.space, self.sums.last.axes, dtype, self.tier)
 
-    def handed_over(self) -> Landed:
-        """The finished gradient for an update, which waits for it, and scales in place what it finds in memory."""
+    def handed_over(self, stepped: Sequence[Range]) -> Landed:
+        """The finished gradient for an update, which waits for it, and scales in place what it finds in memory.
+
+        Args:
+            stepped: what the update uses. If other parameters have gradients too, which later micro-batches may add
+                to, all are scaled now.
+        """
         assert self.finished is not None, "no gradient is finished"
+        if self.finished.factor is not None and not self._all_in(stepped):
+            self.finished.apply_factor()
         handed_over = replace(self.finished)
         if isinstance(self.finished.data, Buffer):
             self.finished.factor = None
         return handed_over
+
+    def _all_in(self, ranges: Sequence[Range]) -> bool:
+        """Whether `ranges` hold all that this rank steps of parameters that have gradients."""
+        own = self.space.range(self.recipe.plan.optim.axes)
+        parts = [
+            own.intersect(slot.range) for slot, seen in zip(self.space.layout.slots, self.seen, strict=True) if seen
+        ]
+        return all(sum(part.intersect(each).numel for each in ranges) == part.numel for part in parts)
 
     # -- within a micro-batch ----------------------------------------------------------------------------------
 

@@ -163,6 +163,10 @@ class NativeCollectives(Collectives):
 
     all_reduce_steps = 1
 
+    def gather_rows(self, values: Tensor) -> Tensor:
+        self._leave_trail()
+        return super().gather_rows(values)
+
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
         self._leave_trail()
         whole = _carried(full)

@@ -255,8 +255,8 @@ class Hooks:
             self.schedule.hold_until_backward_ends(unit)
         return all(bucket.present for bucket in unit.buckets)
 
-    def before_backward(self, unit: Unit, generation: int) -> None:
-        """Backward comes to a call of `unit`, which ran when its weights were those of `generation`."""
+    def before_backward(self, unit: Unit, generation: int, forward: int | None) -> None:
+        """Backward comes to a call of `unit`, which ran in that forward, when its weights were of `generation`."""
         if unit.generation != generation:
             raise Misuse(
                 f"Backward came to {unit.title}, whose weights have been changed since its forward, by "
@@ -268,7 +268,7 @@ class Hooks:
                 "backward. Use a plan that keeps them whole: zero0, zero1 or zero2 in fp32."
             )
         self._companions.come_to(unit, Purpose.BACKWARD)
-        self.schedule.enter_backward(unit)
+        self.schedule.enter_backward(unit, forward)
 
     def use_saved(self, index: int) -> None:
         """A part of backward is about to read the weights of a unit."""
@@ -276,7 +276,7 @@ class Hooks:
         if not unit.present:
             self._surprised = True
             self.start_backward()
-            self.schedule.enter_backward(unit)
+            self.schedule.enter_backward(unit, forward=0)
 
     def accumulate_gradient(self, unit_index: int, number: int, index: int, parameter: Tensor) -> None:
         """The gradient of the parameter `index` in the unit's bucket `number` has been accumulated."""
@@ -353,7 +353,8 @@ class Hooks:
         return self._passes
 
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
-        return self._announcements.watch(unit, output, on_backward(self, unit.index, unit.generation))
+        tell = on_backward(self, unit.index, unit.generation, self.schedule.forward_number)
+        return self._announcements.watch(unit, output, tell)
 
     def _cast(self, inputs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:

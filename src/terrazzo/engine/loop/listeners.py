@@ -54,8 +54,12 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def on_backward(hooks: Any, index: int, generation: int) -> Callable[[Any], None]:
-    """Tells once per backward pass that it has reached one call of a unit, whichever of its outputs comes first."""
+def on_backward(hooks: Any, index: int, generation: int, forward: int | None) -> Callable[[Any], None]:
+    """Tells once per backward pass that it has reached one call of a unit, whichever of its outputs comes first.
+
+    Args:
+        forward: number of the model's forward that the call was in.
+    """
     told, reference = 0, weakref.ref(hooks)
 
     def backward(grads: Any) -> None:
@@ -63,7 +67,7 @@ def on_backward(hooks: Any, index: int, generation: int) -> Callable[[Any], None
         live = reference()
         if live is not None and told != live.start_backward():
             told = live.start_backward()
-            live.before_backward(live.units[index], generation)
+            live.before_backward(live.units[index], generation, forward)
 
     return backward
 

@@ -133,6 +133,12 @@ class Engine:
         """
         progress, which = self.progress, "" if set_to_none else "set_to_none=False"
         failed = progress.failed or self.schedule.in_backward
+        if not (set_to_none or failed) and any(bucket.gradient.unfinished for bucket in self.trainable()):
+            raise Misuse(
+                "zero_grad(set_to_none=False) was called while gradients were still being accumulated: there are none "
+                "yet to be zeros that a step would use. Call zero_grad() instead, or run the last micro-batch's "
+                "backward outside 'with tz.accumulate(model)' first."
+            )
         if failed or any(bucket.gradient.exists for bucket in self.trainable()):
             progress.note(f"zero_grad({which})" + (f" of param group {first} and on" if first else ""))
         progress.forget_gradients()

@@ -84,9 +84,10 @@ class Updater:
         mark = Stream.current(self._store.device).mark()
         tasks = []
         for bucket, held in segments.items():
-            for segment in (segment for segment in held if segment.due):
+            all_due = [segment for segment in held if segment.due]
+            for segment in all_due:
                 segment.adopt(twin.state.get(segment.parameter) or {})
-            finished = bucket.gradient.handed_over() if any(segment.due for segment in held) else None
+            finished = bucket.gradient.handed_over([each.range for each in all_due]) if all_due else None
             for window, among in _by_window(held).items():
                 if finished is not None and (due := [segment for segment in among if segment.due]):
                     tasks.append(_Task(bucket, window, among, due, twin, finished, mark))

@@ -220,7 +220,10 @@ class OptimizerDriver:
         if self.background is not None:
             self.background.begin(optimizer)
         here = [segment for segment in self.segments if not segment.bucket.updated_off_device and segment.due]
-        finished = {bucket: bucket.gradient.handed_over() for bucket in {segment.bucket: None for segment in here}}
+        finished = {
+            bucket: bucket.gradient.handed_over([each.range for each in here if each.bucket is bucket])
+            for bucket in {segment.bucket: None for segment in here}
+        }
         if self._moments_differ:
             self._step_one_by_one(optimizer, here, finished)
         else:
@@ -281,6 +284,17 @@ class OptimizerDriver:
             optimizer.state[parameter] = twin.step(segment.group, parameter, kept)
             _cast_moments(optimizer, parameter, precision.moments)
             parameter.grad = None
+
+    def load_scaler(self, state: dict[str, float]) -> None:
+        """Restore the loss scaler's counters, if there is one and `state` has them."""
+        if self.scaler is None or not state:
+            return
+        if self.schedule.in_backward or any(bucket.gradient.unfinished for bucket in self.buckets):
+            raise Misuse(
+                "A loss scale was loaded while gradients were still being accumulated, which have been multiplied by "
+                "the one before. Load it before the step's first micro-batch, or call optimizer.zero_grad() first."
+            )
+        self.scaler.load_state(state)
 
     def _overflowed(self) -> bool:
         """Whether any rank holds a non-finite gradient."""

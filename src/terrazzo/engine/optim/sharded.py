@@ -120,8 +120,12 @@ class ShardedOptimizer(Optimizer):
         return self._driver.scaler.state() if self._driver.scaler else {}
 
     def load_scaler_state(self, state: dict[str, float]) -> None:
-        if self._driver.scaler and state:
-            self._driver.scaler.load_state(state)
+        """Go on with what `scaler_state` gave, the same on every rank.
+
+        Raises:
+            Misuse: while gradients are accumulated, which have been multiplied by another scale.
+        """
+        self._driver.load_scaler(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise Misuse("A sharded optimizer cannot take further param groups: give it all of them before tz.shard.")

@@ -100,6 +100,10 @@ class Order:
         return cls.of_visits([], units, agreed=False)
 
 
+_PENDING = 64
+"""Differentiated forwards whose backward may still come and release weights early; those of older ones stay longer."""
+
+
 class Program:
     """The order that all ranks follow, and what this rank has seen of the model since they compared.
 
@@ -118,11 +122,15 @@ class Program:
         self.visits: list[Visit] = []
         self.recomputed: set[tuple[int, int]] = set()
         self.strayed = False
-        self._begun: dict[int, int] = {}  # in this forward, on this rank: unit to its place among those that began
+        self._begun: dict[int, dict[int, int]] = {}
+        self._current: dict[int, int] | None = None  # of them, that of the forward that runs
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, number: int, differentiated: bool) -> None:
+        """The forward of that number begins; numbers go up."""
         self.visits.clear()
-        self._begun.clear()
+        self._current = self._begun.setdefault(number, {}) if differentiated else None
+        if len(self._begun) > _PENDING:
+            del self._begun[min(self._begun)]
 
     def has(self, unit: int) -> bool:
         """Whether it is one of the units of this program."""
@@ -131,13 +139,22 @@ class Program:
     def note(self, unit: int, event: Event) -> None:
         """A visit, in the forward that runs."""
         self.visits.append((unit, event))
-        if event is Event.ENTER:
-            self._begun.setdefault(unit, len(self._begun))
+        if event is Event.ENTER and self._current is not None:
+            self._current.setdefault(unit, len(self._current))
 
-    def is_over(self, unit: int, running: int) -> bool:
-        """Whether the backward of `unit` is over on this rank, where that of `running`, if any, has begun."""
-        begun = self._begun
-        return not self.strayed or unit not in begun or begun[unit] > begun.get(running, len(begun))
+    def is_over(self, unit: int, running: int, forward: int | None) -> bool:
+        """Whether the backward of `unit` is known to be over on this rank, where that of `running`, if any, has begun.
+
+        That follows from what this rank has run, in that very forward: it may have called units inside of others that
+        the order has behind them.
+
+        Args:
+            forward: number of the forward whose backward this is, 0 where nobody knows; None for the last one.
+        """
+        number = max(self._begun, default=0) if forward is None else forward
+        if (begun := self._begun.get(number)) is None:
+            return False
+        return unit not in begun or begun[unit] > begun.get(running, len(begun))
 
     def join(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Each pair of units is recomputed in one region."""

@@ -59,17 +59,16 @@ class Schedule:
         self, units: Sequence[Runnable], prefetch: int, meet: Meet | None = None, denominator: Divisor = lambda: 1.0
     ) -> None:
         self.units, self.program, self.prefetch, self.meet = units, Program(units), prefetch, meet
-        self.this_pass = Pass.FINISHES
-        self.closed: set[int] = set()
+        self.this_pass, self.closed = Pass.FINISHES, set[int]()
         self.in_forward = self.in_backward = self._training = False
         self.ends_model = True
         self._names = tuple(unit.name for unit in units)
-        self._gathered = GatheredWeights()
-        self._running: Counter[int] = Counter()
+        self._gathered, self._running = GatheredWeights(), Counter[int]()
         self._reductions = Reductions(denominator)
         self._postponed: Sequence[int] = ()
         self._forward_cursor = self._backward_cursor = self._forwards = self._backwards = 0
-        self._announced = -1  # the unit whose backward is running
+        self._announced = -1  # the unit whose backward runs
+        self._of_forward: int | None = None  # in which it ran
 
     @property
     def order(self) -> Order:
@@ -101,7 +100,7 @@ class Schedule:
         self.in_forward, self._training, self._forward_cursor = True, training, 0
         self._forwards += 1
         self._running.clear()
-        self.program.begin_forward()
+        self.program.begin_forward(self._forwards, training)
 
     def enter_forward(self, unit: Runnable) -> None:
         """Forward of `unit` begins; returns once its weights may be read."""
@@ -238,14 +237,20 @@ class Schedule:
 
     def begin_backward(self) -> None:
         self.in_backward, self._backward_cursor, self._postponed = True, 0, ()
+        self._announced, self._of_forward = -1, None
         if self.meet is not None or self.this_pass is not Pass.ADDS:
             self._backwards += 1
         self.closed.clear()
 
-    def enter_backward(self, unit: Runnable) -> None:
-        """Backward of `unit` begins; returns once its weights may be read."""
+    @property
+    def forward_number(self) -> int | None:
+        """Of the forward that runs or ran last, counted from 1; inside backward of the one that this is of."""
+        return self._of_forward if self.in_backward else self._forwards
+
+    def enter_backward(self, unit: Runnable, forward: int | None = None) -> None:
+        """Backward of `unit` begins; returns once its weights may be read. `forward` as for `Program.is_over`."""
         self._gathered.awaited.discard(unit.index)
-        self._announced = unit.index
+        self._announced, self._of_forward = unit.index, forward
         if (position := position_from(self._backward_cursor, self.order.backward, unit.index)) is not None:
             self._backward_to(position)
         self._have_in_backward(unit)
@@ -319,7 +324,8 @@ class Schedule:
             self.halfway()  # where this rank's data has not led there
             ended = [self.units[index] for index in order.closes[step]]
             for unit in ended:
-                self._gathered.leave_backward(unit, self.program.is_over(unit.index, self._announced))
+                is_over = self.program.is_over(unit.index, self._announced, self._of_forward)
+                self._gathered.leave_backward(unit, is_over)
             running = self.units[order.backward[step]]
             self._gather_again(order.backward[step : order.region_ends[step] + 1])
             ahead = [i for i in order.backward[step + 1 : step + 1 + self.prefetch] if self.units[i].regathered]
