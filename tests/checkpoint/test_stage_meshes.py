@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ class Model(nn.Module):
         return ["layers.*"]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.offset
+        x = (x + self.offset).to(x.dtype)
         for layer in self.layers:
             x = layer(x)
         return x
@@ -305,3 +306,37 @@ def test_copies_of_a_stage_that_differ_are_found() -> None:
 
     with pytest.raises(tz.Diverged, match="of 2 copies that should be equal, ranks 2, 3 differ"):
         run_in_threads(4, body)
+
+
+def test_averages_and_the_loss_scale_of_stages_come_back(tmp_path: Path) -> None:
+    """The average is half of the first weights, and half of those after a step."""
+
+    def body(rank: int, mesh: Mesh, path: Path | None) -> tuple[list[str], float]:
+        model = whole()
+        axes = tz.mesh(pp=mesh.pp, device="cpu")
+        tz.parallelize(model, axes, pipeline=tz.Pipeline())
+        precision = replace(tz.Precision.named("fp16"), loss_scaling=tz.LossScaling(init=64.0))
+        model, optimizer = tz.shard(model, adamw(model), mesh.plan, mesh=axes, units=[nn.Linear], precision=precision)
+        average = tz.EMA(model, decay=0.5)
+        before = whole().state_dict()
+        if path is not None:
+            checkpoint.load(path, model, optimizer)
+        else:
+            halved = [(inputs.half(), targets) for inputs, targets in batches()]
+            tz.step(model, halved, lambda outputs, targets: F.mse_loss(outputs.float(), targets))
+            optimizer.step()
+            average.update()
+            optimizer.load_scaler_state({**optimizer.scaler_state(), "scale": 16.0})
+            checkpoint.save(tmp_path / "saved", model, optimizer)
+        own = tz.full_state_dict(model, keep=True)
+        with average.swapped():
+            averaged = tz.full_state_dict(model, keep=True)
+        trained = {name for name, each in model.named_parameters() if each.requires_grad and each.numel()}
+        wrong = [name for name in trained if not torch.equal(averaged[name], before[name].lerp(own[name], 0.5))]
+        assert any(not torch.equal(own[name], before[name]) for name in trained)
+        return wrong, optimizer.scaler_state()["scale"]
+
+    assert run_in_threads(4, lambda rank: body(rank, STAGED, None)) == [([], 16.0)] * 4
+    for mesh in (Mesh("zero1", 2, 1), Mesh("zero2", 2, 2)):
+        resumed = run_in_threads(mesh.ranks, lambda rank, mesh=mesh: body(rank, mesh, tmp_path / "saved"))
+        assert resumed == [([], 16.0)] * mesh.ranks

@@ -119,7 +119,7 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
         there = info.states.keys() - _OF_NO_OPTIMIZER
         if kept.name in averaged:
             wanted[AVERAGE] = (kept.numel, kept.dtype)
-            if AVERAGE not in info.states:
+            if AVERAGE not in info.states and kept.numel:  # of what has no elements none is saved
                 yield f"{_shown(name)} has no average (load first, then make tz.EMA(model))"
         if with_optimizer and there and kept.states is not None:
             yield from (f"{_shown(name)} has no {kind}" for kind in sorted(kept.states.keys() - there))
