@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -11,6 +12,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 import terrazzo as tz
 from terrazzo.parallel.pipeline_order import Action, Kind, actions_of, forwards_of
+from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.memory.stages import in_flight
 
 
 def run_by_torch(kind: type, rank: int, ranks: int, micro_batches: int) -> list[Action]:
@@ -43,23 +46,51 @@ def test_one_stage_for_each_rank(name, kind, ranks, micro_batches):
     assert actions_of(name, ranks, 1, micro_batches) == expected
 
 
+def interleaved_by_torch(rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Action]:
+    """What torch's schedule of several stages for each rank has this rank do."""
+    torchs = SimpleNamespace(
+        n_local_stages=chunks,
+        pp_group_size=ranks,
+        _n_microbatches=micro_batches,
+        microbatches_per_round=micro_batches // (micro_batches // ranks),
+    )
+    return [
+        Action(each.stage_index, Kind[each.computation_type.name.removeprefix("FULL_")], each.microbatch_index)
+        for each in ScheduleInterleaved1F1B._calculate_single_rank_operations(torchs, rank)
+        if each is not None
+    ]
+
+
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), [(2, 2, 2), (2, 2, 6), (3, 2, 4), (4, 2, 8), (4, 3, 12)])
 def test_interleaved(ranks, chunks, micro_batches):
     for rank, own in enumerate(actions_of("1f1b", ranks, chunks, micro_batches)):
-        round_size = micro_batches // (micro_batches // ranks)
-        torchs = SimpleNamespace(
-            n_local_stages=chunks,
-            pp_group_size=ranks,
-            _n_microbatches=micro_batches,
-            microbatches_per_round=round_size,
-        )
-        actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(torchs, rank)
-        expected = [
-            Action(each.stage_index, Kind[each.computation_type.name.removeprefix("FULL_")], each.microbatch_index)
-            for each in actions
-            if each is not None
-        ]
-        assert own == expected
+        assert own == interleaved_by_torch(rank, ranks, chunks, micro_batches)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "chunks", "micro_batches"),
+    [
+        ("gpipe", 4, 1, 9),
+        ("1f1b", 2, 1, 2),
+        ("1f1b", 4, 1, 9),
+        ("1f1b", 4, 2, 8),
+        ("1f1b", 4, 3, 12),
+        ("1f1b", 2, 3, 2),
+    ],
+)
+def test_a_plan_counts_the_micro_batches_that_wait_in_torchs_order(schedule, ranks, chunks, micro_batches):
+    """Those that have gone forward and not back, at their most, in parts of a rank's stages."""
+    planned = SimpleNamespace(
+        mesh=Mesh(pp=ranks), micro_batches=micro_batches, virtual_stages=chunks, pipeline=schedule
+    )
+    for rank in range(ranks):
+        if chunks > 1:
+            ran = interleaved_by_torch(rank, ranks, chunks, micro_batches)
+        else:
+            kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
+            ran = run_by_torch(kind, rank, ranks, micro_batches)
+        waiting = itertools.accumulate(1 if each.kind is Kind.FORWARD else -1 for each in ran)
+        assert in_flight(planned, rank) == pytest.approx(max(waiting) / chunks)
 
 
 def test_without_backwards_each_micro_batch_goes_through_all_stages_before_the_next():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
+from tests.checkpoint.documented import read_as_documented
 from tests.helpers.processes import Pool, RankFailed, run_in_processes
 
 pytestmark = pytest.mark.processes
@@ -95,6 +97,34 @@ def test_stages_draw_and_train_as_one_process(pool: Pool, schedule: str, chunks:
         for name in own_drawn:
             assert torch.equal(own_drawn[name], drawn[name]), name
             torch.testing.assert_close(own_weights[name], weights[name], rtol=1e-5, atol=1e-6)
+
+
+def goes_on(pp: int, saved: Path | None, folder: Path) -> dict[str, Tensor]:
+    """The whole weights after a step, from where `saved` was if it is given; then all is saved."""
+    mesh, model = tz.mesh(pp=pp, device="cpu"), Decoder(CONFIG)
+    tz.parallelize(model, mesh, pipeline=tz.Pipeline())
+    adamw = functools.partial(torch.optim.AdamW, lr=0.1)
+    model, optimizer = tz.shard(model, adamw, "zero3", mesh=mesh, units=[Block], precision="bf16")
+    if saved is not None:
+        tz.checkpoint.load(saved, model, optimizer)
+    else:
+        tz.step(model, micro_batches(4), loss_of)
+        optimizer.step()
+    tz.checkpoint.save(folder, model, optimizer)
+    return tz.full_state_dict(model, keep=True)
+
+
+def test_processes_save_stages_and_resume_without_and_back(pool: Pool, tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("staged", "without", "back")]
+    first, *others = pool.run(goes_on, 2, None, places[0])
+    others += pool.run(goes_on, 1, places[0], places[1]) + pool.run(goes_on, 2, places[1], places[2])
+    assert list(first) == list(Decoder(CONFIG).state_dict())
+    for found in others:
+        assert all(values.dtype == torch.float32 and torch.equal(found[name], values) for name, values in first.items())
+    states = [read_as_documented(place) for place in places]
+    assert len(states[0]) == 4 * len(first)  # weights, two moments, steps
+    for key, values in states[0].items():
+        assert all(state[key].tobytes() == values.tobytes() for state in states[1:]), key
 
 
 def dies(when: str, heard: Path) -> None:

@@ -51,7 +51,7 @@ from terrazzo.engine.optim.stock import ELEMENTWISE, check_elementwise
 from terrazzo.engine.optim.unattached import on_unattached_step
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.plan.axes import data_mesh, named_mesh
-from terrazzo.engine.plan.elsewhere import STAGES_OF, Stages, give_up, stages_of
+from terrazzo.engine.plan.elsewhere import STAGES_OF, Stages, as_one, give_up, stages_of
 from terrazzo.engine.plan.family import Box, Family, Owned, Record, leave_record, record_of
 from terrazzo.engine.plan.partition import Units, find_units, parameter_names
 from terrazzo.engine.plan.place import OFFLOADS, PLANS, TIERS, Place, Plan
@@ -70,6 +70,7 @@ from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.schedule.stages import StagedSchedule
 from terrazzo.engine.states.ema import EMA
 from terrazzo.engine.states.full_state import OptimizerStates
+from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.engine.states.pieces import Piece
 from terrazzo.engine.states.restore import Read
 from terrazzo.engine.states.state import ModelState, ParameterInfo
@@ -90,6 +91,7 @@ __all__ = [
     "Box",
     "Engine",
     "Family",
+    "Listed",
     "LossScaling",
     "MemoryBill",
     "ModelState",
@@ -113,6 +115,7 @@ __all__ = [
     "Units",
     "Zeros",
     "accumulate",
+    "as_one",
     "attach",
     "check_elementwise",
     "check_no_extra_state",
@@ -128,6 +131,7 @@ __all__ = [
     "give_up",
     "inside_backward",
     "leave_record",
+    "listing",
     "named_mesh",
     "on_unattached_step",
     "parameter_names",

@@ -161,6 +161,6 @@ def _refuse_states(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """A state dict of some stages would be half a model under the names of a whole one."""
     if not keep_vars:  # else parameters are asked for, not their values
         raise Misuse(
-            "state_dict() of a model of which this rank has stages: the parameters of the others are not here. Read "
-            "this rank's inside 'with tz.gathered(model) as parameters:'."
+            "state_dict() of a model of which this rank has stages: the parameters of the others are not here. "
+            "tz.full_state_dict(model) gives all on rank 0, and 'with tz.gathered(model) as parameters:' this rank's."
         )

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.engine import whole_weights
+from terrazzo.engine import as_one, whole_weights
 
 __all__ = ["full_state_dict"]
 
@@ -28,8 +28,9 @@ def full_state_dict(model: nn.Module, *, keep: bool | None = None) -> dict[str, 
         Misuse: for a model that is not sharded.
     """
     keep = dist.get_rank() == 0 if keep is None else keep
-    state: dict[str, Any] = model.state_dict(keep_vars=True)  # which asks no parameter for its values
-    named = dict(model.named_parameters())
+    with as_one(model):
+        state: dict[str, Any] = model.state_dict(keep_vars=True)  # which asks no parameter for its values
+        named = dict(model.named_parameters())
     whole: dict[int, Tensor] = {}
     for name, values in whole_weights(model):
         if keep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from terrazzo.checkpoint.exporters.huggingface import (
     write_folder,
 )
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo, TensorInfo
-from terrazzo.engine import ModelState, engine_of, parameter_names, persistent_buffers, whole_weights
+from terrazzo.engine import as_one, engine_of, listing, persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import together
 
@@ -59,7 +60,8 @@ def save_pretrained(
         return planned(live, description, dtype, max_shard_bytes)
 
     plan_of_all = together(plan, BadInput)
-    live.read_in([each.origin for members in plan_of_all.shards.values() for each in members if each.kind == WEIGHT])
+    read = [each.origin for members in plan_of_all.shards.values() for each in members if each.kind == WEIGHT]
+    live.read_in([name for name in read if live.tensors[name].numel])  # of what has no elements none is asked for
 
     def write() -> None:
         try:
@@ -84,11 +86,12 @@ class _Live(Source):
         buffers = persistent_buffers(model)
         self._model = model
         self._buffers = {each.name: each.tensor for each in buffers}
-        for each in ModelState(model).parameters():
-            self.tensors[each.name] = TensorInfo(each.shape, {WEIGHT: StateInfo(each.dtype, each.numel)})
+        listed = listing(model)
+        for each in listed:
+            self.tensors[each.name] = TensorInfo(each.shape, {WEIGHT: StateInfo(each.dtype, math.prod(each.shape))})
         for name, tensor in self._buffers.items():
             self.tensors[name] = TensorInfo(tuple(tensor.shape), {BUFFER: StateInfo(tensor.dtype, tensor.numel())})
-        names = [*parameter_names(model), *(each.names for each in buffers)]
+        names = [*(each.names for each in listed), *(each.names for each in buffers)]
         self.aliases = {alias: first for first, *others in names for alias in others}
         self._stream: Iterator[tuple[str, Tensor]] = iter(())
         self._name, self._values = "", torch.empty(0)
@@ -143,7 +146,8 @@ def _describe(model: Any, config: Mapping[str, Any] | None) -> tuple[ModelDescri
 
 def _renames(model: Any) -> dict[str, str]:
     """From names in the model to those in its folder. Raises: `BadInput` where a folder has other tensors."""
-    names = [*(name for name, _ in model.named_parameters(remove_duplicate=False))]
+    with as_one(model):
+        names = [*(name for name, _ in model.named_parameters(remove_duplicate=False))]
     names += [name for each in persistent_buffers(model) for name in each.names]
     shown = {name: torch.empty(1, device="meta") for name in names}
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.storage.places import store_and_name
 from terrazzo.checkpoint.storage.shard import file_name
 from terrazzo.checkpoint.storage.store import Folder
-from terrazzo.engine import ModelState, Owned, Read, parameter_names, persistent_buffers
+from terrazzo.engine import Listed, ModelState, Owned, Read, as_one, listing, parameter_names, persistent_buffers
 from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn
 from terrazzo.exchange import gather_json, together
@@ -48,8 +48,10 @@ def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = No
         raise BadInput(f"There is no checkpoint '{path}'.")
     if model is None:
         return open_foreign(Path(path))
-    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    return open_foreign(Path(path), [names[0] for names in parameter_names(model)], frozen)
+    with as_one(model):
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        named = [names[0] for names in parameter_names(model)]
+    return open_foreign(Path(path), named, frozen)
 
 
 def _check_path(path: object) -> None:
@@ -100,17 +102,19 @@ def load(
 def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, cast: bool = False) -> None:
     """What `load` does with an opened checkpoint. Collective."""
     together(lambda: check_optimizers(model, optimizer), Misuse)
+    known = listing(model)
     seen = gather_json([source.identity, source.cache])
     if len({identity for identity, _ in seen}) > 1:
         raise Damaged(f"The ranks do not see the same checkpoint '{source.where}': is the file system shared?")
-    together(lambda: _check_fit(source, model, optimizer is not None, cast), Misuse)
+    problems = functools.partial(misfits, source, model, known, optimizer is not None, cast)
+    together(lambda: _check_fit(source, [*problems()]), Misuse)
     together(lambda: _check_generators(source), Misuse)
     beside = [rank for rank, (_, cache) in enumerate(seen) if cache is not None and cache == source.cache]
     together(lambda: _check_bytes(source, optimizer is not None, beside), Misuse)
     all_or_none = functools.partial(together, failed=Misuse)
     ModelState(model).restore(_reads(source, model), optimizer is not None, all_or_none)
-    together(lambda: _restore_rest(source, model, optimizer is not None), Misuse)
-    if optimizer is not None and dist.get_rank() == 0 and (names := unstepped(source, model)):
+    together(lambda: _restore_rest(source, model, known if optimizer is not None else None), Misuse)
+    if optimizer is not None and dist.get_rank() == 0 and (names := unstepped(source, known)):
         warn(
             f"The checkpoint '{source.where}' has an optimizer's states of {printable(listed(names))}, which no"
             " optimizer steps here: they are not loaded, and the next save is without them. Parameters that are to be"
@@ -128,7 +132,8 @@ def load_weights(model: torch.nn.Module, source: str | os.PathLike[str] | Mappin
         BadInput: the files cannot be read. Missing, unexpected and misshapen names raise as in `load_state_dict`.
     """
     if not isinstance(source, Mapping):
-        groups = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
+        with as_one(model):
+            groups = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
         source = SourceWeights(open_source(source), groups)
     model.load_state_dict(source)
 
@@ -161,8 +166,7 @@ class SourceWeights(Mapping[str, Tensor]):
         return len(self._source.tensors)
 
 
-def _check_fit(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> None:
-    problems = list(misfits(source, model, with_optimizer, cast))
+def _check_fit(source: Source, problems: list[str]) -> None:
     if problems:
         found = "; ".join(problems)
         hint = " (adapters differ: keep the settings that they were added with)" if ".lora_" in found else ""
@@ -218,23 +222,23 @@ def _read_part(source: Source, name: str, kind: str, parts: Iterable[Owned], num
     return values
 
 
-def _restore_rest(source: Source, model: torch.nn.Module, with_optimizer: bool) -> None:
-    """Buffers, hyper-parameters and random generators."""
+def _restore_rest(source: Source, model: torch.nn.Module, known: Sequence[Listed] | None) -> None:
+    """Buffers, random generators, and unless `known` is None hyper-parameters."""
     with torch.no_grad():
         for buffer in persistent_buffers(model):
             if (found := source.resolve(buffer.names)) is not None:
                 kind = BUFFER if BUFFER in source.tensors[found].states else WEIGHT
                 buffer.tensor.copy_(source.whole(found, kind))
-    if with_optimizer:
-        _restore_groups(source, model)
+    if known is not None:
+        _restore_groups(source, model, known)
     if (saved := _generators(source)) is not None:
         restore_rng(saved["rng"])
 
 
-def _restore_groups(source: Source, model: torch.nn.Module) -> None:
+def _restore_groups(source: Source, model: torch.nn.Module, known: Sequence[Listed]) -> None:
     saved = source.optimizer
     assert saved is not None
-    for group, values in fitted_groups(source, model):
+    for group, values in fitted_groups(source, model, known):
         for key, value in values.items():
             current = group.get(key)
             if isinstance(current, Tensor):

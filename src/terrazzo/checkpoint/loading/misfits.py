@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from terrazzo.checkpoint.optimizers import optimizer_name, scaler_of
 from terrazzo.checkpoint.source import AVERAGE, BUFFER, WEIGHT, Source, StateInfo
-from terrazzo.engine import ModelState, engine_of, persistent_buffers
+from terrazzo.engine import Listed, ModelState, engine_of, persistent_buffers
 
 __all__ = ["fitted_groups", "misfits", "unstepped"]
 
@@ -18,12 +18,14 @@ MOST = 3
 _OF_NO_OPTIMIZER = {WEIGHT, BUFFER, AVERAGE}
 
 
-def misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
+def misfits(
+    source: Source, model: torch.nn.Module, listed: Sequence[Listed], with_optimizer: bool, cast: bool
+) -> Iterator[str]:
     """Why `source` cannot be loaded: of each kind of reason the first three, and how many more there are.
 
     What is of another shape is named once, and its states not again.
     """
-    shapes = {tuple(kept.names): kept.shape for kept in ModelState(model).parameters()}
+    shapes = {each.names: each.shape for each in listed}
     buffers = {tuple(buffer.names): tuple(buffer.tensor.shape) for buffer in persistent_buffers(model)}
     shapes |= buffers
     found = {names: source.resolve(names) for names in shapes}
@@ -46,7 +48,7 @@ def misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: 
     yield from _first_of(_buffer_misfits(source, model, cast))
     yield from _first_of(_state_misfits(source, model, with_optimizer, cast))
     if with_optimizer:
-        yield from _optimizer_misfits(source, model)
+        yield from _optimizer_misfits(source, model, listed)
 
 
 def _first_of(lines: Iterable[str]) -> Iterator[str]:
@@ -57,16 +59,18 @@ def _first_of(lines: Iterable[str]) -> Iterator[str]:
         yield f"and {len(found) - MOST} more like these"
 
 
-def unstepped(source: Source, model: torch.nn.Module) -> list[str]:
+def unstepped(source: Source, listed: Sequence[Listed]) -> list[str]:
     """Parameters of which `source` has an optimizer's states, and which nothing steps here, by their names there."""
-    found = [source.resolve(kept.names) for kept in ModelState(model).parameters() if kept.states is None]
+    found = [source.resolve(each.names) for each in listed if not each.is_stepped]
     return [name for name in found if name is not None and source.tensors[name].states.keys() - _OF_NO_OPTIMIZER]
 
 
-def fitted_groups(source: Source, model: torch.nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def fitted_groups(
+    source: Source, model: torch.nn.Module, listed: Sequence[Listed]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Each of the optimizers' param groups, with the hyper-parameters that its parameters have in the checkpoint."""
     hyper = _hyper_parameters(source)
-    return [(group, hyper[min(names)] if names else {}) for group, names in _group_names(source, model)]
+    return [(group, hyper[min(names)] if names else {}) for group, names in _group_names(source, model, listed)]
 
 
 def _hyper_parameters(source: Source) -> dict[str, dict[str, Any]]:
@@ -79,13 +83,15 @@ def _hyper_parameters(source: Source) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _group_names(source: Source, model: torch.nn.Module) -> list[tuple[dict[str, Any], frozenset[str]]]:
+def _group_names(
+    source: Source, model: torch.nn.Module, listed: Sequence[Listed]
+) -> list[tuple[dict[str, Any], frozenset[str]]]:
     """Each param group and its parameters, as the checkpoint names them."""
     numbered = engine_of(model).param_groups()
     names: dict[int, set[str]] = {number: set() for number, _ in numbered}
-    for kept in ModelState(model).parameters():
-        if kept.group in names:
-            names[kept.group].add(source.resolve(kept.names) or kept.name)
+    for each in listed:
+        if each.group in names:
+            names[each.group].add(source.resolve(each.names) or each.name)
     return [(group, frozenset(names[number])) for number, group in numbered]
 
 
@@ -113,7 +119,7 @@ def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool,
         there = info.states.keys() - _OF_NO_OPTIMIZER
         if kept.name in averaged:
             wanted[AVERAGE] = (kept.numel, kept.dtype)
-            if AVERAGE not in info.states:
+            if AVERAGE not in info.states and kept.numel:  # of what has no elements none is saved
                 yield f"{_shown(name)} has no average (load first, then make tz.EMA(model))"
         if with_optimizer and there and kept.states is not None:
             yield from (f"{_shown(name)} has no {kind}" for kind in sorted(kept.states.keys() - there))
@@ -147,7 +153,7 @@ def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     return own.max >= its.max and own.eps <= its.eps and own.smallest_normal <= its.smallest_normal
 
 
-def _optimizer_misfits(source: Source, model: torch.nn.Module) -> Iterator[str]:
+def _optimizer_misfits(source: Source, model: torch.nn.Module, listed: Sequence[Listed]) -> Iterator[str]:
     saved, own = source.optimizer, optimizer_name(model)
     if saved is None:
         yield "; ".join(["it holds no optimizer state (optimizer=None takes the weights alone)", *source.notes])
@@ -161,13 +167,13 @@ def _optimizer_misfits(source: Source, model: torch.nn.Module) -> Iterator[str]:
             allowed = value > 0 if key == "scale" else value >= 0 or key == "patience"  # earlier releases let it sink
             if not (math.isfinite(value) and allowed):
                 yield f"{key} of its loss scaler is {value if key in saved.scaler else 'missing'}"
-        yield from _group_misfits(source, model)
+        yield from _group_misfits(source, model, listed)
 
 
-def _group_misfits(source: Source, model: torch.nn.Module) -> Iterator[str]:
+def _group_misfits(source: Source, model: torch.nn.Module, listed: Sequence[Listed]) -> Iterator[str]:
     """Groups may be others, as long as each parameter finds its hyper-parameters again."""
     hyper = _hyper_parameters(source)
-    for index, (current, names) in enumerate(_group_names(source, model)):
+    for index, (current, names) in enumerate(_group_names(source, model, listed)):
         if absent := names - hyper.keys():
             yield f"{_shown(min(absent))} is in no parameter group of its optimizer"
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,12 @@ from terrazzo.checkpoint.storage.shard import Entry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.engine import (
     DTYPE_FIELDS,
+    Listed,
     ModelState,
     Piece,
     check_no_extra_state,
     engine_of,
-    parameter_names,
+    listing,
     persistent_buffers,
 )
 from terrazzo.errors import BadInput
@@ -65,13 +66,17 @@ def take(
     together(lambda: _check(path, extra, run), BadInput)
     together(lambda: check_no_extra_state(model), BadInput)
     together(lambda: check_optimizers(model, optimizer), BadInput)
+    listed = listing(model)
     held = _held(model, with_optimizer=optimizer is not None)
     nonce = gather_json(os.urandom(4).hex())[0]
     is_first = dist.get_rank() == 0
 
     def describe() -> dict[str, Any] | None:
         _check_dtypes([entry for entry, _ in held])
-        return _common(model, optimizer is not None, extra, run) if is_first else None
+        if not is_first:
+            return None
+        groups = _optimizer(model, listed) if optimizer is not None else None
+        return _common(model, listed, {"optimizer": groups, "extra": extra}, run)
 
     store, name = store_and_name(path)
     job = Job(
@@ -106,12 +111,14 @@ def _check_dtypes(entries: list[Entry]) -> None:
 def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Entry, Callable[[], Tensor]]]:
     """Everything of the training state that this rank writes; of all ranks together each element comes once."""
     held = [(_entry(piece), piece.read) for piece in ModelState(model).pieces(with_optimizer)]
+    whole: dict[tuple[str, str], Tensor] = {}
     if dist.get_rank() == 0:  # ranks may update buffers each for itself, and those of one module belong together
-        whole = {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}
-        none = {kept.name for kept in ModelState(model).parameters() if not kept.numel}
-        empty = {(name, WEIGHT): value for name, value in model.named_parameters() if name in none}
-        held += [_whole(name, kind, tensor.detach()) for (name, kind), tensor in {**whole, **empty}.items()]
-    return held
+        whole |= {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}
+    axes = engine_of(model).axes
+    if axes.is_first(axes.every):  # of those that have the same stage
+        none = [kept for kept in ModelState(model).parameters() if not kept.numel]
+        whole |= {(kept.name, WEIGHT): torch.empty(kept.shape, dtype=kept.dtype) for kept in none}
+    return held + [_whole(name, kind, tensor.detach()) for (name, kind), tensor in whole.items()]
 
 
 def _entry(piece: Piece) -> Entry:
@@ -126,23 +133,20 @@ def _whole(name: str, kind: str, tensor: Tensor) -> tuple[Entry, Callable[[], Te
     return entry, lambda: tensor.reshape(-1)
 
 
-def _common(model: torch.nn.Module, with_optimizer: bool, extra: dict[str, Any], run: str) -> dict[str, Any]:
+def _common(model: torch.nn.Module, listed: Sequence[Listed], given: dict[str, Any], run: str) -> dict[str, Any]:
     engine = engine_of(model)
-    whole = {kept.name: kept.shape for kept in ModelState(model).parameters()}
-    shapes = {name: list(whole[name]) for name, _ in model.named_parameters()}
-    names = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
+    names = [each.names for each in listed] + [tuple(buffer.names) for buffer in persistent_buffers(model)]
     common = {
-        **head(run, extra.get("step", 0)),
+        **head(run, given["extra"].get("step", 0)),
         "topology": {
             "world_size": dist.get_world_size(),
             "plan": {"name": engine.plan.name, **{state: str(place) for state, place in engine.plan.places().items()}},
-            "mesh": {axis: engine.axes.along(axis).size for axis in engine.axes.every},
+            "mesh": {axis: engine.axes.along(axis).size for axis in engine.axes.with_stages},
             "precision": {field: name_of(getattr(engine.precision, field)) for field in DTYPE_FIELDS},
         },
-        "tensors": shapes,
+        "tensors": {each.name: list(each.shape) for each in listed},
         "aliases": {alias: first for first, *others in names for alias in others},
-        "optimizer": _optimizer(model) if with_optimizer else None,
-        "extra": extra,
+        **given,
     }
     try:
         json.dumps(common, allow_nan=False)
@@ -152,11 +156,11 @@ def _common(model: torch.nn.Module, with_optimizer: bool, extra: dict[str, Any],
     return common
 
 
-def _optimizer(model: torch.nn.Module) -> dict[str, Any]:
+def _optimizer(model: torch.nn.Module, listed: Sequence[Listed]) -> dict[str, Any]:
     engine = engine_of(model)
     groups = [
         {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")}
-        | {"params": [kept.name for kept in ModelState(model).parameters() if kept.group == number]}
+        | {"params": [each.name for each in listed if each.group == number]}
         for number, group in engine.param_groups()
     ]
     scaler = scaler_of(model)

@@ -135,7 +135,7 @@ class ShardedModule(nn.Module):
             )
         check_loading(self)
         given, said = hooked_before(self, given, strict)
-        known = {name for bucket in self._terrazzo.buckets() for slot in bucket.slots for name in slot.names}
+        known = {name for names in own.names for name in names}
         known |= {name for buffer in buffers for name in buffer.names} | takers.keys()
         absent = {buffer.name for buffer in buffers if not any(name in given for name in buffer.names)}
         missing = sorted({*own.missing(given), *absent, *said})

@@ -92,11 +92,11 @@ class Collectives(ABC):
         self.traffic.record("control", values.nbytes, axis=self.axis)
         return rows.view(self.size, *values.shape)
 
-    def broadcast(self, values: Tensor) -> None:
-        """Overwrite `values` with those of the axis's first rank; blocks."""
+    def broadcast(self, values: Tensor, source: int = 0) -> None:
+        """Overwrite `values` with those of one rank of the axis, by default of the first; blocks."""
         with self._meeting("broadcast"):
-            dist.broadcast(_carried(values), group=self.group, group_src=0)
-        self.traffic.record("broadcast", values.nbytes if self.rank == 0 else 0, axis=self.axis)
+            dist.broadcast(_carried(values), group=self.group, group_src=source)
+        self.traffic.record("broadcast", values.nbytes if self.rank == source else 0, axis=self.axis)
 
     @contextlib.contextmanager
     def _meeting(self, kind: str) -> Iterator[None]:

@@ -63,7 +63,7 @@ def require_whole(axes: Axes, what: str) -> None:
     if axes.stages:
         raise Misuse(
             f"{what} of a model in stages (pp {axes.size(axes.stages)}) is not supported yet: this rank has the "
-            "parameters of its own stages alone. Read those inside 'with tz.gathered(model):', or take pp 1."
+            "parameters of its own stages alone. Save it by tz.checkpoint.save(path, model, optimizer), or take pp 1."
         )
 
 

@@ -1,6 +1,7 @@
 """The state of a sharded model: made, set, and given back whole.
 
-Read state, with pieces and restore, what there is to save and how it comes back; whole and full_state, what is put
+Read state, with pieces and restore, what there is to save and how it comes back; listing, what of that other stages
+of a pipeline have; whole and full_state, what is put
 together for libraries that know it in no other form; ema, a moving average; and materialize, which gives a model from
 the meta device its first values.
 """

@@ -16,6 +16,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.stock import PROBE_NUMEL, StateSpec
 from terrazzo.engine.optim.twin import Twin
+from terrazzo.engine.plan.elsewhere import require_whole
 from terrazzo.engine.states.restore import restore_optimizer
 from terrazzo.engine.states.whole import gathered_state, whole_parameter
 from terrazzo.errors import BadInput
@@ -30,6 +31,7 @@ class OptimizerStates:
     """What one optimizer of a sharded model keeps."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        require_whole(engine.axes, "The whole state of an optimizer")
         self._engine, self._optimizer = engine, optimizer
         self._driver = next(driver for driver in engine.drivers if driver.reference() is optimizer)
         stepped = [

@@ -18,8 +18,9 @@ from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.model.names import PersistentBuffer
 from terrazzo.engine.model.together import together
-from terrazzo.engine.plan.elsewhere import require_whole
+from terrazzo.engine.plan.elsewhere import as_one
 from terrazzo.engine.plan.family import Box
+from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.states.pieces import Piece, average_pieces, copied_pieces, model_pieces, optimizer_pieces
 from terrazzo.engine.states.restore import Read, restore_averages, restore_model, restore_optimizer
 from terrazzo.errors import BadInput, RanksApart, listed
@@ -69,13 +70,16 @@ class ParameterInfo:
 class ModelState:
     """All state of a sharded model and its optimizers, by the names that parameters have in the model.
 
+    Where ranks have stages of the model, it is that of this rank's; `listing` has the parameters of all.
+
     Raises:
-        Misuse: for a model that is not sharded, or of which this rank has stages.
+        Misuse: for a model that is not sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._engine = engine_of(model)
-        require_whole(self._engine.axes, "Saving, loading and comparing states")
+        with as_one(model):
+            self._names = parameter_names(model)
 
     def parameters(self) -> list[ParameterInfo]:
         """Each parameter, and what there is to save of it."""
@@ -141,10 +145,14 @@ class ModelState:
                 if with_optimizer and driver.reference() is not None:
                     restore_optimizer(driver, engine.drivers.templates, read)
 
+    @property
+    def names(self) -> Sequence[Sequence[str]]:
+        """All names of each parameter of the model, also of those that ranks with other stages have."""
+        return self._names
+
     def missing(self, state: Mapping[str, Tensor]) -> set[str]:
-        """Parameters that `state` does not have, under any of their names."""
-        slots = [slot for bucket in self._engine.buckets() for slot in bucket.slots]
-        return {slot.name for slot in slots if _name_in(state, slot.names) is None}
+        """Parameters of the model that `state` does not have, under any of their names."""
+        return {names[0] for names in self._names if _name_in(state, names) is None}
 
     def load(self, state: Mapping[str, Tensor], buffers: Sequence[PersistentBuffer]) -> None:
         """Set weights and buffers from full tensors by name, this rank keeping its own ranges. Collective.
@@ -166,10 +174,11 @@ class ModelState:
         kept = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
         shapes = {name: bucket.box(slot).shape for bucket, slot, name in found}
         shapes |= {name: tuple(buffer.tensor.shape) for buffer, name in kept if name is not None}
-        together(engine.axes, lambda: _check_shapes(state, shapes))
-        names = {slot.name: name or "" for _, slot, name in slots} | {b.name: name or "" for b, name in kept}
+        together(engine.axes, lambda: self._check_given(state, shapes))
+        names = {each[0]: _name_in(state, each) or "" for each in self._names}
+        names |= {buffer.name: name or "" for buffer, name in kept}
         checksums = {name: zlib.crc32(there.encode()) for name, there in names.items()}
-        if differing := unlike(engine.axes, checksums):
+        if differing := unlike(engine.axes, checksums, engine.axes.with_stages):
             raise RanksApart(
                 f"load_state_dict: the ranks were given other names; of {listed([*map(repr, differing)])} some ranks "
                 f"alone have one. Nothing has been loaded. {_GIVE_ALL}"
@@ -192,10 +201,26 @@ class ModelState:
         with torch.no_grad():
             hashes = together(engine.axes, write)
         engine.show_changed()
-        if differing := unlike(engine.axes, hashes):
+        stages, differing = engine.axes.stages, unlike(engine.axes, hashes)
+        if engine.axes.maximum(torch.tensor([len(differing)], device=engine.axes.control_device), stages).item():
             raise RanksApart(
-                f"load_state_dict: the ranks were given other values of {listed([*map(repr, differing)])}, and each "
-                f"has kept its own part. {_GIVE_ALL}"
+                "load_state_dict: the ranks were given other values of "
+                f"{listed([*map(repr, differing)]) or 'what other stages have'}, and each has kept its own part. "
+                f"{_GIVE_ALL}"
+            )
+
+    def _check_given(self, state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse tensors of the wrong shape, and such as ranks of other stages would have to help to read.
+
+        Raises:
+            BadInput: there.
+        """
+        _check_shapes(state, shapes)
+        spread = [name for name in shapes if isinstance(state[name], DTensor)] if self._engine.axes.stages else []
+        if spread:
+            raise BadInput(
+                f"load_state_dict: {listed([*map(repr, spread)])} are DTensors, and this rank has stages of the model "
+                "(pp): the others would have to gather them as well. Give full tensors."
             )
 
     def _hashed(self, given: Tensor) -> Tensor:

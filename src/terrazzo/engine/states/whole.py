@@ -1,6 +1,7 @@
 """States of a sharded model whole again, one bucket after the other, so that nobody needs memory for all of it.
 
-What ranks along `tp` or `ep` share is put together from their parts, one parameter at a time.
+What ranks along `tp` or `ep` share is put together from their parts, one parameter at a time. What one stage of a
+pipeline has comes to the ranks of the others.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
 from terrazzo.engine.model.alike import unlike
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.plan.elsewhere import require_whole
+from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.plan.rectangles import Rectangle
+from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.errors import BadInput, RanksApart, did_you_mean, listed
 
 __all__ = ["gathered_state", "whole_parameter", "whole_weights"]
@@ -77,10 +79,11 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
     """Parameters of a sharded model whole, one after the other; master weights where there are any. Collective.
 
     Memory: one bucket on the mesh's device, and twice a parameter that ranks along `tp` or `ep` share. A bucket is
-    gathered again only where the order of `names` comes back to it.
+    gathered again only where the order of `names` comes back to it. What other stages have is one parameter more.
 
     Args:
-        names: of parameters, in the same order on every rank; by default each under its own name, bucket by bucket.
+        names: of parameters, in the same order on every rank; by default each under its own name, stage by stage and
+            bucket by bucket.
 
     Raises:
         BadInput: names that no parameter has, before anything is gathered.
@@ -90,26 +93,42 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
         Name and full tensor, in the dtype that it is kept in: on the device, until the next one is asked for.
     """
     engine = engine_of(model)
-    require_whole(engine.axes, "Whole weights")
     slots = [(unit, bucket, slot) for unit in engine.units for bucket in unit.buckets for slot in bucket.slots]
-    places = {name: place for place in slots for name in place[2].names}
-    wanted = [slot.name for _, _, slot in slots] if names is None else list(names)
-    if names is not None and unlike(engine.axes, {"names": zlib.crc32("\n".join(wanted).encode())}):
+    places = {slot.name: (unit, bucket, slot) for unit, bucket, slot in slots}
+    everywhere = sorted(listing(model), key=lambda each: (each.stage, each.position))
+    known = {name: each for each in everywhere for name in each.names}
+    wanted = [each.name for each in everywhere] if names is None else list(names)
+    told = {"names": zlib.crc32("\n".join(wanted).encode())}
+    if names is not None and unlike(engine.axes, told, engine.axes.with_stages):
         raise RanksApart(
             "whole_weights: the ranks were not given the same names in the same order. Each tensor is put together "
             "from the parts of all: give the same list on every rank, such as a sorted one."
         )
-    if unknown := [name for name in wanted if name not in places]:
+    if unknown := [name for name in wanted if name not in known]:
         raise BadInput(
             f"whole_weights: {type(model).__name__} has no parameter {listed([*map(repr, unknown)], 5)}."
-            f"{did_you_mean(unknown[0], places)} Give names of model.named_parameters(); buffers are whole in any case."
+            f"{did_you_mean(unknown[0], known)} Give names of model.named_parameters(); buffers are whole in any case."
         )
     engine.settle()
     here, data = None, None
     for name in wanted:
-        unit, bucket, slot = places[name]
-        if here is not bucket:
-            data = None  # before room is made for the next
-            here, data = bucket, gathered_state(unit, bucket.master if bucket.trainable else bucket.weight)
-        assert data is not None
-        yield name, whole_parameter(unit, bucket, slot, data)
+        each, own = known[name], None
+        if (place := places.get(each.name)) is None:
+            here, data = None, None
+        else:
+            unit, bucket, slot = place
+            if here is not bucket:
+                data = None  # before room is made for the next
+                here, data = bucket, gathered_state(unit, bucket.master if bucket.trainable else bucket.weight)
+            assert data is not None
+            own = whole_parameter(unit, bucket, slot, data)
+        yield name, _everywhere(engine.axes, each, own)
+
+
+def _everywhere(axes: Axes, listed: Listed, own: Tensor | None) -> Tensor:
+    """A parameter that one stage has, on the ranks of all; `own` is None on those of the others."""
+    values = torch.empty(listed.shape, dtype=listed.dtype, device=axes.device) if own is None else own
+    if values.numel():
+        for axis in axes.live(axes.stages):
+            axes.along(axis).broadcast(values.view(-1), listed.stage)
+    return values

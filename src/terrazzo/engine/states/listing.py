@@ -1,0 +1,68 @@
+"""What there is of a model on all of its ranks together: also of the stages that other ranks run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from terrazzo.engine.model.engine import engine_of
+from terrazzo.engine.plan.elsewhere import as_one
+from terrazzo.engine.plan.partition import parameter_names
+from terrazzo.engine.states.state import ModelState
+
+__all__ = ["Listed", "listing"]
+
+_DTYPES = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A parameter of the whole model, whichever ranks have it.
+
+    Attributes:
+        names: all that it has in the model, its own first.
+        shape: the whole parameter's.
+        dtype: of its weight, the master weight where there is one.
+        group: number of its param group among those of all optimizers; -1 for none.
+        is_stepped: whether an optimizer keeps states of it.
+        stage: rank along the axis of stages that has it; 0 where there is none.
+        position: its number among those of that rank, bucket by bucket.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    group: int
+    is_stepped: bool
+    stage: int
+    position: int
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def listing(model: nn.Module) -> list[Listed]:
+    """Each parameter of a sharded model, in the model's order. Collective where ranks have stages of it."""
+    axes = engine_of(model).axes
+    with as_one(model):
+        shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+        names = parameter_names(model)
+    own = {info.name: (position, info) for position, info in enumerate(ModelState(model).parameters())}
+    stage = axes.cuts(axes.stages)[0][0] if axes.stages else 0
+    table = torch.zeros((len(names), 5), dtype=torch.int64)  # of what other ranks have, lower than theirs
+    for row, (name, *_) in zip(table, names, strict=True):
+        if name in own:
+            position, info = own[name]
+            numbers = [stage, position, _DTYPES.index(info.dtype), info.group + 1, info.states is not None]
+            row.copy_(torch.tensor(numbers))
+    told = axes.maximum(table.to(axes.control_device), axes.stages).tolist()
+    return [
+        Listed(
+            tuple(each), own[each[0]][1].shape if each[0] in own else shape, _DTYPES[dtype], group - 1, bool(stepped),
+            holder, position,
+        )
+        for each, shape, (holder, position, dtype, group, stepped) in zip(names, shapes, told, strict=True)
+    ]  # fmt: skip
