@@ -49,14 +49,20 @@ class Pool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
-        """`function(*arguments)` on every rank; the results in rank order. Raises `RankFailed`."""
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0, grace_s: float = 2.0
+    ) -> list[Any]:
+        """`function(*arguments)` on every rank; the results in rank order. Raises `RankFailed`.
+
+        Args:
+            grace_s: what other ranks have after a first failure, before they are killed.
+        """
         if not self._processes:
             self._start()
         try:
             for pipe in self._pipes:
                 pipe.send((function, arguments))
-            reports = self._collect(time.monotonic() + timeout_s)
+            reports = self._collect(time.monotonic() + timeout_s, grace_s)
         except BaseException:  # a test's time limit: a late answer would be taken for that of the next function
             self.close(kill=True)
             raise
@@ -103,8 +109,8 @@ class Pool:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def _collect(self, deadline: float) -> dict[int, Report]:
-        """One report per rank; after a first failure the others get two more seconds for their own."""
+    def _collect(self, deadline: float, grace_s: float) -> dict[int, Report]:
+        """One report per rank; after a first failure the others get so much longer for their own."""
         reports: dict[int, Report] = {}
         pending = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while pending and (left_s := deadline - time.monotonic()) > 0:
@@ -118,16 +124,16 @@ class Pool:
                     code = self._processes[rank].exitcode
                     reports[rank] = (False, f"the process ended with exit code {code}", time.time())
                 if not reports[rank][0]:
-                    deadline = min(deadline, time.monotonic() + 2.0)
+                    deadline = min(deadline, time.monotonic() + grace_s)
         return reports
 
 
 def run_in_processes(
-    world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0
+    world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 90.0, grace_s: float = 2.0
 ) -> list[Any]:
     """`function(*arguments)` on `world_size` fresh gloo processes; the results in rank order."""
     with Pool(world_size) as pool:
-        return pool.run(function, *arguments, timeout_s=timeout_s)
+        return pool.run(function, *arguments, timeout_s=timeout_s, grace_s=grace_s)
 
 
 def serve(rank: int, world_size: int, folder: str, pipe: Connection, backend: str = "gloo") -> None:
