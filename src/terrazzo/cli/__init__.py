@@ -18,6 +18,7 @@ from terrazzo.cli.bench import bench
 from terrazzo.cli.checkpoint import checkpoint
 from terrazzo.cli.config import config
 from terrazzo.cli.init import init
+from terrazzo.cli.look import report, verdict
 from terrazzo.cli.plan import plan
 from terrazzo.cli.run import SETTINGS, run
 from terrazzo.cli.train import train
@@ -57,6 +58,8 @@ app.command(cls=answering(in_the_file))(init)
 app.command(cls=answering(as_setting))(train)
 app.command(context_settings=SETTINGS, cls=answering(of_torchrun))(run)
 app.command(cls=answering(as_setting))(plan)
+app.command(cls=Verb)(verdict)
+app.command(cls=Verb)(report)
 app.command(cls=Verb)(bench)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(config, name="config")

@@ -3,12 +3,16 @@
 from terrazzo.telemetry.attach import Telemetry, attach
 from terrazzo.telemetry.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
 from terrazzo.telemetry.metrics import StepMetrics, Stopwatch
-from terrazzo.telemetry.page import ReportPage
+from terrazzo.telemetry.page import VERDICT, ReportPage, page_of
+from terrazzo.telemetry.records import lines_of, run_lines, steps_of
 from terrazzo.telemetry.sinks import Console, JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.step_table import StepTable, duration
 from terrazzo.telemetry.steps import StepRecorder
+from terrazzo.telemetry.tables import Table, tables_of
+from terrazzo.telemetry.verdict import Verdict, verdict_of
 
 __all__ = [
+    "VERDICT",
     "Console",
     "JsonLines",
     "PeakMemory",
@@ -18,11 +22,19 @@ __all__ = [
     "StepRecorder",
     "StepTable",
     "Stopwatch",
+    "Table",
     "Telemetry",
     "TensorBoard",
+    "Verdict",
     "allowed_bytes",
     "attach",
     "available_host_bytes",
     "duration",
+    "lines_of",
+    "page_of",
     "resident_bytes",
+    "run_lines",
+    "steps_of",
+    "tables_of",
+    "verdict_of",
 ]

@@ -12,8 +12,10 @@ from torch.optim import Optimizer
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import on_first
+from terrazzo.telemetry.records import METRICS, lines_of, steps_of
 from terrazzo.telemetry.sinks import JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.steps import StepRecorder
+from terrazzo.telemetry.verdict import Verdict, verdict_of
 
 __all__ = ["Telemetry", "attach"]
 
@@ -31,6 +33,7 @@ class Telemetry:
     def __init__(self, recorder: StepRecorder, sinks: list[Sink], every: int, first_step: int) -> None:
         self._recorder, self._sinks, self._every, self._step = recorder, sinks, every, first_step
         self._handle: Any = None
+        self._path = next((sink.path for sink in sinks if isinstance(sink, JsonLines)), None)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Count the steps of this optimizer."""
@@ -43,6 +46,15 @@ class Telemetry:
             record = self._recorder.record()
             for sink in self._sinks:
                 sink.log("step", self._step, record)
+
+    def verdict(self) -> Verdict | None:
+        """What bounds the step, of all records so far; at any step, and after `close`.
+
+        Returns:
+            On rank 0, whose records these are; `str()` of it is one sentence. None on other ranks, and before there is
+            a record.
+        """
+        return None if self._path is None else verdict_of(steps_of(lines_of(self._path)))
 
     def close(self) -> None:
         """Write no more; what is in the files stays."""
@@ -86,7 +98,7 @@ def attach(
     for name, number in (("every", every), ("micro_batches", micro_batches)):
         if number < 1:
             raise BadInput(f"tz.telemetry.attach was given {name}={number}: use 1 or more.")
-    path = Path(folder) / "metrics.jsonl"
+    path = Path(folder) / METRICS
     on_first(lambda: _try_to_write(path), BadInput)
     sinks: list[Sink] = []
     if dist.get_rank() == 0:

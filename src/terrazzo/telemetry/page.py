@@ -1,17 +1,22 @@
-"""`report.html`: a run's curves, what was promised of it beside what was measured, and what its model writes."""
+"""`report.html`: a run's curves, where its time went, what was promised and measured, and what its model writes."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from terrazzo.telemetry.picture import PICTURE_STYLE, step_picture
+from terrazzo.telemetry.records import lines_of, steps_of
 from terrazzo.telemetry.sinks import Sink
+from terrazzo.telemetry.tables import Table, tables_of
 
-__all__ = ["ReportPage", "page_of"]
+__all__ = ["VERDICT", "ReportPage", "page_of"]
+
+VERDICT = "What bounds the step"
+"""Heading of the detail that stands above all others, beside the picture of steps."""
 
 Point = tuple[float, float]
 
@@ -25,6 +30,10 @@ svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: current
 .axis { stroke: #8886; } polyline { fill: none; stroke-width: 2; }
 polyline.train { stroke: #3b7dd8; } polyline.validation { stroke: #d9730d; }
 text.train { fill: #3b7dd8; } text.validation { fill: #d9730d; }
+polyline.against { stroke: #8b8f94; } text.against { fill: #8b8f94; }
+table { border-collapse: collapse; margin: .6rem 0; font-size: 13px; } caption { text-align: left; font-weight: 600; }
+td, th { padding: .1rem .8rem .1rem 0; text-align: right; font-variant-numeric: tabular-nums; }
+td:first-child, th:first-child { text-align: left; } th { font-weight: 500; }
 """
 
 
@@ -53,25 +62,50 @@ class ReportPage(Sink):
     def _log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         if kind == "summary":
             self._details = {"Promised and measured": "\n".join(self._summary(values)), **self._details}
+        if kind == "verdict":
+            self._details = {VERDICT: str(values["sentence"]), **self._details}
 
     def _close(self) -> None:
-        lines = [json.loads(line) for line in self._metrics.read_bytes().splitlines()]
+        lines = lines_of(self._metrics)
         self.path.write_text(page_of(self._title, lines, self._details), encoding="utf-8")
 
 
-def page_of(title: str, lines: Sequence[Mapping[str, Any]], details: Mapping[str, str]) -> str:
-    """The page of a run, of the lines of its `metrics.jsonl`; it needs no other file."""
+def page_of(
+    title: str,
+    lines: Sequence[Mapping[str, Any]],
+    details: Mapping[str, str],
+    against: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The page of a run, of the lines of its `metrics.jsonl`; it needs no other file.
+
+    Args:
+        title: of the page.
+        lines: of the run.
+        details: text by heading.
+        against: lines of another run, whose loss is drawn beside this one's.
+    """
     curves = {kind: _points(lines, kind) for kind in ("train", "validation")}
+    if against:
+        curves["against"] = _points(against, "train")
     samples = [line for line in lines if line["kind"] == "sample"]
     parts = [f"<h2>Loss</h2>\n{_chart(curves)}"] if any(curves.values()) else []
+    if records := steps_of(lines):
+        parts.append(f"<h2>{VERDICT}</h2>\n<p>{escape(details.get(VERDICT, ''))}</p>\n{step_picture(records)}")
+        parts += [_table(table) for table in tables_of(records)]
     if samples:
         parts.append(_section(f"Sample at step {samples[-1]['step']}", str(samples[-1]["text"])))
-    parts += [_section(heading, text) for heading, text in details.items()]
+    parts += [_section(heading, text) for heading, text in details.items() if heading != VERDICT]
     body = "\n".join(parts)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
+        f"<style>{STYLE}{PICTURE_STYLE}</style></head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body></html>\n"
     )
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
+    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    return f"<table><caption>{escape(table.title)}</caption><tr>{head}</tr>{rows}</table>"
 
 
 def _section(heading: str, text: str) -> str:
@@ -87,7 +121,7 @@ def _points(lines: Sequence[Mapping[str, Any]], kind: str) -> list[Point]:
 
 
 def _chart(curves: Mapping[str, Sequence[Point]]) -> str:
-    """Both curves over steps, with the ends of both axes named."""
+    """All curves over steps, with the ends of both axes named."""
     points = [point for curve in curves.values() for point in curve]
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)

@@ -28,7 +28,7 @@ class Sink(ABC):
     _failed = False
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Write `values` of `step`; `kind` is `train`, `step`, `experts`, `validation`, `sample` or `summary`."""
+        """Write `values` of `step`; `kind` is a line's in `metrics.jsonl`, such as `train`, `step` or `summary`."""
         with self._unfailing():
             self._log(kind, step, values)
 
@@ -119,7 +119,7 @@ def _stays(line: bytes, last_step: int) -> bool:
     """A line that was cut short by a kill, or damaged, does not."""
     try:
         values = json.loads(line)
-        return line.endswith(b"\n") and values["step"] <= last_step and values["kind"] != "summary"
+        return line.endswith(b"\n") and values["step"] <= last_step and values["kind"] not in ("summary", "verdict")
     except (ValueError, TypeError, KeyError):
         return False
 

@@ -11,7 +11,7 @@ from terrazzo.engine.links.times import Times
 from terrazzo.engine.process import device as devices
 from terrazzo.telemetry.memory import PeakMemory
 
-__all__ = ["CAUSES", "PHASES", "Spent", "StepRecorder", "causes_of"]
+__all__ = ["CAUSES", "CAUSE_OF", "PHASES", "Spent", "StepRecorder", "causes_of"]
 
 PHASES = ("input", "forward", "backward", "clip", "update", "evaluate", "save", "other")
 """Of a step, in their order. Each moment belongs to one."""
@@ -22,8 +22,9 @@ CAUSES = ("compute", "gather", "reduce", "exchange", "late_peer", "tier", "updat
 _APART = ("update", "input", "evaluate", "save")
 """Phases that are causes themselves, but for what the host waited in them."""
 
-_CAUSE_OF = {"all_gather": "gather", "broadcast": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
-_CAUSE_OF |= {"update": "tier", "control": "late_peer"}
+CAUSE_OF = {"all_gather": "gather", "broadcast": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
+CAUSE_OF |= {"update": "tier", "control": "late_peer"}
+"""By kind of exchange, of weights and gradients; those of activations are cause `exchange`, but for `control`."""
 
 _Exchanges = defaultdict[tuple[str, str], Times]
 """By axis and kind."""
@@ -50,7 +51,7 @@ def causes_of(spent: Spent) -> dict[str, float]:
     found = dict.fromkeys(CAUSES, 0.0)
     for phase, seconds in spent.seconds.items():
         found[phase if phase in _APART else "compute"] += seconds - spent.waited[phase]
-    groups = ((spent.data, _CAUSE_OF), (spent.activations, {"control": "late_peer"}))
+    groups = ((spent.data, CAUSE_OF), (spent.activations, {"control": "late_peer"}))
     for exchanges, cause_of in groups:
         for (_, kind), times in exchanges.items():
             found["late_peer"] += times.late_s

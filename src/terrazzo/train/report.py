@@ -23,6 +23,7 @@ from terrazzo.errors import printable
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, ReportPage, Sink, StepMetrics, StepTable, TensorBoard, duration
 from terrazzo.train.command import Command, folded, program
+from terrazzo.train.look import verdict_on
 from terrazzo.train.mesh_picture import mesh_picture
 from terrazzo.train.model.experts import Load
 from terrazzo.train.objectives import Validation
@@ -205,6 +206,9 @@ class Report:
             self._say_nothing_left()
             return
         session, pace = self._session, self._pace
+        verdict = verdict_on(session.config.log.folder)
+        if verdict is not None:
+            self._log("verdict", verdict.as_dict())
         summary = summarize(session, self._traffic, pace, self._peak_bytes, self._peak_flops)
         self._log("summary", summary)
         per_second = f", {pace.tokens / pace.seconds:,.0f} tok/s" if pace.seconds else ""
@@ -212,6 +216,8 @@ class Report:
         self._say("")
         self._row("stopped" if stopped else "done", at + per_second + self._learnt())
         self._row("bytes", bytes_line(summary))
+        if verdict is not None:
+            self._row("verdict", str(verdict))
         if self._last_sample and not stopped:
             self._row("sample", self._shortened(_on_one_line(self._last_sample), beside=LABEL))
         self._row("report", str(session.config.log.folder / "report.html"))

@@ -1,0 +1,108 @@
+"""The one edit that would help against what bounds a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["Admits", "edit_for"]
+
+Admits = Callable[[str], bool]
+"""Whether a run with this `section.key=value` in its configuration is one that can be, and fits."""
+
+Settings = Mapping[str, Any]
+
+_WORDS = {
+    "compute": "More ranks, or faster ones, would shorten it",
+    "gather": "A plan that gathers less, such as zero2 in place of zero3, or larger micro-batches would help",
+    "reduce": "Larger micro-batches, or a plan that reduces once a step, such as zero1, would help",
+    "exchange": "A shorter {axis} axis, or one that stays inside a machine, would help",
+    "late_peer": "Cores of its own for each rank, and batches of equal length, would help",
+    "late_rank": "A look at its machine (what else runs there, its clock, its drives) would help",
+    "tier": "States on the device, as far as they fit, would help",
+    "update": "A plan that divides the optimizer's state, such as zero1, would help",
+    "input": "Batches read in the background, from a local drive, would help",
+    "evaluate": "Evaluating less often would help",
+    "save": "Saving in the background, or less often, would help",
+}
+"""Where no setting is known to help, or where there is no configuration: a loop of one's own."""
+
+
+def edit_for(cause: str, axis: str, settings: Settings | None, admits: Admits) -> str:
+    """`section.key=value`, or a sentence where no such setting would help and can be.
+
+    Args:
+        cause: of `CAUSES`, or `late_rank` for one rank that all others wait for.
+        axis: of the exchange, if it is one.
+        settings: of the run, as in its `config.json`; None for a loop of one's own.
+        admits: asked of each edit, the best first.
+    """
+    for edit in _candidates(cause, axis, settings) if settings is not None else ():
+        if admits(edit):
+            return edit
+    return _WORDS[cause].format(axis=axis)
+
+
+def _candidates(cause: str, axis: str, settings: Settings) -> list[str]:
+    found = {
+        "compute": _computing,
+        "gather": _gathering,
+        "reduce": _reducing,
+        "exchange": lambda all_: _shorter(all_, axis),
+        "tier": _nearer,
+        "update": lambda all_: ["plan.name=zero1"] if all_["plan"]["name"] == "zero0" else [],
+        "evaluate": lambda all_: _rarer(all_, "train", "eval_every"),
+        "save": _saving,
+    }
+    return found[cause](settings) if cause in found else []
+
+
+def _computing(settings: Settings) -> list[str]:
+    train = settings["train"]
+    found = ["train.activation_checkpointing=none"] if train["activation_checkpointing"] != "none" else []
+    return found + ([] if train["compile"] else ["train.compile=true"])
+
+
+def _gathering(settings: Settings) -> list[str]:
+    plan = settings["plan"]
+    found = ["plan.name=zero2"] if plan["name"] == "zero3" else []
+    return [*found, *_larger(settings), *(["plan.prefetch=2"] if plan["prefetch"] < 2 else [])]
+
+
+def _reducing(settings: Settings) -> list[str]:
+    more = _larger(settings)
+    return [*more, *(["plan.name=zero1"] if more and settings["plan"]["name"] in ("zero2", "zero3") else [])]
+
+
+def _larger(settings: Settings) -> list[str]:
+    """Fewer and larger micro-batches of the same batch; nothing where a rank has one alone."""
+    batch, mesh = settings["batch"], settings["plan"]["mesh"]
+    size, whole = batch["micro_batch"], batch["global_batch"]
+    shards = [mesh.get(name) for name in ("dp_replicate", "dp_shard")]
+    ranks = max([1, *(count for count in shards if isinstance(count, int))])
+    return [f"batch.micro_batch={2 * size}"] if whole >= 2 * size * ranks and whole % (2 * size) == 0 else []
+
+
+def _shorter(settings: Settings, axis: str) -> list[str]:
+    ranks = settings["plan"]["mesh"].get(axis)
+    return [f"plan.mesh.{axis}={ranks // 2}"] if isinstance(ranks, int) and ranks > 1 and ranks % 2 == 0 else []
+
+
+def _nearer(settings: Settings) -> list[str]:
+    offload, name = settings["offload"], settings["plan"]["name"] or ""
+    found = [f"plan.name={name.partition('@')[0]}"] if "@" in name else []
+    found += [f"offload.{state}=device" for state in ("optim", "grad", "weight") if offload[state] not in _NEAR]
+    return found + (["offload.step=overlapped"] if offload["step"] == "synchronous" else [])
+
+
+_NEAR = (None, "device")
+
+
+def _saving(settings: Settings) -> list[str]:
+    found = [] if settings["checkpoint"]["background"] else ["checkpoint.background=true"]
+    return found + _rarer(settings, "checkpoint", "every")
+
+
+def _rarer(settings: Settings, section: str, key: str) -> list[str]:
+    every = settings[section][key]
+    return [f"{section}.{key}={4 * every}"] if every else []

@@ -1,0 +1,95 @@
+"""Seconds of a step over a run, by cause, as a picture in a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+__all__ = ["PICTURE_STYLE", "step_picture"]
+
+WIDTH, HEIGHT, MARGIN, MOST_BARS = 720, 300, 48, 120
+
+COLORS = {
+    "compute": "#3b7dd8",
+    "gather": "#d9730d",
+    "reduce": "#c9a227",
+    "exchange": "#8f5fbf",
+    "late_peer": "#cf3f3f",
+    "tier": "#5f9ea0",
+    "update": "#4fa36b",
+    "input": "#b35c8f",
+    "evaluate": "#8b8f94",
+    "save": "#5d6b7a",
+    "forward": "#3b7dd8",
+    "backward": "#8f5fbf",
+    "clip": "#c9a227",
+    "other": "#8b8f94",
+}
+"""Of causes, and of phases where causes are not known."""
+
+PICTURE_STYLE = "\n".join(f".part-{name} {{ fill: {color}; }}" for name, color in COLORS.items())
+
+
+def step_picture(records: Sequence[Mapping[str, Any]]) -> str:
+    """Bars of seconds, one for each record, or for the mean of several neighbours; a part says its number on hover."""
+    field = "cause_s" if "cause_s" in records[-1] else "phase_s"
+    groups = list(_groups(records))
+    names = [name for name in COLORS if any(values.get(name, 0.0) > 0 for values in _parts(groups, field))]
+    bars = list(_parts(groups, field))
+    high = max(sum(values.values()) for values in bars) or 1.0
+    bottom, room = HEIGHT - MARGIN, HEIGHT - 1.5 * MARGIN
+    width = (WIDTH - 2 * MARGIN) / len(bars)
+    drawn = []
+    for index, (group, values) in enumerate(zip(groups, bars, strict=True)):
+        top = float(bottom)
+        for name in names:
+            tall = max(0.0, values.get(name, 0.0)) / high * room
+            top -= tall
+            if tall:
+                said = escape(f"{_steps(group)}: {name} {values[name]:.4f} s")
+                drawn.append(
+                    f'<rect class="part-{name}" x="{MARGIN + index * width:.1f}" y="{top:.1f}"'
+                    f' width="{max(0.5, width - 1):.1f}" height="{tall:.2f}"><title>{said}</title></rect>'
+                )
+    drawn += _axes(high, _steps(groups[0]), _steps(groups[-1])) + _legend(names)
+    label = f"seconds of a step by {field.removesuffix('_s')}, over steps"
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(drawn)}</svg>'
+
+
+def _groups(records: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    size = math.ceil(len(records) / MOST_BARS)
+    for start in range(0, len(records), size):
+        yield records[start : start + size]
+
+
+def _parts(groups: Sequence[Sequence[Mapping[str, Any]]], field: str) -> Iterator[dict[str, float]]:
+    for group in groups:
+        steps = sum(record["steps"] for record in group)
+        names = dict.fromkeys(name for record in group for name in record.get(field, {}))
+        yield {name: sum(r.get(field, {}).get(name, 0.0) * r["steps"] for r in group) / steps for name in names}
+
+
+def _steps(group: Sequence[Mapping[str, Any]]) -> str:
+    return f"step {group[-1]['step']}"
+
+
+def _axes(high: float, first: str, last: str) -> list[str]:
+    bottom = HEIGHT - MARGIN
+    return [
+        f'<line class="axis" x1="{MARGIN}" y1="{bottom}" x2="{WIDTH - MARGIN}" y2="{bottom}"/>',
+        f'<text x="{MARGIN}" y="{bottom + 16}">{escape(first)}</text>',
+        f'<text x="{WIDTH - MARGIN}" y="{bottom + 16}" text-anchor="end">{escape(last)}</text>',
+        f'<text x="{MARGIN - 6}" y="{MARGIN / 2 + 4}" text-anchor="end">{high:.3g} s</text>',
+    ]
+
+
+def _legend(names: Sequence[str]) -> list[str]:
+    """Below the axis, in the order in which parts stand on each other."""
+    found, x = [], float(MARGIN)
+    for name in names:
+        found.append(f'<rect class="part-{name}" x="{x:.0f}" y="{HEIGHT - 22}" width="10" height="10"/>')
+        found.append(f'<text x="{x + 14:.0f}" y="{HEIGHT - 13}">{name.replace("_", " ")}</text>')
+        x += 24 + 7 * len(name)
+    return found

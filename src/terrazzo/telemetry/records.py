@@ -1,0 +1,66 @@
+"""What a run has written of itself, read back: by a report, a verdict, or somebody who looks while it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from terrazzo.errors import BadInput
+
+__all__ = ["METRICS", "lines_of", "run_lines", "steps_of", "weighted"]
+
+METRICS = "metrics.jsonl"
+
+
+def run_lines(run: Path) -> list[dict[str, Any]]:
+    """All lines of a run's `metrics.jsonl`.
+
+    Args:
+        run: its folder, or the file itself.
+
+    Raises:
+        BadInput: there is no such file, or nothing in it.
+    """
+    path = run / METRICS if run.is_dir() else run
+    try:
+        lines = lines_of(path)
+    except OSError as error:
+        raise BadInput(
+            f"'{path}' cannot be read ({error.strerror or error}): give the folder of a run, which `log.folder` names"
+            " and where its metrics.jsonl is."
+        ) from error
+    if not lines:
+        raise BadInput(f"'{path}' has no line of a run yet: wait for its first log step, or lower log.every.")
+    return lines
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The file's lines; what is torn, as a run that was killed or is writing now may leave it, is not one."""
+    found = []
+    for line in path.read_bytes().splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and "kind" in values and "step" in values:
+            found.append(values)
+    return found
+
+
+def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records of steps, in order. The first is left out where there are others: it holds what is done once."""
+    found = [dict(line) for line in lines if line["kind"] == "step" and line.get("steps") and line.get("step_s")]
+    return found[1:] or found
+
+
+def weighted(records: Sequence[Mapping[str, Any]], *names: str) -> float:
+    """The mean over steps of the number under these names, 0 where a record does not have it."""
+    total = steps = 0.0
+    for record in records:
+        value: Any = record
+        for name in names:
+            value = value.get(name, 0.0) if isinstance(value, Mapping) else 0.0
+        total, steps = total + value * record["steps"], steps + record["steps"]
+    return total / steps if steps else 0.0

@@ -1,0 +1,88 @@
+"""The records of a run's steps as tables: causes, phases, exchanges, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from terrazzo.telemetry.records import weighted
+
+__all__ = ["Table", "tables_of"]
+
+Records = Sequence[Mapping[str, Any]]
+
+
+class Table(NamedTuple):
+    """`head` and each of `rows` have as many cells; all but the first are numbers."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def tables_of(records: Records) -> list[Table]:
+    """Means per step of these records; of a table that would have no row, nothing."""
+    found = [
+        _of_parts("Seconds of a step by cause", records, "cause_s"),
+        _of_parts("Seconds of a step by phase", records, "phase_s"),
+        _of_exchanges(records),
+        _of_memory(records),
+        _of_ranks(records),
+    ]
+    return [table for table in found if table.rows]
+
+
+def _of_parts(title: str, records: Records, field: str) -> Table:
+    names = [name for name in (records[-1].get(field) or {}) if weighted(records, field, name)]
+    whole = weighted(records, "step_s")
+    rows = [(name, weighted(records, field, name)) for name in names]
+    return Table(
+        title, (field.removesuffix("_s"), "s", "share"), [(n, _number(s), f"{s / whole:.1%}") for n, s in rows]
+    )
+
+
+def _of_exchanges(records: Records) -> Table:
+    keys = sorted({key for record in records for key in record.get("comm", {})})
+    timed = any("exposed_s" in row for record in records for row in record.get("comm", {}).values())
+    fields = ("total_s", "exposed_s", "late_s") if timed else ()
+    rows = [
+        (
+            key,
+            f"{weighted(records, 'comm', key, 'n'):g}",
+            f"{weighted(records, 'comm', key, 'sent_bytes') / 2**20:.2f}",
+            *(_number(weighted(records, "comm", key, field)) for field in fields),
+        )
+        for key in keys
+    ]
+    names = ("total s", "exposed s", "late s") if timed else ()
+    return Table("Exchanges of a step", ("axis, kind", "n", "MiB sent", *names), rows)
+
+
+def _of_memory(records: Records) -> Table:
+    held = records[-1].get("memory_bytes", {})
+    rows = [(name, f"{count / 2**20:,.1f}") for name, count in held.items() if name != "retries" and count]
+    return Table("Memory of rank 0", ("state", "MiB"), rows)
+
+
+def _of_ranks(records: Records) -> Table:
+    told = records[-1].get("skew", {})
+    columns = [name for name, values in told.items() if values]
+    ranks = len(told[columns[0]]) if columns else 0
+    rows = [(str(rank), *(_of_rank(records, name, rank) for name in columns)) for rank in range(ranks)]
+    return Table("Ranks", ("rank", *(_titled(name) for name in columns)), rows)
+
+
+def _of_rank(records: Records, name: str, rank: int) -> str:
+    """Seconds are means; of bytes the newest."""
+    if name.endswith("_bytes"):
+        return f"{records[-1]['skew'][name][rank] / 2**20:,.1f}"
+    values = [{"steps": r["steps"], "value": r["skew"][name][rank]} for r in records if r.get("skew", {}).get(name)]
+    return _number(weighted(values, "value"))
+
+
+def _titled(name: str) -> str:
+    return {"peak_bytes": "peak MiB"}.get(name, name.removesuffix("_s").replace("_", " ") + " s")
+
+
+def _number(seconds: float) -> str:
+    return f"{seconds:.4f}" if seconds < 1 else f"{seconds:.3f}"

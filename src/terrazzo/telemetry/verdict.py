@@ -1,0 +1,233 @@
+"""What bounds the step of a run, in one sentence, with the number and the edit that would help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from terrazzo.telemetry.edits import Admits, edit_for
+from terrazzo.telemetry.records import weighted
+from terrazzo.telemetry.steps import CAUSE_OF
+
+__all__ = ["Verdict", "verdict_of"]
+
+LEAST_SHARE = 0.05
+"""Of a step, below which nothing but compute is said to bound it."""
+
+SPREADS = 3
+"""How many of its own median deviations a cause must be, where there are records enough to know these."""
+
+ENOUGH = 4
+ONE_RANK = 0.8
+"""Least share of the waits for late ranks that one rank explains, and of the records in which it is the same one."""
+
+_ACTIVATIONS = ("tp", "cp", "ep", "pp")
+_FOR = {"gather": "weights", "reduce": "sums of gradients", "exchange": "activations"}
+
+_TITLES = {
+    "tier": ("offload", "is waiting for updates away from the device"),
+    "update": ("the optimizer", "is its update, which every rank makes of all weights"),
+    "input": ("data", "is waiting for the next batch"),
+    "evaluate": ("evaluation", "goes to it and to samples"),
+    "save": ("saving", "goes to checkpoints"),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What bounds a step.
+
+    Attributes:
+        bound: a cause of the record of a step; `late_rank` for one rank that all others wait for; on CUDA `device`,
+            where compute and exchanges are not told apart.
+        name: of what it is, in words.
+        seconds: of a step that would be saved if that took no time; of `compute` and `device`, what it takes.
+        step_s: mean seconds of a step.
+        evidence: what was measured, in words.
+        edit: `section.key=value` that would help, or a sentence.
+        steps: of which this is said.
+        axis: of the exchange.
+        rank: the one that all others wait for.
+    """
+
+    bound: str
+    name: str
+    seconds: float
+    step_s: float
+    evidence: str
+    edit: str
+    steps: int
+    axis: str = ""
+    rank: int | None = None
+
+    @property
+    def share(self) -> float:
+        """`seconds` of `step_s`, from 0 to 1."""
+        return self.seconds / self.step_s
+
+    def __str__(self) -> str:
+        amount = f"{_seconds(self.seconds)} of {_seconds(self.step_s)} s ({self.share:.0%})"
+        mended = f"{self.edit} would help" if "=" in self.edit else self.edit
+        most = "" if self.bound in ("compute", "device") else f", by {self.share:.0%} at most"
+        return f"{self.name} bounds the step: {amount} {self.evidence}. {mended}{most}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every value by name, with the share and the sentence."""
+        return {**asdict(self), "share": self.share, "sentence": str(self)}
+
+
+class _Cause(NamedTuple):
+    """What one cause takes of a step, in each record and in the mean; `rank` is the one that is waited for."""
+
+    name: str
+    seconds: float
+    each: Sequence[float]
+    axis: str = ""
+    rank: int | None = None
+
+
+def verdict_of(
+    records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | None = None, admits: Admits = lambda _: True
+) -> Verdict | None:
+    """What bounds the steps of these records; None where there are none.
+
+    The largest cause beside compute, if it takes 5 % of a step at least and more than three times its own median
+    deviation; else compute. A rank is named where it alone explains four fifths of the waits for late ranks, in four
+    of five records.
+
+    Args:
+        records: of kind `step`, as `steps_of` gives them.
+        settings: of the run, as in its `config.json`; None for a loop of one's own.
+        admits: asked of a `section.key=value` before it is named.
+    """
+    if not records:
+        return None
+    step_s = weighted(records, "step_s")
+    told = "cause_s" in records[-1]
+    causes = _causes(records) if told else _on_the_host(records)
+    clear = [cause for cause in causes if _is_clear(cause, step_s)]
+    clear = [cause for cause in clear if cause.name != "update" or _mends(cause, settings, admits)]
+    largest = max(clear, key=lambda cause: cause.seconds, default=None)
+    if largest is None:
+        largest = _rest(records, step_s, told)
+    return Verdict(
+        bound=largest.name,
+        name=_title(largest),
+        seconds=largest.seconds,
+        step_s=step_s,
+        evidence=_evidence(largest, records),
+        edit=edit_for("compute" if largest.name == "device" else largest.name, largest.axis, settings, admits),
+        steps=sum(record["steps"] for record in records),
+        axis=largest.axis,
+        rank=largest.rank,
+    )
+
+
+def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
+    """All but compute. Exchanges stand apart by axis."""
+    found = [_of(records, name, "cause_s", name) for name in _TITLES]
+    exchanges: dict[tuple[str, str], list[str]] = {}
+    for key in sorted({key for record in records for key in record.get("comm", {})}):
+        axis, _, kind = key.rpartition(" ")
+        if kind != "control":
+            cause = "exchange" if axis in _ACTIVATIONS else CAUSE_OF.get(kind, "exchange")
+            exchanges.setdefault((cause, axis), []).append(key)
+    for (cause, axis), keys in exchanges.items():
+        each = [sum(_exposed(record, key) for key in keys) for record in records]
+        found.append(_Cause(cause, _mean(records, each), each, axis))
+    return [*found, _late(records)]
+
+
+def _on_the_host(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
+    """What the host alone knows of a device: phases in which it queues nothing."""
+    return [_of(records, name, "phase_s", name) for name in ("input", "evaluate", "save")]
+
+
+def _rest(records: Sequence[Mapping[str, Any]], step_s: float, told: bool) -> _Cause:
+    if told:
+        seconds = weighted(records, "cause_s", "compute") + weighted(records, "cause_s", "update")
+        return _Cause("compute", seconds, [])
+    return _Cause("device", step_s - sum(cause.seconds for cause in _on_the_host(records)), [])
+
+
+def _of(records: Sequence[Mapping[str, Any]], name: str, *names: str) -> _Cause:
+    return _Cause(name, weighted(records, *names), [weighted([record], *names) for record in records])
+
+
+def _exposed(record: Mapping[str, Any], key: str) -> float:
+    row = record.get("comm", {}).get(key, {})
+    return max(0.0, row.get("exposed_s", 0.0) - row.get("late_s", 0.0))
+
+
+def _mean(records: Sequence[Mapping[str, Any]], values: Sequence[float]) -> float:
+    return weighted([{"steps": record["steps"], "value": value} for record, value in zip(records, values, strict=True)],
+                    "value")  # fmt: skip
+
+
+def _late(records: Sequence[Mapping[str, Any]]) -> _Cause:
+    """Waits for late ranks: of one that all others wait for if there is one, else of all ranks, in the mean."""
+    tables = [record.get("skew", {}).get("late_peer_s") or [] for record in records]
+    if min(map(len, tables)) < 2:  # a loop of one's own has what its rank 0 has waited
+        return _of(records, "late_peer", "cause_s", "late_peer")
+    ranks = [_mean(records, column) for column in zip(*tables, strict=True)]
+    last = ranks.index(min(ranks))
+    others = median(ranks[:last] + ranks[last + 1 :])
+    alike = sum(row[last] == min(row) for row in tables)
+    if len(tables) > 1 and alike >= ONE_RANK * len(tables) and others - ranks[last] >= ONE_RANK * others:
+        each = [median(row[:last] + row[last + 1 :]) - row[last] for row in tables]
+        return _Cause("late_rank", _mean(records, each), each, rank=last)
+    each = [sum(row) / len(row) for row in tables]
+    return _Cause("late_peer", _mean(records, each), each)
+
+
+def _is_clear(cause: _Cause, step_s: float) -> bool:
+    if cause.seconds < LEAST_SHARE * step_s:
+        return False
+    if len(cause.each) < ENOUGH or cause.name in ("evaluate", "save"):  # these come every so many records
+        return True
+    middle = median(cause.each)
+    return cause.seconds >= SPREADS * median(abs(value - middle) for value in cause.each)
+
+
+def _mends(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admits) -> bool:
+    """Whether there is a setting against it: an update that is divided already is arithmetic like all other."""
+    return settings is not None and "=" in edit_for(cause.name, cause.axis, settings, admits)
+
+
+def _title(cause: _Cause) -> str:
+    if cause.name in _FOR:
+        return f"exposed communication{f' along {cause.axis}' if cause.axis else ''}"
+    names = {"late_rank": f"rank {cause.rank}", "late_peer": "waiting for late ranks", "device": "the device's queue"}
+    return names.get(cause.name) or _TITLES.get(cause.name, (cause.name, ""))[0]
+
+
+def _evidence(cause: _Cause, records: Sequence[Mapping[str, Any]]) -> str:
+    if cause.name in _FOR:
+        return f"is waiting for {_FOR[cause.name]}, all ranks being there"
+    if cause.name in _TITLES:
+        return _TITLES[cause.name][1]
+    if cause.name == "late_rank":
+        return f"is what the others wait for it{_why(records, cause.rank or 0)}"
+    return {
+        "late_peer": "is waiting while not all are there, and no one rank is always the last",
+        "compute": "is arithmetic, the engine and the loop, and nothing else takes 5 %",
+        "device": "is neither input nor evaluation nor saving; compute and exchanges are not told apart on CUDA",
+    }[cause.name]
+
+
+def _why(records: Sequence[Mapping[str, Any]], rank: int) -> str:
+    """What that rank does for longer than the others, if that is known."""
+    found = []
+    for name, verb in (("compute_s", "computes"), ("input_s", "waits for its data")):
+        tables = [record.get("skew", {}).get(name) or [] for record in records]
+        if min(map(len, tables)) > rank:
+            ranks = [_mean(records, column) for column in zip(*tables, strict=True)]
+            found.append((ranks[rank] - median(ranks[:rank] + ranks[rank + 1 :]), verb))
+    more, verb = max(found, default=(0.0, ""))
+    return f", and it {verb} {_seconds(more)} s longer" if more > 0 else ""
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if value >= 1 else f"{value:.3f}"

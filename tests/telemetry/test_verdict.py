@@ -1,0 +1,208 @@
+"""What is said to bound a step: from records made by hand, whose answer is known, and from ranks that are late."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from typer.testing import CliRunner
+
+import terrazzo as tz
+from terrazzo import cli
+from terrazzo.config import config_from_dict
+from terrazzo.errors import BadInput
+from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
+from tests.helpers.processes import Pool
+from tests.telemetry.test_steps import trained
+
+CONFIG = {
+    "model": {"dim": 64, "layers": 2, "heads": 2, "kv_heads": 2, "vocab_size": 256},
+    "plan": "zero3",
+    "batch": {"global_batch": 8, "micro_batch": 2},
+    "train": {"steps": 40, "eval_every": 10},
+    "launch": {"ranks": 2},
+}
+
+
+def record(step: int, comm: dict[str, dict[str, float]] | None = None, **more: Any) -> dict[str, Any]:
+    """Ten steps of one second, all of them compute but for what is given: causes by name, `late` by rank."""
+    late = more.pop("late", None)
+    causes = {"late_peer": (late or [0.0])[0], **more}
+    causes["gather"] = sum(row["exposed_s"] - row["late_s"] for row in (comm or {}).values())
+    causes["compute"] = 1.0 - sum(causes.values())
+    found = {"kind": "step", "step": step, "steps": 10, "step_s": 1.0, "cause_s": causes, "comm": comm or {}}
+    if late:
+        found["skew"] = {"late_peer_s": late, "compute_s": [1.0 - each for each in late], "input_s": [0.0] * len(late)}
+    return found
+
+
+def of(records: Sequence[dict[str, Any]], settings: Any = None, admits: Any = lambda _: True) -> Verdict:
+    found = verdict_of(records, settings, admits)
+    assert found is not None
+    return found
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return config_from_dict(CONFIG | changes).model_dump(mode="json")
+
+
+def gathered(seconds: float, axis: str = "dp_shard") -> dict[str, dict[str, float]]:
+    return {f"{axis} all_gather": {"n": 8, "sent_bytes": 100, "exposed_s": seconds + 0.02, "late_s": 0.02}}
+
+
+@pytest.mark.parametrize(
+    ("cause", "words", "edit"),
+    [
+        ("input", "data bounds the step", "background"),
+        ("save", "saving bounds the step", "checkpoint.background=true"),
+        ("evaluate", "evaluation bounds the step", "train.eval_every=40"),
+        ("tier", "offload bounds the step", "offload.optim=device"),
+    ],
+)
+def test_each_cause_is_named_with_its_number_and_an_edit(cause: str, words: str, edit: str) -> None:
+    given = settings(offload={"optim": "cpu"})
+    found = of([record(step, **{cause: 0.3}) for step in (10, 20, 30)], given)
+    assert (found.bound, found.seconds, found.share) == (cause, pytest.approx(0.3), pytest.approx(0.3))
+    assert str(found).startswith(f"{words}: 0.300 of 1.00 s (30%)")
+    assert edit in found.edit
+    assert "30% at most" in str(found)
+
+
+def test_exposed_communication_is_named_by_axis_without_waits_for_late_ranks() -> None:
+    found = of([record(10, gathered(0.2) | gathered(0.1, "tp"))], settings())
+    assert (found.bound, found.axis, found.seconds) == ("gather", "dp_shard", pytest.approx(0.2))
+    assert str(found).startswith("exposed communication along dp_shard bounds the step: 0.200 of 1.00 s")
+    assert found.edit == "plan.name=zero2"
+    along = of([record(10, gathered(0.2, "tp"))], settings(plan={"name": "zero3", "mesh": {"tp": 2}}))
+    assert (along.bound, along.axis, along.edit) == ("exchange", "tp", "plan.mesh.tp=1")
+
+
+def test_an_edit_that_cannot_be_is_not_named() -> None:
+    found = of([record(10, gathered(0.2))], settings(), lambda edit: edit != "plan.name=zero2")
+    assert found.edit == "batch.micro_batch=4"
+    assert "=" not in of([record(10, gathered(0.2))], settings(), lambda _: False).edit
+    assert "=" not in of([record(10, gathered(0.2))]).edit, "a loop of one's own has no settings"
+
+
+def test_below_five_percent_it_is_compute() -> None:
+    found = of([record(10, gathered(0.04), input=0.03)], settings())
+    assert (found.bound, found.seconds) == ("compute", pytest.approx(0.93))
+    assert found.edit == "train.compile=true"
+    assert "nothing else takes 5 %" in str(found)
+
+
+def test_an_update_counts_where_the_plan_could_divide_it() -> None:
+    assert of([record(10, update=0.3)], settings()).bound == "compute"
+    found = of([record(10, update=0.3)], settings(plan="zero0"))
+    assert (found.bound, found.edit) == ("update", "plan.name=zero1")
+
+
+def test_what_comes_and_goes_by_itself_is_not_named() -> None:
+    """Six percent in the mean, of records that differ by as much."""
+    noisy = [record(step, input=seconds) for step, seconds in enumerate([0.0, 0.12, 0.01, 0.11, 0.0, 0.12])]
+    assert of(noisy).bound == "compute"
+    assert of([record(step, input=0.06) for step in range(6)]).bound == "input"
+
+
+def test_a_rank_is_named_if_all_wait_for_it_again_and_again() -> None:
+    found = of([record(step, late=[0.3, 0.31, 0.01, 0.3]) for step in (10, 20, 30)])
+    assert (found.bound, found.rank, found.seconds) == ("late_rank", 2, pytest.approx(0.29))
+    assert "rank 2 bounds the step: 0.290 of 1.00 s (29%)" in str(found)
+    assert "computes 0.290 s longer" in str(found)
+    rows = ([0.3, 0.0, 0.3], [0.0, 0.3, 0.3], [0.3, 0.3, 0.0])
+    turns = of([record(step, late=row) for step, row in enumerate(rows)])
+    assert (turns.bound, turns.rank, turns.seconds) == ("late_peer", None, pytest.approx(0.2))
+
+
+def test_a_device_is_not_said_to_compute() -> None:
+    line = {"kind": "step", "step": 10, "steps": 10, "step_s": 1.0, "phase_s": {"input": 0.01, "forward": 0.99}}
+    assert of([line]).bound == "device"
+    assert "not told apart on CUDA" in str(of([line]))
+    assert of([line | {"phase_s": {"input": 0.4, "forward": 0.6}}]).bound == "input"
+
+
+@pytest.mark.processes
+def test_a_late_rank_is_found_at_any_step_of_a_loop_of_ones_own(two_processes: Pool, tmp_path: Path) -> None:
+    two_processes.run(trained, "zero3", str(tmp_path), "forward")
+    found = of(steps_of(lines_of(tmp_path / "metrics.jsonl")))
+    assert found.bound == "late_peer"
+    assert found.seconds > 0.12
+    (first, other) = two_processes.run(asked_in_the_loop, str(tmp_path / "asked"))
+    assert "bounds the step" in first
+    assert other == "None"
+
+
+def asked_in_the_loop(folder: str) -> str:
+    model: nn.Module = nn.Linear(4, 4)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = tz.shard(model, optimizer, plan="zero3")
+    telemetry = tz.telemetry.attach(model, folder, every=1)
+    assert telemetry.verdict() is None, "there is no record yet"
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert dist.get_world_size() == 2
+    said = str(telemetry.verdict())
+    telemetry.close()
+    return said
+
+
+def write_run(folder: Path, lines: Sequence[dict[str, Any]]) -> Path:
+    folder.mkdir()
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / "metrics.jsonl").write_text(text + '{"kind": "step", "st')
+    (folder / "config.json").write_text(json.dumps(settings()))
+    return folder
+
+
+def test_the_verbs_read_a_run_that_is_still_writing(tmp_path: Path) -> None:
+    lines = [{"kind": "train", "step": 10, "loss": 2.0}, record(10, input=0.9), record(20, gathered(0.2))]
+    run = write_run(tmp_path / "run", lines)
+    shown = CliRunner().invoke(cli.app, ["verdict", str(run)]).output
+    assert shown.startswith("exposed communication along dp_shard bounds the step")
+    assert "plan.name=zero2 would help" in shown, "by the planner it fits"
+    assert re.search(r"^gather +0\.2000 +20\.0%$", shown, re.MULTILINE)
+    assert re.search(r"^dp_shard all_gather +8 ", shown, re.MULTILINE)
+    said = json.loads(CliRunner().invoke(cli.app, ["verdict", str(run), "--json"]).output)
+    assert (said["bound"], said["edit"]) == ("gather", "plan.name=zero2")
+    other = write_run(tmp_path / "other", [{"kind": "train", "step": 10, "loss": 3.0}])
+    shown = CliRunner().invoke(cli.app, ["report", str(run), "--against", str(other)]).output
+    assert shown.strip() == str(run / "report.html")
+    page = (run / "report.html").read_text()
+    assert "exposed communication along dp_shard bounds the step" in page
+    assert 'class="against"' in page
+    assert "<script" not in page
+    assert "http" not in page
+
+
+def test_verbs_say_what_is_not_there(tmp_path: Path) -> None:
+    for verb in ("verdict", "report"):
+        result = CliRunner().invoke(cli.app, [verb, str(tmp_path)])
+        assert isinstance(result.exception, BadInput)
+        assert "give the folder of a run" in str(result.exception)
+    run = write_run(tmp_path / "run", [{"kind": "train", "step": 1, "loss": 2.0}])
+    result = CliRunner().invoke(cli.app, ["verdict", str(run)])
+    assert "wait for its first log step" in str(result.exception)
+    run = write_run(tmp_path / "empty", [])
+    assert "no line of a run yet" in str(CliRunner().invoke(cli.app, ["report", str(run)]).exception)
+
+
+def test_the_picture_has_a_bar_for_each_record_whose_parts_are_as_tall_as_their_seconds() -> None:
+    lines = [record(step, input=0.5 if step == 20 else 0.0) for step in (10, 20, 30)]
+    page = page_of("run", lines, {})
+    bars = re.findall(r'class="part-(\w+)" x="[\d.]+" y="[\d.]+" width="[\d.]+" height="([\d.]+)"><title>(.*?)<', page)
+    assert [(name, said) for name, _, said in bars] == [
+        ("compute", "step 20: compute 0.5000 s"),
+        ("input", "step 20: input 0.5000 s"),
+        ("compute", "step 30: compute 1.0000 s"),
+    ], "the first record, of what is done once, is left out"
+    tall = [float(height) for _, height, _ in bars]
+    assert tall[0] == tall[1] == pytest.approx(tall[2] / 2, abs=0.02)
+    many = page_of("run", [record(step) for step in range(1000)], {})
+    assert 60 < many.count("<title>step") <= 120, "neighbours of many are one bar"
