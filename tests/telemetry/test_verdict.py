@@ -181,6 +181,12 @@ def test_the_verbs_read_a_run_that_is_still_writing(tmp_path: Path) -> None:
     assert "http" not in page
 
 
+def test_the_summary_of_another_version_is_named_as_such(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", [{"kind": "train", "step": 10, "loss": 2.0}, {"kind": "summary", "step": 10}])
+    assert CliRunner().invoke(cli.app, ["report", str(run)]).exit_code == 0
+    assert "written by another version of Terrazzo" in (run / "report.html").read_text()
+
+
 def test_verbs_say_what_is_not_there(tmp_path: Path) -> None:
     for verb in ("verdict", "report"):
         result = CliRunner().invoke(cli.app, [verb, str(tmp_path)])

@@ -17,7 +17,7 @@ class Table(NamedTuple):
 
     title: str
     head: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 def tables_of(records: Records) -> list[Table]:

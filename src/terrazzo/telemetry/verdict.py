@@ -157,7 +157,7 @@ def _of(records: Sequence[Mapping[str, Any]], name: str, *names: str) -> _Cause:
 
 
 def _exposed(record: Mapping[str, Any], key: str) -> float:
-    row = record.get("comm", {}).get(key, {})
+    row: Mapping[str, float] = record.get("comm", {}).get(key, {})
     return max(0.0, row.get("exposed_s", 0.0) - row.get("late_s", 0.0))
 
 

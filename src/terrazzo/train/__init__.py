@@ -1,7 +1,8 @@
 """`terrazzo train`: data, model, schedule and loop of a sharded training run.
 
 A run from its start to its end: run, session (of plan, optimizer and folders, and the reference of DPO), loop, with
-evaluate and report between its steps. What is learnt, from the model to the metric, is in objectives. Folders:
+evaluate and report between its steps; look is at one from outside. What is learnt, from the model to the metric, is in
+objectives. Folders:
 
     preflight     what is refused before anything is started
     launch        processes: how ranks are started, meet, stop and fail
@@ -12,5 +13,5 @@ evaluate and report between its steps. What is learnt, from the model to the met
 
 Open to other packages, which is to say to the command line:
 
-    checkpoints.export, command, data.sources, launch, preflight, promise, run   what it runs, and asks for
+    checkpoints.export, command, data.sources, launch, look, preflight, promise, run   what it runs, and asks for
 """

@@ -48,7 +48,7 @@ def page_on(run: Path, against: Path | None = None) -> Path:
         others = run_lines(against)
         details |= _compared(run, against, _verdict(against, others))
     if summary := next((line for line in reversed(lines) if line["kind"] == "summary"), None):
-        details["Promised and measured"] = "\n".join(summary_lines(summary))
+        details["Promised and measured"] = _summary(summary)
     for heading, name in (("Plan", "plan.txt"), ("Configuration", "config.json")):
         if (text := _text(run / name)) is not None:
             details[heading] = text
@@ -58,6 +58,13 @@ def page_on(run: Path, against: Path | None = None) -> Path:
     except OSError as error:
         raise BadInput(f"'{path}' cannot be written ({error.strerror or error}): free it, or copy the run.") from error
     return path
+
+
+def _summary(summary: Mapping[str, Any]) -> str:
+    try:
+        return "\n".join(summary_lines(summary))
+    except KeyError as missing:
+        return f"This run was written by another version of Terrazzo, whose summary has no {missing}."
 
 
 def _verdict(run: Path, lines: Lines) -> Verdict | None:
