@@ -136,7 +136,7 @@ def test_a_failing_process_shows_the_first_traceback() -> None:
 
 @pytest.mark.processes
 def test_an_interrupted_run_leaves_no_answer_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(deadline: float) -> None:
+    def interrupted(deadline: float, grace_s: float) -> None:
         raise KeyboardInterrupt
 
     with Pool(1) as pool:
