@@ -154,7 +154,7 @@ def test_the_demo_is_short_and_its_commands_work(runs: Runs, capsys: pytest.Capt
     out = capsys.readouterr().out
     summary = out.split("\n\n")[-1].splitlines()
     assert summary[0].startswith("done  ")
-    assert len(summary) <= 8
+    assert len(summary) <= 9
     joined = out.replace("\\\n", " ")
     found = re.search(r"^your text (\S+ train .*)\ncontinue  (\S+ train .*)\n\Z", joined, re.MULTILINE)
     assert found is not None, "how to go on comes last"
