@@ -21,7 +21,7 @@ from torch import Tensor
 
 from terrazzo.checkpoint.importers.deepspeed import DeepSpeedCheckpoint, recognises
 from terrazzo.checkpoint.importers.deepspeed.trained import scaler_counters
-from terrazzo.engine.loop.scaler import LossScaler
+from terrazzo.engine.loop.loss_scale import DynamicLossScale
 from terrazzo.engine.plan.precision import LossScaling
 from terrazzo.errors import BadInput, Damaged
 from tests.helpers.imported import RunsCode, States, assert_same
@@ -271,8 +271,8 @@ def test_every_layout_gives_the_same_states(tmp_path: Path, states: States, layo
 @pytest.mark.parametrize(("iteration", "overflow"), [(1, -1), (8, -1), (9, -1), (10, -1), (7, 3), (30, 11)])
 def test_the_loss_scale_doubles_when_it_would_have(iteration: int, overflow: int) -> None:
     saved = {"cur_scale": 64.0, "cur_iter": iteration, "last_overflow_iter": overflow}
-    scaler = LossScaler(LossScaling(interval=8))
-    scaler.load_state(scaler_counters(saved, 0))
+    scaler = DynamicLossScale(LossScaling(interval=8))
+    scaler.load_state(scaler_counters(saved, 0), accumulating=False)
     scale = 64.0
     for later in range(iteration, iteration + 40):  # as DynamicLossScaler.update_scale does without overflow
         stable = later - overflow - 1

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import LossScaling, ModelState, Precision, engine_of
-from terrazzo.engine.loop.scaler import LossScaler
+from terrazzo.engine.loop.loss_scale import DynamicLossScale
 from tests.engine.toys import (
     EVERY_PLAN,
     Block,
@@ -72,7 +72,7 @@ def test_a_denominator_leaves_a_penalty_alone_that_no_output_announces() -> None
 
 def scales(pattern: str, **settings: Any) -> list[float]:
     """The scale after each step of `pattern`: `.` is a good step, `x` an overflow."""
-    scaler = LossScaler(LossScaling(**settings))
+    scaler = DynamicLossScale(LossScaling(**settings))
     found = []
     for mark in pattern:
         scaler.update(mark == "x")
@@ -104,10 +104,10 @@ def test_an_overflow_at_the_minimum_is_divergence() -> None:
 
 def test_a_restored_scaler_goes_on_alike() -> None:
     settings = LossScaling(init=8.0, interval=3, hysteresis=2)
-    first, second = LossScaler(settings), LossScaler(settings)
+    first, second = DynamicLossScale(settings), DynamicLossScale(settings)
     for mark in "..x.":
         first.update(mark == "x")
-    second.load_state(first.state())
+    second.load_state(first.state(), accumulating=False)
     for mark in "..x...":
         first.update(mark == "x")
         second.update(mark == "x")
@@ -520,7 +520,7 @@ def test_gradients_sent_back_in_fp16_keep_the_loss_scale(plan: str) -> None:
 
 def test_the_scale_stays_a_number() -> None:
     """Gradients of zeros never overflow."""
-    scaler = LossScaler(LossScaling(interval=1))
+    scaler = DynamicLossScale(LossScaling(interval=1))
     for _ in range(200):
         scaler.update(overflow=False)
     assert scaler.scale == 2.0**127

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.making.parts import check_uncut
-from terrazzo.engine.model.together import check_agreement, together
+from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
 from terrazzo.engine.plan.family import SHARES_MATRICES
 from terrazzo.errors import BadInput, listed
@@ -113,7 +113,7 @@ def _experts(model: nn.Module, axes: Axes) -> dict[str, int]:
     Raises:
         BadInput: on every rank, for a model that cannot share them.
     """
-    counts = together(axes, lambda: check_experts(model, axes.size(["ep"])))
+    counts = all_or_none(axes, lambda: check_experts(model, axes.size(["ep"])))
     check_agreement(axes, {"experts": counts})
     return counts
 
@@ -133,7 +133,7 @@ def _share_matrices(
     Raises:
         BadInput: with nothing changed.
     """
-    plan = together(ranks.axes, lambda: _plan_of(model, ranks, tensor))
+    plan = all_or_none(ranks.axes, lambda: _plan_of(model, ranks, tensor))
     facts: dict[str, object] = {"tensor": {glob: str(style) for glob, style in plan.items()}, "sequence": sequence}
     facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]
     check_agreement(ranks.axes, facts)

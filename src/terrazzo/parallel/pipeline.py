@@ -178,8 +178,8 @@ class _Run:
 
     def _backward(self, action: Action, grad: Tensor | None) -> None:
         received, result = self._kept.pop((action.stage, action.micro_batch))
-        if self.engine.hooks.scaler is not None and grad is not None:
-            self.engine.hooks.scaler.in_use = True  # on the last stage, from which this gradient comes
+        if grad is not None:
+            self.engine.hooks.loss_scale.gradient_has_it()  # it comes from the last stage
         torch.autograd.backward(result, grad)
         if received is not None:
             self.mail.send(action._replace(stage=action.stage - 1), _gradient_of(received))

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.engine import STAGES_OF, give_up
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.making.parts import check_uncompiled, check_uncut
-from terrazzo.engine.model.together import check_agreement, together
+from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, listed
@@ -62,7 +62,7 @@ def cut_stages(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline) -> None:
     """
     axes = Axes(mesh, Tally())
     rank, ranks = axes.cuts(axes.stages)[0]
-    line = together(axes, lambda: _line_of(model, mesh, pipeline, rank, ranks))
+    line = all_or_none(axes, lambda: _line_of(model, mesh, pipeline, rank, ranks))
     facts: dict[str, object] = {"pipeline": [line.schedule, line.names, line.bounds]}
     facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]
     check_agreement(axes, facts, along=axes.with_stages)

@@ -17,7 +17,7 @@ from terrazzo.engine.buckets import gradient
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.loop import hooks
-from terrazzo.engine.loop.scaler import Denominator
+from terrazzo.engine.loop.progress import Denominator
 from terrazzo.engine.making import prepare
 from terrazzo.engine.optim import optimizer
 

@@ -10,7 +10,6 @@ taken in another order on each rank, would add up without a word.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -93,8 +92,7 @@ class Spread:
 
     def check(self, said: str) -> None:
         """Refuse to put together what ranks have measured of different things, or in different ways."""
-        code = torch.tensor([zlib.crc32(said.encode())], device=self.axes.control_device)
-        if not all(self.axes.equal(code, self.over)):
+        if self.axes.differing({"measure": said}, self.over):
             raise RanksApart(
                 f"The ranks have not measured the same: here it is the turn of {said}, and on another rank of "
                 "something else. The number is of all their parts: ask for the same ones in the same order on every "

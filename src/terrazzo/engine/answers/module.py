@@ -16,7 +16,7 @@ from terrazzo.engine.border.parameter import AtRest
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.names import PersistentBuffer, extra_state, extra_state_takers, persistent_buffers
-from terrazzo.engine.model.together import together
+from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.model.wrappers import refuse_class
 from terrazzo.engine.states.materialize import replace_buffers
 from terrazzo.engine.states.state import ModelState
@@ -105,7 +105,7 @@ class ShardedModule(nn.Module):
         """
         buffers, takers = persistent_buffers(self), extra_state_takers(self)
         own = ModelState(self)
-        given, loaded = together(
+        given, loaded = all_or_none(
             self._terrazzo.axes, lambda: self._prepare_loading(state_dict, strict, own, buffers, takers)
         )
         own.load(given, buffers)

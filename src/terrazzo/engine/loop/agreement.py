@@ -7,8 +7,6 @@ came too late, and whether a rank has left the program.
 
 from __future__ import annotations
 
-import zlib
-from array import array
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice
 
@@ -37,11 +35,8 @@ class Agreement:
         """Compare what the ranks ran, and make it the program; see `Order`."""
         program, axes = self._schedule.program, self._axes
         numbers = _encoded(program.visits, program.recomputed)
-        checksum = zlib.crc32(array("q", numbers).tobytes())
-        if all(axes.equal(torch.tensor([len(numbers), checksum], device=axes.control_device))):
-            ranks = [_decoded(numbers)]
-        else:
-            ranks = [_decoded(row) for row in self._rows(numbers)]
+        rows = self._rows(numbers) if axes.differing({"program": numbers}) else [numbers]
+        ranks = [_decoded(row) for row in rows]
         for _, recomputed in ranks:
             program.join(recomputed)
         program.adopt(merge([visits for visits, _ in ranks]))

@@ -19,11 +19,10 @@ from terrazzo.engine.loop.announce import Announcements
 from terrazzo.engine.loop.companion import Companions
 from terrazzo.engine.loop.copies import Copies
 from terrazzo.engine.loop.listeners import eager, inside_backward, on_backward
-from terrazzo.engine.loop.outputs import restore_asides, scale_asides, scale_output
+from terrazzo.engine.loop.loss_scale import LossScale
 from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
-from terrazzo.engine.loop.scaler import LossScaler
 from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.process.callers import runs_inside_itself
 from terrazzo.engine.process.calls import do_nothing
@@ -101,8 +100,8 @@ class Hooks:
         self._begun, self._ended, self.before_use = begun, ended, before_use
 
     @property
-    def scaler(self) -> LossScaler | None:
-        return self._progress.denominator.scaler
+    def loss_scale(self) -> LossScale:
+        return self._progress.denominator.loss_scale
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -122,9 +121,7 @@ class Hooks:
         self.adopt_edits()
         self._tree.check(model)
         unsettled = not self.schedule.order.agreed or self.schedule.awaits_backward
-        if self.scaler is not None:
-            self.scaler.in_use = False
-            restore_asides(model)
+        self.loss_scale.begin_forward(model)
         if self.schedule.in_backward:  # it raised: some gradients hold a part of it and some do not
             self._progress.backward_raised()
             self.schedule.forget_gradients()
@@ -163,7 +160,7 @@ class Hooks:
                 self.after_unit(0, module, args, output)
             return output
         if inside_backward():  # a reentrant checkpoint around the model differentiates what it runs again
-            return scale_output(output, self.scaler) if self.scaler and is_differentiated() else output
+            return self.loss_scale.of_output(output) if is_differentiated() else output
         if self.units[0].is_root:
             self.after_unit(0, module, args, output)
         self._announcements.leave_leaves()
@@ -172,7 +169,7 @@ class Hooks:
         self.schedule.end_forward()
         if training and not self.schedule.order.agreed:
             self._agreement.on_order()
-        return scale_output(output, self.scaler) if self.scaler and self.schedule.ends_model else output
+        return self.loss_scale.of_output(output) if self.schedule.ends_model else output
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """The model's own forward has returned, or raised."""
@@ -180,8 +177,7 @@ class Hooks:
             self._nested -= 1
         elif not inside_backward():
             self._saved.end()
-            if self.scaler is not None:
-                scale_asides(module, self.scaler)
+            self.loss_scale.end_forward(module)
             if self.schedule.in_forward:
                 self._progress.forward_raised(torch.is_grad_enabled())
                 self.schedule.abandon_forward()
@@ -198,12 +194,8 @@ class Hooks:
             self._companions.come_to(unit, Purpose.BACKWARD)
             self.schedule.recompute(unit)
             return
-        if self.scaler is not None and not self.schedule.in_forward and torch.is_grad_enabled():
-            raise Misuse(
-                f"{unit.title} was called outside of the model's forward, whose outputs alone get the loss scale of "
-                "fp16: its gradients would be too small by that. Call it in a method and name that by "
-                "tz.register_forward_method, call it under torch.no_grad(), or train in bf16."
-            )
+        if not self.schedule.in_forward and torch.is_grad_enabled():
+            self.loss_scale.check_unit(unit.title)
         if not self.schedule.order.agreed and (pair := self._regions.enter(index, args)):
             self.schedule.program.join([pair])
         self._companions.come_to(unit, Purpose.FORWARD)
@@ -289,12 +281,7 @@ class Hooks:
                 parameter.grad = grad
         if not bucket.present or torch.is_grad_enabled():
             self._refuse(unit, bucket, index)
-        if self.scaler is not None and not self.scaler.in_use:
-            raise Misuse(
-                f"A gradient reached {bucket.members[index].name!r} without passing through the model's output, so "
-                "the loss scale of fp16 is missing from it. Return every tensor that a loss is computed from out of "
-                "the model's forward, in tuples, lists or dicts."
-            )
+        self.loss_scale.check_gradient(bucket.members[index].name)
         dtype = bucket.pending_dtype(self.schedule.this_pass)
         bucket.gradient.accumulate(index, bucket.members[index].parameter, dtype)
         if self.schedule.awaits_half_of(unit) and unit.half_filled:
@@ -333,8 +320,7 @@ class Hooks:
     def _finish(self) -> None:
         self._agreement.on_gradients(self._late)
         self.schedule.finish()
-        if self.scaler is not None:
-            self.scaler.in_use = False
+        self.loss_scale.end_backward()
         self._ended()
         self._phases.begin("other")
 

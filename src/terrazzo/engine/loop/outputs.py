@@ -5,17 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from terrazzo.engine.loop.scaler import LossScaler, scale_backward
-from terrazzo.errors import Misuse
-
-__all__ = ["PLAIN", "leaves_of", "map_tensors", "put_aside", "restore_asides", "scale_asides", "scale_output"]
+__all__ = ["PLAIN", "leaves_of", "map_asides", "map_tensors", "put_aside"]
 
 PLAIN = (Tensor, bool, int, float, str, type(None))
 """Leaves that hide no tensor."""
@@ -79,73 +75,11 @@ def _set(made: Any, name: Any, value: Any) -> None:
         object.__setattr__(made, name, value)
 
 
-# -- under fp16 --------------------------------------------------------------------------------------------------------
-
-
-def scale_output(output: Any, scaler: LossScaler) -> Any:
-    """The structure of `output` in fp32, whose gradients are multiplied by the scale on their way in.
-
-    Raises:
-        Misuse: for an object that cannot be opened and has a tensor with a gradient, which would lack the scale.
-    """
-
-    def scaled(tensor: Tensor) -> Tensor:
-        return scale_backward(tensor, scaler) if tensor.is_floating_point() else tensor
-
-    return map_tensors(scaled, output, _check_closed)
-
-
-def _check_closed(leaf: Any) -> None:
-    held = dict(getattr(leaf, "__dict__", {}))
-    if isinstance(leaf, Mapping | list | tuple):
-        held |= leaf if isinstance(leaf, Mapping) else dict(enumerate(leaf))
-    for name, value in held.items():
-        if isinstance(value, Tensor) and value.requires_grad:
-            raise Misuse(
-                f"The model returned a {type(leaf).__name__}, and the loss scale of fp16 is missing from gradients of "
-                f"its {name!r}. Return every tensor that a loss is computed from out of the model's forward, in "
-                "tuples, lists, dicts or dataclasses."
-            )
-
-
-def scale_asides(model: nn.Module, scaler: LossScaler) -> None:
-    """A forward has ended: what modules have put aside in attributes, or in lists and dicts there, is as an output is.
-
-    Inside of a forward it is not: there its gradient comes from the outputs, which have been scaled. So the next one
-    begins with `restore_asides`.
-    """
-
-    def scaled(tensor: Tensor) -> Tensor:
-        if _unscaled(tensor) is not None:
-            return tensor
-        made = scale_backward(tensor, scaler)
-        made.grad_fn.unscaled = tensor  # type: ignore[union-attr]
-        return made
-
-    with torch.inference_mode(False), torch.enable_grad():
-        _change_asides(model, scaled)
-
-
-def restore_asides(model: nn.Module) -> None:
-    """A forward begins: the reverse, except for what has been replaced or changed in place."""
-
-    def restored(tensor: Tensor) -> Tensor:
-        unscaled = _unscaled(tensor)
-        return tensor if unscaled is None else unscaled
-
-    _change_asides(model, restored)
-
-
-def _unscaled(tensor: Tensor) -> Tensor | None:
-    unscaled: Tensor | None = getattr(tensor.grad_fn, "unscaled", None)
-    return unscaled
-
-
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
 """Attributes of every module, which hold nothing that a forward computes."""
 
 
-def _change_asides(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+def map_asides(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """`change` differentiable tensors in attributes of modules, and in lists, dicts, tuples and dataclasses there."""
     seen: set[int] = set()
     for module in model.modules():

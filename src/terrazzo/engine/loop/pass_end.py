@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from terrazzo.errors import RanksApart
 
 __all__ = ["MEETING_NUMEL", "meet", "weights_are_split"]
 
+K = TypeVar("K", bound=Hashable)
 MEETING_NUMEL = 4
 """int64 elements that each meeting exchanges over every axis, besides its numbers."""
 
@@ -71,44 +73,43 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
     Raises:
         RanksApart: naming steps, gradients, hyper-parameters, denominators, or the first exchange in which they do.
     """
-    own_steps = progress.steps
-    steps = axes.rows(torch.tensor([own_steps], device=axes.control_device)).flatten().tolist()
-    if min(steps) != max(steps):
+    apart = f"The ranks have not run the same: before {label},"
+    for own, low, high in _apart(axes, {"steps": progress.steps}).values():
         raise RanksApart(
-            f"The ranks have not run the same: before {label}, optimizer.step() has been called {own_steps} times "
-            f"here, and from {min(steps)} to {max(steps)} times on all ranks. Every rank must step, or none: agree "
-            "on it, for example with an all_reduce of whether the loss is finite."
+            f"{apart} optimizer.step() has been called {own:.0f} times here, and from {low:.0f} to {high:.0f} times "
+            "on all ranks. Every rank must step, or none: agree on it, for example with an all_reduce of whether the "
+            "loss is finite."
         )
-    edits = axes.rows(torch.tensor([progress.edits], device=axes.control_device)).flatten().tolist()
-    if min(edits) != max(edits):
+    if axes.differing({"edits": progress.edits}):
         raise RanksApart(
-            f"The ranks have not run the same: before {label}, gradients have been forgotten or changed on some ranks "
-            f"and not on others, or by other numbers; what was done last here: {progress.last_edit}. Each rank steps "
-            "its own part of the weights: call zero_grad(), set .grad to None, scale and clip on every rank or on none."
+            f"{apart} gradients have been forgotten or changed on some ranks and not on others, or by other numbers; "
+            f"what was done last here: {progress.last_edit}. Each rank steps its own part of the weights: call "
+            "zero_grad(), set .grad to None, scale and clip on every rank or on none."
         )
-    held = _hyper_parameters(progress)
-    rows = axes.rows(torch.tensor([*held.values()], dtype=torch.float64, device=axes.control_device))
-    for (_, name), used, each in zip(held, held.values(), rows.T.tolist(), strict=True):
-        if min(each) != max(each):
-            raise RanksApart(
-                f"The ranks have not run the same: before {label}, optimizer.step() has used {name} = {used} here, and "
-                f"{min(each)} to {max(each)} on all ranks. Set the same on every rank: give a scheduler that follows a "
-                "metric, such as ReduceLROnPlateau, the metric's mean over the ranks."
-            )
-    divisors = progress.denominator.numbers()
-    rows = axes.rows(torch.tensor([*divisors.values()], dtype=torch.float64, device=axes.control_device))
-    for (name, used), each in zip(divisors.items(), rows.T.tolist(), strict=True):
-        if min(each) != max(each):
-            raise RanksApart(
-                f"The ranks have not run the same: before {label}, the gradients' {name} is {used:g} here, and "
-                f"{min(each):g} to {max(each):g} on all ranks. Give set_gradient_denominator, or load_scaler_state, "
-                "the same on every rank, such as the tokens of the whole global batch."
-            )
+    for (_, name), (own, low, high) in _apart(axes, _hyper_parameters(progress)).items():
+        raise RanksApart(
+            f"{apart} optimizer.step() has used {name} = {own} here, and {low} to {high} on all ranks. Set the same on "
+            "every rank: give a scheduler that follows a metric, such as ReduceLROnPlateau, the metric's mean over the "
+            "ranks."
+        )
+    for name, (own, low, high) in _apart(axes, progress.denominator.numbers()).items():
+        raise RanksApart(
+            f"{apart} the gradients' {name} is {own:g} here, and {low:g} to {high:g} on all ranks. Give "
+            "set_gradient_denominator, or load_scaler_state, the same on every rank, such as the tokens of the whole "
+            "global batch."
+        )
     for axis in axes.exchanging:
-        trail = [*axes.along(axis).trail][-TRAIL:]
-        own = torch.tensor([-1] * (TRAIL - len(trail)) + trail, device=axes.device)
-        for theirs in axes.rows(own).tolist():
-            for mine, other in zip(own.tolist(), theirs, strict=True):
+        last = [*axes.along(axis).trail][-TRAIL:]
+        trail = [-1] * (TRAIL - len(last)) + last
+        for theirs in axes.rows(torch.tensor(trail, device=axes.device)).tolist():
+            for mine, other in zip(trail, theirs, strict=True):
                 if mine != other and min(mine, other) >= 0:
                     label.of_code(mine).check(other, "another rank")
     raise RanksApart(f"The ranks have not run the same some time before {label}. {RUN_THE_SAME}")
+
+
+def _apart(axes: Axes, numbers: Mapping[K, float]) -> dict[K, tuple[float, float, float]]:
+    """Numbers that are not the same on all ranks, under the same keys on each: this rank's, the lowest, the highest."""
+    rows = axes.rows(torch.tensor([*numbers.values()], dtype=torch.float64, device=axes.control_device))
+    ranges = zip(numbers.items(), rows.amin(0).tolist(), rows.amax(0).tolist(), strict=True)
+    return {key: (own, low, high) for (key, own), low, high in ranges if low != high}

@@ -5,10 +5,60 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
-from terrazzo.engine.loop.scaler import Denominator
+from terrazzo.engine.loop.loss_scale import LossScale
 from terrazzo.errors import Misuse
 
-__all__ = ["Progress"]
+__all__ = ["Denominator", "Progress"]
+
+
+@dataclass
+class Denominator:
+    """What sums of gradients are divided by, once they are finished.
+
+    Attributes:
+        ranks: over which gradients are summed.
+        chosen: by the user, in place of their number; None where that is meant.
+        loss_scale: what gradients have been multiplied by on their way in.
+        used: whether gradients have been divided that no step has taken yet.
+    """
+
+    ranks: int
+    chosen: float | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
+    used: bool = False
+
+    def choose(self, chosen: float | None) -> None:
+        """Set what the user chooses.
+
+        Raises:
+            Misuse: where gradients have been divided by another one already.
+        """
+        if self.used and chosen != self.chosen:
+            raise Misuse(
+                f"The gradient denominator was set to {chosen!r} when gradients had been divided by {self.unscaled:g} "
+                "already, in the last micro-batch's backward. Call set_gradient_denominator before that backward, or "
+                "behind optimizer.step() or zero_grad() for the next step."
+            )
+        self.chosen = chosen
+
+    @property
+    def unscaled(self) -> float:
+        """The part that the user chooses; the same on every rank."""
+        return float(self.ranks if self.chosen is None else self.chosen)
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is the number of ranks alone: what each adds to its gradients is then added to their mean."""
+        return self.chosen is None and not self.loss_scale.scales
+
+    def numbers(self) -> dict[str, float]:
+        """What ranks must have alike."""
+        scaling = {f"loss scaler's {name}": each for name, each in self.loss_scale.state().items()}
+        return {"denominator": self.unscaled, **scaling}
+
+    def __call__(self) -> float:
+        self.used = True
+        return self.unscaled * self.loss_scale.scale
 
 
 @dataclass
@@ -16,7 +66,7 @@ class Progress:
     """What changes from step to step and must be equal on all ranks, which `loop.pass_end` compares.
 
     Attributes:
-        denominator: of finished gradient sums, as this rank was told; has the loss scaler, if there is one.
+        denominator: of finished gradient sums, as this rank was told; has the loss scale.
         steps: how often this rank's optimizers have stepped.
         hyper_parameters: those of each optimizer's last step as `optim.stock` reads them, by the number of its first
             param group. On every rank the same names, which are fixed when the optimizer is attached.

@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.making.checks import check_several, optimizer_facts, state_facts
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.model.together import check_agreement, together
+from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.background import Background
-from terrazzo.engine.offload.needs import Templates, further_moment_bytes, moment_names
+from terrazzo.engine.offload.needs import further_moment_bytes, moment_names
 from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.sharded import make_sharded_optimizer
-from terrazzo.engine.optim.stock import assign_groups, check_optimizer, choose_kernel, state_of
+from terrazzo.engine.optim.stock import Templates, assign_groups, check_optimizer, choose_kernel, state_of
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.states.restore import reading, restore_optimizer
 from terrazzo.errors import Misuse
@@ -51,13 +51,13 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         return templates
 
     try:
-        templates = together(axes, check)
+        templates = all_or_none(axes, check)
         stepped = [[member.name, member.group] for member in members if member.group >= first]
         facts = {"optimizer": optimizer_facts(optimizer)}
         check_agreement(axes, {**facts, "optimizer state": state_facts(optimizer), "parameters": stepped})
         check_agreement(axes, facts, along=axes.stages)
         all_templates = [*engine.drivers.templates, *templates]
-        together(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), all_templates)))
+        all_or_none(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), all_templates)))
     except BaseException:
         engine.drivers.forget_gone()
         raise
@@ -77,19 +77,21 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
         for member in bucket.members
         if member.parameter in optimizer.state
     }
-    driver = OptimizerDriver(optimizer, engine, engine.drivers.next_group)
-    off_device = [bucket for bucket in driver.buckets if bucket.updated_off_device]
+    first = engine.drivers.next_group
+    groups = range(first, first + len(optimizer.param_groups))
+    away = [bucket for bucket in engine.trainable() if bucket.updated_off_device]
+    off_device = [bucket for bucket in away if any(member.group in groups for member in bucket.members)]
     if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
         templates = [state_of(optimizer, group, engine.axes.device) for group in optimizer.param_groups]
+    driver = OptimizerDriver(optimizer, engine, templates, first)
     of_all = [*engine.drivers.templates, *templates]
     for bucket in off_device:
         bucket.build_moments(engine.store, moment_names(bucket, of_all))
     if off_device:
         updater, mode = Updater(engine.store), engine.store.settings.step
-        first = driver.groups.start
         driver.update_off_device(functools.partial(Background, engine.units, engine.schedule, updater, mode, first))
     if states:
-        restore_optimizer(driver, of_all, reading(states))
+        restore_optimizer(driver, reading(states))
     make_sharded_optimizer(optimizer, driver)
     engine.drivers.add(driver, templates)

@@ -35,11 +35,10 @@ from terrazzo.engine.making.checks import (
     warn_of_unused,
 )
 from terrazzo.engine.making.parts import check_parts, check_sequences, check_stages
-from terrazzo.engine.model.together import check_agreement, together
+from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.activations import offloading_of
-from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.stock import assign_groups, check_optimizer, state_of
+from terrazzo.engine.optim.stock import Templates, assign_groups, check_optimizer, state_of
 from terrazzo.engine.plan.axes import Axes, data_mesh
 from terrazzo.engine.plan.elsewhere import as_one
 from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
@@ -108,8 +107,8 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     axes = Axes(mesh, tally)
     check_mesh(mesh, axes)
     check_versions(axes)
-    together(axes, functools.partial(_check_model, model, mesh))
-    asked = together(axes, functools.partial(_read, model, optimizer, plan, options, axes))
+    all_or_none(axes, functools.partial(_check_model, model, mesh))
+    asked = all_or_none(axes, functools.partial(_read, model, optimizer, plan, options, axes))
     facts = {"plan": str(asked.plan), "precision": repr(asked.precision), "prefetch": options.prefetch}
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
     facts["optimizer"] = [optimizer_facts(each) for each in asked.optimizers]
@@ -120,7 +119,7 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     check_agreement(axes, facts, along=axes.stages)
     check_parts([member for spec in asked.specs for member in spec.members], axes)
     recipe = Recipe(axes, asked.plan, asked.precision)
-    return together(axes, lambda: _plan(asked, options, recipe, tally))
+    return all_or_none(axes, lambda: _plan(asked, options, recipe, tally))
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -19,19 +19,18 @@ from terrazzo.engine.answers.module import make_sharded_module
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, weights_are_split
-from terrazzo.engine.loop.progress import Progress
-from terrazzo.engine.loop.scaler import Denominator
+from terrazzo.engine.loop.progress import Denominator, Progress
 from terrazzo.engine.making.attach import put_on
 from terrazzo.engine.making.parts import exchanged_along
 from terrazzo.engine.making.prepare import OptimizerLike, Options, Prepared, prepare
 from terrazzo.engine.model.engine import Engine, engine_of
-from terrazzo.engine.model.together import together
+from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.model.wrappers import watch_wrapping
 from terrazzo.engine.offload.activations import offloading_of
-from terrazzo.engine.offload.needs import Templates, need_of
+from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.optim.stock import orphans
+from terrazzo.engine.optim.stock import Templates, orphans
 from terrazzo.engine.optim.unattached import watch_steps
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep
@@ -162,7 +161,7 @@ def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -
     """Host memory and files for what these units keep there. Collective."""
     axes = units[0].recipe.axes
     need = need_of([bucket for unit in units for bucket in unit.buckets], templates, offload.cell_numel)
-    return together(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
+    return all_or_none(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
 
 
 def clip_grad_norm_(

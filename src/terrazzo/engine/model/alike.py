@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import view
@@ -13,19 +12,7 @@ from terrazzo.engine.model.digest import digest
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.errors import RanksApart, listed
 
-__all__ = ["broadcast_first", "compare_written", "unlike"]
-
-
-def unlike(axes: Axes, numbers: Mapping[str, Tensor | int], along: Iterable[str] | None = None) -> list[str]:
-    """Names of the numbers, int64, that are not the same on all ranks of some axes, by default of all. Collective.
-
-    Args:
-        numbers: under the same names on every rank.
-    """
-    if not numbers:
-        return []
-    values = torch.stack([torch.as_tensor(each, device=axes.control_device) for each in numbers.values()])
-    return [name for name, same in zip(numbers, axes.equal(values, along), strict=True) if not same]
+__all__ = ["broadcast_first", "compare_written"]
 
 
 def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
@@ -41,7 +28,7 @@ def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
         own = [bucket for bucket in buckets if bucket.recipe.axes.names == along]
         # of copies: memory that numpy has seen once cannot be given back
         hashes = {slot.name: digest(view(bucket.full.data, slot).clone()) for bucket in own for slot in bucket.slots}
-        differing += unlike(axes, hashes, along)
+        differing += axes.differing(hashes, along)
     if axes.maximum(torch.tensor([len(differing)], device=axes.control_device), axes.with_stages).item():
         raise RanksApart(
             "The ranks have not written the same inside 'with tz.gathered(model, write=True)': they differ in "

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.loop.loss_scale import LossScale
 from terrazzo.engine.loop.progress import Progress
-from terrazzo.engine.offload.needs import Templates
 from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.engine.optim.stock import Templates
 from terrazzo.engine.process.calls import do_nothing
 
 __all__ = ["Drivers"]
@@ -56,7 +57,7 @@ class Drivers:
         """
         self._drivers.append(driver)
         self._templates = [*self._templates, *templates]
-        self._progress.denominator.scaler = driver.scaler
+        self._progress.denominator.loss_scale = driver.loss_scale
         self._added(driver.optimizer)
 
     def on_added(self, call: Callable[[Optimizer], None]) -> None:
@@ -83,7 +84,7 @@ class Drivers:
             driver.retire()
         self._drivers = []
         self._progress.hyper_parameters.clear()
-        self._progress.denominator.scaler = None
+        self._progress.denominator.loss_scale = LossScale()
         self.forget_gone()
 
     def forget_gone(self, kept: Collection[Optimizer] = ()) -> None:

@@ -1,12 +1,11 @@
 """What ranks do as one: each does its part, or all raise; and all have been told the same, or all raise.
 
 They exchange numbers, over the axes of one model's mesh, which need not have all ranks and may be on paper.
-`terrazzo.exchange` is for what all ranks of the default group do, and carries the error itself.
+`terrazzo.exchange.together` is for what all ranks of the default group do, and carries the error itself.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
@@ -17,12 +16,12 @@ import torch.distributed as dist
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.errors import BadInput
 
-__all__ = ["check_agreement", "together"]
+__all__ = ["all_or_none", "check_agreement"]
 
 T = TypeVar("T")
 
 
-def together(axes: Axes, action: Callable[[], T]) -> T:
+def all_or_none(axes: Axes, action: Callable[[], T]) -> T:
     """What `action` returns.
 
     Raises:
@@ -59,12 +58,8 @@ def check_agreement(
     Raises:
         BadInput: on every rank, naming the facts that differ.
     """
-    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in facts.items()}
-    checksums = [int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) for text in texts.values()]
-    values = torch.tensor(checksums, dtype=torch.int64, device=axes.device)
-    differing = [key for key, same in zip(texts, axes.equal(values, along), strict=True) if not same]
-    if differing:
-        mine = "; ".join(f"{key} = {texts[key][:300]}" for key in differing)
+    if differing := axes.differing(facts, along):
+        mine = "; ".join(f"{key} = {json.dumps(facts[key], sort_keys=True, default=str)[:300]}" for key in differing)
         raise BadInput(
             f"The ranks were told different things about: {', '.join(differing)}. Rank {dist.get_rank()} has {mine}. "
             f"{fix}"

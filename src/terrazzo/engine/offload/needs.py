@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.engine.optim.stock import Templates
 from terrazzo.engine.plan.layout import padded_bytes
 from terrazzo.engine.plan.spec import BucketSpec
 
 __all__ = [
     "SENDS",
     "Need",
-    "Templates",
     "disk_bytes",
     "further_moment_bytes",
     "host_bytes",
@@ -28,8 +27,6 @@ __all__ = [
 
 SENDS = 2
 """Cells of new weights under way to the device at once: one is cast while the other is copied."""
-Templates = Sequence[Mapping[str, StateSpec]]
-"""What the optimizer keeps for a parameter of each param group."""
 
 
 @dataclass(frozen=True)

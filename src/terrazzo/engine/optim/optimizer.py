@@ -14,17 +14,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradient import Landed
-from terrazzo.engine.loop.scaler import LossScaler
+from terrazzo.engine.loop.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
-from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
+from terrazzo.engine.optim.stock import Templates, hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.process.callers import is_inside_own_step
 from terrazzo.engine.process.weak import model_gone, weakly
@@ -39,7 +39,8 @@ class OptimizerDriver:
     Args:
         optimizer: its groups hold segments inside its steps, and parameters of the model otherwise.
         model: whose weights it steps, built; steps and hyper-parameters are noted in its progress.
-        first: number of its first param group among those of all the model's optimizers.
+        templates: `state_of` each of its param groups.
+        first: number of the first among those of all the model's optimizers.
 
     Attributes:
         groups: numbers of its param groups.
@@ -50,7 +51,7 @@ class OptimizerDriver:
         reference: to the optimizer, weak.
     """
 
-    def __init__(self, optimizer: Optimizer, model: Driven, first: int = 0) -> None:
+    def __init__(self, optimizer: Optimizer, model: Driven, templates: Templates, first: int) -> None:
         self._model = weakref.ref(model)  # which owns this driver
         self.units, self.progress, self.schedule = model.units, model.progress, model.schedule
         self.recipe = self.units[0].recipe
@@ -61,10 +62,10 @@ class OptimizerDriver:
         self._skipping: Settings | None = None  # a step that overflowed, and what there was before it
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
-        self.segments = [segment for segment in segments_of(self.buckets) if segment.group in self.groups]
+        self.segments = segments_of(self.buckets, dict(zip(self.groups, templates, strict=True)))
         self.background: OffDeviceUpdates | None = None
         scaling = self.recipe.precision.loss_scaling
-        self.scaler = LossScaler(scaling) if scaling else None
+        self.loss_scale = DynamicLossScale(scaling) if scaling else LossScale()
         self.reference, self._retired = weakref.ref(optimizer), False
         self._moments_differ = self.recipe.precision.moments != self.recipe.precision.master
         self._listed = [*optimizer.param_groups]
@@ -209,13 +210,10 @@ class OptimizerDriver:
         self.drop_segment_gradients()
         for unit in self.units:
             unit.finish_publishing()  # a step behind a step, with no forward between: what is sent is about to change
-        if self.scaler is not None:
-            overflowed = self._overflowed()
-            self.scaler.update(overflowed)
-            if overflowed:
-                self._skipping = Settings(optimizer)
-                self._fill_groups()
-                return
+        if self.loss_scale.skips(self._overflowed):
+            self._skipping = Settings(optimizer)
+            self._fill_groups()
+            return
         self._cut_segments(optimizer)
         if self.background is not None:
             self.background.begin(optimizer)
@@ -279,22 +277,16 @@ class OptimizerDriver:
         for segment in segments:
             parameter = segment.parameter
             parameter.grad = segment.gradient(finished[segment.bucket])
-            _cast_moments(optimizer, parameter, precision.master)
+            _cast_moments(optimizer, segment, precision.master)
             kept = optimizer.state.get(parameter, {})
             optimizer.state[parameter] = twin.step(segment.group, parameter, kept)
-            _cast_moments(optimizer, parameter, precision.moments)
+            _cast_moments(optimizer, segment, precision.moments)
             parameter.grad = None
 
-    def load_scaler(self, state: dict[str, float]) -> None:
-        """Restore the loss scaler's counters, if there is one and `state` has them."""
-        if self.scaler is None or not state:
-            return
-        if self.schedule.in_backward or any(bucket.gradient.unfinished for bucket in self.buckets):
-            raise Misuse(
-                "A loss scale was loaded while gradients were still being accumulated, which have been multiplied by "
-                "the one before. Load it before the step's first micro-batch, or call optimizer.zero_grad() first."
-            )
-        self.scaler.load_state(state)
+    @property
+    def accumulating(self) -> bool:
+        """Whether there are gradients of a step's earlier micro-batches, and not of its last."""
+        return self.schedule.in_backward or any(bucket.gradient.unfinished for bucket in self.buckets)
 
     def _overflowed(self) -> bool:
         """Whether any rank holds a non-finite gradient."""
@@ -342,8 +334,8 @@ def _owned(buckets: Iterable[Bucket], groups: Collection[int]) -> dict[Bucket, l
     return {bucket: own for bucket, own in owned.items() if own}
 
 
-def _cast_moments(optimizer: Optimizer, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    state = optimizer.state[parameter]
+def _cast_moments(optimizer: Optimizer, segment: Segment, dtype: torch.dtype) -> None:
+    state = optimizer.state[segment.parameter]
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape:
+        if segment.keeps_per_element(key, value):
             state[key] = value.to(dtype)

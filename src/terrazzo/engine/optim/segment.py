@@ -20,6 +20,7 @@ from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.buckets.gradient import Landed
+from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.plan.layout import Range, Slot
 
 __all__ = ["Segment", "held_range", "runs", "scaled", "segments_of"]
@@ -33,6 +34,7 @@ class Segment:
         window: of the bucket's flat space; on drives a cell, which is read, updated and written as one.
         parameter: the elements, a view into the master weights; on drives a stand-in without memory, on `meta`, and so
             are the states that the optimizer keeps for each of its elements.
+        template: what the optimizer keeps for a parameter of its group, as far as that is known.
     """
 
     bucket: Bucket
@@ -40,6 +42,7 @@ class Segment:
     last: int
     window: Range
     parameter: nn.Parameter
+    template: Mapping[str, StateSpec]
 
     @property
     def group(self) -> int:
@@ -73,6 +76,12 @@ class Segment:
         """Where it is updated."""
         return self.parameter.device if self.parameter.device.type != "meta" else torch.device("cpu")
 
+    def keeps_per_element(self, key: str, value: Any) -> bool:
+        """Whether the optimizer keeps `value` for each element; where nobody has seen the key before, by its shape."""
+        if (spec := self.template.get(key)) is not None:
+            return spec.per_element
+        return isinstance(value, Tensor) and value.shape == self.parameter.shape
+
     def adopt(self, kept: Mapping[str, Any]) -> None:
         """Copy what a user has put in the place of states away from the device to where those rest.
 
@@ -98,7 +107,7 @@ class Segment:
         pieces, start = [], self.first
         for _, equal in itertools.groupby(labels):
             stop = start + len(list(equal))
-            pieces += _segment(self.bucket, start, stop, self.window)
+            pieces += _segment(self.bucket, start, stop, self.window, self.template)
             start = stop
         for piece in pieces if state else ():
             part = piece.range.within(self.range)
@@ -115,7 +124,7 @@ class Segment:
             return value
         if isinstance(value, OnDrive):
             return OnDrive.of(part.stop - part.start, value.dtype, key)
-        return value[part] if value.shape == self.parameter.shape else value.clone()
+        return value[part] if self.keeps_per_element(key, value) else value.clone()
 
 
 def scaled(part: Tensor, factor: Tensor | None) -> Tensor:
@@ -123,14 +132,19 @@ def scaled(part: Tensor, factor: Tensor | None) -> Tensor:
     return part if factor is None else part.mul_(factor.to(part.device))
 
 
-def segments_of(buckets: Iterable[Bucket]) -> list[Segment]:
-    """One segment per run of parameters with the same param group; on drives, per run within a cell."""
+def segments_of(buckets: Iterable[Bucket], templates: Mapping[int, Mapping[str, StateSpec]]) -> list[Segment]:
+    """One segment per run of parameters with the same param group; on drives, per run within a cell.
+
+    Args:
+        templates: of the param groups that are asked for, by their numbers.
+    """
     return [
         segment
         for bucket in buckets
         for window in bucket.master.cuts(bucket.master.range)
         for first, last in runs(bucket)
-        for segment in _segment(bucket, first, last, window)
+        if (group := bucket.members[first].group) in templates
+        for segment in _segment(bucket, first, last, window, templates[group])
     ]
 
 
@@ -143,7 +157,7 @@ def runs(bucket: Bucket) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _segment(bucket: Bucket, first: int, last: int, window: Range) -> list[Segment]:
+def _segment(bucket: Bucket, first: int, last: int, window: Range, template: Mapping[str, StateSpec]) -> list[Segment]:
     """Empty where this rank holds nothing of it; members that lie outside the window are left out."""
     within = [index for index in range(first, last) if held_range(bucket, index, index + 1).intersect(window).numel]
     if not within:
@@ -154,7 +168,7 @@ def _segment(bucket: Bucket, first: int, last: int, window: Range) -> list[Segme
         parameter = nn.Parameter(master.part(held))
     else:
         parameter = nn.Parameter(torch.empty(held.numel, dtype=master.dtype, device="meta"))
-    return [Segment(bucket, first, last, window, parameter)]
+    return [Segment(bucket, first, last, window, parameter, template)]
 
 
 def held_range(bucket: Bucket, first: int, last: int) -> Range:

@@ -108,16 +108,16 @@ class ShardedOptimizer(Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps that a non-finite fp16 gradient on any rank has cancelled."""
-        return self._driver.scaler.skipped_steps if self._driver.scaler else 0
+        return self._driver.loss_scale.skipped_steps
 
     @property
     def loss_scale(self) -> float:
         """The factor now applied to gradients inside the model; 1 without loss scaling."""
-        return self._driver.scaler.scale if self._driver.scaler else 1.0
+        return self._driver.loss_scale.scale
 
     def scaler_state(self) -> dict[str, float]:
         """The loss scaler's counters as plain numbers; empty without loss scaling."""
-        return self._driver.scaler.state() if self._driver.scaler else {}
+        return self._driver.loss_scale.state()
 
     def load_scaler_state(self, state: dict[str, float]) -> None:
         """Go on with what `scaler_state` gave, the same on every rank.
@@ -125,7 +125,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             Misuse: while gradients are accumulated, which have been multiplied by another scale.
         """
-        self._driver.load_scaler(state)
+        self._driver.loss_scale.load_state(state, self._driver.accumulating)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise Misuse("A sharded optimizer cannot take further param groups: give it all of them before tz.shard.")

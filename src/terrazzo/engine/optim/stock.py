@@ -20,6 +20,7 @@ __all__ = [
     "ELEMENTWISE",
     "PROBE_NUMEL",
     "StateSpec",
+    "Templates",
     "assign_groups",
     "bare_copy",
     "check_elementwise",
@@ -177,6 +178,10 @@ class StateSpec:
             return self.kind(flat.item())
         on_cpu = self.device is None or self.device.type == "cpu"
         return flat.to(device=self.device if on_cpu else device, dtype=self.dtype).reshape(self.shape).clone()
+
+
+Templates = Sequence[Mapping[str, StateSpec]]
+"""What an optimizer keeps for a parameter of each param group."""
 
 
 def choose_kernel(optimizer: Optimizer) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -195,14 +197,22 @@ class Axes:
             value = reduce(self.along(axis).gather_rows(value), dim=0)
         return value
 
-    def equal(self, values: Tensor, axes: Iterable[str] | None = None) -> list[bool]:
-        """For each of the 1-D int64 `values`, whether all ranks of the axes, by default all, hold the same; blocks."""
-        both = torch.stack([values, ~values])
-        for axis in self.live(self.every if axes is None else axes):
+    def differing(self, facts: Mapping[str, object], axes: Iterable[str] | None = None) -> list[str]:
+        """Names of the facts that are not the same on all ranks of the axes, by default of all; blocks.
+
+        Args:
+            facts: under the same names on every rank. A number that is on a device is an int64 tensor of one element;
+                anything else is what JSON can hold, or `str` can tell apart.
+        """
+        live = self.live(self.every if axes is None else axes)
+        if not facts or not live:
+            return []
+        values = [fact if isinstance(fact, Tensor) else torch.tensor(_checksum(fact)) for fact in facts.values()]
+        told = torch.stack([value.to(self.control_device).reshape(()) for value in values])
+        highest, lowest = both = torch.stack([told, ~told])
+        for axis in live:
             self.along(axis).maximum(both)
-        highest, lowest = both
-        same: list[bool] = (highest == ~lowest).tolist()
-        return same
+        return [name for name, same in zip(facts, (highest == ~lowest).tolist(), strict=True) if not same]
 
     def broadcast(self, values: Tensor, axes: Iterable[str]) -> None:
         """Overwrite `values` with those of the first rank of the axes; blocks. They cross outer links once."""
@@ -210,6 +220,11 @@ class Axes:
         for position in reversed(range(len(live))):
             if self.is_first(live[:position]):
                 self.along(live[position]).broadcast(values)
+
+
+def _checksum(fact: object) -> int:
+    text = json.dumps(fact, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def _groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from terrazzo.engine.model.average import Average
 from terrazzo.engine.model.engine import engine_of
-from terrazzo.engine.model.together import together
+from terrazzo.engine.model.together import all_or_none
 from terrazzo.errors import Misuse
 
 __all__ = ["EMA"]
@@ -44,7 +44,7 @@ class EMA:
                 raise Misuse("This model has an average already: keep the tz.EMA that was made first.")
             return Average(decay, engine.precision.master)
 
-        self._average = together(engine.axes, made)
+        self._average = all_or_none(engine.axes, made)
         self._average.compare(engine.axes)
         engine.have_masters()
         self._average.begin(engine.trainable())

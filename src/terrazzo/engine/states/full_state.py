@@ -117,7 +117,7 @@ class OptimizerStates:
         self._engine.settle()
         with torch.no_grad():
             self._driver.restored()
-            restore_optimizer(self._driver, self._engine.drivers.templates, read)
+            restore_optimizer(self._driver, read)
 
     def _kept(self, name: str) -> Mapping[str, StateSpec]:
         bucket, index = self._places[name]

@@ -187,10 +187,9 @@ def synchronize(tensors: Sequence[Tensor], axes: Axes, along: tuple[str, ...] | 
     over = axes.every if along is None else along
     if not axes.live(over) or not tensors:
         return
-    digests = torch.stack([digest(tensor).to(axes.device) for tensor in tensors])
-    for tensor, same in zip(tensors, axes.equal(digests, over), strict=True):
-        if not same:
-            value = tensor.detach().to(axes.device).contiguous()
-            axes.broadcast(value, over)
-            with torch.no_grad():
-                tensor.copy_(value)
+    by_place = {str(place): tensor for place, tensor in enumerate(tensors)}
+    for place in axes.differing({place: digest(tensor) for place, tensor in by_place.items()}, over):
+        value = by_place[place].detach().to(axes.device).contiguous()
+        axes.broadcast(value, over)
+        with torch.no_grad():
+            by_place[place].copy_(value)

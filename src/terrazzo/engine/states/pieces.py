@@ -92,7 +92,7 @@ def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] =
             if not (held := share(segment.bucket).intersect(part)).numel:
                 continue
             for kind, value in state.items():
-                if isinstance(value, Tensor) and value.shape == segment.parameter.shape:
+                if segment.keeps_per_element(kind, value):
                     yield from _moment(segment, slot, kind, held, value)
                 elif _has_first(segment.bucket, slot, held):
                     yield _undivided(segment.bucket, slot, kind, torch.as_tensor(value).reshape(-1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -57,29 +57,24 @@ def restore_averages(averages: Mapping[Bucket, Buffer], read: Read) -> None:
             _restore(average, slot, "average", average.range, read)
 
 
-def restore_optimizer(driver: OptimizerDriver, templates: Sequence[Mapping[str, StateSpec]], read: Read) -> None:
-    """Set the optimizer's state; parameters for which `read` has none go back to having none.
-
-    Args:
-        templates: `state_of` each param group.
-    """
+def restore_optimizer(driver: OptimizerDriver, read: Read) -> None:
+    """Set the optimizer's state; parameters for which `read` has none go back to having none."""
     optimizer, parts = driver.optimizer, []
     held = {segment.parameter: optimizer.state.pop(segment.parameter, {}) for segment in driver.segments}
     for segment in driver.segments:
-        labels = [_label(_read_fixed(slot, templates[segment.group], read)) for slot in _slots(segment)]
+        labels = [_label(_read_fixed(slot, segment.template, read)) for slot in _slots(segment)]
         parts.append(segment.cut(labels, optimizer))
     driver.recut(parts)
     for segment in driver.segments:
-        template = templates[segment.group]
-        fixed = _read_fixed(_slots(segment)[0], template, read, segment.device)
+        fixed = _read_fixed(_slots(segment)[0], segment.template, read, segment.device)
         if fixed is not None:
             before = held.get(segment.parameter, {})
             moments = {
                 kind: _read_moments(segment, kind, read, before.get(kind))
-                for kind, spec in template.items()
+                for kind, spec in segment.template.items()
                 if spec.per_element
             }
-            optimizer.state[segment.parameter] = {kind: (fixed | moments)[kind] for kind in template}
+            optimizer.state[segment.parameter] = {kind: (fixed | moments)[kind] for kind in segment.template}
 
 
 def _restore(state: Resting, slot: Slot, kind: str, within: Range, read: Read) -> None:

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.model.alike import unlike
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.model.names import PersistentBuffer
-from terrazzo.engine.model.together import together
+from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.plan.elsewhere import as_one
 from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.partition import parameter_names
@@ -121,14 +120,14 @@ class ModelState:
         self._engine.drivers.forget_gone()  # ranks have to hold as many
         yield from copied_pieces(self._engine.buckets(), self._engine.drivers.stepping())
 
-    def restore(self, read: Read, with_optimizer: bool = True, all_or_none: AllOrNone | None = None) -> None:
+    def restore(self, read: Read, with_optimizer: bool = True, as_one: AllOrNone | None = None) -> None:
         """Set the weights, and unless told otherwise the optimizers' state, from `read`. Collective.
 
         Args:
             read: may come from any plan and number of ranks.
-            all_or_none: does what can fail on one rank alone, or raises on all; by default as `tz.shard` does.
+            as_one: does what can fail on one rank alone, or raises on all; by default as `tz.shard` does.
         """
-        as_one = all_or_none or functools.partial(together, self._engine.axes)
+        as_one = as_one or functools.partial(all_or_none, self._engine.axes)
         as_one(lambda: self._fill(read, with_optimizer))
         self._engine.publish()
 
@@ -143,7 +142,7 @@ class ModelState:
             for driver in engine.drivers:
                 driver.restored()
                 if with_optimizer and driver.reference() is not None:
-                    restore_optimizer(driver, engine.drivers.templates, read)
+                    restore_optimizer(driver, read)
 
     @property
     def names(self) -> Sequence[Sequence[str]]:
@@ -174,11 +173,11 @@ class ModelState:
         kept = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
         shapes = {name: bucket.box(slot).shape for bucket, slot, name in found}
         shapes |= {name: tuple(buffer.tensor.shape) for buffer, name in kept if name is not None}
-        together(engine.axes, lambda: self._check_given(state, shapes))
+        all_or_none(engine.axes, lambda: self._check_given(state, shapes))
         names = {each[0]: _name_in(state, each) or "" for each in self._names}
         names |= {buffer.name: name or "" for buffer, name in kept}
         checksums = {name: zlib.crc32(there.encode()) for name, there in names.items()}
-        if differing := unlike(engine.axes, checksums, engine.axes.with_stages):
+        if differing := engine.axes.differing(checksums, engine.axes.with_stages):
             raise RanksApart(
                 f"load_state_dict: the ranks were given other names; of {listed([*map(repr, differing)])} some ranks "
                 f"alone have one. Nothing has been loaded. {_GIVE_ALL}"
@@ -199,9 +198,9 @@ class ModelState:
             return hashes
 
         with torch.no_grad():
-            hashes = together(engine.axes, write)
+            hashes = all_or_none(engine.axes, write)
         engine.show_changed()
-        stages, differing = engine.axes.stages, unlike(engine.axes, hashes)
+        stages, differing = engine.axes.stages, engine.axes.differing(hashes)
         if engine.axes.maximum(torch.tensor([len(differing)], device=engine.axes.control_device), stages).item():
             raise RanksApart(
                 "load_state_dict: the ranks were given other values of "

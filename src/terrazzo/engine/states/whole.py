@@ -6,7 +6,6 @@ pipeline has comes to the ranks of the others.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -18,7 +17,6 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
-from terrazzo.engine.model.alike import unlike
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.family import Box
@@ -98,8 +96,7 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
     everywhere = sorted(listing(model), key=lambda each: (each.stage, each.position))
     known = {name: each for each in everywhere for name in each.names}
     wanted = [each.name for each in everywhere] if names is None else list(names)
-    told = {"names": zlib.crc32("\n".join(wanted).encode())}
-    if names is not None and unlike(engine.axes, told, engine.axes.with_stages):
+    if names is not None and engine.axes.differing({"names": wanted}, engine.axes.with_stages):
         raise RanksApart(
             "whole_weights: the ranks were not given the same names in the same order. Each tensor is put together "
             "from the parts of all: give the same list on every rank, such as a sorted one."
