@@ -53,11 +53,15 @@ class Landed:
             with data.opened(part, "change") as elements:
                 change(elements)
 
+    def scaled(self, part: Tensor) -> Tensor:
+        """`part` of the data, or a copy of one, multiplied in place by what has been put off."""
+        return part if self.factor is None else part.mul_(self.factor.to(part.device))
+
     def apply_factor(self) -> None:
         """Multiply by what has been put off so far: the elements are about to change."""
-        factor, self.factor = self.factor, None
-        if factor is not None:
-            self.change(lambda part: part.mul_(factor.to(part.device)))
+        if self.factor is not None:
+            self.change(self.scaled)
+            self.factor = None
 
 
 class Gradient:
@@ -323,7 +327,7 @@ class Gradient:
         if not held.numel:
             return None
         with resting.opened(held) as data:
-            return data if finished.factor is None else data * finished.factor.to(data.device)
+            return data if finished.factor is None else finished.scaled(data.clone())
 
     def is_finite(self) -> Tensor | None:
         """Whether every element is, 0-d bool where it rests, scaled or not; None without a finished gradient."""

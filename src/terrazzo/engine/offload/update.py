@@ -26,7 +26,7 @@ from terrazzo.engine.buckets.gradient import Landed
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to
 from terrazzo.engine.offload.trays import Tray
-from terrazzo.engine.optim.segment import Segment, scaled
+from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.process.device import Stream, set_current
@@ -232,7 +232,7 @@ class _Carrier:
         if task.tray is None or "grad" not in task.tray:
             return segment.gradient(task.finished)
         part = task.tray.part("grad", segment.range)
-        return scaled(part, task.finished.factor).to(segment.parameter.dtype)
+        return task.finished.scaled(part).to(segment.parameter.dtype)
 
 
 class _Moments:

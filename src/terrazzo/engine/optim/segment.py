@@ -23,7 +23,7 @@ from terrazzo.engine.buckets.gradient import Landed
 from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.plan.layout import Range, Slot
 
-__all__ = ["Segment", "held_range", "runs", "scaled", "segments_of"]
+__all__ = ["Segment", "held_range", "runs", "segments_of"]
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class Segment:
     def gradient(self, finished: Landed) -> Tensor:
         """This rank's part of the finished gradient, scaled, in the master's dtype."""
         with finished.wait().opened(self.range) as part:
-            return scaled(part, finished.factor).to(device=self.device, dtype=self.parameter.dtype)
+            return finished.scaled(part).to(device=self.device, dtype=self.parameter.dtype)
 
     @property
     def device(self) -> torch.device:
@@ -125,11 +125,6 @@ class Segment:
         if isinstance(value, OnDrive):
             return OnDrive.of(part.stop - part.start, value.dtype, key)
         return value[part] if self.keeps_per_element(key, value) else value.clone()
-
-
-def scaled(part: Tensor, factor: Tensor | None) -> Tensor:
-    """`part` multiplied in place."""
-    return part if factor is None else part.mul_(factor.to(part.device))
 
 
 def segments_of(buckets: Iterable[Bucket], templates: Mapping[int, Mapping[str, StateSpec]]) -> list[Segment]:
