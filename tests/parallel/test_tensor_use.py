@@ -220,7 +220,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
         if rank == 1:  # in a matrix of which the other one has other elements
             model.layers[0].inner.both.weight.register_hook(lambda grad: grad * float("inf"))
         step(model, optimizer, TOKENS[0])
-        scaler = engine_of(model).progress.denominator.scaler
+        scaler = engine_of(model).progress.denominator.loss_scale
         return scaler.skipped_steps, scaler.scale, tz.full_state_dict(model)
 
     found = run_in_threads(2, body)

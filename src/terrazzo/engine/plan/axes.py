@@ -207,8 +207,15 @@ class Axes:
         live = self.live(self.every if axes is None else axes)
         if not facts or not live:
             return []
-        values = [fact if isinstance(fact, Tensor) else torch.tensor(_checksum(fact)) for fact in facts.values()]
-        told = torch.stack([value.to(self.control_device).reshape(()) for value in values])
+        device = self.control_device  # others than torch's default, under which a model may be built on paper
+        told = torch.stack(
+            [
+                fact.to(device).reshape(())
+                if isinstance(fact, Tensor)
+                else torch.tensor(_checksum(fact), device=device)
+                for fact in facts.values()
+            ]
+        )
         highest, lowest = both = torch.stack([told, ~told])
         for axis in live:
             self.along(axis).maximum(both)
