@@ -196,6 +196,32 @@ def test_every_mesh_resumes_every_other_to_the_bit(target: Mesh, saved: dict[Mes
     assert run_in_threads(target.ranks, body) == [[]] * target.ranks
 
 
+SPLIT = {"layers.0": "column", "layers.1": "row", "layers.5": "column_gathered"}
+
+
+@pytest.mark.parametrize(("ranks", "pp", "tp"), [(4, 2, 2), (8, 2, 2), (2, 1, 2)])
+def test_stages_whose_ranks_share_matrices_write_what_they_were_given(
+    ranks: int, pp: int, tp: int, saved: dict[Mesh, Path], alone: list[State], tmp_path: Path
+) -> None:
+    """And what a model in stages alone has written; training would sum in another order."""
+
+    def body(rank: int) -> list[str]:
+        model = whole()
+        axes = tz.mesh(pp=pp, tp=tp, device="cpu")
+        model = tz.parallelize(model, axes, tensor=SPLIT, pipeline=tz.Pipeline())
+        model, optimizer = tz.shard(model, adamw(model), "zero3", mesh=axes, units=[nn.Linear])
+        assert checkpoint.load(saved[STAGED], model, optimizer) == {"step": 2}
+        checkpoint.save(tmp_path / "again", model, optimizer, {"step": 2})
+        model.offset.neg_()  # as in one process
+        step(model, optimizer)
+        full = tz.full_state_dict(model, keep=True)
+        after = weights_of(alone[2])
+        return [name for name, values in after.items() if not torch.allclose(full[name], values, atol=1e-5)]
+
+    assert run_in_threads(ranks, body) == [[]] * ranks
+    assert_holds(tmp_path / "again", {**alone[1], ("offset", "buffer"): -whole().offset})
+
+
 STAGED = Mesh("zero3", 4, 2)
 
 

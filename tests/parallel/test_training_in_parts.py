@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
@@ -29,19 +28,25 @@ ROWS, TOKENS, STEPS = 4, 32, 2
 
 @dataclass(frozen=True)
 class Mesh:
-    """`ranks`, of which neighbours share matrices, and pairs of these sequences."""
+    """`ranks`, of which neighbours share matrices, pairs of these sequences, and halves of all the layers."""
 
     plan: str
     ranks: int
     tp: int
     cp: int
+    pp: int = 1
 
     @property
     def readers(self) -> int:
-        return self.ranks // (self.tp * self.cp)
+        return self.ranks // (self.tp * self.cp * self.pp)
+
+    @property
+    def tied(self) -> bool:
+        """Stages do not share an embedding matrix."""
+        return self.pp == 1
 
     def __str__(self) -> str:
-        return f"{self.plan}-{self.ranks}-tp{self.tp}-cp{self.cp}"
+        return f"{self.plan}-{self.ranks}-tp{self.tp}-cp{self.cp}" + f"-pp{self.pp}" * (self.pp > 1)
 
 
 @dataclass(frozen=True)
@@ -51,12 +56,13 @@ class Case:
     documents: bool
     checkpointing: str
     precision: str
+    chunks: int = 1
 
 
 @cache
-def base() -> Decoder:
+def base(tied: bool) -> Decoder:
     torch.manual_seed(1)
-    model = Decoder(SIZES)
+    model = Decoder(replace(SIZES, tie_embeddings=tied))
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
     return model
@@ -103,9 +109,9 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor
 
 
 @cache
-def plain(documents: bool) -> list[Step]:
+def plain(documents: bool, tied: bool) -> list[Step]:
     """Each document is a sequence of its own."""
-    model = copy.deepcopy(base())
+    model = copy.deepcopy(base(tied))
     optimizer, found = optimizer_of(model), []
     for tokens, targets, positions in batches():
         total = torch.zeros(())
@@ -146,15 +152,12 @@ def steps_in_parts(model: Any, optimizer: Any, context: Context | None, rows: ra
     for tokens, targets, positions in batches():
         if not documents:
             positions = torch.arange(TOKENS).expand(ROWS, -1)
-        model.set_gradient_denominator(int((targets != -100).sum()))
-        total = 0.0
+        micro_batches = []
         for row in rows:
             mine = tokens[row : row + 1], targets[row : row + 1], positions[row : row + 1]
             mine = mine if context is None else context.split(*mine)  # type: ignore[assignment]
-            with contextlib.nullcontext() if row == rows[-1] else tz.accumulate(model):
-                loss = loss_of(model(mine[0], mine[2]), mine[1])
-                loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
+            micro_batches.append(((mine[0], mine[2]), mine[1]))
+        total = float(tz.step(model, micro_batches, loss_of, denominator=int((targets != -100).sum())))
         norm, gradients = float(tz.clip_grad_norm_(model, float("inf"))), gradients_of(model)
         optimizer.step()
         optimizer.zero_grad()
@@ -165,23 +168,25 @@ def steps_in_parts(model: Any, optimizer: Any, context: Context | None, rows: ra
 
 
 def trained(case: Case, rank: int) -> list[Step]:
-    model: Any = copy.deepcopy(base())
+    model: Any = copy.deepcopy(base(case.mesh.tied))
     checkpoint_activations(model, case.checkpointing, units=[Block])
     shared, readers = case.mesh, case.mesh.readers
-    mesh = tz.mesh(tp=shared.tp, cp=shared.cp, **({"dp_replicate": readers} if shared.plan in GROUPED else {}))
-    context = context_of(tz.parallelize(model, mesh, context=case.mode))  # type: ignore[arg-type]
+    axes = {"pp": shared.pp} if shared.pp > 1 else {}
+    mesh = tz.mesh(tp=shared.tp, cp=shared.cp, **axes, **({"dp_replicate": readers} if shared.plan in GROUPED else {}))
+    pipeline = tz.Pipeline(chunks=case.chunks)
+    context = context_of(tz.parallelize(model, mesh, context=case.mode, pipeline=pipeline))  # type: ignore[arg-type]
     precision = never_skipping(case.precision)
     model, optimizer = tz.shard(model, optimizer_of(model), shared.plan, units=[Block], precision=precision, mesh=mesh)
-    rows = range(rank // (shared.tp * shared.cp), ROWS, readers)
+    rows = range(rank // (shared.tp * shared.cp) % readers, ROWS, readers)
     return steps_in_parts(model, optimizer, context, rows, case.documents)
 
 
 def compare(case: Case, ranks: list[Any]) -> None:
     """What each rank has `trained`, with one process of plain PyTorch."""
     relative = 2e-6 if case.precision == "fp32" else 3e-2
-    expected_steps = plain(case.documents)
+    expected_steps = plain(case.documents, case.mesh.tied)
     for step, (loss, norm, gradients, weights) in enumerate(expected_steps):
-        total = sum(each[step][0] for each in ranks) / case.mesh.tp  # whose ranks have lost the same
+        total = sum(each[step][0] for each in ranks) / (case.mesh.tp * case.mesh.pp)  # whose ranks have lost the same
         assert total == pytest.approx(loss, rel=relative)
         for _, its_norm, parts, its_weights in (each[step] for each in ranks):
             assert its_norm == pytest.approx(norm, rel=relative * 5)
@@ -221,7 +226,27 @@ def test_training_in_parts_is_training(
     mesh: Mesh, mode: str, documents: bool, checkpointing: str, precision: str
 ) -> None:
     case = Case(mesh, mode, documents, checkpointing, precision)
-    plain(documents)  # first: the threads would share one random generator
+    plain(documents, mesh.tied)  # first: the threads would share one random generator
+    compare(case, run_in_threads(mesh.ranks, lambda rank: trained(case, rank)))
+
+
+STAGED = [
+    *(Mesh(plan, 4, *axes, pp=2) for plan in WHOLE for axes in ((1, 2), (2, 1))),
+    *(Mesh(plan, 8, *axes, pp=2) for plan in WHOLE for axes in ((1, 2), (2, 1), (2, 2))),
+    *(Mesh(plan, 8, *axes, pp=2) for plan in GROUPED for axes in ((1, 2), (2, 1))),
+]
+
+
+@pytest.mark.cover(mesh=shape, strength=1)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("mesh", STAGED, ids=str)
+def test_so_it_is_in_stages(mesh: Mesh, mode: str, chunks: int, checkpointing: str, precision: str) -> None:
+    """Each rank has a part of each matrix and sequence of its own layers alone."""
+    case = Case(mesh, mode, mesh.cp > 1, checkpointing, precision, chunks)
+    plain(case.documents, mesh.tied)
     compare(case, run_in_threads(mesh.ranks, lambda rank: trained(case, rank)))
 
 

@@ -12,17 +12,16 @@ from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.making.parts import check_uncut
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
-from terrazzo.engine.plan.family import SHARES_MATRICES
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.chunks import Balance
 from terrazzo.parallel.context import Context, Mode
 from terrazzo.parallel.expert import check_experts, share_experts
-from terrazzo.parallel.pipeline_stages import Pipeline, cut_stages
+from terrazzo.parallel.pipeline_stages import Pipeline, line_of, take_stages
 from terrazzo.parallel.plans import own_plan
 from terrazzo.parallel.ranks import TensorRanks, tensor_ranks
 from terrazzo.parallel.sharing import share_sequences
 from terrazzo.parallel.styles import SplitSequence, style_named
-from terrazzo.parallel.tensor import TensorPlan, cut_model, matching
+from terrazzo.parallel.tensor import Cuts, TensorPlan, cut_matrices, cuts_of, matching
 
 __all__ = ["parallelize"]
 
@@ -73,37 +72,38 @@ def parallelize(  # structure: signature fixed by the design
         BadInput: on every rank along `tp`, before anything is changed: a plan that is unknown, matches nothing or does
             not fit the model; heads that tp does not divide; a model that is cut already. Likewise along `cp`: a model
             whose attention cannot be shared; no context. Along `ep`: a model without experts, or with a number of them
-            that ep does not divide. Along `pp`: a model that cannot be cut into so many stages, another axis of these
-            beside it, or no pipeline.
+            that ep does not divide. Along `pp`: a model that cannot be cut into so many stages, `ep` beside it, or no
+            pipeline.
     """
     dims = mesh.mesh_dim_names or ()
-    tp = mesh["tp"].size() if "tp" in dims and tensor is not None else 1
-    if STAGES in dims and mesh[STAGES].size() > 1:
-        if pipeline is None:
-            raise BadInput(
-                f"The mesh has pp {mesh[STAGES].size()}, and nothing says how its ranks share the model: give "
-                "tz.parallelize pipeline=tz.Pipeline(), or make the mesh with dp_shard in the place of pp."
-            )
-        cut_stages(model, mesh, pipeline)
-        return model
-    if "cp" in dims and mesh["cp"].size() > 1:
-        if context is None:
-            raise BadInput(
-                f"The mesh has cp {mesh['cp'].size()}, and context is None: each rank would take its part of a sequence"
-                " for the whole. Give context='gather', or make the mesh with dp_shard in the place of cp."
-            )
-        share_sequences(model, Context(mesh.get_group("cp"), context, balance, tp))
+    pp, cp, tp = (mesh[axis].size() if axis in dims else 1 for axis in (STAGES, "cp", "tp"))
+    if pp > 1 and pipeline is None:
+        raise BadInput(
+            f"The mesh has pp {pp}, and nothing says how its ranks share the model: give tz.parallelize "
+            "pipeline=tz.Pipeline(), or make the mesh with dp_shard in the place of pp."
+        )
+    if cp > 1 and context is None:
+        raise BadInput(
+            f"The mesh has cp {cp}, and context is None: each rank would take its part of a sequence for the whole. "
+            "Give context='gather', or make the mesh with dp_shard in the place of cp."
+        )
     if tensor is not None and tensor != "auto" and "tp" not in dims:
         raise BadInput(
             f"tz.parallelize was given a plan of tensor parallelism, but the mesh has the axes {', '.join(dims)}: make "
             "it with tz.mesh(tp=2), or leave 'tensor' out."
         )
+    line = line_of(model, mesh, pipeline) if pipeline is not None and pp > 1 else None
     axes = Axes(mesh, Tally()) if expert_mesh(mesh) is not None else None
-    counts = {} if axes is None else _experts(model, axes)
-    if tensor is not None and tp > 1:
-        _share_matrices(model, tensor_ranks(mesh), tensor, sequence, counts)
+    experts = {} if axes is None else _experts(model, axes)
+    cuts = None if tensor is None or tp == 1 else _cuts(model, tensor_ranks(mesh), tensor, sequence, experts)
+    if context is not None and cp > 1:
+        share_sequences(model, Context(mesh.get_group("cp"), context, balance, 1 if tensor is None else tp))
+    if line is not None:
+        take_stages(model, mesh, line)
+    if cuts is not None:
+        cut_matrices(cuts)
     if axes is not None:
-        share_experts(model, axes, counts)
+        share_experts(model, axes, experts)
     return model
 
 
@@ -118,20 +118,20 @@ def _experts(model: nn.Module, axes: Axes) -> dict[str, int]:
     return counts
 
 
-def _share_matrices(
+def _cuts(
     model: nn.Module,
     ranks: TensorRanks,
     tensor: TensorPlan | Literal["auto"],
     sequence: bool,
     experts: Collection[str],
-) -> None:
-    """Cut matrices over the ranks along `tp`. Collective.
+) -> Cuts:
+    """How matrices are cut over the ranks along `tp`. Collective.
 
     Args:
         experts: names of modules that ranks along `ep` will share.
 
     Raises:
-        BadInput: with nothing changed.
+        BadInput: on every rank along `tp`, for a plan that does not fit the model.
     """
     plan = all_or_none(ranks.axes, lambda: _plan_of(model, ranks, tensor))
     facts: dict[str, object] = {"tensor": {glob: str(style) for glob, style in plan.items()}, "sequence": sequence}
@@ -145,8 +145,7 @@ def _share_matrices(
             "their gradients would count as often. Split sequences around them: leave sequence=True, and give the "
             "blocks that hold them the style 'sequence'; or make the mesh without ep."
         )
-    cut_model(model, ranks, plan, sequence)
-    SHARES_MATRICES.leave(model, ranks)
+    return cuts_of(model, ranks, plan, sequence)
 
 
 def _plan_of(model: nn.Module, ranks: TensorRanks, tensor: TensorPlan | str) -> TensorPlan:

@@ -18,7 +18,7 @@ from terrazzo.parallel.context import Context
 from terrazzo.parallel.exchanges import Peers
 from terrazzo.parallel.plans import own_plan
 from terrazzo.parallel.ranks import TensorRanks
-from terrazzo.parallel.tensor import TensorPlan, cut_model
+from terrazzo.parallel.tensor import TensorPlan, cut_matrices, cuts_of
 from terrazzo.parallel.tiles import Sight
 
 __all__ = ["PaperContext", "cut_on_paper"]
@@ -70,7 +70,7 @@ def cut_on_paper(
     """
     plan = own_plan(model, size) if isinstance(tensor, str) else tensor
     ranks = _PaperTensorRanks(size)
-    cut_model(model, ranks, plan, sequence)
+    cut_matrices(cuts_of(model, ranks, plan, sequence))
     return ranks
 
 

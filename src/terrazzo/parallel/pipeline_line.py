@@ -1,9 +1,9 @@
 """A model's forward on a rank that has some of its stages.
 
-The whole forward runs on every rank. Modules of other ranks pass on what they are given: the first of the line hands
-out what the stage before has sent, and what reaches the first one behind this stage is sent on. What the model does
-between two modules of the line runs on each rank, so a stage may begin only where it does nothing with the values:
-each tensor is checked to be the one that the module before has returned.
+The whole forward runs on every rank. Modules of other ranks pass on what they are given, and run none of their hooks:
+the first of the line hands out what the stage before has sent, and what reaches the first one behind this stage is sent
+on. What the model does between two modules of the line runs on each rank, so a stage may begin only where it does
+nothing with the values: each tensor is checked to be the one that the module before has returned.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Turn:
 
 
 class _InLine:
-    """The forward of a module of the line."""
+    """What calling a module of the line does."""
 
     def __init__(self, inner: Callable[..., Any], line: Line, place: int) -> None:
         self.inner, self.line, self.place = inner, line, place
@@ -152,7 +152,8 @@ def _stage_of(line: Line) -> int:
 def put_in_line(model: nn.Module, modules: Sequence[nn.Module], line: Line) -> None:
     """Have the model run as one of the stages of `line`, whose modules these are."""
     for place, module in enumerate(modules):
-        module.forward = _InLine(module.forward, line, place)
+        own: Any = module
+        own._call_impl = _InLine(own._call_impl, line, place)  # around hooks too, which may change what it is given
     model.forward = _Whole(model.forward, line)
     model.register_state_dict_pre_hook(_refuse_states)
 

@@ -18,7 +18,7 @@ from terrazzo.engine import STAGES_OF, give_up
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.making.parts import check_uncompiled, check_uncut
 from terrazzo.engine.model.together import all_or_none, check_agreement
-from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
+from terrazzo.engine.plan.axes import Axes, expert_mesh
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.adapters import adapted
@@ -27,7 +27,7 @@ from terrazzo.parallel.pipeline_line import Line, put_in_line
 from terrazzo.parallel.pipeline_order import check_schedule
 from terrazzo.parallel.tensor import matching
 
-__all__ = ["Pipeline", "cut_stages"]
+__all__ = ["Pipeline", "line_of", "take_stages"]
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Pipeline:
         check_schedule(self.schedule, self.chunks)
 
 
-def cut_stages(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline) -> None:
-    """Have `model` run this rank's stages alone, in place. Collective over all ranks.
+def line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline) -> Line:
+    """The stages of `model`, which stays as it is. Collective over all ranks.
 
     Raises:
-        BadInput: on every rank, with nothing changed.
+        BadInput: on every rank, for a model or a mesh that has none.
     """
     axes = Axes(mesh, Tally())
     rank, ranks = axes.cuts(axes.stages)[0]
@@ -66,11 +66,16 @@ def cut_stages(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline) -> None:
     facts: dict[str, object] = {"pipeline": [line.schedule, line.names, line.bounds]}
     facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]
     check_agreement(axes, facts, along=axes.with_stages)
+    return line
+
+
+def take_stages(model: nn.Module, mesh: DeviceMesh, line: Line) -> None:
+    """Have `model` run this rank's stages alone, in place. Collective over all ranks."""
+    axes = Axes(mesh, Tally())
     synchronize([each for each in model.parameters() if not each.is_meta], axes, axes.with_stages)
     modules = [model.get_submodule(name) for name in line.names]
-    own = {place for begin, end in line.bounds[rank::ranks] for place in range(begin, end)}
-    for place, module in enumerate(modules):
-        for path, inner in module.named_modules(prefix=line.names[place]) if place not in own else ():
+    for name, module in zip(line.names, modules, strict=True):
+        for path, inner in () if line.chunks_of(name) else module.named_modules(prefix=name):
             give_up(inner, path)
     put_in_line(model, modules, line)
     STAGES_OF.leave(model, line)
@@ -99,16 +104,11 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             f"The mesh is on {mesh.device_type}, and pipelines run on CPUs with gloo so far: no order of messages has "
             "been tried with NCCL. Make the mesh with dp_shard, tp or cp in the place of pp."
         )
-    beside = [axis for axis in mesh.mesh_dim_names or () if axis not in _BESIDE_STAGES and mesh[axis].size() > 1]
-    beside += ["ep"] if expert_mesh(mesh) is not None else []
-    if beside:
+    if expert_mesh(mesh) is not None:
         raise BadInput(
-            f"The mesh has pp and {', '.join(beside)}: stages whose ranks share matrices, sequences or experts, too, "
-            "are not supported yet. Leave one of the two axes out."
+            "The mesh has pp and ep: stages whose ranks share experts, too, are not supported yet. Leave one of the "
+            "two axes out."
         )
-
-
-_BESIDE_STAGES = (STAGES, "dp_replicate", "dp_shard")
 
 
 def _check_modules(model: nn.Module) -> None:

@@ -7,13 +7,15 @@ the others whether each rank computes a part of its gradient, or all the same.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from terrazzo.engine import Box, Family, Record, leave_record
+from terrazzo.engine import Box, Family, Record, leave_record, stages_of
+from terrazzo.engine.plan.family import SHARES_MATRICES
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.adapters import with_adapters
@@ -34,17 +36,18 @@ from terrazzo.parallel.uses import (
     take_part,
 )
 
-__all__ = ["TensorPlan", "cut_model", "matching", "style_of"]
+__all__ = ["Cuts", "TensorPlan", "cut_matrices", "cuts_of", "matching", "style_of"]
 
 TensorPlan = Mapping[str, Style | str]
 """Globs over names of modules, a `*` within one level, to styles."""
 
 
 @dataclass
-class _Cuts:
+class Cuts:
     """What will be done to one model.
 
     Attributes:
+        split: whether sequences are split through the modules of that style; else they are whole everywhere.
         styles: of modules, by name.
         records: of parameters, by the names of their modules and their own.
         rows: the half-open interval of outputs that a rank computes of a matrix that it has whole, by module.
@@ -73,22 +76,47 @@ class _Cuts:
         """Whether sequences are split around a module."""
         return self.split and self.inside(name, SplitSequence)
 
+    def here(self) -> Cuts:
+        """Those of the stages of the model that this rank runs; all of a model that has none."""
+        if (stages := stages_of(self.model)) is None:
+            return self
+        runs = stages.chunks_of
+        records = {(name, attribute): record for (name, attribute), record in self.records.items() if runs(name)}
+        styles = {name: style for name, style in self.styles.items() if runs(name)}
+        rows = {name: interval for name, interval in self.rows.items() if runs(name)}
+        return replace(self, styles=styles, records=records, rows=rows)
 
-def cut_model(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool) -> None:
-    """Cut the matrices of `model` in place. Collective along `tp`.
+    def runs_split(self) -> list[list[nn.Module]]:
+        """The modules through which sequences are split, those of each stage by themselves: stages send whole ones."""
+        found: dict[int, list[nn.Module]] = {}
+        stages = stages_of(self.model)
+        for name, module, _ in self.named(SplitSequence) if self.split else ():
+            found.setdefault(0 if stages is None else stages.chunks_of(name)[0], []).append(module)
+        return list(found.values())
+
+
+def cuts_of(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool) -> Cuts:
+    """How a plan cuts the matrices of `model`, which stays as it is.
 
     Args:
         sequence: split sequences through the modules of that style; else they are whole everywhere.
 
     Raises:
-        BadInput: with nothing changed.
+        BadInput: a plan that does not fit the model.
     """
-    cuts = _Cuts(model, ranks, _resolved(model, plan), sequence)
+    cuts = Cuts(model, ranks, _resolved(model, plan), sequence)
     _read_cuts(cuts)
     _check_regions(cuts)
     _record_uncut(cuts)
-    _replace_parameters(cuts)
-    _put_uses(cuts)
+    return cuts
+
+
+def cut_matrices(cuts: Cuts) -> None:
+    """Cut matrices in place, of a model in stages those of this rank's. Collective along `tp`."""
+    here = cuts.here()
+    _replace_parameters(here)
+    _put_uses(here)
+    SHARES_MATRICES.leave(cuts.model, cuts.ranks)
 
 
 def matching(model: nn.Module, glob: str) -> list[str]:
@@ -131,7 +159,7 @@ def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
 # -- which part is whose ---------------------------------------------------------------------------------------
 
 
-def _read_cuts(cuts: _Cuts) -> None:
+def _read_cuts(cuts: Cuts) -> None:
     """Note the parts of all matrices that are cut.
 
     Raises:
@@ -160,7 +188,7 @@ def _read_cuts(cuts: _Cuts) -> None:
                 cuts.records[name, "weight"] = Record(Family.DENSE, Box.cut(module.weight.shape, 0, runs))
 
 
-def _read_column(cuts: _Cuts, name: str, module: nn.Linear, style: Column) -> None:
+def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> None:
     numel, size = module.weight.shape[0], cuts.ranks.size
     parts = style.parts or (numel,)
     heads = style.heads if isinstance(style.heads, tuple) else (style.heads,) * len(parts)
@@ -191,7 +219,7 @@ def _read_column(cuts: _Cuts, name: str, module: nn.Linear, style: Column) -> No
             cuts.records[name, attribute] = Record(Family.DENSE, Box.cut(parameter.shape, 0, runs))
 
 
-def _part(cuts: _Cuts, name: str, numel: int, what: str) -> tuple[int, int]:
+def _part(cuts: Cuts, name: str, numel: int, what: str) -> tuple[int, int]:
     """This rank's part of `numel` things, whose parts may differ by one."""
     if numel < cuts.ranks.size:
         raise BadInput(f"{name!r} has {numel} {what}, fewer than tp {cuts.ranks.size}: give its name no style.")
@@ -206,7 +234,7 @@ def _check_embedding(name: str, module: nn.Embedding) -> None:
         )
 
 
-def _check_regions(cuts: _Cuts) -> None:
+def _check_regions(cuts: Cuts) -> None:
     """Refuse plans whose modules do not come to one sum, or that split what is not computed for each position alone.
 
     Raises:
@@ -249,7 +277,7 @@ def _with_parameters(model: nn.Module, name: str) -> list[str]:
     return [each for each, module in inside if next(module.parameters(recurse=False), None) is not None]
 
 
-def _record_uncut(cuts: _Cuts) -> None:
+def _record_uncut(cuts: Cuts) -> None:
     """Note of every other parameter that all ranks have it, and whether they compute the same gradient."""
     by_parameter: dict[nn.Parameter, tuple[str, Record]] = {}
     for name, module in cuts.model.named_modules(remove_duplicate=False):
@@ -263,7 +291,7 @@ def _record_uncut(cuts: _Cuts) -> None:
                 )
 
 
-def _uncut(cuts: _Cuts, name: str, attribute: str, parameter: nn.Parameter) -> Record:
+def _uncut(cuts: Cuts, name: str, attribute: str, parameter: nn.Parameter) -> Record:
     """Of a parameter that all ranks have whole: where each sees other activations, gradients are to be summed."""
     style = cuts.styles.get(name)
     after_sum = style.after_sum if isinstance(style, Uncut) else attribute == "bias" and isinstance(style, Row)
@@ -275,7 +303,7 @@ def _uncut(cuts: _Cuts, name: str, attribute: str, parameter: nn.Parameter) -> R
 # -- doing it --------------------------------------------------------------------------------------------------
 
 
-def _replace_parameters(cuts: _Cuts) -> None:
+def _replace_parameters(cuts: Cuts) -> None:
     """Leave records, and this rank's parts in the place of what is cut: of a tied parameter one for all modules."""
     real: list[Tensor] = [parameter for parameter in cuts.model.parameters() if not parameter.is_meta]
     if real:
@@ -292,16 +320,16 @@ def _replace_parameters(cuts: _Cuts) -> None:
         module._parameters[attribute] = replaced[whole]
 
 
-def _put_uses(cuts: _Cuts) -> None:
+def _put_uses(cuts: Cuts) -> None:
     """Have modules exchange what they compute."""
     use, drops = TensorUse(cuts.ranks), has_dropout(cuts.model)
-    run = [module for _, module, _ in cuts.named(SplitSequence)] if cuts.split else []
-    if run:
+    runs = cuts.runs_split()
+    for run in runs:
         split_run(run[0], run[-1], use)
     regions = [module for name, module, _ in cuts.named(Enter) if not cuts.splits(name)]
     if drops:
         watch_seeds(cuts.model, cuts.ranks)
-        for module in (*run, *regions):
+        for module in (*itertools.chain(*runs), *regions):
             fork_dropout(module, cuts.ranks.rank)
     for name, module, style in cuts.named(Enter, Column, Row, Embedding, Logits):
         splits = cuts.splits(name)
@@ -326,7 +354,7 @@ def _put_uses(cuts: _Cuts) -> None:
     _watch(cuts)
 
 
-def _watch(cuts: _Cuts) -> None:
+def _watch(cuts: Cuts) -> None:
     """Have what nobody should take for whole parameters refused."""
     cut: dict[str, list[str]] = {}
     for (name, attribute), record in cuts.records.items():

@@ -248,7 +248,7 @@ def _schedule_of(
         return Schedule(units, prefetch, meeting, denominator)
     chunks: list[list[Unit]] = [[] for _ in stages.chunks]
     for unit in units:
-        held = {number for bucket in unit.buckets for m in bucket.members for number in stages.chunks_of(m.names)}
+        held = {number for bucket in unit.buckets for m in bucket.members for number in stages.chunks_of(*m.names)}
         for number in held:
             chunks[number].append(unit)
     return StagedSchedule(units, prefetch, meeting, denominator, chunks)

@@ -36,12 +36,12 @@ class Stages:
     ranks: int
     chunks: tuple[tuple[str, ...], ...]
 
-    def chunks_of(self, names: tuple[str, ...]) -> list[int]:
-        """Which chunks use a parameter of these names."""
+    def chunks_of(self, *names: str) -> list[int]:
+        """Which chunks use a module or a parameter of these names."""
         return [
             number
             for number, modules in enumerate(self.chunks)
-            if any(name.startswith(f"{module}.") for module in modules for name in names)
+            if any(f"{name}.".startswith(f"{module}.") for module in modules for name in names)
         ]
 
 
