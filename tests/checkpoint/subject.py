@@ -38,7 +38,8 @@ class Net(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.head(self.norm(self.linear(self.embedding(tokens))) * self.gain)
+        hidden = self.linear(self.embedding(tokens))
+        out: Tensor = self.head(self.norm(hidden) * self.gain + hidden)  # or the gradient of a bias would be rounding
         return out
 
 

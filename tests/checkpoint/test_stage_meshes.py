@@ -366,3 +366,33 @@ def test_averages_and_the_loss_scale_of_stages_come_back(tmp_path: Path) -> None
     for mesh in (Mesh("zero1", 2, 1), Mesh("zero2", 2, 2)):
         resumed = run_in_threads(mesh.ranks, lambda rank, mesh=mesh: body(rank, mesh, tmp_path / "saved"))
         assert resumed == [([], 16.0)] * mesh.ranks
+
+
+def test_buffers_of_every_stage_are_saved(tmp_path: Path) -> None:
+    """Each is updated on the ranks of its stage alone."""
+
+    def layers() -> nn.Sequential:
+        with exclusive():
+            torch.manual_seed(3)
+            linear = lambda: nn.Linear(WIDTH, WIDTH)  # noqa: E731
+            return nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), linear(), nn.BatchNorm1d(WIDTH), linear())
+
+    own = layers()
+    for inputs, targets in batches():
+        F.mse_loss(own(inputs), targets).backward()
+    expected = dict(own.named_buffers())
+
+    def body(rank: int, pp: int) -> list[dict[str, Tensor]]:
+        axes = tz.mesh(pp=pp, device="cpu")
+        model = tz.parallelize(layers(), axes, pipeline=tz.Pipeline())
+        model, _ = tz.shard(model, None, "zero3", mesh=axes)
+        if pp == 1:
+            checkpoint.load(tmp_path / "saved", model, None)
+            return [tz.full_state_dict(model, keep=True)]
+        tz.step(model, batches(), F.mse_loss)
+        checkpoint.save(tmp_path / "saved", model, None)
+        return [tz.full_state_dict(model, keep=True)]
+
+    for pp, ranks in ((2, 4), (1, 2)):
+        for (found,) in run_in_threads(ranks, functools.partial(body, pp=pp)):
+            assert all(torch.equal(found[name], value) for name, value in expected.items())

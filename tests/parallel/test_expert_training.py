@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ import terrazzo as tz
 from terrazzo.engine import checkpoint_activations
 from terrazzo.parallel import context_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig, routers_of
+from terrazzo.train.model.experts import ExpertsConfig, auxiliary_loss, routers_of
 from tests.helpers.cover import places
 from tests.helpers.threads import run_in_threads
 from tests.parallel.test_training_in_parts import (
@@ -32,55 +32,62 @@ from tests.parallel.test_training_in_parts import (
     steps_in_parts,
 )
 
-EXPERTS = ExpertsConfig(count=8, top_k=2, ffn_dim=16, shared=1)
+EXPERTS = ExpertsConfig(count=8, top_k=2, ffn_dim=16, shared=1, z_loss=0.01)
 SIZES = DecoderConfig(61, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_sequence_length=32, experts=EXPERTS)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """`ranks`, of which neighbours share experts, some of these matrices too, or sequences."""
+    """`ranks`, of which neighbours share experts, some of these matrices too, or sequences; and halves the layers."""
 
     plan: str
     ranks: int
     ep: int
     tp: int = 1
     cp: int = 1
+    pp: int = 1
 
     @property
     def readers(self) -> int:
-        return self.ranks // (self.tp * self.cp)
+        return self.ranks // (self.tp * self.cp * self.pp)
 
     def __str__(self) -> str:
-        return f"{self.plan}-{self.ranks}-ep{self.ep}-tp{self.tp}-cp{self.cp}"
+        return f"{self.plan}-{self.ranks}-ep{self.ep}-tp{self.tp}-cp{self.cp}" + f"-pp{self.pp}" * (self.pp > 1)
 
 
 @cache
-def base() -> Decoder:
+def base(tied: bool) -> Decoder:
     """Scores lie far apart, so that in 16 bits few tokens are rounded into another expert's hands."""
     torch.manual_seed(1)
-    model = Decoder(SIZES)
+    model = Decoder(replace(SIZES, tie_embeddings=tied))
     for name, parameter in model.named_parameters():
         nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.6 if "router" in name else 0.1)
     return model
 
 
 @cache
-def plain() -> list[Step]:
-    model = copy.deepcopy(base())
+def plain(tied: bool) -> list[Step]:
+    model = copy.deepcopy(base(tied))
     optimizer, found = optimizer_of(model), []
     for tokens, targets, _ in batches():
-        found.append(plain_step(model, optimizer, loss_of(model(tokens), targets), targets))
+        total = loss_of(model(tokens), targets)
+        aside = auxiliary_loss(model)
+        assert aside is not None
+        found.append(plain_step(model, optimizer, total, targets, aside))
     return found
 
 
-def trained(case: Mesh, checkpointing: str, precision: str, rank: int) -> list[Step]:
-    model: Any = copy.deepcopy(base())
+def trained(case: Mesh, checkpointing: str, precision: str, rank: int, chunks: int = 1) -> list[Step]:
+    model: Any = copy.deepcopy(base(case.pp == 1))
     checkpoint_activations(model, checkpointing, units=[Block])
     replicas = case.readers if case.tp * case.cp > 1 else 2
-    mesh = tz.mesh(tp=case.tp, cp=case.cp, ep=case.ep, **({"dp_replicate": replicas} if case.plan in GROUPED else {}))
-    context, dtypes = context_of(tz.parallelize(model, mesh)), never_skipping(precision)
+    axes = {"pp": case.pp} if case.pp > 1 else {}
+    axes |= {"dp_replicate": replicas} if case.plan in GROUPED else {}
+    mesh = tz.mesh(tp=case.tp, cp=case.cp, ep=case.ep, **axes)
+    context = context_of(tz.parallelize(model, mesh, pipeline=tz.Pipeline(chunks=chunks)))
+    dtypes = never_skipping(precision)
     model, optimizer = tz.shard(model, optimizer_of(model), case.plan, units=[Block], precision=dtypes, mesh=mesh)
-    rows = range(rank // (case.tp * case.cp), ROWS, case.readers)
+    rows = range(rank // (case.tp * case.cp) % case.readers, ROWS, case.readers)
     return steps_in_parts(model, optimizer, context, rows, documents=False)
 
 
@@ -104,11 +111,15 @@ def shape(mesh: Mesh) -> dict[str, object]:
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_training_with_shared_experts_is_training(mesh: Mesh, checkpointing: str, precision: str) -> None:
+    plain(tied=True)  # first: the threads would share one random generator
+    compare(mesh, precision, run_in_threads(mesh.ranks, lambda rank: trained(mesh, checkpointing, precision, rank)))
+
+
+def compare(mesh: Mesh, precision: str, ranks: list[Any]) -> None:
+    """What each rank has `trained`, with one process of plain PyTorch."""
     relative = 2e-6 if precision == "fp32" else 3e-2
-    expected = plain()  # first: the threads would share one random generator
-    ranks = run_in_threads(mesh.ranks, lambda rank: trained(mesh, checkpointing, precision, rank))
-    for step, (loss, norm, gradients, weights) in enumerate(expected):
-        total = sum(each[step][0] for each in ranks) / mesh.tp  # whose ranks have lost the same
+    for step, (loss, norm, gradients, weights) in enumerate(plain(mesh.pp == 1)):
+        total = sum(each[step][0] for each in ranks) / (mesh.tp * mesh.pp)  # whose ranks have lost the same
         assert total == pytest.approx(loss, rel=relative)
         seen: dict[str, int] = {}
         for _, its_norm, parts, its_weights in (each[step] for each in ranks):
@@ -125,9 +136,29 @@ def test_training_with_shared_experts_is_training(mesh: Mesh, checkpointing: str
         assert all(seen[name] >= whole.numel() for name, whole in gradients.items())
 
 
+STAGED = [
+    *(Mesh(plan, 4, 2, pp=2) for plan in WHOLE),
+    *(Mesh(plan, 8, ep, tp=2, pp=2) for plan in WHOLE for ep in (2, 4)),
+    *(Mesh(plan, 8, ep, cp=2, pp=2) for plan in WHOLE for ep in (2, 4)),
+    *(Mesh(plan, 8, 2, tp=2, pp=2) for plan in GROUPED),
+]
+
+
+@pytest.mark.cover(mesh=shape, strength=1)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("mesh", STAGED, ids=str)
+def test_so_it_is_in_stages(mesh: Mesh, chunks: int, checkpointing: str, precision: str) -> None:
+    """Some have no experts. What routers put aside is learnt on the ranks of their stage."""
+    plain(tied=False)
+    ranks = run_in_threads(mesh.ranks, lambda rank: trained(mesh, checkpointing, precision, rank, chunks))
+    compare(mesh, precision, ranks)
+
+
 def test_what_experts_compute_is_counted_once_however_often_it_is_computed() -> None:
     """Under full checkpointing each forward runs twice; no row is lost."""
-    start = base()
+    start = base(tied=True)
 
     def body(rank: int) -> list[int]:
         model: Any = copy.deepcopy(start)

@@ -15,7 +15,6 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig
 from tests.helpers.threads import run_in_threads
 
 
@@ -73,13 +72,10 @@ def tied() -> nn.Module:
     return Decoder(TIED)
 
 
-def with_state() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-
-
-def with_experts() -> nn.Module:
-    experts = ExpertsConfig(count=4, top_k=2, ffn_dim=16, shared=1)
-    return Decoder(DecoderConfig(31, 16, 2, 4, 2, 26, 8, tie_embeddings=False, experts=experts))
+def sharing_a_state() -> nn.Module:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[2].running_mean = model[0].running_mean
+    return model
 
 
 def with_adapters() -> nn.Module:
@@ -102,9 +98,8 @@ def aside() -> nn.Module:
     ("make", "pipeline", "message"),
     [
         (tied, None, "tied parameters are not supported in a pipeline yet"),
-        (with_experts, None, "experts, whose balance"),
         (with_adapters, None, "'?0'?: adapters of peft"),
-        (with_state, None, "'1' has a state beside its parameters"),
+        (sharing_a_state, None, "'0' and '2' share a buffer that is saved"),
         (compiled, None, "'0' is compiled"),
         (aside, LINE, "'scale' is in no module of the pipeline's line"),
         (Between, None, "Nothing says how values go through a Between"),
@@ -137,12 +132,6 @@ def test_memory_and_traffic_are_not_promised():
     for ask in (lambda model: engine_of(model).expected_traffic(), lambda model: engine_of(model).memory_bill(2)):
         message = told_by(2, lambda rank, ask=ask: ask(sharded(layers())[0]))
         assert "micro-batches in flight" in message
-
-
-def test_experts_beside_stages():
-    assert "The mesh has pp and ep" in told_by(
-        4, lambda rank: tz.parallelize(layers(), tz.mesh(pp=2, ep=2, device="cpu"), pipeline=tz.Pipeline())
-    )
 
 
 def test_a_mesh_with_stages_and_a_model_without():

@@ -18,6 +18,7 @@ import terrazzo as tz
 from terrazzo.engine import Box, LossScaling, checkpoint_activations, engine_of
 from terrazzo.parallel import Context, context_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
+from terrazzo.train.model.experts import auxiliary_loss
 from tests.helpers.cover import places
 from tests.helpers.processes import Pool
 from tests.helpers.threads import run_in_threads
@@ -97,9 +98,11 @@ Step = tuple[float, float, dict[str, Any], dict[str, Tensor]]
 """The sum of losses, the gradients' norm, gradients of the mean by name, and weights after it."""
 
 
-def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor, targets: Tensor) -> Step:
-    """Train on the sum of losses `total`."""
-    (total / int((targets != -100).sum())).backward()
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, total: Tensor, targets: Tensor, aside: float | Tensor = 0.0
+) -> Step:
+    """Train on the sum of losses `total`, and on what is put aside."""
+    ((total + aside) / int((targets != -100).sum())).backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
     norm = float(nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
     optimizer.step()
@@ -157,7 +160,8 @@ def steps_in_parts(model: Any, optimizer: Any, context: Context | None, rows: ra
             mine = tokens[row : row + 1], targets[row : row + 1], positions[row : row + 1]
             mine = mine if context is None else context.split(*mine)  # type: ignore[assignment]
             micro_batches.append(((mine[0], mine[2]), mine[1]))
-        total = float(tz.step(model, micro_batches, loss_of, denominator=int((targets != -100).sum())))
+        denominator = int((targets != -100).sum())
+        total = float(tz.step(model, micro_batches, loss_of, denominator=denominator, auxiliary=auxiliary_loss))
         norm, gradients = float(tz.clip_grad_norm_(model, float("inf"))), gradients_of(model)
         optimizer.step()
         optimizer.zero_grad()

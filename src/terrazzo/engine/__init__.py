@@ -74,7 +74,7 @@ from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.engine.states.pieces import Piece
 from terrazzo.engine.states.restore import Read
 from terrazzo.engine.states.state import ModelState, ParameterInfo
-from terrazzo.engine.states.whole import whole_weights
+from terrazzo.engine.states.whole import collect_buffers, whole_weights
 
 __all__ = [
     "DTYPES",
@@ -121,6 +121,7 @@ __all__ = [
     "check_no_extra_state",
     "checkpoint_activations",
     "clip_grad_norm_",
+    "collect_buffers",
     "compile_units",
     "data_mesh",
     "dtype_named",

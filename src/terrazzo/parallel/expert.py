@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from terrazzo.engine import Box, Family, Record, leave_record, record_of
+from terrazzo.engine import Box, Family, Record, leave_record, record_of, stages_of
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.family import SHARES_EXPERTS
@@ -75,7 +75,7 @@ class ExpertRanks(Peers):
 
     Args:
         axes: of a mesh of `tz.mesh(ep=...)`.
-        counts: of experts, by the names of the modules.
+        counts: of experts, by the names of the modules; of a model in stages those of this rank's, maybe none.
 
     Attributes:
         traffic: what this rank has sent them: `all_to_all`, and `control`.
@@ -86,7 +86,7 @@ class ExpertRanks(Peers):
         super().__init__(self._along.group)
         self.axes, self.traffic = axes, self._along.traffic
         self.traffic.reset()
-        self._modules, self._units, self._width = tuple(counts), tuple[str, ...](), max(counts.values())
+        self._modules, self._units, self._width = tuple(counts), tuple[str, ...](), max(counts.values(), default=0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied model belongs to the same group."""
@@ -278,23 +278,25 @@ def check_experts(model: nn.Module, size: int) -> dict[str, int]:
 
 
 def share_experts(model: nn.Module, axes: Axes, counts: Mapping[str, int]) -> None:
-    """Give each rank along `ep` its run of the experts of every module. Collective.
+    """Give each rank along `ep` its run of the experts of every module, in a model in stages of its own. Collective.
 
     Args:
         counts: from `check_experts`.
     """
+    stages = stages_of(model)
+    counts = {name: count for name, count in counts.items() if stages is None or stages.chunks_of(name)}
     ranks = ExpertRanks(axes, counts)
-    modules = {name: module for name, module in experts_of(model).items() if isinstance(module, nn.Module)}
-    stacked = [getattr(module, attribute) for module in modules.values() for attribute in module.stacked()]
-    synchronize([each for each in stacked if not each.is_meta], ranks.axes, ("ep",))
+    modules = {name: model.get_submodule(name) for name in counts}
     for number, (name, module) in enumerate(modules.items()):
+        sharing = cast(SharesExperts, module)
+        stacked = {attribute: getattr(module, attribute) for attribute in sharing.stacked()}
+        synchronize([each for each in stacked.values() if not each.is_meta], ranks.axes, ("ep",))
         experts = Experts(ranks, number, counts[name])
         run = (experts.local.start, experts.local.stop)
-        for attribute in module.stacked():
-            whole = getattr(module, attribute)
+        for attribute, whole in stacked.items():
             record = Record(Family.EXPERT, Box.cut(whole.shape, 0, [run]))
             leave_record(module, attribute, record)
             module._parameters[attribute] = replaced_by_part(whole, record)
         watch_states(module, name)
-        module.use_experts(experts)
+        sharing.use_experts(experts)
     SHARES_EXPERTS.leave(model, ranks)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import named_mesh
+from terrazzo.engine.plan.axes import STAGES
 from terrazzo.engine.process.device import kind_of_group
 from terrazzo.errors import BadInput, Misuse
 
@@ -61,7 +62,7 @@ def mesh_sizes(given: dict[str, int | None], world_size: int) -> dict[str, int]:
 
     Raises:
         BadInput: sizes that are no positive integers, or whose product is not `world_size`; an `ep` that does not
-            divide the ranks of a `dp_replicate`.
+            divide the ranks of a stage's `dp_replicate`.
     """
     sizes = {axis: size for axis in (*AXES, "ep") if (size := given.get(axis)) is not None}
     for axis, size in sizes.items():
@@ -77,11 +78,11 @@ def mesh_sizes(given: dict[str, int | None], world_size: int) -> dict[str, int]:
             f"divides {world_size}."
         )
     found = {axis: sizes.get(axis, world_size // others) for axis in AXES if axis in sizes or axis == "dp_shard"}
-    group = world_size // found.get("dp_replicate", 1)
+    group = world_size // (found.get(STAGES, 1) * found.get("dp_replicate", 1))
     if group % experts:
+        shared = " × ".join(f"{axis} {size}" for axis, size in found.items() if axis not in (STAGES, "dp_replicate"))
         raise BadInput(
             f"The mesh has ep {experts}, which does not divide the {group} ranks that dp_shard, cp and tp have together"
-            f" ({' × '.join(f'{axis} {size}' for axis, size in found.items() if axis != 'dp_replicate')}): as many must"
-            f" share experts everywhere. Choose ep so that it divides {group}."
+            f" ({shared}): as many must share experts everywhere. Choose ep so that it divides {group}."
         )
     return found if experts == 1 else {**found, "ep": experts}

@@ -24,6 +24,7 @@ __all__ = ["step"]
 
 MicroBatch = tuple[Any, Any]
 LossFunction = Callable[[Any, Any], Tensor]
+Auxiliary = Callable[[nn.Module], Tensor | None]
 
 
 def step(
@@ -32,6 +33,7 @@ def step(
     loss_fn: LossFunction,
     *,
     denominator: float | None = None,
+    auxiliary: Auxiliary | None = None,
 ) -> Tensor:
     """Forward and backward of all micro-batches of a step; clipping and `optimizer.step()` come behind. Collective.
 
@@ -43,10 +45,12 @@ def step(
             tuple of several, or a dict of keyword arguments. Ranks along `pp` are given the same ones.
         loss_fn: called with outputs and targets, on the ranks of the last stage; the losses of micro-batches add up.
         denominator: as for `model.set_gradient_denominator`, from now on; None leaves it as it is.
+        auxiliary: called after each forward with the model, or in a pipeline with each module of the line that has
+            run: what modules inside it have put aside to be trained on, as a sum like the loss; None for nothing.
 
     Returns:
-        The sum of the losses, 0-d, detached and the same on all ranks along `pp`. Without gradients enabled, nothing
-        else is done.
+        The sum of the losses of `loss_fn`, 0-d, detached and the same on all ranks along `pp`. Without gradients
+        enabled, nothing else is done.
 
     Raises:
         BadInput: no micro-batch, other things than pairs, or too few for the pipeline.
@@ -58,14 +62,15 @@ def step(
         model.set_gradient_denominator(denominator)  # type: ignore[operator]
     line = stages_of(model)
     if isinstance(line, Line):
-        return _Run(model, engine, line, micro_batches, loss_fn).run()
+        return _Run(model, engine, line, micro_batches, loss_fn, auxiliary).run()
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
         with nullcontext() if last or not torch.is_grad_enabled() else accumulate(model):
             loss = loss_fn(_called(model, inputs), targets)
             if torch.is_grad_enabled():
-                loss.backward()
+                aside = None if auxiliary is None else auxiliary(model)
+                (loss if aside is None else loss + aside).backward()
         total += loss.detach()
     return total
 
@@ -88,19 +93,33 @@ def _called(model: nn.Module, inputs: Any) -> Any:
 
 
 class _Kept(NamedTuple):
-    """Of a forward, until its backward: what was received, and what was sent or is the loss."""
+    """Of a forward, until its backward.
+
+    Attributes:
+        received: from the stage before.
+        result: what was sent, or is the loss.
+        aside: what modules have put aside.
+    """
 
     received: Tensor | None
     result: Tensor
+    aside: tuple[Tensor, ...]
 
 
 class _Run:
     """One step of one rank of a pipeline."""
 
     def __init__(
-        self, model: nn.Module, engine: Engine, line: Line, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction
+        self,
+        model: nn.Module,
+        engine: Engine,
+        line: Line,
+        micro_batches: Sequence[MicroBatch],
+        loss_fn: LossFunction,
+        auxiliary: Auxiliary | None,
     ) -> None:
-        self.model, self.engine, self.line, self.loss_fn = model, engine, line, loss_fn
+        self.model, self.engine, self.line = model, engine, line
+        self.loss_fn, self.auxiliary = loss_fn, auxiliary
         self.micro_batches, self.trains = micro_batches, torch.is_grad_enabled()
         self.forms = [form_of(inputs, self.trains) for inputs, _ in micro_batches]
         self.mail = mail_of(model, engine, line)
@@ -174,13 +193,21 @@ class _Run:
                     f"What stage {action.stage + 1} of the pipeline returns does not depend on a parameter that is "
                     "trained: no gradient would come back to it. Check that the model detaches nothing on its way."
                 )
-            self._kept[action.stage, action.micro_batch] = _Kept(received, result)
+            self._kept[action.stage, action.micro_batch] = _Kept(received, result, self._aside(action.stage))
+
+    def _aside(self, stage: int) -> tuple[Tensor, ...]:
+        """What the stage's modules have put aside in the forward that has just ended."""
+        if self.auxiliary is None:
+            return ()
+        begin, end = self.line.bounds[stage]
+        found = (self.auxiliary(self.model.get_submodule(name)) for name in self.line.names[begin:end])
+        return tuple(each for each in found if each is not None)
 
     def _backward(self, action: Action, grad: Tensor | None) -> None:
-        received, result = self._kept.pop((action.stage, action.micro_batch))
+        received, result, aside = self._kept.pop((action.stage, action.micro_batch))
         if grad is not None:
             self.engine.hooks.loss_scale.gradient_has_it()  # it comes from the last stage
-        torch.autograd.backward(result, grad)
+        torch.autograd.backward((result, *aside), (grad, *(None for _ in aside)))
         if received is not None:
             self.mail.send(action._replace(stage=action.stage - 1), _gradient_of(received))
 

@@ -11,18 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import STAGES_OF, give_up
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.making.parts import check_uncompiled, check_uncut
 from terrazzo.engine.model.together import all_or_none, check_agreement
-from terrazzo.engine.plan.axes import Axes, expert_mesh
+from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.adapters import adapted
-from terrazzo.parallel.expert import experts_of
 from terrazzo.parallel.pipeline_line import Line, put_in_line
 from terrazzo.parallel.pipeline_order import check_schedule
 from terrazzo.parallel.tensor import matching
@@ -104,11 +103,6 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             f"The mesh is on {mesh.device_type}, and pipelines run on CPUs with gloo so far: no order of messages has "
             "been tried with NCCL. Make the mesh with dp_shard, tp or cp in the place of pp."
         )
-    if expert_mesh(mesh) is not None:
-        raise BadInput(
-            "The mesh has pp and ep: stages whose ranks share experts, too, are not supported yet. Leave one of the "
-            "two axes out."
-        )
 
 
 def _check_modules(model: nn.Module) -> None:
@@ -121,11 +115,6 @@ def _check_modules(model: nn.Module) -> None:
         raise BadInput(
             f"{listed(layers)}: adapters of peft, which have not been tried in a pipeline. Make the mesh with dp_shard "
             "in the place of pp, or train without adapters."
-        )
-    if experts := experts_of(model):
-        raise BadInput(
-            f"{listed([*experts])}: experts, whose balance other ranks of a pipeline would not know of. Make the mesh "
-            "with dp_shard in the place of pp, or take a model without experts."
         )
 
 
@@ -163,28 +152,31 @@ def _matching(model: nn.Module, glob: str) -> list[str]:
 
 
 def _check_line(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse parameters that no stage would have, or several, and states that one alone would know.
+    """Refuse parameters that no stage would have, and what several would have of parameters and buffers.
 
     Raises:
         BadInput: there.
     """
-    place_of: dict[nn.Parameter, str] = {}
+    stage_of: dict[Tensor, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         within = next((name for name in names if path == name or path.startswith(f"{name}.")), None)
-        if within is not None and set(module._buffers) - module._non_persistent_buffers_set:
-            raise BadInput(
-                f"{path!r} has a state beside its parameters ({listed([*module._buffers])}), which the ranks of its "
-                "stage alone would know. Use a module without one, such as a LayerNorm in the place of a BatchNorm."
-            )
+        for attribute, buffer in module.named_buffers(recurse=False):
+            if within is None or attribute in module._non_persistent_buffers_set:
+                continue
+            if stage_of.setdefault(buffer, within) != within:
+                raise BadInput(
+                    f"{stage_of[buffer]!r} and {within!r} share a buffer that is saved ({attribute}), and ranks of two "
+                    "stages would each update their own. Give each module its own."
+                )
         for attribute, parameter in module.named_parameters(recurse=False):
             if within is None:
                 raise BadInput(
                     f"'{f'{path}.' if path else ''}{attribute}' is in no module of the pipeline's line, so each rank "
                     "would train it by itself. Put it into a module of the line."
                 )
-            if place_of.setdefault(parameter, within) != within:
+            if stage_of.setdefault(parameter, within) != within:
                 raise BadInput(
-                    f"{place_of[parameter]!r} and {within!r} share a parameter ({attribute}), which ranks of two "
+                    f"{stage_of[parameter]!r} and {within!r} share a parameter ({attribute}), which ranks of two "
                     "stages would train apart: tied parameters are not supported in a pipeline yet. Untie them, as by "
                     "model.tie_embeddings: false."
                 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from terrazzo.engine import as_one, whole_weights
+from terrazzo.engine import as_one, collect_buffers, whole_weights
 
 __all__ = ["full_state_dict"]
 
@@ -22,12 +22,14 @@ def full_state_dict(model: nn.Module, *, keep: bool | None = None) -> dict[str, 
 
     Returns:
         Full tensors under every name that the model's own `state_dict()` has, in its order. Trained weights are the
-        master weights, in their dtype; tied ones share memory. Buffers are this rank's own.
+        master weights, in their dtype; tied ones share memory. Buffers are this rank's own, or those of the stage that
+        runs their modules.
 
     Raises:
         Misuse: for a model that is not sharded.
     """
     keep = dist.get_rank() == 0 if keep is None else keep
+    collect_buffers(model)
     with as_one(model):
         state: dict[str, Any] = model.state_dict(keep_vars=True)  # which asks no parameter for its values
         named = dict(model.named_parameters())

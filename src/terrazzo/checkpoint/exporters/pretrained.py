@@ -21,7 +21,7 @@ from terrazzo.checkpoint.exporters.huggingface import (
     write_folder,
 )
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo, TensorInfo
-from terrazzo.engine import as_one, engine_of, listing, persistent_buffers, whole_weights
+from terrazzo.engine import as_one, collect_buffers, engine_of, listing, persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import together
 
@@ -83,6 +83,7 @@ class _Live(Source):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(type(model).__name__)
+        collect_buffers(model)
         buffers = persistent_buffers(model)
         self._model = model
         self._buffers = {each.name: each.tensor for each in buffers}

@@ -28,6 +28,7 @@ from terrazzo.engine import (
     ModelState,
     Piece,
     check_no_extra_state,
+    collect_buffers,
     engine_of,
     listing,
     persistent_buffers,
@@ -66,6 +67,7 @@ def take(
     together(lambda: _check(path, extra, run), BadInput)
     together(lambda: check_no_extra_state(model), BadInput)
     together(lambda: check_optimizers(model, optimizer), BadInput)
+    collect_buffers(model)
     listed = listing(model)
     held = _held(model, with_optimizer=optimizer is not None)
     nonce = gather_json(os.urandom(4).hex())[0]

@@ -10,13 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.buckets.unit import compilation_of
 from terrazzo.engine.links.transfer import Traffic
-from terrazzo.engine.plan.axes import STAGES, Axes
+from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
 from terrazzo.engine.plan.elsewhere import stages_of
 from terrazzo.engine.plan.family import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Family, record_of
 from terrazzo.engine.plan.partition import Member
 from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = [
+    "check_experts_shared",
     "check_parts",
     "check_sequences",
     "check_stages",
@@ -73,6 +74,20 @@ def check_stages(model: nn.Module, mesh: DeviceMesh) -> None:
     )
 
 
+def check_experts_shared(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuse a model of whole experts on a mesh along which ranks share them.
+
+    Raises:
+        BadInput: there.
+    """
+    experts = expert_mesh(mesh)
+    if experts is not None and next(SHARES_EXPERTS.all_in(model), None) is None:
+        raise BadInput(
+            f"The mesh has ep {experts['ep'].size()}, along which ranks share experts, but tz.parallelize has cut none "
+            "of this model. Call tz.parallelize(model, mesh) before tz.shard; or leave ep out of the mesh."
+        )
+
+
 def check_uncompiled(model: nn.Module) -> None:
     """Refuse to cut into stages what is compiled.
 
@@ -101,11 +116,6 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
         raise BadInput(
             f"The model was cut by tz.parallelize ({listed(recorded)}), but the mesh has the axes "
             f"{', '.join(axes.names)}. Pass tz.shard the mesh that tz.parallelize was given."
-        )
-    if has_experts and not any(member.family is Family.EXPERT for member in members):
-        raise BadInput(
-            f"The mesh has ep {axes.size(['ep'])}, along which ranks share experts, but tz.parallelize has cut none of "
-            "this model. Call tz.parallelize(model, mesh) before tz.shard; or leave ep out of the mesh."
         )
     if frozen := [member.name for member in members if member.family is Family.EXPERT and not member.trainable]:
         raise BadInput(

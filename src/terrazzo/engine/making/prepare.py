@@ -34,7 +34,7 @@ from terrazzo.engine.making.checks import (
     state_facts,
     warn_of_unused,
 )
-from terrazzo.engine.making.parts import check_parts, check_sequences, check_stages
+from terrazzo.engine.making.parts import check_experts_shared, check_parts, check_sequences, check_stages
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.settings import Offload
@@ -126,6 +126,7 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
     check_model(model)
     check_sequences(model, mesh)
     check_stages(model, mesh)
+    check_experts_shared(model, mesh)
 
 
 def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: Options, axes: Axes) -> _Asked:

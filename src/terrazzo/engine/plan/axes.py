@@ -44,8 +44,8 @@ def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
     group of a single axis.
 
     Args:
-        sizes: of the axes; with `ep`, which is none of its own: neighbours among the ranks of a `dp_replicate` share
-            experts, whatever else they do.
+        sizes: of the axes; with `ep`, which is none of its own: neighbours among the ranks of a stage's `dp_replicate`
+            share experts, whatever else they do.
     """
     known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() and len(sizes) > 1 else {}
     key = (kind, *sizes.items())
@@ -53,9 +53,9 @@ def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
         own = {axis: size for axis, size in sizes.items() if axis != "ep"}
         mesh = known[key] = init_device_mesh(kind, tuple(own.values()), mesh_dim_names=tuple(own))
         if sizes.get("ep", 1) > 1:
-            replicas = own.get("dp_replicate", 1)
-            shape = (replicas, math.prod(own.values()) // replicas // sizes["ep"], sizes["ep"])
-            _EXPERT_MESH.leave(mesh, init_device_mesh(kind, shape, mesh_dim_names=("replicas", "edp", "ep")))
+            apart = own.get(STAGES, 1) * own.get("dp_replicate", 1)
+            shape = (apart, math.prod(own.values()) // apart // sizes["ep"], sizes["ep"])
+            _EXPERT_MESH.leave(mesh, init_device_mesh(kind, shape, mesh_dim_names=("apart", "edp", "ep")))
     return mesh
 
 

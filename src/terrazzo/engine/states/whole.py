@@ -18,14 +18,34 @@ from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.transfer import Transfer
 from terrazzo.engine.model.engine import engine_of
+from terrazzo.engine.model.names import persistent_buffers
 from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.elsewhere import stages_of
 from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.errors import BadInput, RanksApart, did_you_mean, listed
 
-__all__ = ["gathered_state", "whole_parameter", "whole_weights"]
+__all__ = ["collect_buffers", "gathered_state", "whole_parameter", "whole_weights"]
+
+
+def collect_buffers(model: nn.Module) -> None:
+    """Have this rank's persistent buffers be those of the stages that run their modules. Collective.
+
+    Nothing changes without stages, nor of what lies in no module of a pipeline's line: there each rank has its own.
+    """
+    if (stages := stages_of(model)) is None:
+        return
+    axes, buffers = engine_of(model).axes, persistent_buffers(model)
+    (along,) = (axes.along(axis) for axis in axes.stages)
+    held = [along.rank if stages.chunks_of(*buffer.names) else -1 for buffer in buffers]
+    holders = axes.maximum(torch.tensor(held, device=axes.control_device), axes.stages).tolist()
+    for buffer, holder in zip(buffers, holders, strict=True):
+        if holder >= 0 and buffer.tensor.numel():
+            values = buffer.tensor.detach().flatten()
+            along.broadcast(values, holder)
+            buffer.tensor.detach().copy_(values.view_as(buffer.tensor))
 
 
 def gathered_state(unit: Unit, state: Resting) -> Tensor:

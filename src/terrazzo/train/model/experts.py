@@ -274,7 +274,7 @@ def balance_experts(model: nn.Module) -> dict[str, Load]:
     """
     routers, axes, found = dict(routers_of(model)), engine_of(model).axes, {}
     for name, router in routers.items():
-        load, entropy = axes.total(router.load, axes.every), axes.total(router.entropy, axes.every)
+        load, entropy = (axes.total(each, axes.with_stages) for each in (router.load, router.entropy))
         mean = load.double().mean()
         imbalance = float(load.max() / mean) if mean else 1.0
         found[name] = Load(tuple(load.tolist()), imbalance, float(entropy[0] / entropy[1].clamp(min=1)))
