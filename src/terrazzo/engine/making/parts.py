@@ -81,7 +81,11 @@ def check_experts_shared(model: nn.Module, mesh: DeviceMesh) -> None:
         BadInput: there.
     """
     experts = expert_mesh(mesh)
-    if experts is not None and next(SHARES_EXPERTS.all_in(model), None) is None:
+    if experts is None or next(SHARES_EXPERTS.all_in(model), None) is not None:
+        return
+    held = ((module, name) for module in model.modules() for name, _ in module.named_parameters(recurse=False))
+    records = (record_of(module, name) for module, name in held)
+    if all(record is None or record.family is not Family.EXPERT for record in records):
         raise BadInput(
             f"The mesh has ep {experts['ep'].size()}, along which ranks share experts, but tz.parallelize has cut none "
             "of this model. Call tz.parallelize(model, mesh) before tz.shard; or leave ep out of the mesh."
