@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import terrazzo as tz
-from terrazzo.engine import checkpoint_activations, engine_of
+from terrazzo.engine import checkpoint_activations, engine_of, estimate
 from terrazzo.engine.offload import activations
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
@@ -213,6 +213,54 @@ def assert_equal(parts: dict[str, tuple[int, Tensor]], wholes: dict[str, Tensor]
 )
 def test_equals_sequential_accumulation(case):
     check(case)
+
+
+def test_an_estimate_of_a_model_in_stages_is_its_bill():
+    def body(rank: int):
+        mesh, model = tz.mesh(pp=2, device="cpu"), model_of(Case("zero3"))
+        tz.parallelize(model, mesh, pipeline=tz.Pipeline())
+        told = estimate(model, torch.optim.AdamW, "zero3", mesh=mesh, units=[Block])
+        model, _ = tz.shard(model, torch.optim.AdamW, "zero3", mesh=mesh, units=[Block])
+        return told, engine_of(model).bill
+
+    for told, bill in run_in_threads(4, body):
+        assert told == bill
+        assert told.transient_bytes > 0
+
+
+def promised_and_measured(case: Case, rank: int):
+    """Of a step: what is sent by kind, as counts and bytes, and the most held at once."""
+    model, optimizer = made(case)
+    engine, batches = engine_of(model), [micro_batch(0, 0, micro) for micro in range(case.micro_batches)]
+    for _ in range(2):
+        engine.traffic.reset()
+        tz.step(model, batches, loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    told, found = (
+        {kind: (each.count[kind], sent) for kind, sent in each.bytes.items() if kind not in ("control", "send")}
+        for each in (engine.expected_traffic(case.micro_batches), engine.traffic)
+    )
+    return (told, engine.memory_bill(case.micro_batches).transient_bytes), (found, engine.peak_transient_bytes)
+
+
+PLANS = ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "hpz", "zero3@cpu", "zero3@cpu-all"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(plan) for plan in PLANS),
+        *(Case(plan, chunks=2) for plan in PLANS),
+        Case("zero3", precision="fp16", pp=4, micro_batches=6),
+        Case("zero2", schedule="gpipe", checkpointing="full"),
+    ],
+    ids=str,
+)
+def test_memory_and_traffic_are_as_promised(case):
+    case = replace(case, ranks=8 if case.plan.startswith("h") else 4)
+    for promised, measured in run_in_threads(case.ranks, functools.partial(promised_and_measured, case)):
+        assert promised == measured
 
 
 @pytest.mark.parametrize("plan", ["zero2@cpu", "zero3@cpu-all", "zero3@nvme-all"])

@@ -128,10 +128,9 @@ def test_a_model_that_is_compiled_after_it_was_cut():
     assert "is compiled" in told_by(2, body)
 
 
-def test_memory_and_traffic_are_not_promised():
-    for ask in (lambda model: engine_of(model).expected_traffic(), lambda model: engine_of(model).memory_bill(2)):
-        message = told_by(2, lambda rank, ask=ask: ask(sharded(layers())[0]))
-        assert "micro-batches in flight" in message
+def test_memory_and_traffic_of_too_few_micro_batches():
+    for ask in (lambda model: engine_of(model).expected_traffic(), lambda model: engine_of(model).memory_bill(1)):
+        assert "does not fill a pipeline of 2" in told_by(2, lambda rank, ask=ask: ask(sharded(layers())[0]))
 
 
 def test_a_mesh_with_stages_and_a_model_without():

@@ -18,7 +18,7 @@ from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel.pipeline_line import Line
 from terrazzo.parallel.pipeline_mail import Mail, form_of
-from terrazzo.parallel.pipeline_order import Action, Kind, actions_of, forwards_of
+from terrazzo.parallel.pipeline_order import Action, Kind, forwards_of
 
 __all__ = ["step"]
 
@@ -155,7 +155,7 @@ class _Run:
 
     def _actions(self) -> Sequence[Action]:
         """What this rank does, once all along the pipeline have been told the same."""
-        count, ranks, axes = len(self.micro_batches), self.line.ranks, self.engine.axes
+        count, axes = len(self.micro_batches), self.engine.axes
         told = torch.tensor([count, self.trains, self.engine.progress.denominator.unscaled], dtype=torch.float64)
         highest, lowest = axes.maximum(torch.stack([told, -told]).to(axes.control_device), axes.stages)
         if not torch.equal(highest, -lowest):
@@ -165,10 +165,11 @@ class _Run:
                 f"all ranks along pp, {-lowest[0].item():g} to {highest[0].item():g} micro-batches and denominators "
                 f"from {-lowest[2].item():g} to {highest[2].item():g}. Give all of them the same."
             )
-        chunks = len(self.line.chunks)
-        if self.trains:
-            return actions_of(self.line.schedule, ranks, chunks, count)[self.mail.rank]
-        return forwards_of(ranks, chunks, count)[self.mail.rank]
+        return (
+            self.line.actions(count)
+            if self.trains
+            else forwards_of(self.line.ranks, len(self.line.chunks), count)[self.line.rank]
+        )
 
     # -- what an action does -----------------------------------------------------------------------------------
 

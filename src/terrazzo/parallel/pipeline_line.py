@@ -15,7 +15,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.engine import Stages, inside_backward
+from terrazzo.engine.plan.elsewhere import Turn
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.parallel.pipeline_order import Action, Kind, actions_of
 
 __all__ = ["Line", "put_in_line"]
 
@@ -33,27 +35,41 @@ class Line(Stages):
     names: tuple[str, ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
     schedule: str = "1f1b"
-    turn: _Turn = field(default_factory=lambda: _Turn(), compare=False)
+    running: _Running = field(default_factory=lambda: _Running(), compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Line:
-        copied = Line(self.ranks, self.chunks, self.names, self.bounds, self.schedule)
+        copied = Line(self.ranks, self.rank, self.chunks, self.names, self.bounds, self.schedule)
         memo[id(self)] = copied
         return copied
+
+    def actions(self, micro_batches: int) -> Sequence[Action]:
+        """What this rank does in a step.
+
+        Raises:
+            BadInput: too few micro-batches.
+        """
+        return actions_of(self.schedule, self.ranks, len(self.chunks), micro_batches)[self.rank]
+
+    def turns(self, micro_batches: int) -> Sequence[Turn]:
+        return [
+            Turn(each.stage // self.ranks, each.kind is Kind.FORWARD, self.is_last(each.stage))
+            for each in self.actions(micro_batches)
+        ]
 
     def is_last(self, stage: int) -> bool:
         return stage == len(self.bounds) - 1
 
     def enter(self, stage: int, received: Tensor | None) -> None:
         """The forward that comes is of `stage`, which the stage before has sent `received`."""
-        self.turn.begin(stage, received)
+        self.running.begin(stage, received)
 
     def leave(self) -> None:
         """It has ended."""
-        self.turn.end()
+        self.running.end()
 
 
 @dataclass
-class _Turn:
+class _Running:
     """The forward that runs.
 
     Attributes:
@@ -82,31 +98,31 @@ class _InLine:
         self.inner, self.line, self.place = inner, line, place
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        turn, line = self.line.turn, self.line
+        running, line = self.line.running, self.line
         if inside_backward():  # it is computed again
             return self.inner(*args, **kwargs)
         first, end = line.bounds[_stage_of(line)]
-        if turn.come_to != self.place:
-            expected = line.names[turn.come_to] if turn.come_to < len(line.names) else "the end of the forward"
+        if running.come_to != self.place:
+            expected = line.names[running.come_to] if running.come_to < len(line.names) else "the end of the forward"
             raise BadInput(
                 f"The model called {line.names[self.place]!r} where {expected!r} comes next in the pipeline: modules "
                 "of the line are called once each, in its order. Give tz.Pipeline a 'line' that has them as forward "
                 "calls them, or a module around those that belong together."
             )
-        turn.come_to += 1
+        running.come_to += 1
         given = args[0] if args else next(iter(kwargs.values()), None)
         if 0 < self.place <= end and (self.place <= first or self.place == end):
             self._check(given)
         if self.place >= end:
-            turn.result = turn.values if self.place == end else turn.result
+            running.result = running.values if self.place == end else running.result
             return given
         if self.place >= first:
-            turn.values = self._single(self.inner(*args, **kwargs))
-        return turn.values
+            running.values = self._single(self.inner(*args, **kwargs))
+        return running.values
 
     def _check(self, given: Any) -> None:
         """Refuse what is not the tensor that the module before has returned."""
-        if given is not self.line.turn.values:
+        if given is not self.line.running.values:
             before, name = self.line.names[self.place - 1], self.line.names[self.place]
             raise BadInput(
                 f"The model changes what {before!r} returns before it gives it to {name!r} as its first argument, "
@@ -132,21 +148,22 @@ class _Whole:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         line, stage = self.line, _stage_of(self.line)
         output = self.inner(*args, **kwargs)
-        if line.turn.come_to < len(line.names):
+        come_to = line.running.come_to
+        if come_to < len(line.names):
             raise BadInput(
-                f"The model's forward has ended without {line.names[line.turn.come_to]!r}, which the pipeline's line "
-                "has: modules of the line are called once each, in every forward."
+                f"The model's forward has ended without {line.names[come_to]!r}, which the pipeline's line has: "
+                "modules of the line are called once each, in every forward."
             )
-        return output if line.is_last(stage) else line.turn.result
+        return output if line.is_last(stage) else line.running.result
 
 
 def _stage_of(line: Line) -> int:
-    if line.turn.stage is None:
+    if line.running.stage is None:
         raise Misuse(
             "A model of which ranks have stages was called by itself, and this rank has a part of it: call "
             "tz.step(model, micro_batches, loss_fn), with all micro-batches of a step, on every rank."
         )
-    return line.turn.stage
+    return line.running.stage
 
 
 def put_in_line(model: nn.Module, modules: Sequence[nn.Module], line: Line) -> None:

@@ -89,7 +89,7 @@ def _line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline, rank: int, 
     _check_line(model, names)
     bounds = _bounds_of(model, names, pipeline, ranks * pipeline.chunks)
     chunks = tuple(names[begin:end] for begin, end in bounds[rank::ranks])
-    return Line(ranks, chunks, names, bounds, pipeline.schedule)
+    return Line(ranks, rank, chunks, names, bounds, pipeline.schedule)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -33,7 +33,7 @@ from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock import Templates, orphans
 from terrazzo.engine.optim.unattached import watch_steps
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
-from terrazzo.engine.paper.rehearsal import PaperStep
+from terrazzo.engine.paper.rehearsal import PaperStep, parameters_of
 from terrazzo.engine.plan.elsewhere import stages_of
 from terrazzo.engine.plan.partition import Units
 from terrazzo.engine.plan.place import Plan
@@ -121,6 +121,7 @@ def shard(  # structure: signature fixed by the design
         schedule=schedule,
         hooks=hooks,
         store=store,
+        stages=stages_of(model),
     )
     for built in prepared.optimizers:
         first = engine.drivers.next_group
@@ -131,7 +132,7 @@ def shard(  # structure: signature fixed by the design
     let_measure(engine)
     watch_steps()
     watch_wrapping()
-    if axes.device.type == "cpu" and store.drive is None and not axes.stages:
+    if axes.device.type == "cpu" and store.drive is None:
         bill = engine.bill
         keep_freed(bill.grad_bytes + bill.transient_bytes)
     return model, _in_form_of(optimizer, prepared.optimizers)
@@ -154,7 +155,9 @@ def estimate(  # structure: signature fixed by that of shard
     """
     options = Options(units, precision, mesh, prefetch, offload or Offload())
     prepared = prepare(model, optimizer, plan, options)
-    return memory_bill(prepared.units, prepared.templates, options.offload, PaperStep(prefetch))
+    stages = stages_of(model)
+    step = PaperStep(prefetch) if stages is None else PaperStep(prefetch, stages.ranks, local_sums=True, stages=stages)
+    return memory_bill(prepared.units, prepared.templates, options.offload, step)
 
 
 def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -> Store:
@@ -246,12 +249,7 @@ def _schedule_of(
     stages = stages_of(model)
     if stages is None:
         return Schedule(units, prefetch, meeting, denominator)
-    chunks: list[list[Unit]] = [[] for _ in stages.chunks]
-    for unit in units:
-        held = {number for bucket in unit.buckets for m in bucket.members for number in stages.chunks_of(*m.names)}
-        for number in held:
-            chunks[number].append(unit)
-    return StagedSchedule(units, prefetch, meeting, denominator, chunks)
+    return StagedSchedule(units, stages.share_out([*map(parameters_of, units)]), prefetch, meeting, denominator)
 
 
 def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> dict[nn.Parameter, nn.Parameter]:

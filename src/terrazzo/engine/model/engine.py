@@ -29,6 +29,7 @@ from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.elsewhere import Stages
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.recipe import Recipe
@@ -65,6 +66,7 @@ class Engine:
         units: in registration order, root first.
         why_units: how the units were found.
         store: memory and files of what does not rest on the device.
+        stages: of the model that this rank runs; None for a whole one.
         drivers: one for each optimizer.
         process: that sharded the model.
     """
@@ -78,6 +80,7 @@ class Engine:
     schedule: Schedule
     hooks: Hooks
     store: Store
+    stages: Stages | None = None
     drivers: Drivers = field(init=False)
     process: int = field(default_factory=os.getpid, init=False)
     _average: Average | None = field(default=None, init=False)
@@ -96,8 +99,8 @@ class Engine:
 
     @property
     def bill(self) -> MemoryBill:
-        """Promised memory of a step with one micro-batch; see `memory_bill`."""
-        return self.memory_bill()
+        """Promised memory of a step with one micro-batch, in stages with the fewest; see `memory_bill`."""
+        return self.memory_bill(1 if self.stages is None else self.stages.ranks)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -212,17 +215,19 @@ class Engine:
         """Promised memory of a step.
 
         Args:
-            micro_batches: in the step.
+            micro_batches: in the step; of a model in stages at least as many as ranks have some.
             local: as for `tz.accumulate`.
+
+        Raises:
+            BadInput: too few micro-batches for a pipeline.
         """
         return memory_bill(
             self.units, self.drivers.templates, self.store.settings, self._paper_step(micro_batches, local)
         )
 
     def _paper_step(self, micro_batches: int, local: bool | None) -> PaperStep:
-        if self.axes.stages:
-            raise Misuse("Memory and traffic with micro-batches in flight, in stages, are not promised yet: measure.")
-        return PaperStep(self.schedule.prefetch, micro_batches, self.pass_of(False, local) is Pass.ADDS)
+        adds = self.stages is not None or self.pass_of(False, local) is Pass.ADDS
+        return PaperStep(self.schedule.prefetch, micro_batches, adds, self.stages)
 
     @property
     def traffic(self) -> Traffic:
@@ -312,6 +317,8 @@ class Engine:
 
     def expected_traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
         """What one step sends from this rank, in exact counts and bytes; clipping adds its one scalar per rank.
+
+        What modules send of activations, and stages each other, is beside this: see `Traffic`.
 
         Args:
             micro_batches: in the step.

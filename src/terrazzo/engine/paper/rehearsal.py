@@ -18,12 +18,14 @@ from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.transfer import Handle, Moves, Released, Traffic
 from terrazzo.engine.loop.agreement import flags_numel
 from terrazzo.engine.loop.pass_end import MEETING_NUMEL, weights_are_split
+from terrazzo.engine.plan.elsewhere import Stages
 from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.plan.spec import BucketSpec, MoveBytes, Pass, When
 from terrazzo.engine.schedule.order import contains
 from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.engine.schedule.stages import StagedSchedule
 
-__all__ = ["PaperStep", "PaperUnit", "rehearse"]
+__all__ = ["PaperStep", "PaperUnit", "parameters_of", "rehearse"]
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,13 @@ class PaperStep:
         prefetch: units gathered ahead.
         micro_batches: forward and backward passes in the step.
         local_sums: whether those before the last only add their gradients on this rank.
+        stages: of the model that this rank runs; None for a whole one.
     """
 
     prefetch: int
     micro_batches: int = 1
     local_sums: bool = False
+    stages: Stages | None = None
 
 
 def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
@@ -51,14 +55,28 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
     traffic, side = tally.traffic, recipe.axes.side and Side(torch.device("meta"))
     paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, tally, side) for unit in units]
     meeting = (lambda label, wanted: _meet(recipe, traffic)) if weights_are_split(units) else None
-    schedule = Schedule(paper, step.prefetch, meeting)
-    earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
-    for index in range(step.micro_batches):
-        schedule.set_pass(earlier if index < step.micro_batches - 1 else Pass.FINISHES)
-        _forward(schedule, paper)
-        _backward(schedule, paper)
-        if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not step.local_sums):
-            _record_control(recipe, traffic, flags_numel(units))
+    if step.stages is None:
+        schedule = Schedule(paper, step.prefetch, meeting)
+        earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
+        for index in range(step.micro_batches):
+            schedule.set_pass(earlier if index < step.micro_batches - 1 else Pass.FINISHES)
+            _forward(schedule, paper)
+            _backward(schedule, paper)
+            if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not step.local_sums):
+                _record_control(recipe, traffic, flags_numel(units))
+    else:
+        chunks = step.stages.share_out([*map(parameters_of, units)])
+        staged = StagedSchedule(paper, chunks, step.prefetch, meeting)
+        staged.begin_step()
+        for turn in step.stages.turns(step.micro_batches):
+            staged.turn_to(turn.chunk, turn.ends_model)
+            if turn.is_forward:
+                _forward(staged, [paper[place] for place in chunks[turn.chunk]])
+            else:
+                _backward(staged, paper)
+        staged.end_step()
+        staged.finish()
+        _record_control(recipe, traffic, flags_numel(units))
     if recipe.precision.loss_scaling:
         _record_control(recipe, traffic, 1)  # overflow
     for unit, counted in zip(units, paper, strict=True):
@@ -66,6 +84,11 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
             if any(member.group >= 0 for member in bucket.members):
                 paper_bucket.publish()
     return tally
+
+
+def parameters_of(unit: Unit) -> list[str]:
+    """All names of the parameters of a unit."""
+    return [name for bucket in unit.buckets for member in bucket.members for name in member.names]
 
 
 def _forward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
@@ -193,7 +216,7 @@ class PaperBucket:
     def rest_between(self) -> None:
         if not self.spec.regathered:
             return
-        if not self._held_bytes:
+        if self.present and not self._held_bytes:
             self._held_bytes = self.spec.held_bytes
             self._ledger.acquire(self._held_bytes)
         self.release()

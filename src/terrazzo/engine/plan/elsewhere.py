@@ -8,9 +8,9 @@ initial values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import nn
@@ -21,7 +21,19 @@ from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import Misuse
 
-__all__ = ["STAGES_OF", "Stages", "as_one", "give_up", "readable", "require_whole", "stages_of"]
+__all__ = ["STAGES_OF", "Stages", "Turn", "as_one", "give_up", "readable", "require_whole", "stages_of"]
+
+
+class Turn(NamedTuple):
+    """A forward or a backward of one chunk in a step.
+
+    Attributes:
+        ends_model: whether the chunk's output is the model's.
+    """
+
+    chunk: int
+    is_forward: bool
+    ends_model: bool
 
 
 @dataclass(frozen=True)
@@ -30,11 +42,26 @@ class Stages:
 
     Attributes:
         ranks: how many have stages of the model.
+        rank: this one's place among them.
         chunks: for each of this rank's stages, the names of the modules that it runs.
     """
 
     ranks: int
+    rank: int
     chunks: tuple[tuple[str, ...], ...]
+
+    def turns(self, micro_batches: int) -> Sequence[Turn]:
+        """What this rank does in a step, in its order.
+
+        Raises:
+            BadInput: too few micro-batches.
+        """
+        raise NotImplementedError
+
+    def share_out(self, units: Sequence[Iterable[str]]) -> list[list[int]]:
+        """For each chunk, which of the units it uses, each given by the names of its parameters."""
+        used = [set(self.chunks_of(*names)) for names in units]
+        return [[place for place, chunks in enumerate(used) if chunk in chunks] for chunk in range(len(self.chunks))]
 
     def chunks_of(self, *names: str) -> list[int]:
         """Which chunks use a module or a parameter of these names."""

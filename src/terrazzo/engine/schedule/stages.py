@@ -21,19 +21,19 @@ class StagedSchedule(Schedule):
     is waited for inside of a backward would have other stages wait, too.
 
     Args:
-        chunks: the units of each; the others are as of `Schedule`.
+        chunks: the places among the units of those of each; the others are as of `Schedule`.
     """
 
     def __init__(
         self,
         units: Sequence[Runnable],
+        chunks: Sequence[Sequence[int]],
         prefetch: int,
-        meet: Meet | None,
-        denominator: Divisor,
-        chunks: Sequence[Sequence[Runnable]],
+        meet: Meet | None = None,
+        denominator: Divisor = lambda: 1.0,
     ) -> None:
         super().__init__(units, prefetch, meet, denominator)
-        self._programs = [Program(each) for each in chunks]
+        self._programs = [Program([units[place] for place in each]) for each in chunks]
         self.program = self._programs[0]
 
     @property
