@@ -76,6 +76,7 @@ OTHER: dict[str, Any] = {
     "plan.mesh.cp": 2,
     "plan.mesh.tp": 2,
     "plan.mesh.ep": 2,
+    "plan.mesh.pp": 2,
     "parallel.tensor.plan": {"up": "column", "down": "row"},
     "parallel.tensor.sequence": False,
     "parallel.context.mode": "ring",

@@ -183,7 +183,7 @@ def test_the_built_in_decoder_is_recognised_by_its_tensors(tied: bool, tmp_path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pp": 2}, "planned, not runnable yet: terrazzo train has no pipeline parallelism yet (pp 2)"),
+        ({"pp": 2}, "planned, not runnable yet: Pipelines have run on CPUs alone yet (pp 2)"),
         ({"precision": "fp8"}, "no fp8 matrix products"),
         ({"optimizer": "adafactor"}, "would be wrong on flat shards"),
         ({"optimizer": "lion"}, "has no lion"),

@@ -353,7 +353,7 @@ def test_a_finding_is_no_warning_too_in_the_json() -> None:
     report = Answer(found, estimate).report()
     assert [each.rule for each in report.findings] == ["pipeline parallelism"]
     assert not set(report.warnings) & set(map(str, found.findings))
-    assert str(found).count("has no pipeline parallelism yet") == 1
+    assert str(found).count("Pipelines have run on CPUs alone") == 1
 
 
 def test_no_module_hides_behind_a_function_of_its_name() -> None:

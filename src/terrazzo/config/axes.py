@@ -1,16 +1,17 @@
-"""What ranks do that share more than data: the settings of tensor and context parallelism."""
+"""What ranks do that share more than data: the settings of tensor, context and pipeline parallelism."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from terrazzo.config.section import Section
 from terrazzo.errors import did_you_mean
 from terrazzo.parallel import STYLES
+from terrazzo.parallel.pipeline_order import check_schedule
 
-__all__ = ["ContextConfig", "ParallelConfig", "TensorConfig"]
+__all__ = ["ContextConfig", "ParallelConfig", "PipelineConfig", "TensorConfig"]
 
 
 class ContextConfig(Section):
@@ -54,8 +55,25 @@ class TensorConfig(Section):
         return plan
 
 
+class PipelineConfig(Section):
+    """How ranks take turns that have some layers each, where `plan.mesh.pp` is more than 1."""
+
+    schedule: Literal["1f1b", "gpipe"] = Field(
+        "1f1b",
+        description="`1f1b`: each rank keeps activations of as many micro-batches as there are stages behind it, and "
+        "one more; `gpipe`: all forwards before all backwards",
+    )
+    chunks: int = Field(1, gt=0, description="stages of each rank; several wait less, and send more, by `1f1b` alone")
+
+    @model_validator(mode="after")
+    def _one_for_gpipe(self) -> Self:
+        check_schedule(self.schedule, self.chunks)
+        return self
+
+
 class ParallelConfig(Section):
     """What ranks do that share more than data."""
 
     tensor: TensorConfig = TensorConfig()
     context: ContextConfig = ContextConfig()
+    pipeline: PipelineConfig = PipelineConfig()

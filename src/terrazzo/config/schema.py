@@ -35,11 +35,12 @@ DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 
 
 class MeshConfig(Section):
-    """How the ranks are arranged: `dp_replicate` groups of `dp_shard` times `cp` times `tp` ranks each.
+    """How the ranks are arranged: `pp` times `dp_replicate` groups of `dp_shard` times `cp` times `tp` ranks each.
 
     `ep` is cut out of these groups, and takes no ranks of its own.
     """
 
+    pp: int = Field(1, gt=0, description="parts of the ranks that have other layers each (pipeline parallelism)")
     dp_replicate: int = Field(1, gt=0, description="groups of ranks; each group holds all states of a hybrid plan")
     dp_shard: int | None = Field(None, gt=0, description="default: the number of ranks divided by the others")
     cp: int = Field(1, gt=0, description="ranks that share each sequence (context parallelism)")
@@ -50,6 +51,10 @@ class MeshConfig(Section):
     def ranks_per_batch(self) -> int:
         """Neighbouring ranks that read the same sequences."""
         return self.cp * self.tp
+
+    def readers(self, world_size: int) -> int:
+        """How many shares there are of all sequences; each is read by the ranks of all stages, too."""
+        return world_size // (self.ranks_per_batch * self.pp)
 
 
 class PlanConfig(Named):

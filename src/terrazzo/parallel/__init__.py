@@ -7,7 +7,7 @@ Open to other packages:
 
     mesh              the mesh of ranks by the names of its axes
     paper             a model cut for ranks that are not there, for those who count memory
-    pipeline_order    what each rank of a pipeline runs, for those who count time
+    pipeline_order    what each rank of a pipeline runs, for those who count time and those who configure it
 """
 
 from terrazzo.parallel.chunks import Balance, Chunks
@@ -17,7 +17,7 @@ from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.loss import VocabularyLoss, leave_vocabulary, vocabulary_of
 from terrazzo.parallel.mesh import mesh, mesh_sizes
 from terrazzo.parallel.pipeline import step
-from terrazzo.parallel.pipeline_stages import Pipeline
+from terrazzo.parallel.pipeline_stages import Pipeline, check_line
 from terrazzo.parallel.plans import check_styles, own_plan
 from terrazzo.parallel.ranks import TensorRanks
 from terrazzo.parallel.registry import KNOWN_TYPES, attention_heads, check_config
@@ -51,6 +51,7 @@ __all__ = [
     "VocabularyLoss",
     "attention_heads",
     "check_config",
+    "check_line",
     "check_styles",
     "context_of",
     "leave_vocabulary",

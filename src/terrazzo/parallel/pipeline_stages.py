@@ -26,7 +26,7 @@ from terrazzo.parallel.pipeline_line import Line, put_in_line
 from terrazzo.parallel.pipeline_order import check_schedule
 from terrazzo.parallel.tensor import matching
 
-__all__ = ["Pipeline", "line_of", "take_stages"]
+__all__ = ["Pipeline", "check_line", "line_of", "take_stages"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,18 @@ def _line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline, rank: int, 
     bounds = _bounds_of(model, names, pipeline, ranks * pipeline.chunks)
     chunks = tuple(names[begin:end] for begin, end in bounds[rank::ranks])
     return Line(ranks, rank, chunks, names, bounds, pipeline.schedule)
+
+
+def check_line(model: nn.Module, stages: int) -> None:
+    """Refuse a model that cannot be cut into so many stages, balanced.
+
+    Raises:
+        BadInput: there.
+    """
+    _check_modules(model)
+    names = _names_of(model, Pipeline())
+    _check_line(model, names)
+    _bounds_of(model, names, Pipeline(), stages)
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

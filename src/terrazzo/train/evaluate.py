@@ -1,18 +1,22 @@
-"""Validation and text samples."""
+"""Validation and text samples; and micro-batches through stages, to learn from them or to validate."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+import terrazzo as tz
 from terrazzo.parallel import whole_sequences
-from terrazzo.train.data import Asked, evaluation_batches
+from terrazzo.train.data import Asked, Batch, evaluation_batches
 from terrazzo.train.model.causal_lm import generate
-from terrazzo.train.objectives import Validation, objective_of
+from terrazzo.train.model.experts import auxiliary_loss
+from terrazzo.train.objectives import NextToken, Validation, objective_of
 from terrazzo.train.session import Session, evaluation_limit
 
-__all__ = ["evaluate", "sample_text"]
+__all__ = ["evaluate", "in_stages", "sample_text"]
 
 TEMPERATURE = 0.8
 """Of samples: below 1, the likelier tokens are drawn more often than the model would."""
@@ -32,14 +36,33 @@ def evaluate(session: Session) -> Validation | None:
     undecided = session.step == 0 and session.config.objective.kind.against_initial
     total = torch.zeros(3, dtype=torch.float64)
     session.model.eval()
-    for whole in evaluation_batches(dataset, batch.micro_batch, parts.reader, parts.readers, limit):
-        part = parts.of(whole)
+    batches = map(parts.of, evaluation_batches(dataset, batch.micro_batch, parts.reader, parts.readers, limit))
+    if session.config.plan.mesh.pp > 1:
+        held = [*batches]
+        total[0], total[1] = in_stages(session, held), sum(part.samples for part in held)
+    for part in batches:
         loss, right = objective.measure(session.model, part, ranks.device)
         right = part.samples / 2 if undecided else right
         total += torch.tensor([float(loss), part.samples, right], dtype=torch.float64)
     session.model.train()
     loss_sum, samples, right_sum = parts.total(total).tolist()  # samples: more than 0, `open_session` has seen to it
     return objective.validation(loss_sum / samples, right_sum / samples, dataset.bytes_per_token)
+
+
+def in_stages(session: Session, batches: Sequence[Batch], denominator: float | None = None) -> Tensor:
+    """Forward, and where gradients are enabled backward, of micro-batches through the stages that ranks have.
+
+    Returns the sum of their losses, on all ranks of a pipeline. Collective.
+    """
+    model, device, objective = session.model, session.ranks.device, objective_of(session.config)
+    assert isinstance(objective, NextToken)
+    return tz.step(
+        model,
+        [objective.micro_batch(model, each, device) for each in batches],
+        lambda output, targets: objective.loss_of(model, output, targets),
+        denominator=denominator,
+        auxiliary=auxiliary_loss,
+    )
 
 
 def sample_text(session: Session) -> str:

@@ -18,7 +18,7 @@ from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.command import Command
 from terrazzo.train.data import GlobalBatch
 from terrazzo.train.divergence import DivergenceWatch
-from terrazzo.train.evaluate import evaluate, sample_text
+from terrazzo.train.evaluate import evaluate, in_stages, sample_text
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.model.experts import Load, auxiliary_loss, balance_experts
@@ -174,6 +174,9 @@ def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
     Returns this rank's sum of the losses of all samples, and the gradients' global norm before clipping.
     """
     engine_of(session.model).traffic.reset()
+    if session.config.plan.mesh.pp > 1:
+        total = in_stages(session, batch.micro_batches, denominator=max(1, batch.samples))
+        return total, tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
     session.model.set_gradient_denominator(max(1, batch.samples))  # type: ignore[operator]
     total, objective = torch.zeros((), device=session.ranks.device), objective_of(session.config)
     for index, micro_batch in enumerate(batch.micro_batches):

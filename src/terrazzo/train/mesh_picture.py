@@ -13,21 +13,23 @@ MOST_READERS = 8
 def mesh_picture(sizes: Mapping[str, int]) -> list[str]:
     """The ranks as they are arranged, and what the signs mean; nothing where none of them share more than states.
 
-    `dp_shard 2 × cp 2 × tp 2` is `[0-1 | 2-3] [4-5 | 6-7]`.
+    `dp_shard 2 × cp 2 × tp 2` is `[0-1 | 2-3] [4-5 | 6-7]`, and `pp 2 × dp_shard 2` is `[0] [1] → [2] [3]`.
 
     Args:
         sizes: of the axes, outermost first.
     """
-    cp, tp, ep = (sizes.get(axis, 1) for axis in ("cp", "tp", "ep"))
-    if cp * tp * ep == 1:
+    pp, cp, tp, ep = (sizes.get(axis, 1) for axis in ("pp", "cp", "tp", "ep"))
+    if pp * cp * tp * ep == 1:
         return []
     groups, shards = sizes.get("dp_replicate", 1), sizes["dp_shard"]
-    readers = [_reader(first, cp, tp) for first in range(0, groups * shards * cp * tp, cp * tp)]
+    readers = [_reader(first, cp, tp) for first in range(0, pp * groups * shards * cp * tp, cp * tp)]
     whole = len(readers) <= MOST_READERS
-    drawn = " || ".join(" ".join(readers[first : first + shards]) for first in range(0, len(readers), shards))
-    drawn = drawn if whole else " ".join([*readers[:2], "...", readers[-1]])
+    copies = [" ".join(readers[first : first + shards]) for first in range(0, len(readers), shards)]
+    stages = [" || ".join(copies[first : first + groups]) for first in range(0, len(copies), groups)]
+    drawn = " → ".join(stages) if whole else " ".join([*readers[:2], "...", readers[-1]])
     axes = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if axis != "ep")
-    signs = ["each [ ] reads its own sequences"]
+    signs = ["each [ ] reads its own sequences" + ", the same in all stages" * (pp > 1)]
+    signs += [f"→ the next layers (pp {pp})"] if pp > 1 else []
     signs += [f"| divides them (cp {cp})"] if cp > 1 else []
     signs += [f"0-{tp - 1} divide matrices (tp {tp})"] if tp > 1 else []
     signs += [f"each {ep} neighbours divide experts (ep {ep})"] if ep > 1 else []

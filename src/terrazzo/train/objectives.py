@@ -102,6 +102,15 @@ class NextToken(Objective):
     def loss(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
         return _cross_entropy(model, batch, device, "sum")
 
+    def micro_batch(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
+        """What the built-in decoder is called with, and the targets, for `loss_of`."""
+        inputs, targets, given = _on_device(model, batch, device)
+        return (inputs, *given.values()), targets
+
+    def loss_of(self, model: nn.Module, output: Any, targets: Tensor) -> Tensor:
+        """`loss`, of what the model has returned."""
+        return _loss_of(model, output, targets, "sum")
+
     def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, float]:
         return self.loss(model, batch, device), 0
 
@@ -181,12 +190,19 @@ def completion_log_probs(model: nn.Module, batch: Batch, device: torch.device) -
 
 def _cross_entropy(model: nn.Module, batch: Batch, device: torch.device, reduction: Literal["sum", "none"]) -> Tensor:
     """Over all targets in one row, fp32; an ignored one counts as 0."""
-    inputs = batch.inputs.to(device, non_blocking=True)
-    targets = batch.targets.to(device, non_blocking=True)
-    if batch.positions is None:
-        output = model(inputs)
-    else:
-        output = model(inputs, position_ids=_placed(model, batch.positions, device))
+    inputs, targets, given = _on_device(model, batch, device)
+    return _loss_of(model, model(inputs, **given), targets, reduction)
+
+
+def _on_device(
+    model: nn.Module, batch: Batch, device: torch.device
+) -> tuple[Tensor, Tensor, dict[Literal["position_ids"], Tensor]]:
+    """Inputs, targets, and what the model takes by name."""
+    inputs, targets = (each.to(device, non_blocking=True) for each in (batch.inputs, batch.targets))
+    return inputs, targets, {} if batch.positions is None else {"position_ids": _placed(model, batch.positions, device)}
+
+
+def _loss_of(model: nn.Module, output: Any, targets: Tensor, reduction: Literal["sum", "none"]) -> Tensor:
     rows = logits_of(output).flatten(0, -2)
     if (vocabulary := vocabulary_of(model)) is not None:
         return vocabulary(rows, targets.flatten(), reduction)

@@ -23,7 +23,8 @@ class Parts:
 
     Attributes:
         drawer: what this rank's random numbers are by: ranks along tp drop the same of what all of them have.
-        counts: whether its sums count: ranks along tp have the same ones, of which the first one's do.
+        counts: whether its sums count: ranks along tp have the same ones, of which the first one's do, and of stages
+            the last one has losses.
     """
 
     reader: int
@@ -66,8 +67,9 @@ class Parts:
 
 
 def parts_of(config: Config, ranks: Ranks, context: Context | None = None) -> Parts:
-    """What this rank reads: neighbouring ranks share sequences, as `context` says, and matrices."""
+    """What this rank reads: neighbouring ranks share sequences, as `context` says, and matrices; stages read alike."""
     mesh = config.plan.mesh
     drawer, place = divmod(ranks.rank, mesh.tp)
-    together = mesh.ranks_per_batch
-    return Parts(ranks.rank // together, ranks.world_size // together, context, drawer, counts=place == 0)
+    readers = mesh.readers(ranks.world_size)
+    stage, reader = divmod(ranks.rank // mesh.ranks_per_batch, readers)
+    return Parts(reader, readers, context, drawer, counts=place == 0 and stage == mesh.pp - 1)

@@ -91,12 +91,12 @@ def mesh_shape(mesh: MeshConfig, world_size: int) -> dict[str, int]:
 
 def micro_batches_per_rank(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> int:
     """Micro-batches per step on each rank; raises `BadInput` with the arithmetic when they do not come out whole."""
-    readers = world_size // mesh.ranks_per_batch
+    readers = mesh.readers(world_size)
     at_once = batch.micro_batch * readers
     if batch.global_batch % at_once:
         below = batch.global_batch // at_once * at_once
         options = [str(size) for size in (below, below + at_once) if size]
-        shared = {axis: size for axis, size in (("cp", mesh.cp), ("tp", mesh.tp)) if size > 1}
+        shared = {axis: size for axis in ("pp", "cp", "tp") if (size := getattr(mesh, axis)) > 1}
         sharing = "".join(f" / plan.mesh.{axis} {size}" for axis, size in shared.items())
         who = f"({world_size} ranks{sharing})" if sharing else f"{world_size} ranks"
         raise BadInput(

@@ -311,8 +311,8 @@ def _asked(config: Config, data: TokenData) -> Asked | None:
 
 
 def _prompt(config: Config, data: TokenData, asked: Asked | None) -> list[int]:
-    """What samples go on from. A score is no text, and has none."""
-    if not config.train.sample_tokens or config.objective.kind.scored:
+    """What samples go on from. A score is no text, and a model in stages writes none."""
+    if not config.train.sample_tokens or config.objective.kind.scored or config.plan.mesh.pp > 1:
         return []
     if asked is not None:
         return asked.tokens

@@ -15,6 +15,7 @@ _SAME = (
 )  # fmt: skip
 PATH_OF: Mapping[str, str] = {
     **{key: key for key in _SAME},
+    "plan.mesh.pp": "mesh.pp",
     "plan.mesh.dp_replicate": "mesh.dp_replicate",
     "plan.mesh.dp_shard": "mesh.dp_shard",
     "plan.mesh.cp": "mesh.cp",

@@ -126,7 +126,8 @@ def _mesh(draft: HubDraft) -> None:
         draft.carry("mesh.dp_replicate")
     draft.carry("mesh.tp")
     draft.carry("mesh.ep")
-    known = ("tp", "ep", *_sequences(draft))
+    draft.carry("mesh.pp")
+    known = ("tp", "ep", "pp", *_sequences(draft))
     others = [axis for axis in MODEL_AXES if axis not in known and draft.value(f"mesh.{axis}", 1) != 1]
     if others and draft.value("mesh.dp_shard") is not None:
         draft.lossy("mesh.dp_shard", f"without {' and '.join(others)} more ranks are left to it: it takes them all")
@@ -138,7 +139,7 @@ def _mesh(draft: HubDraft) -> None:
     else:
         draft.carry("mesh.world")
     for axis in others:
-        draft.refuse(f"mesh.{axis}", "`terrazzo train` has the axes dp_replicate, dp_shard, cp, tp and ep: set it to 1")
+        draft.refuse(f"mesh.{axis}", "`terrazzo train` has pp, dp_replicate, dp_shard, cp, tp and ep: set it to 1")
 
 
 def _sequences(draft: HubDraft) -> tuple[str, ...]:

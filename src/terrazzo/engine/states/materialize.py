@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.plan.axes import Axes
-from terrazzo.engine.plan.elsewhere import readable
+from terrazzo.engine.plan.elsewhere import as_one, readable
 from terrazzo.engine.plan.partition import Member, UnitSpec
 from terrazzo.errors import BadInput
 
@@ -156,7 +156,8 @@ def materialize_buffers(model: nn.Module, device: torch.device) -> list[nn.Modul
     Returns:
         The modules that had any and that no parameter will have initialised.
     """
-    bare = [module for module in model.modules() if _on_meta(module._buffers) and not _on_meta(module._parameters)]
+    with as_one(model) as away:  # what other stages have is drawn here, too, and the buffers beside it
+        bare = [module for module in model.modules() if _on_meta(module._buffers) and not _will_be_drawn(module, away)]
     replace_buffers(model, lambda buffer: torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer)
     return bare
 
@@ -165,6 +166,11 @@ def move_buffers(model: nn.Module, axes: Axes) -> None:
     """Bring every buffer to the device, those that modules share together, with the first rank's values."""
     replace_buffers(model, lambda buffer: buffer.to(axes.device))
     synchronize(list(model.buffers()), axes)
+
+
+def _will_be_drawn(module: nn.Module, away: Mapping[nn.Parameter, bool]) -> bool:
+    """Whether it has parameters of its own that are still to be given their first values; of those away as told."""
+    return any(each is not None and each.is_meta and away.get(each, True) for each in module._parameters.values())
 
 
 def _on_meta(tensors: Mapping[str, Tensor | None]) -> bool:

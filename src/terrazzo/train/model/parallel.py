@@ -1,4 +1,4 @@
-"""The model of a run given to ranks that share its matrices or its sequences, between its making and its optimizer."""
+"""The model of a run given to ranks that share its layers, matrices or sequences, before it has an optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from terrazzo.config import Config
 from terrazzo.parallel import Column, Logits, TensorPlan, VocabularyLoss, leave_vocabulary, own_plan, style_of
 from terrazzo.train.model.decoder import Decoder
 
-__all__ = ["parallelize_model", "plan_of", "vocabulary_apart"]
+__all__ = ["parallelize_model", "pipeline_of", "plan_of", "vocabulary_apart"]
 
 
 def parallelize_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
@@ -33,9 +33,16 @@ def parallelize_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> Non
         sequence=settings.tensor.sequence,
         context=settings.context.mode,
         balance=settings.context.balance,
+        pipeline=pipeline_of(config),
     )
     if vocabulary:
         leave_vocabulary(model, VocabularyLoss(mesh, vocabulary))
+
+
+def pipeline_of(config: Config) -> tz.Pipeline | None:
+    """How ranks share layers; None where each has all."""
+    settings = config.parallel.pipeline
+    return tz.Pipeline(settings.schedule, settings.chunks) if config.plan.mesh.pp > 1 else None
 
 
 def plan_of(model: nn.Module, config: Config) -> TensorPlan:

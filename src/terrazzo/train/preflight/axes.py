@@ -1,4 +1,6 @@
-"""Whether ranks can share what a configuration trains: sequences along cp, matrices along tp, experts along ep."""
+"""Whether ranks can share what a configuration trains: sequences along cp, matrices along tp, experts along ep, layers
+along pp.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.parallel import Chunks, attention_heads, check_config, check_styles
+from terrazzo.parallel import Chunks, attention_heads, check_config, check_line, check_styles
 from terrazzo.parallel.paper import cut_on_paper
 from terrazzo.train.model.huggingface import read_config, tensor_styles
 from terrazzo.train.model.prepare import prepare_model
@@ -24,6 +26,8 @@ def check_axes(config: Config) -> None:
     """
     mesh = config.plan.mesh
     _check_experts(config)
+    if mesh.pp > 1:
+        _check_pipeline(config)
     if mesh.ranks_per_batch == 1:
         return
     _check_lengths(config)
@@ -31,6 +35,32 @@ def check_axes(config: Config) -> None:
         _check_context(config)
     if mesh.tp > 1:
         _check_tensor(config)
+
+
+def _check_pipeline(config: Config) -> None:
+    shared, train, without = config.plan.mesh.pp, config.train, "or plan.mesh.pp=1"
+    if config.model.kind != "decoder":
+        raise BadInput(
+            f"plan.mesh.pp is {shared}, and only the built-in decoder says through which modules its values go. Set"
+            f" model.kind=decoder, {without}; or train by tz.step in a loop of your own, with tz.Pipeline(line=[...])."
+        )
+    if config.objective.name != "next_token":
+        raise BadInput(
+            f"plan.mesh.pp is {shared}, and objective '{config.objective.name}' looks at outputs of several forwards."
+            f" Set objective=next_token, {without}."
+        )
+    if train.compile:
+        raise BadInput(f"plan.mesh.pp is {shared}, and no stage is compiled yet. Set train.compile=false, {without}.")
+    if train.sample_every is not None or train.sample_chat is not None:
+        key = "sample_every" if train.sample_every is not None else "sample_chat"
+        raise BadInput(
+            f"plan.mesh.pp is {shared}, and a model in stages writes no text (train.{key}). Set train.{key}=null,"
+            f" {without}."
+        )
+    try:
+        check_line(prepare_model(config), shared * config.parallel.pipeline.chunks)
+    except BadInput as error:
+        raise BadInput(f"plan.mesh.pp {shared}: {error}") from None
 
 
 def _check_experts(config: Config) -> None:

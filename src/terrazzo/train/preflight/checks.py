@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.config import Config
+from terrazzo.parallel.pipeline_order import actions_of
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.sources import find_files
@@ -36,8 +37,11 @@ def check(config: Config, world_size: int) -> list[str]:
     build_precision(config)
     build_offload(config)
     mesh_shape(config.plan.mesh, world_size)
-    micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
+    micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     check_axes(config)
+    if config.plan.mesh.pp > 1:
+        settings = config.parallel.pipeline
+        actions_of(settings.schedule, config.plan.mesh.pp, settings.chunks, micro_batches)
     check_settings(config.optimizer)
     _check_model(config, load_tokenizer(config.data.tokenizer, config.data.end_of_document))
     _check_data(config)

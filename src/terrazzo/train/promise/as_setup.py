@@ -61,6 +61,8 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         context=config.parallel.context.mode,
         sequence_parallel=config.parallel.tensor.sequence,
         loss="parts" if mesh.tp > 1 and _leaves_logits_apart(config) else "full",
+        pipeline=config.parallel.pipeline.schedule,
+        virtual_stages=config.parallel.pipeline.chunks if mesh.pp > 1 else 1,
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
         offload_activations=config.offload.activations == "cpu",

@@ -66,10 +66,10 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     """From the model's own operators.
 
     None where these are compiled, or depend on values, which a trace does not have, or where the units are not those of
-    `setup`.
+    `setup`; nor of a model in stages, which keep several micro-batches.
     """
     layers = setup.model.layers
-    if config.train.compile:
+    if config.train.compile or setup.mesh.pp > 1:
         return None
     shortened = config.model.kind == "decoder" and setup.every == 1 and layers > TRACED_LAYERS
     model = prepare_model(_traced(config, setup, shortened))
@@ -91,8 +91,11 @@ def exchanges_of(config: Config, setup: Setup) -> dict[str, int]:
     """What a step sends of activations along tp and cp, in bytes, by the names of `Traffic.by_name`.
 
     By formulas; where some weights are frozen, gradients of activations end where nothing trains before them, and the
-    model's own operators are counted on paper: nothing where these depend on values, which they do not have.
+    model's own operators are counted on paper: nothing where these depend on values, which they do not have. Nor of
+    stages, whose ranks send different amounts.
     """
+    if setup.mesh.pp > 1:
+        return {}
     if setup.mesh.tp * setup.mesh.cp == 1 or setup.model.trainable_numel == setup.model.numel:
         return expected_exchanges(setup)
     model = prepare_model(_traced(config, setup, shortened=False))
