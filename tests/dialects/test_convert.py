@@ -487,7 +487,7 @@ def test_the_page_has_every_option_with_who_set_it(tmp_path: Path) -> None:
     assert [extra.key for extra in page.own] == ["log.every"]
     assert page.unsettled == ()
     assert {option.path for option in page.options} | set(page.left) == set(PATHS)
-    assert "mesh.pp" in page.left
+    assert "units.min_numel" in page.left
 
 
 def test_no_plan_is_said_to_be_none() -> None:

@@ -81,6 +81,8 @@ OTHER: dict[str, Any] = {
     "parallel.tensor.sequence": False,
     "parallel.context.mode": "ring",
     "parallel.context.balance": "none",
+    "parallel.pipeline.schedule": "gpipe",
+    "parallel.pipeline.chunks": 2,
     "plan.units": ["Block", "embed*"],
     "plan.prefetch": 3,
     "offload.weight": "cpu",
@@ -227,6 +229,7 @@ def test_all_keys_at_once_survive() -> None:
     left_out = {"plan.name", "model.kind", "model.path", "model.weights", "train.sample_prompt"}
     left_out |= {"model.experts.bias_rate", "checkpoint.save_format"}  # beside a loss, and beside experts
     left_out |= {"objective.name", "objective.beta", "objective.label_smoothing"}  # pairs leave less to choose
+    left_out |= {"parallel.pipeline.schedule"}  # gpipe has no chunks
     flat = {key: value for key, value in OTHER.items() if key not in left_out and not key.startswith("lora.")}
     assert_the_same_run(nested({**flat, "schedule.name": "wsd"}))
 
@@ -473,12 +476,11 @@ def test_ulysses_is_context_parallelism_by_its_mode_both_ways() -> None:
     assert verdicts["mesh.sp"].kind == "refused"
 
 
-@pytest.mark.parametrize("axis", ["pp"])
-def test_axes_that_the_trainer_has_not_are_refused(axis: str) -> None:
-    _, verdicts = written({f"mesh.{axis}": 2})
-    assert verdicts[f"mesh.{axis}"].kind == "refused"
-    _, verdicts = written({f"mesh.{axis}": 1})
+@pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"])
+def test_the_trainer_has_every_axis(axis: str) -> None:
+    document, verdicts = written({f"mesh.{axis}": 2})
     assert verdicts[f"mesh.{axis}"].kind == "applied"
+    assert document["plan"]["mesh"] == {axis: 2}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from terrazzo.config import KEYS as SCHEMA
 from terrazzo.config import check_keys, tier_text
 from terrazzo.dialects.description import LOADED, STATES, TIERS, Setting, Settings
 from terrazzo.dialects.dialect import Context, Document, Reading
+from terrazzo.dialects.meaning import APART
 from terrazzo.dialects.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.paths import PATH_OF, WORDS
@@ -222,7 +223,7 @@ def _followed(given: Mapping[str, Setting[Any]], context: Context) -> Settings:
     found = {}
     whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
     ranks = given["mesh.world"].value or context.world
-    apart = math.prod(given[f"mesh.{axis}"].value for axis in ("cp", "sp", "tp"))
+    apart = math.prod(given[f"mesh.{axis}"].value for axis in APART)
     at_once = micro.value * (ranks or 0) // apart
     if at_once and whole.value % at_once == 0:
         found["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
