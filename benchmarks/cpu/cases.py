@@ -22,6 +22,7 @@ class Case:
         clip: the global norm that gradients are clipped to, if any.
         small: many small tensors in the place of a decoder.
         sharing: ranks that are given the same batch: those of a tensor-parallel group, or of a context-parallel one.
+        stages: these have other layers, and are no neighbours.
     """
 
     shape: Shape
@@ -32,6 +33,11 @@ class Case:
     clip: float | None = None
     small: bool = False
     sharing: int = 1
+    stages: bool = False
+
+    def data_rank(self, rank: int, world_size: int) -> int:
+        """Ranks of the same one are given the same batches."""
+        return rank % (world_size // self.sharing) if self.stages else rank // self.sharing
 
     def describe(self) -> str:
         """One line for a report."""
@@ -73,5 +79,6 @@ CASES = {
     "matrices-large": Case(Shape(4, 1024, 8192, 256), 2, "matrices in two parts, large ones", sharing=2),
     "sequences": Case(Shape(4, 256, 1024, 2048), 1, "sequences in two parts, long ones", sharing=2),
     "sequences-wide": Case(Shape(8, 768, 1024, 256), 1, "sequences in two parts, a wide model", sharing=2),
+    "stages": Case(Shape(8, 512, 1024, 128), 2, "layers in two halves", accumulate=8, sharing=2, stages=True),
     "tiny": Case(Shape(3, 64, 128, 32), 2, "for trying the benchmark itself"),
 }

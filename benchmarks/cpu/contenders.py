@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from benchmarks.cpu import axes
+from benchmarks.cpu import axes, stages
 from benchmarks.cpu.cases import Case
 from benchmarks.cpu.loops import HYPERPARAMETERS, Contender, Counted, Loop, adamw, autocast, deepspeed_config
 from benchmarks.cpu.models import UNITS
@@ -179,6 +179,7 @@ CONTENDERS = {
         for plan in ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
     },
     **axes.CONTENDERS,
+    **stages.CONTENDERS,
 }
 
 

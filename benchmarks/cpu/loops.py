@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,18 @@ class Loop:
         """The mean over a micro-batch, int64 [batch, sequence] each."""
         logits = self.model(tokens).flatten(0, 1)
         return F.cross_entropy(logits.float(), targets.flatten())
+
+    def micro_batches(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Forward and backward of a step's micro-batches; the mean of their losses."""
+        losses = []
+        for index, (tokens, targets) in enumerate(batches):
+            last = index == len(batches) - 1
+            with nullcontext() if last else self.not_last():
+                with self.computing():
+                    loss = self.loss(tokens, targets)
+                self.backward(loss / len(batches), last)
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
 
     def shown(self, loss: Tensor) -> Tensor:
         """A micro-batch's loss as others have it that do not share sequences; no part of the step."""

@@ -9,7 +9,6 @@ import logging
 import os
 import time
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +61,7 @@ class Trainee:
         _forget_peak()
         self.empty_bytes = _status_bytes("VmRSS")
         self.case, self.done = CASES[start.case], 0
-        self.data_rank = start.rank // self.case.sharing
+        self.data_rank = self.case.data_rank(start.rank, start.world_size)
         torch.manual_seed(start.seed)
         model = self.case.model()
         dist.barrier()
@@ -119,18 +118,11 @@ class Trainee:
         batches = [self.case.tokens(count * self.done + index, self.data_rank) for index in range(count)]
         dist.barrier()
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        losses = []
-        for index, (tokens, targets) in enumerate(batches):
-            last = index == count - 1
-            with nullcontext() if last else self.loop.not_last():
-                with self.loop.computing():
-                    loss = self.loop.loss(tokens, targets)
-                self.loop.backward(loss / count, last)
-            losses.append(loss.detach())
+        loss = self.loop.micro_batches(batches)
         self.loop.update()
         self.done += 1
         took = time.perf_counter() - wall_s, time.process_time() - cpu_s
-        return *took, self.loop.shown(torch.stack(losses).mean()).item()
+        return *took, self.loop.shown(loss).item()
 
 
 def join(rank: int, world_size: int, store: str, limit_s: float) -> None:

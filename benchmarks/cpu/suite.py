@@ -68,6 +68,15 @@ SUITES: dict[str, list[Run]] = {
         Run("sequences", [CONTEXT], ["deepspeed-3-ulysses"], Effort(rounds=7)),
         Run("sequences-wide", [CONTEXT], ["deepspeed-3-ulysses"], Effort(rounds=7)),
     ],
+    "stages": [
+        Run("stages", [["torch-stages", "terrazzo-zero0-stages"]], ["torch-stages"], Effort(rounds=9)),
+        Run(
+            "stages",
+            [["fsdp2-stages", "terrazzo-zero3-stages", "terrazzo-zero2-stages", "terrazzo-shard_grad_op-stages"]],
+            ["fsdp2-stages"],
+            Effort(rounds=7, ranks=4),
+        ),
+    ],
     "tiny": [Run("tiny", [["alone", "ddp", "terrazzo-zero3"]], ["ddp"], Effort(rounds=2))],
 }
 FURTHER: dict[str, Any] = {"host": host, "update": update, "network": network}
@@ -119,7 +128,7 @@ def cases_of(record: dict[str, Any]) -> dict[str, list[Outcome]]:
 def targets_table(record: dict[str, Any]) -> str:
     """Every target beside what the record holds."""
     further = [row for name, found in record["further"].items() for row in FURTHER[name].targets(found)]
-    return targets.table(cases_of(record), further, targets.AXES if record["suite"] == "axes" else targets.TARGETS)
+    return targets.table(cases_of(record), further, targets.OF_SUITE.get(record["suite"], targets.TARGETS))
 
 
 def markdown(record: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ PEERS = {
 
 
 TENSOR = ("terrazzo-zero3-tensor", "fsdp2-tensor")
+FULLY = "fsdp2-stages"
 SEQUENCES = ("terrazzo-zero3-ulysses", "deepspeed-3-ulysses")
 
 
@@ -119,6 +120,20 @@ AXES = [
     Target("long sequences: the same, peak", 1.00, _peak("sequences", SEQUENCES[0], SEQUENCES[1:])),
 ]
 """Where ranks share matrices or sequences."""
+
+
+PIPELINES = [
+    Target("2 ranks: `zero0`, pp / torch's 1F1B", 1.05, _time("stages", "terrazzo-zero0-stages", "torch-stages")),
+    *(
+        Target(f"4 ranks: `{plan}`, pp / FSDP2, 1F1B", 1.00, _time("stages-4", f"terrazzo-{plan}-stages", FULLY))
+        for plan in ("zero2", "zero3", "shard_grad_op")
+    ),
+    Target("4 ranks: `zero3`, the same, peak", 1.00, _peak("stages-4", "terrazzo-zero3-stages", [FULLY])),
+]
+"""Where ranks have other layers."""
+
+OF_SUITE = {"axes": AXES, "stages": PIPELINES}
+"""Of suites that have their own."""
 
 
 def table(

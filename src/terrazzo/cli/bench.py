@@ -21,7 +21,9 @@ Option = typer.Option
 def bench(
     suite: Annotated[
         str,
-        Option(help="cpu (default; 25 minutes on two cores), axes or timeline (5 minutes), or tiny to try it out"),
+        Option(
+            help="cpu (default; 25 minutes on two cores), axes, stages or timeline (5 minutes), or tiny to try it out"
+        ),
     ] = "cpu",
     cases: Annotated[
         str, Option(help="comma-separated: only these cases of the suite, of timeline these layouts")
@@ -36,7 +38,8 @@ def bench(
     Contenders take turns in one run on the same model, seed and data; nothing is reported unless their losses agree.
     Runs in a checkout of the project, whose folder `benchmarks` holds the cases. A peer that is not installed is left
     out. The suite axes compares tensor parallelism with DTensor's over FSDP2, and context parallelism with Ulysses in
-    DeepSpeed. The suite timeline compares virtual times of FSDP2 and of plans on a simulated GPU.
+    DeepSpeed; the suite stages pipelines with torch's, alone and over FSDP2. The suite timeline compares virtual times
+    of FSDP2 and of plans on a simulated GPU.
     """
     suites = _suites()
     if suite not in suites:
