@@ -157,7 +157,7 @@ def test_any_other_option_has_the_usual_answer(words: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--suite", "cup"], "there are: cpu, axes, tiny"),
+        (["--suite", "cup"], "there are: cpu, axes, stages, tiny"),
         (["--suite", "tiny", "--cases", "tiny,traffic"], "--cases has traffic; suite tiny has: tiny"),
     ],
 )
