@@ -170,6 +170,31 @@ def test_a_parameter_of_another_stage_is_read():
         run_in_threads(2, body, timeout_s=3.0)
 
 
+class Skipping(nn.Module):
+    """What its first module returns is used further on, as a second argument or between two modules."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.between = between
+        self.layers = nn.ModuleList(nn.Bilinear(4, 4, 4) if n and not between else nn.Linear(4, 4) for n in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.layers[0](x)
+        for layer in self.layers[1:3]:
+            x = layer(x) if self.between else layer(x, first)
+        return self.layers[3](x + first) if self.between else self.layers[3](x, first)
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_connection_past_a_stage(between):
+    def body(rank: int) -> None:
+        model, _ = sharded(Skipping(between), LINE)
+        tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
+
+    with pytest.raises(tz.Misuse, match=r"was called on what 'layers.0' returns, which a stage before has kept"):
+        run_in_threads(2, body, timeout_s=3.0)
+
+
 def test_torch_would_clip_each_stage_by_itself():
     def body(rank: int) -> None:
         model, _ = sharded(layers())

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.engine import Stages, inside_backward
-from terrazzo.engine.plan.elsewhere import Turn
+from terrazzo.engine.plan.elsewhere import Absent, Turn
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel.pipeline_order import Action, Kind, actions_of
 
@@ -75,20 +75,23 @@ class _Running:
     Attributes:
         stage: None outside of one.
         come_to: how many modules of the line have been called.
+        received: from the stage before.
         values: what the last of them has returned.
         result: what goes to the next stage.
     """
 
     stage: int | None = None
     come_to: int = 0
-    values: Tensor | None = None
+    received: Any = None
+    values: Any = None
     result: Tensor | None = None
 
     def begin(self, stage: int, received: Tensor | None) -> None:
-        self.stage, self.come_to, self.values, self.result = stage, 0, received, None
+        self.stage, self.come_to, self.received = stage, 0, received
+        self.values = self.result = None
 
     def end(self) -> None:
-        self.stage = self.values = self.result = None
+        self.stage = self.received = self.values = self.result = None
 
 
 class _InLine:
@@ -118,6 +121,9 @@ class _InLine:
             return given
         if self.place >= first:
             running.values = self._single(self.inner(*args, **kwargs))
+        else:  # what the stage before has sent is the output of its last module alone
+            received = running.received
+            running.values = received if self.place == first - 1 else _Away(line.names[self.place], received)
         return running.values
 
     def _check(self, given: Any) -> None:
@@ -137,6 +143,17 @@ class _InLine:
                 "hand one tensor to the next: have it return that alone."
             )
         return output
+
+
+class _Away(Absent):
+    """What a module of an earlier stage has returned, of which nothing was sent here."""
+
+    def refusal(self, what: str) -> Misuse:
+        return Misuse(
+            f"{what} was called on what {self.name!r} returns, which a stage before has kept: a stage is sent what the "
+            "module in front of its first one returns, and nothing else. Hand it on inside of that tensor, or choose "
+            "tz.Pipeline(split=[...]) that keeps all that uses it in one stage."
+        )
 
 
 class _Whole:

@@ -21,7 +21,7 @@ from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import Misuse
 
-__all__ = ["STAGES_OF", "Stages", "Turn", "as_one", "give_up", "readable", "require_whole", "stages_of"]
+__all__ = ["STAGES_OF", "Absent", "Stages", "Turn", "as_one", "give_up", "readable", "require_whole", "stages_of"]
 
 
 class Turn(NamedTuple):
@@ -94,7 +94,7 @@ def require_whole(axes: Axes, what: str) -> None:
         )
 
 
-class _Absent:
+class Absent:
     """Stands where a parameter of a stage that other ranks run would be read. It is no tensor: it has no memory.
 
     Args:
@@ -102,7 +102,7 @@ class _Absent:
         like: what it is the shape, dtype and device of.
     """
 
-    def __init__(self, name: str, like: nn.Parameter) -> None:
+    def __init__(self, name: str, like: torch.Tensor) -> None:
         self.name = name
         self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
 
@@ -112,18 +112,19 @@ class _Absent:
     def __getattr__(self, attribute: str) -> NoReturn:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        raise self._refusal(attribute)
+        raise self.refusal(attribute)
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise self._refusal("indexing")
+        raise self.refusal("indexing")
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> NoReturn:
-        raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))._refusal(function_name(func))
+        raise next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)).refusal(function_name(func))
 
-    def _refusal(self, what: str) -> Misuse:
+    def refusal(self, what: str) -> Misuse:
+        """What `what` raises that would need its values."""
         return Misuse(
             f"{what} was called on {self.name!r}, a parameter of a stage that other ranks of the pipeline run. Read it "
             "in the forward of its own module of the line alone, or give tz.Pipeline(line=[...]) a module around all "
@@ -143,7 +144,7 @@ class _Elsewhere:
 
     parameter: nn.Parameter
     is_new: bool
-    shown: _Absent
+    shown: Absent
 
 
 _ELSEWHERE = Mark[dict[str, _Elsewhere]]("terrazzo_elsewhere")
@@ -155,7 +156,7 @@ def give_up(module: nn.Module, path: str) -> None:
     for name, parameter in held.items():
         module._parameters[name] = None
         away = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        shown = _Absent(f"{path}.{name}", parameter)
+        shown = Absent(f"{path}.{name}", parameter)
         absent = _Elsewhere(away, parameter.is_meta, shown)
         _ELSEWHERE.leave(module, {**(_ELSEWHERE.find(module) or {}), name: absent})
         vars(module)[name] = shown
