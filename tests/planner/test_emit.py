@@ -221,3 +221,10 @@ def test_what_is_emitted_trains_as_it_is(strategy: str, tmp_path: Path) -> None:
     for rank in programs.on_ranks(2, *words, timeout_s=170):
         assert rank.returncode == 0, rank.stderr[-2000:]
     assert (tmp_path / "run").is_dir()
+
+
+def test_every_axis_of_a_mesh_is_written(tmp_path: Path) -> None:
+    """One that were left out would be a run of another plan."""
+    config, _ = emitted(tmp_path, gpus=4, gpu="cpu", strategy="zero1", pp=2, tp=2, global_batch=8, virtual_stages=1)
+    assert (config.plan.mesh.pp, config.plan.mesh.tp, config.plan.mesh.dp_shard) == (2, 2, 1)
+    assert (config.parallel.pipeline.schedule, config.parallel.pipeline.chunks) == ("1f1b", 1)

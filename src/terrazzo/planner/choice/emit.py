@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,21 +131,24 @@ def _plan(setup: Setup) -> dict[str, Any]:
         section: dict[str, Any] = {"name": plan.name}
     else:
         section = {state: str(place) for state, place in plan.places().items()}
-    if mesh.dp_replicate * mesh.cp * mesh.tp > 1:
-        sizes = {"dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard, "cp": mesh.cp, "tp": mesh.tp}
-        section["mesh"] = {axis: size for axis, size in sizes.items() if size > 1 or axis == "dp_shard"}
+    others = {axis: getattr(mesh, axis) for axis in ("pp", "dp_replicate", "cp", "tp", "ep")}
+    if math.prod(others.values()) > 1:
+        given = {axis: size for axis, size in others.items() if size > 1}
+        section["mesh"] = {**given, "dp_shard": mesh.dp_shard}
     if setup.prefetch != 1:
         section["prefetch"] = setup.prefetch
     return section
 
 
 def _parallel(setup: Setup) -> dict[str, Any]:
-    """How ranks share sequences and matrices, where that is not the default."""
+    """How ranks share sequences, matrices and layers, where that is not the default."""
     section: dict[str, Any] = {}
     if setup.mesh.tp > 1 and not setup.sequence_parallel:
         section["tensor"] = {"sequence": False}
     if setup.mesh.cp > 1:
         section["context"] = {"mode": setup.context}
+    if setup.mesh.pp > 1:
+        section["pipeline"] = {"schedule": setup.pipeline, "chunks": setup.virtual_stages}
     return {"parallel": section} if section else {}
 
 
