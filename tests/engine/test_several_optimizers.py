@@ -17,7 +17,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import terrazzo as tz
 from terrazzo.engine import ModelState, engine_of
-from terrazzo.engine.optim.twin import Twin
+from terrazzo.engine.optim.stepper import Stepper
 from tests.engine.toys import (
     Block,
     Net,
@@ -130,10 +130,10 @@ def test_on_several_ranks_it_is_one_process(plan: str, later: bool) -> None:
 
 def test_tensors_stepped_one_by_one_find_their_param_group_among_those_of_all_optimizers() -> None:
     second = SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1.0, 2.0)])
-    twin, parameter = Twin(second, first=3), nn.Parameter(torch.zeros(2))
+    stepper, parameter = Stepper(second, first=3), nn.Parameter(torch.zeros(2))
     for group, wanted in [(3, -1.0), (4, -3.0)]:
         parameter.grad = torch.ones(2)
-        twin.step(group, parameter, {})
+        stepper.step(group, parameter, {})
         assert parameter.tolist() == [wanted, wanted]
 
 

@@ -9,6 +9,7 @@ The ranks share one interpreter, and so torch's default random generator: build 
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -59,7 +60,7 @@ def run_in_threads(world_size: int, function: Callable[[int], T], timeout_s: flo
     are woken from their collectives and end. Raises `RanksStuck` when ranks still wait after `timeout_s`.
     """
     ranks = _Ranks(world_size, function)
-    with _threaded_backend():
+    with _threaded_backend(), _collected_here():
         threads = [threading.Thread(target=ranks.body, args=(r,), daemon=True) for r in range(world_size)]
         for thread in threads:
             thread.start()
@@ -112,6 +113,22 @@ def _threaded_backend() -> Iterator[None]:
         _uninstall_threaded_pg()
         ProcessLocalGroup.reset()
         _set_thread_isolation_mode(False)
+
+
+@contextmanager
+def _collected_here() -> Iterator[None]:
+    """No rank collects garbage: `_join` does.
+
+    Torch makes the tensor that `get_rng_state` returns with its generator locked and Python's lock held. A collection
+    that begins there may run Python code, so that another rank is let in, which waits for the generator for ever.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # -- the same collectives as torch's, in n operations rather than in n squared, and one wake-up rather than two
@@ -178,11 +195,17 @@ def _wake_others(error: BaseException) -> None:
             time.sleep(0.001)
 
 
+_COLLECT_S = 1.0
+"""Between two collections of garbage while ranks run."""
+
+
 def _join(threads: list[threading.Thread], timeout_s: float) -> list[int]:
     """Wait for every thread; wake those still waiting at the end, and say which they were."""
     deadline = time.monotonic() + timeout_s
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+            thread.join(min(left, _COLLECT_S))
+            gc.collect(1)
     stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     if stuck:
         _wake_others(RanksStuck())

@@ -18,7 +18,8 @@ from torch import nn
 
 from terrazzo.config import config_from_dict
 from terrazzo.engine import PRECISIONS
-from terrazzo.engine.optim.stock import ELEMENTWISE, state_of
+from terrazzo.engine.optim.elementwise import ELEMENTWISE
+from terrazzo.engine.optim.stock import state_of
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh

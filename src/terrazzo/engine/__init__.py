@@ -46,8 +46,8 @@ from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
 from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise
 from terrazzo.engine.optim.sharded import ShardedOptimizer
-from terrazzo.engine.optim.stock import ELEMENTWISE, check_elementwise
 from terrazzo.engine.optim.unattached import on_unattached_step
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.plan.axes import data_mesh, named_mesh

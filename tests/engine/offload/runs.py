@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import terrazzo as tz
 from terrazzo.engine import Precision
-from terrazzo.engine.optim import twin
+from terrazzo.engine.offload import update
 from tests.engine import parity
 from tests.engine.models import base_model
 from tests.engine.parity import CUSTOM, Case, Ranks, Trace, assemble, assert_same_bits
@@ -144,14 +144,14 @@ def assert_same(found: Ranks, wanted: Ranks) -> None:
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """No update away from the device begins before the event is set; it is set at the end."""
-    gate, step = threading.Event(), twin.unhooked_step
+    gate, step = threading.Event(), update._Moments.step
 
-    def waiting(optimizer: Optimizer) -> None:
+    def waiting(*args: Any) -> None:
         assert gate.wait(30)
-        step(optimizer)
+        step(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(twin, "unhooked_step", waiting)
+        patch.setattr(update._Moments, "step", waiting)
         try:
             yield gate
         finally:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR
 import terrazzo as tz
 from terrazzo.engine import LossScaling, Precision
 from terrazzo.engine.offload.disk_file import SwapFile
-from terrazzo.engine.optim import twin
+from terrazzo.engine.optim import stepper
 from tests.engine.models import base_model
 from tests.engine.offload.runs import (
     MODES,
@@ -439,7 +439,7 @@ def test_delays_change_no_bit(case: Case, tiers: str, tmp_path: Path, monkeypatc
 
         return delayed
 
-    for owner, name in ((twin, "unhooked_step"), (SwapFile, "read"), (SwapFile, "write")):
+    for owner, name in ((stepper, "unhooked_step"), (SwapFile, "read"), (SwapFile, "write")):
         monkeypatch.setattr(owner, name, late(getattr(owner, name)))
     check(on_tiers(replace(case, variant="wide", steps=4), tiers, tmp_path, MODES[len(tiers) % 3]))
 

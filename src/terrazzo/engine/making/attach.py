@@ -14,9 +14,10 @@ from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.background import Background
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_names
 from terrazzo.engine.offload.update import Updater
+from terrazzo.engine.optim.elementwise import check_optimizer
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.sharded import make_sharded_optimizer
-from terrazzo.engine.optim.stock import Templates, assign_groups, check_optimizer, choose_kernel, state_of
+from terrazzo.engine.optim.stock import Templates, assign_groups, choose_kernel, state_of
 from terrazzo.engine.process import device as devices
 from terrazzo.engine.states.restore import reading, restore_optimizer
 from terrazzo.errors import Misuse
@@ -44,7 +45,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
     def check() -> Templates:
         if any(bucket.tiers.optim == "nvme" for bucket in engine.trainable()):
             raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, axes.device)
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
         templates = [state_of(optimizer, group, axes.device) for group in optimizer.param_groups]
         assign_groups([optimizer], members, first)
@@ -71,12 +72,6 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     Args:
         templates: what is kept for a parameter of each of its param groups.
     """
-    states = {
-        member.name: dict(optimizer.state.pop(member.parameter))
-        for bucket in engine.trainable()
-        for member in bucket.members
-        if member.parameter in optimizer.state
-    }
     first = engine.drivers.next_group
     groups = range(first, first + len(optimizer.param_groups))
     away = [bucket for bucket in engine.trainable() if bucket.updated_off_device]
@@ -84,6 +79,12 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
         templates = [state_of(optimizer, group, engine.axes.device) for group in optimizer.param_groups]
+    states = {
+        member.name: dict(optimizer.state.pop(member.parameter))
+        for bucket in engine.trainable()
+        for member in bucket.members
+        if member.parameter in optimizer.state
+    }
     driver = OptimizerDriver(optimizer, engine, templates, first)
     of_all = [*engine.drivers.templates, *templates]
     for bucket in off_device:

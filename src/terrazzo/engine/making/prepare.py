@@ -38,7 +38,8 @@ from terrazzo.engine.making.parts import check_experts_shared, check_parts, chec
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.stock import Templates, assign_groups, check_optimizer, state_of
+from terrazzo.engine.optim.elementwise import check_optimizer
+from terrazzo.engine.optim.stock import Templates, assign_groups, state_of
 from terrazzo.engine.plan.axes import Axes, data_mesh
 from terrazzo.engine.plan.elsewhere import as_one
 from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
@@ -149,7 +150,7 @@ def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options:
         spec.set_aside(elsewhere)
     specs = [spec for spec in drawn if spec.members]
     check_initializable(model)
-    built = _build_optimizers(model, optimizer, specs)
+    built = _build_optimizers(model, optimizer, specs, axes.device)
     return _Asked(plan, precision, specs, drawn, why, built, bool(offloading_of(model)))
 
 
@@ -177,7 +178,9 @@ def _default_mesh() -> DeviceMesh:
     return data_mesh(devices.kind_of_group(), dist.get_world_size())
 
 
-def _build_optimizers(model: nn.Module, optimizer: OptimizerLike, specs: list[UnitSpec]) -> list[Optimizer]:
+def _build_optimizers(
+    model: nn.Module, optimizer: OptimizerLike, specs: list[UnitSpec], device: torch.device
+) -> list[Optimizer]:
     if optimizer is None:
         return []
     if isinstance(optimizer, list | tuple):
@@ -187,7 +190,7 @@ def _build_optimizers(model: nn.Module, optimizer: OptimizerLike, specs: list[Un
     else:
         built = [optimizer]
     for each in built:
-        check_optimizer(each)
+        check_optimizer(each, device)
     assign_groups(built, [member for spec in specs for member in spec.members])
     return built
 

@@ -11,7 +11,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.offload.settings import StepMode
 from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.twin import Twin
+from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
@@ -38,7 +38,7 @@ class Background:
         self.units, self.schedule, self.mode = units, schedule, mode
         self._updater, self._first, self._segments = updater, first, segments
         self._off_device = [unit for unit in units if any(bucket.updated_off_device for bucket in unit.buckets)]
-        self._early: Twin | None = None
+        self._early: Stepper | None = None
         self._begun: set[int] = set()
         self._torn = False
 
@@ -58,7 +58,7 @@ class Background:
             )
         if self.steps_in_backward and unit in self._off_device and all(all(b.gradient.seen) for b in unit.trainable()):
             if self._early is None:
-                self._early = Twin(optimizer, self._first)
+                self._early = Stepper(optimizer, self._first)
             self._begun.add(index)
             unit.catch_up()
             self._begin(unit, self._early)
@@ -75,12 +75,12 @@ class Background:
                 "offload step 'backward' units are updated while backward runs. Change hyper-parameters after "
                 "optimizer.step(), or use tz.Offload(step='overlapped')."
             )
-        twin = early or Twin(optimizer, self._first)
+        stepper = early or Stepper(optimizer, self._first)
         order = dict.fromkeys([*self.schedule.order.forward, *range(len(self.units))])
         for unit in (self.units[index] for index in order if index not in begun):
             if unit in self._off_device:
                 unit.catch_up()
-                self._begin(unit, twin)
+                self._begin(unit, stepper)
 
     def end_step(self) -> None:
         """`optimizer.step()` returns."""
@@ -112,13 +112,13 @@ class Background:
                 "optimizer.step()."
             )
 
-    def _begin(self, unit: Unit, twin: Twin) -> None:
+    def _begin(self, unit: Unit, stepper: Stepper) -> None:
         segments: dict[Bucket, list[Segment]] = {}
         buckets = [bucket for bucket in unit.buckets if bucket.updated_off_device]
         for segment in self._segments() or ():
             if segment.bucket in buckets:
                 segments.setdefault(segment.bucket, []).append(segment)
-        unit.begin_update(self._updater.begin(segments, twin))
+        unit.begin_update(self._updater.begin(segments, stepper))
 
     def catch_up(self) -> None:
         """Wait for every update, bring all weights at rest in line, and let everything be written."""

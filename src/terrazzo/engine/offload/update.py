@@ -1,7 +1,7 @@
 """Updates away from the device: each unit's states are stepped where they rest, on a thread of its own.
 
-The optimizer's own code runs, on a twin that holds one segment and the hyper-parameters of the moment the step began:
-the user may go on to change them. States in files stream through a few trays, cell by cell: the next cells are
+The optimizer's own code runs, on a stepper that holds one segment and the hyper-parameters of the moment the step
+began: the user may go on to change them. States in files stream through a few trays, cell by cell: the next cells are
 read while one is stepped and earlier ones are written. The order of everything is fixed and each element's arithmetic
 is the same, so the bits are those of a step on the spot.
 """
@@ -27,7 +27,7 @@ from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to
 from terrazzo.engine.offload.trays import Tray
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.twin import Twin
+from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.process.device import Stream, set_current
 from terrazzo.engine.process.worker import Job, again, without_frames
@@ -50,7 +50,7 @@ class _Task:
     window: Range
     segments: Sequence[Segment]
     due: Sequence[Segment]
-    twin: Twin
+    stepper: Stepper
     finished: Landed
     mark: torch.Event | None
     done: Job | None = None
@@ -78,7 +78,7 @@ class Updater:
     def __del__(self) -> None:
         self._tasks.put(None)
 
-    def begin(self, segments: Mapping[Bucket, Sequence[Segment]], twin: Twin) -> Job:
+    def begin(self, segments: Mapping[Bucket, Sequence[Segment]], stepper: Stepper) -> Job:
         """Start updating one unit's segments; the job ends when its new weights can be used."""
         require_own(self._process)
         mark = Stream.current(self._store.device).mark()
@@ -86,11 +86,11 @@ class Updater:
         for bucket, held in segments.items():
             all_due = [segment for segment in held if segment.due]
             for segment in all_due:
-                segment.adopt(twin.state.get(segment.parameter) or {})
+                segment.adopt(stepper.state.get(segment.parameter) or {})
             finished = bucket.gradient.handed_over([each.range for each in all_due]) if all_due else None
             for window, among in _by_window(held).items():
                 if finished is not None and (due := [segment for segment in among if segment.due]):
-                    tasks.append(_Task(bucket, window, among, due, twin, finished, mark))
+                    tasks.append(_Task(bucket, window, among, due, stepper, finished, mark))
         done = Job()
         if not tasks:  # the unit is published all the same: other ranks may have some
             done.set_result(None)
@@ -185,7 +185,7 @@ class _Carrier:
         tray = self._trays.popleft()
         self._trays.append(tray)
         tray.finish_writing()
-        states = [task.twin.state.get(segment.parameter, {}) for segment in task.segments]
+        states = [task.stepper.state.get(segment.parameter, {}) for segment in task.segments]
         known = [key for key in task.bucket.moments if any(key in state for state in states)]
         tray.read(task.bucket, task.window, known, task.finished)
         task.tray = tray
@@ -220,7 +220,7 @@ class _Carrier:
         values = segment.parameter.detach() if task.tray is None else task.tray.part("master", segment.range)
         parameter = nn.Parameter(values)
         parameter.grad = self._gradient(segment, task)
-        _Moments(segment, task.tray).step(task.twin, parameter)
+        _Moments(segment, task.tray).step(task.stepper, parameter)
         weight = segment.bucket.own_weight
         if weight is not None and (task.tray is None or "weight" not in task.tray):
             with weight.opened(segment.range, "replace") as own:
@@ -242,13 +242,13 @@ class _Moments:
         self._segment, self._tray = segment, tray
         self._names = segment.bucket.moments
 
-    def step(self, twin: Twin, parameter: nn.Parameter) -> None:
+    def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
         """Update `parameter`, and what is kept for the segment with it."""
         segment = self._segment
-        kept = twin.state.get(segment.parameter) or {}
+        kept = stepper.state.get(segment.parameter) or {}
         lent = {key: self._home(key).to(parameter.dtype) if key in self._names else kept[key] for key in kept}
-        after = twin.step(segment.group, parameter, lent)
-        twin.state[segment.parameter] = {key: self._put_back(key, value) for key, value in after.items()}
+        after = stepper.step(segment.group, parameter, lent)
+        stepper.state[segment.parameter] = {key: self._put_back(key, value) for key, value in after.items()}
 
     def _home(self, key: str) -> Tensor:
         if self._tray is not None:

@@ -24,8 +24,8 @@ from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
+from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.optim.stock import Templates, hyper_parameters, move_step_hooks
-from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.process.callers import is_inside_own_step
 from terrazzo.engine.process.weak import model_gone, weakly
 from terrazzo.errors import Misuse
@@ -273,13 +273,13 @@ class OptimizerDriver:
     ) -> None:
         """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
         precision = self.recipe.precision
-        twin = Twin(optimizer, self.groups.start)  # the optimizer's own step is still to come
+        stepper = Stepper(optimizer, self.groups.start)  # the optimizer's own step is still to come
         for segment in segments:
             parameter = segment.parameter
             parameter.grad = segment.gradient(finished[segment.bucket])
             _cast_moments(optimizer, segment, precision.master)
             kept = optimizer.state.get(parameter, {})
-            optimizer.state[parameter] = twin.step(segment.group, parameter, kept)
+            optimizer.state[parameter] = stepper.step(segment.group, parameter, kept)
             _cast_moments(optimizer, segment, precision.moments)
             parameter.grad = None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,42 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.optim.settings import NOT_HYPER, STEP_HOOKS, Settings, frozen
+from terrazzo.engine.optim.settings import NOT_HYPER, STEP_HOOKS
+from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.process import device as devices
 from terrazzo.errors import BadInput
 
 __all__ = [
-    "ELEMENTWISE",
     "PROBE_NUMEL",
+    "Start",
     "StateSpec",
     "Templates",
     "assign_groups",
-    "bare_copy",
-    "check_elementwise",
-    "check_optimizer",
     "choose_kernel",
     "hyper_parameters",
     "move_step_hooks",
     "orphans",
+    "start_of",
     "state_of",
-    "unhooked_step",
+    "undrawn",
 ]
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
-)
-"""Optimizers whose update of an element depends on that element's own values alone: correct on any flat shard."""
-
-
-def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """One of its class with its states, and attributes of its own; it knows nothing of the model and has no hooks."""
-    copied = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
-    ties = ("_driver", "step")  # they lead to the model
-    copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ties})
-    copied.__dict__.update({key: OrderedDict() for key in STEP_HOOKS})  # so do these, and a base class's step asks
-    copied.__dict__.update(Settings(copied).attributes)
-    return copied
 
 
 def move_step_hooks(optimizer: Optimizer, last_before: int, first_after: int) -> None:
@@ -55,46 +39,6 @@ def move_step_hooks(optimizer: Optimizer, last_before: int, first_after: int) ->
     before, after = (vars(optimizer)[name] for name in STEP_HOOKS)
     before.move_to_end(last_before)
     after.move_to_end(first_after, last=False)
-
-
-def unhooked_step(optimizer: Optimizer) -> None:
-    """The optimizer class's own update, without step hooks, profiling or a scheduler's wrapper."""
-    step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
-
-
-def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
-    """Refuse an optimizer, or a class of them, that is not known to update each element from its own values alone.
-
-    Raises:
-        BadInput: there.
-    """
-    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if not (kind in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
-        raise BadInput(
-            f"{kind.__name__} cannot run on flat shards: it is not known to update each element from that element's "
-            "values alone (Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
-            f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
-            "optimizer class if its update is elementwise."
-        )
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that cannot be sharded element by element.
-
-    Raises:
-        BadInput: what is no optimizer, is not known to be elementwise, or has states without values.
-    """
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise BadInput(f"optimizer is a {name}; pass a torch.optim.Optimizer (to tz.shard also what builds one).")
-    check_elementwise(optimizer)
-    if any(isinstance(value, Tensor) and value.is_meta for kept in optimizer.state.values() for value in kept.values()):
-        raise BadInput(
-            f"This {name} made its states as it was built, over parameters on the meta device, so that they have no "
-            "values. Build the model on a real device for it, or take an optimizer that makes them in its first step, "
-            "such as RMSprop or Adam."
-        )
 
 
 def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], first: int = 0) -> None:
@@ -197,6 +141,50 @@ def choose_kernel(optimizer: Optimizer) -> None:
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a probe of an optimizer begins with.
+
+    Attributes:
+        numel: elements of the tensor that is stepped.
+        state: kept for it, flat where there is a value for each element.
+    """
+
+    numel: int
+    state: Mapping[str, Any]
+
+    def per_element(self, value: Any) -> bool:
+        """Whether `value` has one value for each element."""
+        return isinstance(value, Tensor) and value.shape == (self.numel,)
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def undrawn(device: torch.device) -> AbstractContextManager[None]:
+    """The random generators are afterwards as they were."""
+    return torch.random.fork_rng(devices=[device] if devices.is_cuda(device) else [])
+
+
+def start_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Start:
+    """Nothing, but for an optimizer of a user's own that has made states already: its first elements of a parameter.
+
+    Torch's classes make theirs in a step. One that makes them as it is built may not know how to go on without.
+    """
+    parameter, state = (None, {}) if _is_torchs(optimizer) else _with_state(optimizer, group)
+    if parameter is None:
+        return Start(PROBE_NUMEL, {})
+    numel = min(PROBE_NUMEL, parameter.numel())
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return (value.flatten()[:numel] if value.shape == parameter.shape else value).to(device, copy=True)
+
+    return Start(numel, {key: part(value) for key, value in state.items()})
+
+
 def state_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, StateSpec]:
     """What this optimizer keeps for each parameter of `group`.
 
@@ -206,26 +194,29 @@ def state_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) 
         device: of the mesh. Where a state lives may follow the parameter, which is not there yet: a fused kernel reads
             `step` on the device, so its place is found there, whatever state there is.
     """
-    probed = _probe(optimizer, group, device)
-    for parameter in group["params"]:
-        if parameter.dim() and (state := optimizer.state.get(parameter)):
-            specs = _specs(state, parameter.shape)
-            return {key: replace(spec, device=probed.get(key, spec).device) for key, spec in specs.items()}
-    return probed
+    start = start_of(optimizer, group, device)
+    tensor = nn.Parameter(torch.zeros(start.numel, device=device))
+    tensor.grad = torch.zeros_like(tensor)
+    number = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
+    with nullcontext() if _is_torchs(optimizer) else undrawn(device):
+        probed = _specs(Stepper(optimizer).step(number, tensor, start.state), tensor.shape)
+    parameter, state = _with_state(optimizer, group)
+    if parameter is None:
+        return probed
+    specs = _specs(state, parameter.shape)
+    return {key: replace(spec, device=probed.get(key, spec).device) for key, spec in specs.items()}
 
 
 PROBE_NUMEL = 13
 """Elements of a tensor that is stepped to see what an optimizer keeps: no number that it would keep for all of them."""
 
 
-def _probe(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, StateSpec]:
-    tensor = nn.Parameter(torch.zeros(PROBE_NUMEL, device=device))
-    tensor.grad = torch.zeros_like(tensor)
-    probe = bare_copy(optimizer)
-    probe.state = defaultdict(dict)
-    probe.param_groups = [{**frozen({**group, "params": None}), "params": [tensor]}]
-    unhooked_step(probe)
-    return _specs(probe.state[tensor], tensor.shape)
+def _with_state(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor | None, Mapping[str, Any]]:
+    """The first parameter with state that has a shape, and that."""
+    for parameter in group["params"]:
+        if parameter.dim() and (state := optimizer.state.get(parameter)):
+            return parameter, state
+    return None, {}
 
 
 def _specs(state: Mapping[str, Any], shape: torch.Size) -> dict[str, StateSpec]:

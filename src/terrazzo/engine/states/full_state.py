@@ -14,8 +14,8 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer, Resting
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.optim.stock import PROBE_NUMEL, StateSpec
-from terrazzo.engine.optim.twin import Twin
 from terrazzo.engine.plan.elsewhere import require_whole
 from terrazzo.engine.states.restore import restore_optimizer
 from terrazzo.engine.states.whole import gathered_state, whole_parameter
@@ -168,11 +168,11 @@ class OptimizerStates:
 
     def _first(self) -> dict[int, States]:
         """What is kept after a step on a zero gradient, by param group; the same for each element."""
-        twin, states = Twin(self._optimizer, self._driver.groups.start), {}
+        stepper, states = Stepper(self._optimizer, self._driver.groups.start), {}
         for group in self._driver.groups:
             probe = nn.Parameter(torch.zeros(PROBE_NUMEL))
             probe.grad = torch.zeros_like(probe)
-            states[group] = twin.step(group, probe, {})
+            states[group] = stepper.step(group, probe, {})
         return states
 
 

@@ -118,7 +118,7 @@ ENGINE_RULES = (
         lambda setup, _: not setup.optimizer.elementwise,
         "{optimizer} does not update each element from its own values alone, so it would be wrong on flat shards.",
         "Use adamw, adam, rmsprop, adagrad, momentum or sgd.",
-        "terrazzo.engine.optim.stock.check_elementwise",
+        "terrazzo.engine.optim.elementwise.check_elementwise",
     ),
     Rule(
         "optimizer that torch does not have",

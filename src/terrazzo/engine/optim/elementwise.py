@@ -1,0 +1,160 @@
+"""Which optimizers may run on flat shards: those that update each element from that element's own values alone.
+
+Torch's are known by name. One of a user's own says so, and is held to it before any work starts: steps of a matrix are
+compared with those of its flat parts, each alone, as the engine takes them. What depends on a parameter's shape, norm
+or identity, or keeps tensors elsewhere than in its `state`, gives other weights there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.optim.settings import frozen
+from terrazzo.engine.optim.stepper import Stepper, bare_copy, unhooked_step
+from terrazzo.engine.optim.stock import start_of, undrawn
+from terrazzo.errors import BadInput
+
+__all__ = ["ELEMENTWISE", "check_elementwise", "check_optimizer"]
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
+)
+"""Optimizers whose update of an element depends on that element's own values alone: correct on any flat shard."""
+
+
+def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
+    """Refuse an optimizer, or a class of them, that is not known to update each element from its own values alone.
+
+    Raises:
+        BadInput: there.
+    """
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if not (kind in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
+        raise BadInput(
+            f"{kind.__name__} cannot run on flat shards: it is not known to update each element from that element's "
+            "values alone (Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
+            f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
+            "optimizer class if its update is elementwise."
+        )
+
+
+def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
+    """Refuse an optimizer that cannot be sharded element by element.
+
+    Args:
+        device: of the mesh.
+
+    Raises:
+        BadInput: what is no optimizer, is not known to be elementwise or says so wrongly, or has states without values.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise BadInput(f"optimizer is a {name}; pass a torch.optim.Optimizer (to tz.shard also what builds one).")
+    check_elementwise(optimizer)
+    if any(isinstance(value, Tensor) and value.is_meta for kept in optimizer.state.values() for value in kept.values()):
+        raise BadInput(
+            f"This {name} made its states as it was built, over parameters on the meta device, so that they have no "
+            "values. Build the model on a real device for it, or take an optimizer that makes them in its first step, "
+            "such as RMSprop or Adam."
+        )
+    if type(optimizer) not in ELEMENTWISE:
+        for group in optimizer.param_groups:
+            _check_claim(optimizer, group, device)
+
+
+_STEPS = 3
+_SHORTER = 7
+"""Elements of the first part that the probe is cut into; the second has fewer."""
+_LEAST_LR = 0.01
+"""So that a small rate, or one of 0 that a schedule begins with, hides nothing."""
+
+
+def _check_claim(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> None:
+    try:
+        with undrawn(device):
+            wanted = _steps_of_matrix(optimizer, group, device)
+        with undrawn(device):
+            found = _steps_of_parts(optimizer, group, device)
+    except Exception as error:
+        raise BadInput(
+            f"{type(optimizer).__name__} says that it is elementwise, and its step raised {type(error).__name__}: "
+            f"{error}, on a tensor of {_SHORTER} elements or without any, as a rank may have. {_CONTRACT}"
+        ) from error
+    for key, value in wanted.items():
+        if (other := found.get(key)) is None or not torch.allclose(other, value, rtol=1e-5, atol=2e-6, equal_nan=True):
+            what = "the weights" if key == "" else f"state {key!r}"
+            raise BadInput(
+                f"{type(optimizer).__name__} says that it is elementwise, but {_STEPS} steps of a tensor of "
+                f"{tuple(value.shape)} and of two flat parts of it, each alone, do not agree: {what} differ"
+                f"{'s' if key else ''}. {_CONTRACT}"
+            )
+
+
+_CONTRACT = (
+    "An elementwise update reads no norm, mean or shape of a parameter, keeps tensors for it in self.state[parameter] "
+    "alone, which the first step fills, and counts steps there or once a step, outside of the loop over parameters."
+)
+
+
+def _steps_of_matrix(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """Weights, under an empty name, and states per element after steps of one column, as plain PyTorch takes them."""
+    start = start_of(optimizer, group, device)
+    shape = (start.numel, 1)
+    matrix = nn.Parameter(_weights(start.numel, device).view(shape))
+    alone = _alone(optimizer, group, [matrix])
+    if start.state:
+        alone.state[matrix] = {k: v.view(shape) if start.per_element(v) else v for k, v in start.state.items()}
+    for gradient in _gradients(start.numel, device):
+        matrix.grad = gradient.view(shape)
+        unhooked_step(alone)
+    return {"": matrix.detach(), **{k: v for k, v in alone.state[matrix].items() if _is_like(v, matrix)}}
+
+
+def _steps_of_parts(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    """As `_steps_of_matrix`, by the steps that the engine takes of parts: each alone, and then its own without any."""
+    start = start_of(optimizer, group, device)
+    parts = [nn.Parameter(part) for part in _weights(start.numel, device).split(_SHORTER)]
+    cut = {k: v.split(_SHORTER) if start.per_element(v) else [v] * len(parts) for k, v in start.state.items()}
+    states = [{key: frozen(values[i]) for key, values in cut.items()} for i in range(len(parts))]
+    alone = _alone(optimizer, group, [])
+    for gradient in _gradients(start.numel, device):
+        stepper = Stepper(alone)
+        for i, (part, given) in enumerate(zip(parts, gradient.split(_SHORTER), strict=True)):
+            part.grad = given
+            states[i] = stepper.step(0, part, states[i])
+        unhooked_step(alone)
+    kept: dict[str, list[Any]] = {k: [state.get(k) for state in states] for k in states[0]}
+    joined = {k: torch.cat(values).unsqueeze(1) for k, values in kept.items() if all(map(_is_like, values, parts))}
+    return {"": torch.cat([part.detach() for part in parts]).unsqueeze(1), **joined}
+
+
+def _alone(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    copied = bare_copy(optimizer)
+    copied.state = defaultdict(dict)
+    copied.param_groups = [{**frozen({**group, "params": None}), "params": parameters}]
+    if isinstance(rate := group.get("lr"), int | float):
+        copied.param_groups[0]["lr"] = max(rate, _LEAST_LR)
+    return copied
+
+
+def _is_like(value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _weights(numel: int, device: torch.device) -> Tensor:
+    """Of either sign and many sizes, so that parts have another norm, mean and extreme than the whole."""
+    order = torch.arange(numel, device=device)
+    return torch.exp2(order * 0.5 - 3) * (1 - 2 * (order % 2))
+
+
+def _gradients(numel: int, device: torch.device) -> Iterator[Tensor]:
+    order = torch.arange(numel, device=device)
+    for number in range(_STEPS):
+        yield torch.cos(order * (number + 1.0) + 1) * torch.exp2(order * -0.25)

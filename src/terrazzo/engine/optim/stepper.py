@@ -1,0 +1,69 @@
+"""Steps of single tensors with an optimizer's own code, whatever that does once in a step beside them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.optim.settings import STEP_HOOKS, Settings, frozen
+
+__all__ = ["Stepper", "bare_copy", "unhooked_step"]
+
+
+class Stepper:
+    """An optimizer's arithmetic and hyper-parameters as they are now, to step single tensors with.
+
+    Args:
+        optimizer: may change its hyper-parameters afterwards.
+        first: number of its first param group among those of all the model's optimizers.
+    """
+
+    def __init__(self, optimizer: Optimizer, first: int = 0) -> None:
+        self._first = first
+        self.state: dict[Tensor, dict[str, Any]] = optimizer.state
+        self._settings = Settings(optimizer)
+        self._copy = bare_copy(optimizer)
+
+    def step(self, group: int, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Update `parameter` by its `.grad`; returns what the optimizer keeps for it from now on.
+
+        Args:
+            group: number of its param group, such as `Segment.group`.
+            state: what it kept so far; empty before the first step.
+        """
+        copy = self._copy
+        vars(copy).update(frozen(self._settings.attributes))  # a step counts once, however many tensors it has
+        copy.state = defaultdict(dict, {parameter: dict(state)} if state else {})
+        copy.param_groups = [{**frozen(self._settings.groups[group - self._first]), "params": [parameter]}]
+        unhooked_step(copy)
+        return dict(copy.state[parameter])
+
+    def changed_since(self, optimizer: Optimizer) -> list[str]:
+        """Hyper-parameters that `optimizer` has other values of now."""
+        pairs = zip(self._settings.groups, optimizer.param_groups, strict=True)
+        return sorted({key for old, new in pairs for key in old if key in new and not _equal(old[key], new[key])})
+
+
+def bare_copy(optimizer: Optimizer) -> Optimizer:
+    """One of its class with its states, and attributes of its own; it knows nothing of the model and has no hooks."""
+    copied = object.__new__(type(optimizer))  # copy.copy would drop attributes that are not in its __getstate__
+    ties = ("_driver", "step")  # they lead to the model
+    copied.__dict__.update({key: value for key, value in vars(optimizer).items() if key not in ties})
+    copied.__dict__.update({key: OrderedDict() for key in STEP_HOOKS})  # so do these, and a base class's step asks
+    copied.__dict__.update(Settings(copied).attributes)
+    return copied
+
+
+def unhooked_step(optimizer: Optimizer) -> None:
+    """The optimizer class's own update, without step hooks, profiling or a scheduler's wrapper."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
+
+
+def _equal(old: Any, new: Any) -> bool:
+    return bool(torch.as_tensor(old == new).all())
