@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from typing import Any
 
 import peft
 import pytest
@@ -192,6 +193,82 @@ def test_a_connection_past_a_stage(between):
         tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
 
     with pytest.raises(tz.Misuse, match=r"was called on what 'layers.0' returns, which a stage before has kept"):
+        run_in_threads(2, body, timeout_s=3.0)
+
+
+class Side(nn.Module):
+    """Hands values on beside its tensor: in a list, or in a dict inside of a tuple."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.inner = way, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kept: Any) -> Tensor:
+        x = self.inner(x)
+        if self.way == "list":
+            kept.append(x.square().sum())
+        else:
+            kept[0]["first"] = x
+        return x
+
+
+class Beside(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layers = way, nn.ModuleList(Side(way) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: Any = [] if self.way == "list" else ({},)
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x + sum(kept) if self.way == "list" else x + kept[0].get("first", 0)
+
+
+@pytest.mark.parametrize("way", ["list", "dict"])
+def test_values_in_what_modules_share_do_not_reach_other_stages(way):
+    def body(rank: int) -> None:
+        model, _ = sharded(Beside(way), LINE)
+        tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
+
+    with pytest.raises(tz.BadInput, match=r"'layers.[02]' puts what it computed into a list or dict"):
+        run_in_threads(2, body, timeout_s=3.0)
+
+
+class Shaping(nn.Module):
+    """What it does behind its last module fits that one's values alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.view(-1, 3, 2)[:, :, 1]
+
+
+def test_what_a_model_does_behind_the_line_is_for_the_last_stage_alone():
+    base = Shaping()
+    batches = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
+    wanted = sum(F.mse_loss(base(x), y).item() for x, y in batches)
+
+    def body(rank: int) -> float:
+        model, _ = sharded(copy.deepcopy(base), LINE)
+        return tz.step(model, batches, F.mse_loss).item()
+
+    assert run_in_threads(2, body) == [pytest.approx(wanted, rel=1e-5)] * 2
+
+
+def test_an_error_in_a_stages_own_module_is_raised():
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("in a stage")
+
+    def body(rank: int) -> None:
+        model, _ = sharded(nn.Sequential(*layers(3), Broken(4, 4)))
+        tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
+
+    with pytest.raises(ValueError, match="in a stage"):
         run_in_threads(2, body, timeout_s=3.0)
 
 

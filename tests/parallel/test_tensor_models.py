@@ -277,6 +277,11 @@ def test_a_loss_of_parts_of_the_vocabulary_is_that_of_the_whole() -> None:
         loss.backward()
         with pytest.raises(tz.BadInput, match=r"logits of width 13.*style 'column'"):
             loss_of(torch.zeros(2, 8, 13), targets)
+        with pytest.raises(tz.BadInput, match="reduction 'mean'; it has 'sum' and 'none'"):
+            loss_of(model(batch).detach(), targets, "mean")
+        for none in (-1, 13, 2**40):
+            with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+                loss_of(model(batch).detach(), targets.index_fill(0, torch.tensor(1), none))
         return loss.item(), whole_of(model, lambda bucket: bucket.gradient.whole())
 
     loss = F.cross_entropy(base(batch).flatten(0, 1), targets.flatten(), reduction="sum")
@@ -287,3 +292,21 @@ def test_a_loss_of_parts_of_the_vocabulary_is_that_of_the_whole() -> None:
         for name, (box, start, part) in parts.items():
             theirs = box.of(wanted[name]).flatten()[start : start + part.numel()]
             assert (part - theirs).abs().max() <= 2e-6 * wanted[name].abs().max(), name
+
+
+@pytest.mark.parametrize("token", [-1, 13, 2**40])
+def test_a_token_outside_of_the_vocabulary_is_refused_on_every_rank(token: int) -> None:
+    """The others have no row for it either: it would be looked up as zeros."""
+    base = seeded(Net)
+    wrong = TOKENS[0].index_fill(1, torch.tensor(2), token)
+
+    def body(rank):
+        mesh = tz.mesh(tp=2, device="cpu")
+        model, _ = tz.shard(tz.parallelize(copy.deepcopy(base), mesh, tensor=PLAN), None, "zero3", mesh=mesh)
+        with pytest.raises(IndexError):
+            model(wrong)
+        assert model.table.padding_idx == 3
+        return model(TOKENS[0])
+
+    for found in run_in_threads(2, body):
+        assert torch.allclose(found, base(TOKENS[0]), atol=1e-6)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput
 from terrazzo.parallel.ranks import TensorRanks, runs_of, tensor_ranks
+from terrazzo.parallel.uses import outside_part
 
 __all__ = ["VocabularyLoss", "leave_vocabulary", "vocabulary_of"]
 
@@ -44,8 +45,14 @@ class VocabularyLoss:
             reduction: with `none` the loss of each position, of the shape of `targets`; 0 where it does not count.
 
         Raises:
-            BadInput: logits of another width than this rank's part.
+            BadInput: logits of another width than this rank's part; another reduction.
+            RuntimeError: from torch, for a target outside of the vocabulary that is not `ignore_index`.
         """
+        if reduction not in ("sum", "none"):
+            raise BadInput(
+                f"VocabularyLoss was asked for the reduction {reduction!r}; it has 'sum' and 'none'. For a mean, "
+                "divide the sum by the number of targets that count, on all data ranks together."
+            )
         if logits.shape[-1] != self._stop - self._start:
             raise BadInput(
                 f"VocabularyLoss was given logits of width {logits.shape[-1]}, and this rank's part of a vocabulary of "
@@ -58,8 +65,8 @@ class VocabularyLoss:
         return counted.sum() if reduction == "sum" else counted
 
     def _own(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets as places in this rank's part, and which of them are not there."""
-        outside = (targets < self._start) | (targets >= self._stop)
+        """Targets as places in this rank's part, and which of them are not there; torch refuses what no rank has."""
+        outside = outside_part(targets, self._start, self._stop, self._vocabulary) | (targets == self._ignored)
         return (targets - self._start).masked_fill(outside, 0).unsqueeze(-1), outside.unsqueeze(-1)
 
     def whole(self, logits: Tensor) -> Tensor:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from terrazzo.engine import Stages, inside_backward
 from terrazzo.engine.plan.elsewhere import Absent, Turn
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import BadInput, Misuse, TerrazzoError
 from terrazzo.parallel.pipeline_order import Action, Kind, actions_of
 
 __all__ = ["Line", "put_in_line"]
@@ -120,7 +121,9 @@ class _InLine:
             running.result = running.values if self.place == end else running.result
             return given
         if self.place >= first:
+            before = _graphs_in(args, kwargs)
             running.values = self._single(self.inner(*args, **kwargs))
+            self._check_kept(before, _graphs_in(args, kwargs))
         else:  # what the stage before has sent is the output of its last module alone
             received = running.received
             running.values = received if self.place == first - 1 else _Away(line.names[self.place], received)
@@ -134,6 +137,15 @@ class _InLine:
                 f"The model changes what {before!r} returns before it gives it to {name!r} as its first argument, "
                 "which each rank of a pipeline would do: no stage may begin between the two. Choose tz.Pipeline(split="
                 "[...]) that keeps them in one stage, or do that inside of one of these modules."
+            )
+
+    def _check_kept(self, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+        """Refuse values that go on in a dict or list which the module was given."""
+        if len(before) != len(after) or any(one is not other for one, other in zip(before, after, strict=True)):
+            raise BadInput(
+                f"{self.line.names[self.place]!r} puts what it computed into a list or dict that it was given, which "
+                "ranks of other stages would not see. Have modules of a pipeline's line hand on all in the tensor that "
+                "they return, and losses of their own through tz.step(auxiliary=...)."
             )
 
     def _single(self, output: Any) -> Tensor:
@@ -164,7 +176,14 @@ class _Whole:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         line, stage = self.line, _stage_of(self.line)
-        output = self.inner(*args, **kwargs)
+        try:
+            output = self.inner(*args, **kwargs)
+        except TerrazzoError:
+            raise
+        except Exception:
+            if line.is_last(stage) or line.running.result is None:
+                raise
+            return line.running.result  # what the model does behind this stage does not fit this stage's values
         come_to = line.running.come_to
         if come_to < len(line.names):
             raise BadInput(
@@ -172,6 +191,12 @@ class _Whole:
                 "modules of the line are called once each, in every forward."
             )
         return output if line.is_last(stage) else line.running.result
+
+
+def _graphs_in(args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors in what a module is given that were computed from weights."""
+    leaves = tree_leaves((args, kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf]
 
 
 def _stage_of(line: Line) -> int:

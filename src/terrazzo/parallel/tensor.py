@@ -349,8 +349,9 @@ def _put_uses(cuts: Cuts) -> None:
                 split_inputs(module, use)
             put_forward(module, PartialSums, (use, splits))
         elif isinstance(style, Embedding):
-            start = cuts.records[name, "weight"].box.rectangles[0].offsets[0]
-            take_part(module, use, start, start + module.weight.shape[0])
+            box = cuts.records[name, "weight"].box
+            start = box.rectangles[0].offsets[0]
+            take_part(module, use, start, start + module.weight.shape[0], box.shape[0])
     _watch(cuts)
 
 

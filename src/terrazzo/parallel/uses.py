@@ -163,32 +163,42 @@ def split_inputs(module: nn.Module, use: TensorUse) -> None:
 
 @dataclass
 class _Look:
-    """Which of the asked rows are this rank's; one look-up at a time."""
+    """Which of the asked rows are other ranks'; one look-up at a time. Rows that no rank has are torch's to refuse."""
 
     use: TensorUse
     start: int
     stop: int
+    rows: int
     padding: int | None
     others: Tensor | None = None
 
     def before(self, module: nn.Module, args: Any) -> Any:
         asked = args[0]
-        self.others = (asked < self.start) | (asked >= self.stop)
+        self.others = outside_part(asked, self.start, self.stop, self.rows)
         inside = self.padding is not None and self.start <= self.padding < self.stop
         module.padding_idx = self.padding - self.start if inside and self.padding is not None else None  # type: ignore[assignment]
         return (asked.sub(self.start).masked_fill(self.others, 0), *args[1:])
 
     def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         assert self.others is not None, "a look-up has begun"
-        module.padding_idx = self.padding  # type: ignore[assignment]
         others, self.others = self.others, None
         return self.use.leave(output.masked_fill(others.unsqueeze(-1), 0), splits=False)
 
+    def ended(self, module: nn.Module, args: Any, output: Any) -> None:
+        """It has returned, or raised."""
+        module.padding_idx = self.padding  # type: ignore[assignment]
 
-def take_part(module: nn.Embedding, use: TensorUse, start: int, stop: int) -> None:
-    """Have it look up rows from `start` to `stop`, which this rank has, and sum with the others."""
-    look = _Look(use, start, stop, module.padding_idx)
+
+def outside_part(asked: Tensor, start: int, stop: int, numel: int) -> Tensor:
+    """Which of `asked` are other ranks' of `numel` rows, of which this one has those from `start` to `stop`."""
+    return ((asked >= 0) & (asked < start)) | ((asked >= stop) & (asked < numel))
+
+
+def take_part(module: nn.Embedding, use: TensorUse, start: int, stop: int, rows: int) -> None:
+    """Have it look up rows from `start` to `stop` of `rows`, which this rank has, and sum with the others."""
+    look = _Look(use, start, stop, rows, module.padding_idx)
     module.register_forward_pre_hook(look.before)
+    module.register_forward_hook(look.ended, always_call=True)
     module.register_forward_hook(look.after)
 
 
