@@ -225,6 +225,20 @@ def test_what_is_emitted_trains_as_it_is(strategy: str, tmp_path: Path) -> None:
 
 def test_every_axis_of_a_mesh_is_written(tmp_path: Path) -> None:
     """One that were left out would be a run of another plan."""
-    config, _ = emitted(tmp_path, gpus=4, gpu="cpu", strategy="zero1", pp=2, tp=2, global_batch=8, virtual_stages=1)
+    own = {
+        "dim": 64,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "max_sequence_length": 256,
+        "vocab_size": 512,
+        "ffn_dim": 128,
+        "tie_embeddings": False,
+    }
+    split = {"strategy": "zero1", "pp": 2, "tp": 2, "global_batch": 8, "virtual_stages": 1}
+    config, _ = emitted(tmp_path, own, gpus=4, gpu="cpu", **split)
+    with pytest.raises(BadInput, match="cuts no model but its own decoder into stages"):
+        emitted(tmp_path, gpus=4, gpu="cpu", **split)
     assert (config.plan.mesh.pp, config.plan.mesh.tp, config.plan.mesh.dp_shard) == (2, 2, 1)
     assert (config.parallel.pipeline.schedule, config.parallel.pipeline.chunks) == ("1f1b", 1)
+    assert (config.model.kind, config.model.dim, config.model.ffn_dim) == ("decoder", 64, 128)

@@ -27,6 +27,17 @@ FP16_UNSCALED = Precision(weight="fp16", compute="fp16")  # type: ignore[arg-typ
 ONE_UNIT = ModelShape("flat", (UnitShape("", (TensorShape("weight", (4096, 4096)),)),), vocab=100)
 MOE, TIED, ODD_VOCAB = "qwen3-30b-a3b", "gemma-2b", "gpt2-1.5b"
 
+OURS = {
+    "dim": 64,
+    "max_sequence_length": 8192,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 4,
+    "vocab_size": 512,
+    "ffn_dim": 128,
+    "tie_embeddings": False,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     # rule: (framework and options that it is about, the sound neighbour's)
     "fp8 without the hardware": ("terrazzo", {"precision": "fp8", "gpu": "a100"}, "terrazzo", {"precision": "fp8"}),
@@ -63,7 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo", {"pp": 4, "micro_batches": 3}, "terrazzo", {"pp": 4, "micro_batches": 4},
     ),
     "uneven pipeline stages": ("terrazzo", {"pp": 5, "gpus": 5}, "terrazzo", {"pp": 4}),
-    "tied embeddings in a pipeline": ("terrazzo", {"pp": 2, "model": TIED}, "terrazzo", {"model": TIED}),
+    "tied embeddings in a pipeline": ("megatron", {"pp": 2, "model": TIED}, "megatron", {"model": TIED}),
     "vocabulary does not divide": ("megatron", {"model": ODD_VOCAB, "tp": 5, "gpus": 5}, "megatron", {"tp": 4}),
     "beyond the trained positions": ("terrazzo", {"sequence": 16384}, "terrazzo", {"sequence": 8192}),
     "clipping with the optimizer in backward": (
@@ -83,6 +94,8 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     ),
     # what the engine does not run yet
     "pipeline parallelism": ("terrazzo", {"pp": 2}, "megatron", {"pp": 2}),
+    "stages of another's model": ("terrazzo", {"pp": 2}, "terrazzo", {"pp": 2, "model": OURS}),
+    "stages of tied weights": ("terrazzo", {"pp": 2, "model": TIED}, "terrazzo", {"model": TIED}),
     "experts that ranks cannot share": ("terrazzo", {"model": MOE, "ep": 2}, "terrazzo", {"model": MOE}),
     "experts among ranks along tp": (
         "terrazzo", {"model": MOE, "ep": 2, "tp": 2}, "terrazzo", {"model": MOE, "ep": 2},
@@ -349,7 +362,7 @@ def test_a_16_bit_dtype_is_what_makes_16_bit_masters() -> None:
 
 
 def test_a_finding_is_no_warning_too_in_the_json() -> None:
-    found = estimate(setup_of({"pp": 2, "strategy": "zero1", "global_batch": 64}))
+    found = estimate(setup_of({"pp": 2, "strategy": "zero1", "global_batch": 64, "model": OURS}))
     report = Answer(found, estimate).report()
     assert [each.rule for each in report.findings] == ["pipeline parallelism"]
     assert not set(report.warnings) & set(map(str, found.findings))

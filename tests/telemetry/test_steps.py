@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import time
@@ -18,7 +19,7 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.times import Moments, Times
 from terrazzo.engine.links.transfer import Traffic
-from terrazzo.telemetry import StepRecorder
+from terrazzo.telemetry import StepRecorder, lines_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import ExpertsConfig
 from tests.helpers.processes import Pool
@@ -180,6 +181,8 @@ def test_what_modules_and_the_engine_exchange_along_one_axis_is_one_row() -> Non
 
 def test_records_need_an_optimizer_and_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier" / "metrics.jsonl").write_text('{"kind": "step", "step": 10}\n')
 
     def body(rank: int) -> tuple[str, ...]:
         model = tz.shard(Net(), None, plan="zero3")[0]
@@ -191,11 +194,35 @@ def test_records_need_an_optimizer_and_a_folder(tmp_path: Path) -> None:
             tz.telemetry.attach(model, tmp_path, every=0)
         with pytest.raises(tz.BadInput) as folder:
             tz.telemetry.attach(model, tmp_path / "file" / "run")
-        return str(lacking.value), str(every.value), str(folder.value)
+        with pytest.raises(tz.BadInput) as earlier:
+            tz.telemetry.attach(model, tmp_path / "earlier")
+        return str(lacking.value), str(every.value), str(folder.value), str(earlier.value)
 
     one, other = run_in_threads(2, body)
     assert one == other
-    lacking, every, folder = one
+    lacking, every, folder, earlier = one
+    assert "found records of an earlier run" in earlier
+    assert (tmp_path / "earlier" / "metrics.jsonl").read_text() == '{"kind": "step", "step": 10}\n'
     assert "give one to tz.shard" in lacking
     assert "every=0: use 1 or more" in every
     assert "give it a folder that rank 0 can write into" in folder
+
+
+def test_a_loop_that_goes_on_keeps_the_records_of_its_earlier_steps(tmp_path: Path) -> None:
+    def life(rank: int, first_step: int) -> None:
+        model, optimizer = tz.shard(*_subject(), plan="zero1")
+        telemetry = tz.telemetry.attach(model, tmp_path, every=2, first_step=first_step)
+        for _ in range(4):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        telemetry.close()
+
+    for first_step in (0, 2):
+        run_in_threads(2, functools.partial(life, first_step=first_step))
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [2, 4, 6]
+
+
+def _subject() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(8, 8)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)

@@ -53,6 +53,12 @@ def settings(**changes: Any) -> dict[str, Any]:
     return config_from_dict(CONFIG | changes).model_dump(mode="json")
 
 
+@pytest.mark.parametrize(("every", "edit"), [(10, "=40"), (20, "=40"), (40, "Evaluating less often")])
+def test_no_rarer_evaluation_than_one_a_run_is_proposed(every: int, edit: str) -> None:
+    found = of([record(10, evaluate=0.3)], settings(train={"steps": 40, "eval_every": every}))
+    assert edit in found.edit
+
+
 def gathered(seconds: float, axis: str = "dp_shard") -> dict[str, dict[str, float]]:
     return {f"{axis} all_gather": {"n": 8, "sent_bytes": 100, "exposed_s": seconds + 0.02, "late_s": 0.02}}
 

@@ -7,6 +7,7 @@ derives a narrower weight from a master that is split alike (its table: 16/D for
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from terrazzo.dialects.description import PARAMETER_DTYPES, Description, Setting
@@ -99,9 +100,11 @@ def _size(description: Description, name: str) -> int | None:
 
 
 def _shards(description: Description, state: str, ranks: int) -> int | None:
-    """Into how many parts a state is cut; None where that is not known, or does not come out even."""
+    """Into how many parts a state is cut; None where that is not known, or not of so many ranks."""
     axes = description.value(f"sharding.{state}")
     found = degrees(description.replace({"mesh.world": Setting(ranks, "derived")}))
+    if None not in found.values() and math.prod(degree or 1 for degree in found.values()) != ranks:
+        return None
     data = {"S": found["dp_shard"], "R": found["dp_replicate"], "cp": found["cp"]}
     data["D"] = None if data["S"] is None else data["S"] * (data["R"] or 1) * (data["cp"] or 1)
     parts = [] if axes == "-" else str(axes).split(",")

@@ -67,7 +67,13 @@ class Telemetry:
 
 
 def attach(
-    model: nn.Module, folder: str | Path, *, every: int = 10, micro_batches: int = 1, tensorboard: bool = False
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    every: int = 10,
+    micro_batches: int = 1,
+    first_step: int = 0,
+    tensorboard: bool = False,
 ) -> Telemetry:
     """Write a record of where the time of steps goes into `folder/metrics.jsonl`, on rank 0. Collective.
 
@@ -77,16 +83,19 @@ def attach(
 
     Args:
         model: sharded, with its optimizer.
-        folder: is made if it is not there; what an earlier run has written into its `metrics.jsonl` is replaced.
+        folder: is made if it is not there.
         every: steps between two records.
         micro_batches: of a step on this rank, for what the record has of promises.
+        first_step: steps of the run that were made before, where it goes on in the folder of its earlier records: those
+            of later steps are dropped.
         tensorboard: write event files to `folder/tensorboard`, too.
 
     Returns:
         What `close()` ends; it may be dropped otherwise.
 
     Raises:
-        BadInput: the folder cannot be written, or a number is below 1; on all ranks.
+        BadInput: the folder cannot be written, or has records and `first_step` is 0; a number is too small; on all
+            ranks.
         Misuse: the model is not sharded, or has no optimizer.
     """
     engine = engine_of(model)
@@ -98,21 +107,28 @@ def attach(
     for name, number in (("every", every), ("micro_batches", micro_batches)):
         if number < 1:
             raise BadInput(f"tz.telemetry.attach was given {name}={number}: use 1 or more.")
+    if first_step < 0:
+        raise BadInput(f"tz.telemetry.attach was given first_step={first_step}: use 0 or more.")
     path = Path(folder) / METRICS
-    on_first(lambda: _try_to_write(path), BadInput)
+    on_first(lambda: _try_to_write(path, is_new=first_step == 0), BadInput)
     sinks: list[Sink] = []
     if dist.get_rank() == 0:
-        sinks = [JsonLines(path), *([TensorBoard(Path(folder) / "tensorboard")] if tensorboard else [])]
-    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step=0)
+        sinks = [JsonLines(path, first_step), *([TensorBoard(Path(folder) / "tensorboard")] if tensorboard else [])]
+    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step)
     telemetry.follow(engine.optimizers[-1])
     return telemetry
 
 
-def _try_to_write(path: Path) -> None:
+def _try_to_write(path: Path, is_new: bool) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):
             pass
+        if is_new and path.stat().st_size:
+            raise BadInput(
+                f"tz.telemetry.attach found records of an earlier run in '{path}', which it would replace: give it "
+                "another folder, the first_step of a run that goes on, or remove them."
+            )
     except OSError as error:
         raise BadInput(
             f"tz.telemetry.attach cannot write '{path}' ({error.strerror or error}): give it a folder that rank 0 can"

@@ -104,5 +104,7 @@ def _saving(settings: Settings) -> list[str]:
 
 
 def _rarer(settings: Settings, section: str, key: str) -> list[str]:
-    every = settings[section][key]
-    return [f"{section}.{key}={4 * every}"] if every else []
+    """As often as four times now, at most once a run."""
+    every, steps = settings[section][key], settings["train"]["steps"]
+    rarer = min(4 * every, steps) if every and steps else 4 * (every or 0)
+    return [f"{section}.{key}={rarer}"] if every and rarer > every else []

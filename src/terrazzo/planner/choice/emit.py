@@ -13,7 +13,7 @@ from torch import nn
 from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.model.shapes import ModelShape
+from terrazzo.planner.model.shapes import BUILT_IN, ModelShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.request import Model
 from terrazzo.planner.setup.setup import Setup
@@ -85,6 +85,9 @@ def _model(shape: ModelShape, model: Model, folder: str) -> tuple[dict[str, Any]
     from terrazzo.planner.model.loading import CONFIG_FILE, preset_name, read_config
     from terrazzo.planner.model.presets import PRESETS
 
+    described = shape.family == BUILT_IN or isinstance(model, ModelShape | nn.Module)
+    if described and (section := _decoder(shape)) is not None:
+        return section, None
     if isinstance(model, Mapping):
         return {"kind": "huggingface", "path": folder}, dict(model)
     if isinstance(model, str) and (name := preset_name(model)) is not None:
@@ -94,8 +97,6 @@ def _model(shape: ModelShape, model: Model, folder: str) -> tuple[dict[str, Any]
         if path.is_dir() or path.name == CONFIG_FILE:
             return {"kind": "huggingface", "path": str(path if path.is_dir() else path.parent)}, None
         return {"kind": "huggingface", "path": folder}, read_config(path)  # a run reads config.json, which is another
-    if isinstance(model, ModelShape | nn.Module) and (section := _decoder(shape)) is not None:
-        return section, None
     raise BadInput(
         f"`terrazzo train` cannot build {shape.name} from its shape alone. Save its config.json in a folder and plan "
         "for that folder, or shard it in a loop of your own with tz.shard."

@@ -64,6 +64,25 @@ ENGINE_RULES = (
         "terrazzo.engine.plan.place",
     ),
     Rule(
+        "stages of another's model",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.mesh.pp > 1 and setup.model.family not in ("", BUILT_IN),
+        "terrazzo train cuts no model but its own decoder into stages (pp {pp}), not {model}.",
+        "Plan with it, but run with pp 1, or give tz.parallelize a tz.Pipeline(line=[...]) in a loop of your own.",
+        "terrazzo.train.preflight.axes",
+    ),
+    Rule(
+        "stages of tied weights",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.mesh.pp > 1 and setup.model.tied,
+        "The head of {model} is its embedding, which the first and the last of {pp} stages would train apart: Terrazzo "
+        "refuses that.",
+        "Plan with it, but run with pp 1, or untie them.",
+        "terrazzo.parallel.pipeline_stages",
+    ),
+    Rule(
         "experts that ranks cannot share",
         ("terrazzo",),
         "planned",

@@ -212,7 +212,7 @@ RULES = (
     ),
     Rule(
         "tied embeddings in a pipeline",
-        (),
+        OTHERS,
         "warn",
         lambda setup, _: setup.mesh.pp > 1 and setup.model.tied,
         "The head of {model} is its embedding: the first and the last stage both hold it, and add its gradients.",
