@@ -450,6 +450,8 @@ def refusals() -> None:
         tz.fully_shard(model, **options)
         with refused(tz.BadInput, words):
             model(x)
+    with refused(tz.BadInput, "mp_policy is 5"):
+        tz.fully_shard(Net(), mp_policy=5)
     model = marked(tz.fully_shard, Net())
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
         with refused(tz.Misuse, "torch's own engine"):

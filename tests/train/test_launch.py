@@ -236,13 +236,13 @@ def test_a_slurm_task_becomes_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # registers the name, so that what is set below is undone
         monkeypatch.delenv(name)
-    slurm = {"PROCID": "5", "STEP_ID": "0", "STEP_NUM_TASKS": "8", "LOCALID": "1", "JOB_ID": "12345"}
+    slurm = {"PROCID": "5", "STEP_ID": "3", "STEP_NUM_TASKS": "8", "LOCALID": "1", "JOB_ID": "12345"}
     slurm |= {"STEP_TASKS_PER_NODE": "4(x2)", "STEP_NODELIST": "n[07-08]"}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     adopt_slurm()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    assert [os.environ[name] for name in names] == ["5", "8", "1", "4", "n07", "32345"]
+    assert [os.environ[name] for name in names] == ["5", "8", "1", "4", "n07", "16418"]
 
 
 @pytest.mark.parametrize(

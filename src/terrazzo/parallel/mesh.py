@@ -62,7 +62,7 @@ def mesh_sizes(given: dict[str, int | None], world_size: int) -> dict[str, int]:
 
     Raises:
         BadInput: sizes that are no positive integers, or whose product is not `world_size`; an `ep` that does not
-            divide the ranks of a stage's `dp_replicate`.
+            divide the ranks of one replica of a stage, `dp_shard` × `cp` × `tp`.
     """
     sizes = {axis: size for axis in (*AXES, "ep") if (size := given.get(axis)) is not None}
     for axis, size in sizes.items():

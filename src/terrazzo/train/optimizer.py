@@ -54,7 +54,10 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
             f" that can be sharded: {', '.join(shardable)}."
         )
     chosen: type[torch.optim.Optimizer] = known[config.name]
-    check_elementwise(chosen)
+    try:
+        check_elementwise(chosen)
+    except BadInput as error:
+        raise BadInput(f"optimizer.name: {error}") from None
     options = set(inspect.signature(chosen).parameters) - {"params", "lr", "weight_decay"}
     for option in config.options:
         if option not in options:

@@ -19,7 +19,10 @@ def build_plan(config: Config) -> Plan:
     """The plan by its name or from its four places; raises `BadInput` when it breaks the prefix rule."""
     plan = config.plan
     places = {state: getattr(plan, state) for state in ("weight", "between", "grad", "optim")}
-    built = Plan(**places) if plan.name is None else Plan.named(plan.name)
+    try:
+        built = Plan(**places) if plan.name is None else Plan.named(plan.name)
+    except BadInput as error:
+        raise BadInput(f"plan{'' if plan.name is None else '.name'}: {error}") from None
     built = _with_tiers(built, config.offload)
     if built.groups and plan.mesh.dp_replicate == 1:
         raise BadInput(

@@ -157,7 +157,7 @@ class Gradient:
         """Gradients will come: have memory for them that, once they are reduced, need not come back to computation.
 
         Args:
-            dtype: as for `take`.
+            dtype: as for `accumulate`.
         """
         side = self.recipe.axes.side
         if side is not None and self.recipe.ranks and self.pending is None:

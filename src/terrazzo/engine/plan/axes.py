@@ -44,8 +44,8 @@ def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
     group of a single axis.
 
     Args:
-        sizes: of the axes; with `ep`, which is none of its own: neighbours among the ranks of a stage's `dp_replicate`
-            share experts, whatever else they do.
+        sizes: of the axes; with `ep`, which is none of its own: neighbours among the ranks of one replica of a stage,
+            `dp_shard` × `cp` × `tp`, share experts, whatever else they do.
     """
     known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() and len(sizes) > 1 else {}
     key = (kind, *sizes.items())

@@ -18,7 +18,7 @@ def runs_inside_itself(model: nn.Module) -> bool:
     calls = (
         frame
         for frame in _outwards(sys._getframe(1))
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is model
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is model
     )
     return len(list(islice(calls, 2))) == 2
 

@@ -46,7 +46,7 @@ class Schedule:
         meet: the highest of the numbers that ranks bring to the end of a pass; None where none needs another's weights.
         denominator: what finished gradient sums are divided by.
 
-    Attributes, which are set here alone:
+    Attributes:
         program: what all ranks run.
         this_pass: what becomes of this micro-batch's gradients.
         in_forward: whether the model's own forward runs; False in that of a unit which the user calls alone.

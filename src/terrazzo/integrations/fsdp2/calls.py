@@ -70,9 +70,11 @@ def fully_shard(  # structure: signature fixed by torch.distributed.fsdp.fully_s
         `module`.
 
     Raises:
-        BadInput, Misuse: when the model is sharded.
+        BadInput: here for what is no module or no policy; for the rest, and Misuse, when the model is sharded.
     """
     arguments = {name: value for name, value in locals().items() if name != "module"}
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise BadInput(f"fully_shard: mp_policy is {mp_policy!r}: give it torch's MixedPrecisionPolicy.")
     for each in module if isinstance(module, list) else [module]:
         if not isinstance(each, nn.Module):
             raise BadInput(

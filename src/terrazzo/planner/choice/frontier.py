@@ -128,8 +128,9 @@ def nearest(frontier: Frontier, estimate: Callable[[Setup], Estimate]) -> Estima
     """
     least = frontier.nearest
     if least is None or least.setup is None:
-        reasons = [f"{refusal.strategy}: {refusal.reason}" for refusal in frontier.refused[:1]]
-        raise BadInput(f"Nothing can be planned. {(reasons or [NO_MESH])[0]}")
+        reasons = {refusal.reason: refusal.strategy for refusal in reversed(frontier.refused)}
+        why = [f"{strategy}: {reason}" if len(reasons) > 1 else reason for reason, strategy in reasons.items()]
+        raise BadInput(f"Nothing can be planned. {(why or [NO_MESH])[-1]}")
     return estimate(least.setup)
 
 

@@ -51,13 +51,19 @@ def adopt_slurm() -> None:
     env = os.environ
     if is_rank() or "SLURM_PROCID" not in env or not ({"SLURM_STEP_ID", "SLURM_STEPID"} & set(env)):
         return
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "0")
     tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1")
     env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], tasks, env.get("SLURM_LOCALID", "0")
     per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", tasks))
     env["LOCAL_WORLD_SIZE"] = str(per_node[int(env["SLURM_NODEID"])] if len(set(per_node)) > 1 else per_node[0])
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "localhost")
     env.setdefault("MASTER_ADDR", first_host(nodes))
-    env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000))
+    env.setdefault("MASTER_PORT", str(_port(env.get("SLURM_JOB_ID", "0"), step)))
+
+
+def _port(job: str, step: str) -> int:
+    """One for each step of a job, below the ports that Linux gives to whoever asks for any (32768 and above)."""
+    return 10_000 + (7 * int(job) + int(step)) % 20_000
 
 
 def tasks_per_node(text: str) -> list[int]:
