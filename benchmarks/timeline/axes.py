@@ -16,7 +16,8 @@ from benchmarks.timeline.measure import become
 from benchmarks.timeline.model import SCALE, WIDTH
 from benchmarks.timeline.waits import waits
 from hostcuda.device import report, virtual
-from terrazzo.parallel import Context, context_of, kernels
+from terrazzo.parallel import Context, context_of
+from terrazzo.parallel.context import kernels
 from terrazzo.train.model.decoder import Attention, Block, Decoder, DecoderConfig
 
 __all__ = ["DEPTH", "exchanged"]

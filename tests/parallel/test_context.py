@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.parallel import Context, context_of, kernels, share_sequences, tiles
-from terrazzo.parallel.chunks import Chunks
+from terrazzo.parallel import Context, context_of, share_sequences
+from terrazzo.parallel.context import kernels, tiles
+from terrazzo.parallel.context.chunks import Chunks
 from terrazzo.parallel.exchanges import Peers, exchange
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import exclusive, run_in_threads

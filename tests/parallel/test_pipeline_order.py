@@ -11,7 +11,7 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline_order import Action, Kind, actions_of, forwards_of
+from terrazzo.parallel.pipeline.order import Action, Kind, actions_of, forwards_of
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.stages import in_flight
 

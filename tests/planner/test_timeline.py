@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline_order import Action, Kind
+from terrazzo.parallel.pipeline.order import Action, Kind
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.report.bars import chart_of
 from terrazzo.planner.report.picture import svg

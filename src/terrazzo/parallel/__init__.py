@@ -1,30 +1,29 @@
-"""The axes beside data: what a rank has of matrices that several ranks share, and of sequences.
+"""The axes beside data: matrices, sequences, experts and layers that several ranks share.
 
-It imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads. Of what
-shares sequences, read chunks first, which rank holds what; tiles with kernels, which compute; modes with exchanges,
-which bring ranks together; context, the face of these; and sharing with registry, how a model is told.
+It imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads. Each axis
+has a folder or a module: `tensor` (tp), `context` (cp), `expert` (ep), `pipeline` (pp); `face` brings them together.
 Open to other packages:
 
     mesh              the mesh of ranks by the names of its axes
     paper             a model cut for ranks that are not there, for those who count memory
-    pipeline_order    what each rank of a pipeline runs, for those who count time and those who configure it
+    pipeline.order    what each rank of a pipeline runs, for those who count time and those who configure it
 """
 
-from terrazzo.parallel.chunks import Balance, Chunks
-from terrazzo.parallel.context import MODES, Context, Mode
+from terrazzo.parallel.context.chunks import Balance, Chunks
+from terrazzo.parallel.context.context import MODES, Context, Mode
+from terrazzo.parallel.context.registry import KNOWN_TYPES, attention_heads, check_config
+from terrazzo.parallel.context.sharing import context_of, share_sequences, whole_sequences
+from terrazzo.parallel.context.tiles import Sight
 from terrazzo.parallel.expert import ExpertRanks, Experts, permuted
 from terrazzo.parallel.face import parallelize
-from terrazzo.parallel.loss import VocabularyLoss, leave_vocabulary, vocabulary_of
 from terrazzo.parallel.mesh import mesh, mesh_sizes
-from terrazzo.parallel.pipeline import step
-from terrazzo.parallel.pipeline_stages import Pipeline, check_line
-from terrazzo.parallel.plans import check_styles, own_plan
-from terrazzo.parallel.ranks import TensorRanks
-from terrazzo.parallel.registry import KNOWN_TYPES, attention_heads, check_config
-from terrazzo.parallel.sharing import context_of, share_sequences, whole_sequences
-from terrazzo.parallel.styles import STYLES, Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
-from terrazzo.parallel.tensor import TensorPlan, style_of
-from terrazzo.parallel.tiles import Sight
+from terrazzo.parallel.pipeline.stages import Pipeline, check_line
+from terrazzo.parallel.pipeline.step import step
+from terrazzo.parallel.tensor.cut import TensorPlan, style_of
+from terrazzo.parallel.tensor.loss import VocabularyLoss, leave_vocabulary, vocabulary_of
+from terrazzo.parallel.tensor.plans import check_styles, own_plan
+from terrazzo.parallel.tensor.ranks import TensorRanks
+from terrazzo.parallel.tensor.styles import STYLES, Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
 
 __all__ = [
     "KNOWN_TYPES",

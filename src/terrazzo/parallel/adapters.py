@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.errors import BadInput
-from terrazzo.parallel.styles import Column, Row, Style, Uncut
+from terrazzo.parallel.tensor.styles import Column, Row, Style, Uncut
 
 __all__ = ["adapted", "base_of", "with_adapters"]
 

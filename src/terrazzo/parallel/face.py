@@ -13,15 +13,15 @@ from terrazzo.engine.making.parts import check_uncut
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
 from terrazzo.errors import BadInput, listed
-from terrazzo.parallel.chunks import Balance
-from terrazzo.parallel.context import Context, Mode
+from terrazzo.parallel.context.chunks import Balance
+from terrazzo.parallel.context.context import Context, Mode
+from terrazzo.parallel.context.sharing import share_sequences
 from terrazzo.parallel.expert import check_experts, share_experts
-from terrazzo.parallel.pipeline_stages import Pipeline, line_of, take_stages
-from terrazzo.parallel.plans import own_plan
-from terrazzo.parallel.ranks import TensorRanks, tensor_ranks
-from terrazzo.parallel.sharing import share_sequences
-from terrazzo.parallel.styles import SplitSequence, style_named
-from terrazzo.parallel.tensor import Cuts, TensorPlan, cut_matrices, cuts_of, matching
+from terrazzo.parallel.pipeline.stages import Pipeline, line_of, take_stages
+from terrazzo.parallel.tensor.cut import Cuts, TensorPlan, cut_matrices, cuts_of, matching
+from terrazzo.parallel.tensor.plans import own_plan
+from terrazzo.parallel.tensor.ranks import TensorRanks, tensor_ranks
+from terrazzo.parallel.tensor.styles import SplitSequence, style_named
 
 __all__ = ["parallelize"]
 

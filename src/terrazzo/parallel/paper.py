@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
-from terrazzo.parallel.chunks import Run
-from terrazzo.parallel.context import Context
+from terrazzo.parallel.context.chunks import Run
+from terrazzo.parallel.context.context import Context
+from terrazzo.parallel.context.tiles import Sight
 from terrazzo.parallel.exchanges import Peers
-from terrazzo.parallel.plans import own_plan
-from terrazzo.parallel.ranks import TensorRanks
-from terrazzo.parallel.tensor import TensorPlan, cut_matrices, cuts_of
-from terrazzo.parallel.tiles import Sight
+from terrazzo.parallel.tensor.cut import TensorPlan, cut_matrices, cuts_of
+from terrazzo.parallel.tensor.plans import own_plan
+from terrazzo.parallel.tensor.ranks import TensorRanks
 
 __all__ = ["PaperContext", "cut_on_paper"]
 

@@ -80,7 +80,7 @@ ENGINE_RULES = (
         "The head of {model} is its embedding, which the first and the last of {pp} stages would train apart: Terrazzo "
         "refuses that.",
         "Plan with it, but run with pp 1, or untie them.",
-        "terrazzo.parallel.pipeline_stages",
+        "terrazzo.parallel.pipeline.stages",
     ),
     Rule(
         "experts that ranks cannot share",
@@ -110,7 +110,7 @@ ENGINE_RULES = (
         "carries out (tp {tp}).",
         "Run with tp 1, or give tz.parallelize or parallel.tensor.plan styles of its linear layers; these figures "
         "assume the usual ones.",
-        "terrazzo.parallel.plans",
+        "terrazzo.parallel.tensor.plans",
     ),
     Rule(
         "attention that ranks cannot share",
@@ -119,7 +119,7 @@ ENGINE_RULES = (
         lambda setup, _: _no_context(setup),
         "Terrazzo does not know of {model} that its tokens meet in attention alone (cp {cp}).",
         "Plan with it, but run with cp 1.",
-        "terrazzo.parallel.registry.KNOWN_TYPES",
+        "terrazzo.parallel.context.registry.KNOWN_TYPES",
     ),
     Rule(
         "fp8 matrix products",

@@ -23,7 +23,7 @@ Role = Literal["matrix", "vector", "embedding", "head", "expert", "router"]
 
 Split = Literal["column", "column_gathered", "row", "row_splits", "vocab", "none"]
 """How tensor parallelism cuts it. Vectors of split outputs are `column`; norms are `none`. Outputs of `column_gathered`
-are put together, and each rank takes its part of what goes into `row_splits`; see `terrazzo.parallel.styles`."""
+are put together, and each rank takes its part of what goes into `row_splits`; see `terrazzo.parallel.tensor.styles`."""
 
 
 @dataclass(frozen=True)

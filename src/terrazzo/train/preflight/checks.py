@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.config import Config
-from terrazzo.parallel.pipeline_order import actions_of
+from terrazzo.parallel.pipeline.order import actions_of
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.sources import find_files

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from terrazzo.parallel.chunks import Chunks, Run
+from terrazzo.parallel.context.chunks import Chunks, Run
+from terrazzo.parallel.context.kernels import Result
+from terrazzo.parallel.context.tiles import Gradients, Outputs, Sight
 from terrazzo.parallel.exchanges import Peers, exchange
-from terrazzo.parallel.kernels import Result
-from terrazzo.parallel.tiles import Gradients, Outputs, Sight
 
 __all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from terrazzo.engine import Stages, inside_backward
 from terrazzo.engine.plan.elsewhere import Absent, Turn
 from terrazzo.errors import BadInput, Misuse, TerrazzoError
-from terrazzo.parallel.pipeline_order import Action, Kind, actions_of
+from terrazzo.parallel.pipeline.order import Action, Kind, actions_of
 
 __all__ = ["Line", "put_in_line"]
 

@@ -10,8 +10,8 @@ from torch import nn
 from terrazzo.engine.plan.family import SHARES_SEQUENCES
 from terrazzo.errors import BadInput
 from terrazzo.parallel.adapters import base_of
-from terrazzo.parallel.context import Context
-from terrazzo.parallel.registry import is_of_transformers, register
+from terrazzo.parallel.context.context import Context
+from terrazzo.parallel.context.registry import is_of_transformers, register
 
 __all__ = ["context_of", "share_sequences", "whole_sequences"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrazzo.parallel import kernels
-from terrazzo.parallel.chunks import Run
-from terrazzo.parallel.kernels import ROWS, Part, Result, Seen
+from terrazzo.parallel.context import kernels
+from terrazzo.parallel.context.chunks import Run
+from terrazzo.parallel.context.kernels import ROWS, Part, Result, Seen
 
 __all__ = ["Gradients", "Outputs", "Sight"]
 

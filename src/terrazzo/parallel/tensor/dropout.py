@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.errors import RanksApart
-from terrazzo.parallel.ranks import TensorRanks
+from terrazzo.parallel.tensor.ranks import TensorRanks
 
 __all__ = ["fork_dropout", "has_dropout", "watch_seeds"]
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.errors import BadInput, Misuse, did_you_mean
-from terrazzo.parallel.chunks import BALANCES, Chunks, Run
+from terrazzo.parallel.context.chunks import BALANCES, Chunks, Run
+from terrazzo.parallel.context.modes import Shared, by_gathering, by_heads, by_ring
+from terrazzo.parallel.context.tiles import Sight
 from terrazzo.parallel.exchanges import Peers
-from terrazzo.parallel.modes import Shared, by_gathering, by_heads, by_ring
-from terrazzo.parallel.tiles import Sight
 
 __all__ = ["MODES", "Context", "Mode"]
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from terrazzo.engine import Engine, StagedSchedule, accumulate, engine_of, stages_of
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput, Misuse, RanksApart
-from terrazzo.parallel.pipeline_line import Line
-from terrazzo.parallel.pipeline_mail import Mail, form_of
-from terrazzo.parallel.pipeline_order import Action, Kind, forwards_of
+from terrazzo.parallel.pipeline.line import Line
+from terrazzo.parallel.pipeline.mail import Mail, form_of
+from terrazzo.parallel.pipeline.order import Action, Kind, forwards_of
 
 __all__ = ["step"]
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.parallel.ranks import TensorRanks
+from terrazzo.parallel.tensor.ranks import TensorRanks
 
 __all__ = [
     "LocalRows",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.plan.family import SHARES_SEQUENCES
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.parallel.context import Context
+from terrazzo.parallel.context.context import Context
 
 __all__ = ["KNOWN_TYPES", "attention_heads", "check_config", "is_of_transformers", "register"]
 

@@ -19,12 +19,22 @@ from terrazzo.engine.plan.family import SHARES_MATRICES
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.adapters import with_adapters
-from terrazzo.parallel.direct import watch_direct_use
-from terrazzo.parallel.dropout import fork_dropout, has_dropout, watch_seeds
 from terrazzo.parallel.parts import check_replaceable, replaced_by_part, watch_states
-from terrazzo.parallel.ranks import TensorRanks, runs_of
-from terrazzo.parallel.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut, style_named
-from terrazzo.parallel.uses import (
+from terrazzo.parallel.tensor.direct import watch_direct_use
+from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout, watch_seeds
+from terrazzo.parallel.tensor.ranks import TensorRanks, runs_of
+from terrazzo.parallel.tensor.styles import (
+    Column,
+    Embedding,
+    Enter,
+    Logits,
+    Row,
+    SplitSequence,
+    Style,
+    Uncut,
+    style_named,
+)
+from terrazzo.parallel.tensor.uses import (
     LocalRows,
     PartialSums,
     TensorUse,

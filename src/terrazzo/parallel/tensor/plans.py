@@ -10,8 +10,8 @@ from torch import nn
 
 from terrazzo.errors import BadInput
 from terrazzo.parallel.adapters import base_of
-from terrazzo.parallel.styles import Column, Embedding, Enter, Row, SplitSequence, Style, Uncut
-from terrazzo.parallel.tensor import TensorPlan, matching
+from terrazzo.parallel.tensor.cut import TensorPlan, matching
+from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, SplitSequence, Style, Uncut
 
 __all__ = ["check_styles", "own_plan"]
 

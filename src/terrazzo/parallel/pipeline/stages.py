@@ -22,9 +22,9 @@ from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.adapters import adapted
-from terrazzo.parallel.pipeline_line import Line, put_in_line
-from terrazzo.parallel.pipeline_order import check_schedule
-from terrazzo.parallel.tensor import matching
+from terrazzo.parallel.pipeline.line import Line, put_in_line
+from terrazzo.parallel.pipeline.order import check_schedule
+from terrazzo.parallel.tensor.cut import matching
 
 __all__ = ["Pipeline", "check_line", "line_of", "take_stages"]
 

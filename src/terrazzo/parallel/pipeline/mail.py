@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.transfer import Handle
 from terrazzo.errors import BadInput
-from terrazzo.parallel.pipeline_order import Action, Kind
+from terrazzo.parallel.pipeline.order import Action, Kind
 
 __all__ = ["Form", "Mail", "form_of"]
 

@@ -1,0 +1,1 @@
+"""Tensor parallelism: ranks have parts of the same matrices."""
