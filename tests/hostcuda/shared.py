@@ -17,7 +17,8 @@ import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from terrazzo.engine import checkpoint_activations
 from terrazzo.engine.links.transfer import Handle
-from terrazzo.parallel import Context, VocabularyLoss, context_of, kernels
+from terrazzo.parallel import Context, VocabularyLoss, context_of
+from terrazzo.parallel.context import kernels
 from terrazzo.parallel.exchanges import Peers
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.hostcuda.cases import EPS, LR, apart

@@ -1,7 +1,7 @@
 """What ranks beside the data axes exchange of activations, from shapes alone.
 
-Along `tp` and `cp` it is what the engine's modules count, to the byte (`parallel.tensor.ranks`, `parallel.exchanges`), of
-a model whose parameters all train; along `ep` it is that if all experts are as busy. Pipelines follow their paper.
+Along `tp` and `cp` it is what the engine's modules count, to the byte (`parallel.tensor.ranks`, `parallel.exchanges`),
+of a model whose parameters all train; along `ep` it is that if all experts are as busy. Pipelines follow their paper.
 """
 
 from __future__ import annotations
