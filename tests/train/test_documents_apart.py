@@ -52,7 +52,8 @@ def random_decoder(length: int) -> nn.Module:
 
 def packed_loss(model: nn.Module, data: TokenData) -> tuple[Tensor, int]:
     batch = data.train.batch(torch.arange(len(data.train)).numpy())
-    return objective_of(config_from_dict({})).loss(model, batch, CPU), batch.valid_tokens
+    objective = objective_of(config_from_dict({}))
+    return objective.loss_of(model, model(**objective.inputs(model, batch, CPU)), batch), batch.valid_tokens
 
 
 def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:

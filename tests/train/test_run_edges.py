@@ -222,7 +222,7 @@ class Asked(StopRequest):
 
 
 @pytest.mark.parametrize(
-    ("owner", "during"), [(loop, "evaluate"), (NextToken, "loss")], ids=["an evaluation", "the first forward"]
+    ("owner", "during"), [(loop, "evaluate"), (NextToken, "loss_of")], ids=["an evaluation", "the first forward"]
 )
 def test_a_stop_within_an_evaluation_or_the_first_step_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, during: str
@@ -373,7 +373,7 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_the_ranks_start(tmp_pat
 def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_the_same_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = NextToken.loss
+    real = NextToken.loss_of
 
     def spoilt(objective: Any, model: Any, *arguments: Any) -> Tensor:
         loss = real(objective, model, *arguments)
@@ -387,7 +387,7 @@ def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_the_same_words(
             Trainer(session, StopAfter(None)).run()
         return str(caught.value)
 
-    monkeypatch.setattr(NextToken, "loss", spoilt)
+    monkeypatch.setattr(NextToken, "loss_of", spoilt)
     one, other = on_ranks_of_a_run(2, config_in(tmp_path, batch={"micro_batch": 1}), work)
     assert one == other
     assert "loss of step 3 is nan" in one
@@ -399,7 +399,7 @@ def test_a_gradient_that_is_not_a_number_on_one_rank_ends_all_in_its_step_withou
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However far the next log step is. The weights are those of the step before."""
-    real = NextToken.loss
+    real = NextToken.loss_of
 
     def spoilt(objective: Any, model: Any, *arguments: Any) -> Tensor:
         loss = real(objective, model, *arguments)
@@ -416,7 +416,7 @@ def test_a_gradient_that_is_not_a_number_on_one_rank_ends_all_in_its_step_withou
             finite = all(bool(weight.isfinite().all()) for weight in weights.values())
         return str(caught.value), session.step, int(session.model.forwards), finite  # type: ignore[arg-type]
 
-    monkeypatch.setattr(NextToken, "loss", spoilt)
+    monkeypatch.setattr(NextToken, "loss_of", spoilt)
     rare = {"log": {"every": 100}, "checkpoint": {"every": None}, "train": {"steps": 6}}
     one, other = on_ranks_of_a_run(2, config_in(tmp_path, batch={"micro_batch": 1}, **rare), work)
     assert one == other

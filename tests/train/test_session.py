@@ -78,7 +78,7 @@ def trained(config: Config, stop_after: int | None = None) -> int:
 
 def spoil_the_third_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN gradients in step 3, behind a finite loss."""
-    real, calls = NextToken.loss, []
+    real, calls = NextToken.loss_of, []
 
     def loss_of(*arguments: Any) -> Tensor:
         loss = real(*arguments)
@@ -87,7 +87,7 @@ def spoil_the_third_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
             loss.register_hook(lambda gradient: gradient * float("nan"))
         return loss
 
-    monkeypatch.setattr(NextToken, "loss", loss_of)
+    monkeypatch.setattr(NextToken, "loss_of", loss_of)
 
 
 def test_a_finite_loss_with_a_nan_gradient_is_never_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +499,7 @@ def test_a_resume_with_nothing_left_changes_and_promises_nothing(
 def test_a_folder_that_goes_away_while_training_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, how: str
 ) -> None:
-    real, calls = NextToken.loss, []
+    real, calls = NextToken.loss_of, []
 
     def loss_of(*arguments: Any) -> Tensor:
         calls.append(1)
@@ -512,7 +512,7 @@ def test_a_folder_that_goes_away_while_training_is_named(
                 (tmp_path / what).touch() if what.endswith("jsonl") else (tmp_path / what).mkdir()
         return real(*arguments)
 
-    monkeypatch.setattr(NextToken, "loss", loss_of)
+    monkeypatch.setattr(NextToken, "loss_of", loss_of)
     with pytest.raises(SaveFailed, match=f"folder '{tmp_path}/run.*was renamed, removed or replaced"):
         trained(config_in(tmp_path, checkpoint={"every": 100}))
     assert len(calls) == 2

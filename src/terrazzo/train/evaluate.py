@@ -1,22 +1,19 @@
-"""Validation and text samples; and micro-batches through stages, to learn from them or to validate."""
+"""Validation and text samples."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-import terrazzo as tz
 from terrazzo.parallel import whole_sequences
-from terrazzo.train.data import Asked, Batch, evaluation_batches
+from terrazzo.train.data import Asked, evaluation_batches
+from terrazzo.train.micro_batches import measured
 from terrazzo.train.model.causal_lm import generate
-from terrazzo.train.model.experts import auxiliary_loss
-from terrazzo.train.objectives import NextToken, Validation, objective_of
+from terrazzo.train.objectives import Validation, objective_of
 from terrazzo.train.session import Session, evaluation_limit
 
-__all__ = ["evaluate", "in_stages", "sample_text"]
+__all__ = ["evaluate", "sample_text"]
 
 TEMPERATURE = 0.8
 """Of samples: below 1, the likelier tokens are drawn more often than the model would."""
@@ -28,7 +25,7 @@ def evaluate(session: Session) -> Validation | None:
 
     What is compared with the model of the first step prefers nothing then: rounding that says otherwise is not heard.
     """
-    dataset, batch, ranks = session.data.validation, session.config.batch, session.ranks
+    dataset, batch = session.data.validation, session.config.batch
     if dataset is None:
         return None
     parts, objective = session.parts, objective_of(session.config)
@@ -37,32 +34,14 @@ def evaluate(session: Session) -> Validation | None:
     total = torch.zeros(3, dtype=torch.float64)
     session.model.eval()
     batches = map(parts.of, evaluation_batches(dataset, batch.micro_batch, parts.reader, parts.readers, limit))
-    if session.config.plan.mesh.pp > 1:
-        held = [*batches]
-        total[0], total[1] = in_stages(session, held), sum(part.samples for part in held)
-    for part in batches:
-        loss, right = objective.measure(session.model, part, ranks.device)
-        right = part.samples / 2 if undecided else right
-        total += torch.tensor([float(loss), part.samples, right], dtype=torch.float64)
+    at_once = [[*batches]] if session.config.plan.mesh.pp > 1 else ([part] for part in batches)
+    for some in at_once:
+        loss, right = measured(session, some)
+        samples = sum(each.samples for each in some)
+        total += torch.tensor([float(loss), samples, samples / 2 if undecided else right], dtype=torch.float64)
     session.model.train()
     loss_sum, samples, right_sum = parts.total(total).tolist()  # samples: more than 0, `open_session` has seen to it
     return objective.validation(loss_sum / samples, right_sum / samples, dataset.bytes_per_token)
-
-
-def in_stages(session: Session, batches: Sequence[Batch], denominator: float | None = None) -> Tensor:
-    """Forward, and where gradients are enabled backward, of micro-batches through the stages that ranks have.
-
-    Returns the sum of their losses, on all ranks of a pipeline. Collective.
-    """
-    model, device, objective = session.model, session.ranks.device, objective_of(session.config)
-    assert isinstance(objective, NextToken)
-    return tz.step(
-        model,
-        [objective.micro_batch(model, each, device) for each in batches],
-        lambda output, targets: objective.loss_of(model, output, targets),
-        denominator=denominator,
-        auxiliary=auxiliary_loss,
-    )
 
 
 def sample_text(session: Session) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
 import terrazzo as tz
@@ -18,11 +16,11 @@ from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.command import Command
 from terrazzo.train.data import GlobalBatch
 from terrazzo.train.divergence import DivergenceWatch
-from terrazzo.train.evaluate import evaluate, in_stages, sample_text
+from terrazzo.train.evaluate import evaluate, sample_text
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.launch.telling import PREEMPTED
-from terrazzo.train.model.experts import Load, auxiliary_loss, balance_experts
-from terrazzo.train.objectives import objective_of
+from terrazzo.train.micro_batches import learnt
+from terrazzo.train.model.experts import Load, balance_experts
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 
@@ -174,21 +172,8 @@ def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
     Returns this rank's sum of the losses of all samples, and the gradients' global norm before clipping.
     """
     engine_of(session.model).traffic.reset()
-    if session.config.plan.mesh.pp > 1:
-        total = in_stages(session, batch.micro_batches, denominator=max(1, batch.samples))
-        return total, tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
-    session.model.set_gradient_denominator(max(1, batch.samples))  # type: ignore[operator]
-    total, objective = torch.zeros((), device=session.ranks.device), objective_of(session.config)
-    for index, micro_batch in enumerate(batch.micro_batches):
-        is_last = index == len(batch.micro_batches) - 1
-        with nullcontext() if is_last else tz.accumulate(session.model):
-            loss = objective.loss(session.model, micro_batch, session.ranks.device)
-            total += loss.detach()
-            if (auxiliary := auxiliary_loss(session.model)) is not None:  # learnt, and no part of what is reported
-                loss = loss + auxiliary
-            loss.backward()
-    norm = tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
-    return total, norm
+    total = learnt(session, batch.micro_batches, denominator=max(1, batch.samples))
+    return total, tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
 
 
 def update(session: Session) -> None:

@@ -26,7 +26,21 @@ from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.lora import add_adapters, load_base
 from terrazzo.train.model.reward import build_reward_model, load_body, with_score
 
-__all__ = ["CLASSES", "DPO", "NextToken", "Objective", "Reward", "Validation", "completion_log_probs", "objective_of"]
+__all__ = [
+    "CLASSES",
+    "DPO",
+    "Inputs",
+    "NextToken",
+    "Objective",
+    "Reward",
+    "Validation",
+    "completion_log_probs",
+    "inputs_of",
+    "objective_of",
+]
+
+Inputs = Mapping[str, Tensor]
+"""What a model is called with, by name."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +97,21 @@ class Objective(ABC):
 
     # -- the loss --------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-        """In nats, fp32 scalar, summed over the batch's `samples`."""
+    def inputs(self, model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
+        """What the model is called with, by name."""
+        return inputs_of(model, batch, device)
 
     @abstractmethod
-    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, float]:
-        """`loss`, and of how many samples the model is right, where that can be said; 0 where it cannot."""
+    def loss_of(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
+        """In nats, fp32 scalar, summed over the batch's `samples`.
+
+        Args:
+            output: of the model, for what `inputs` gave.
+        """
+
+    def measure(self, model: nn.Module, output: Any, batch: Batch) -> tuple[Tensor, float]:
+        """`loss_of`, and of how many samples the model is right, where that can be said; 0 where it cannot."""
+        return self.loss_of(model, output, batch), 0
 
     @abstractmethod
     def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:
@@ -99,20 +121,8 @@ class Objective(ABC):
 class NextToken(Objective):
     """Cross-entropy of every token that is learnt."""
 
-    def loss(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-        return _cross_entropy(model, batch, device, "sum")
-
-    def micro_batch(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
-        """What the built-in decoder is called with, and the targets, for `loss_of`."""
-        inputs, targets, given = _on_device(model, batch, device)
-        return (inputs, *given.values()), targets
-
-    def loss_of(self, model: nn.Module, output: Any, targets: Tensor) -> Tensor:
-        """`loss`, of what the model has returned."""
-        return _loss_of(model, output, targets, "sum")
-
-    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, float]:
-        return self.loss(model, batch, device), 0
+    def loss_of(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
+        return _cross_entropy(model, output, batch, "sum")
 
     def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:
         return Validation(loss, bits_per_byte=loss / math.log(2) / bytes_per_token)
@@ -122,12 +132,12 @@ class _Pairs(Objective):
     """Which of two completions is preferred: a logistic loss of a margin between them."""
 
     @abstractmethod
-    def preferences(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    def preferences(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         """How much the model is for each completion, fp32 `[B / 2, 2]`, the chosen one first."""
 
-    def margins(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    def margins(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         """By how much the chosen completion of each pair is preferred, fp32 `[samples]`."""
-        found = self.preferences(model, batch, device)
+        found = self.preferences(model, output, batch)
         return (found[:, 0] - found[:, 1])[: batch.samples]  # pairs that only fill the batch come last
 
     def losses(self, margins: Tensor) -> Tensor:
@@ -137,11 +147,11 @@ class _Pairs(Objective):
         wrong = self.config.objective.label_smoothing
         return -(1 - wrong) * F.logsigmoid(margins) - wrong * F.logsigmoid(-margins)
 
-    def loss(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-        return self.losses(self.margins(model, batch, device)).sum()
+    def loss_of(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
+        return self.losses(self.margins(model, output, batch)).sum()
 
-    def measure(self, model: nn.Module, batch: Batch, device: torch.device) -> tuple[Tensor, float]:
-        margins = self.margins(model, batch, device)
+    def measure(self, model: nn.Module, output: Any, batch: Batch) -> tuple[Tensor, float]:
+        margins = self.margins(model, output, batch)
         return self.losses(margins).sum(), float((margins.sign() + 1).sum() / 2)
 
     def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:
@@ -151,10 +161,10 @@ class _Pairs(Objective):
 class DPO(_Pairs):
     """Implicit rewards, β log π / π_ref (Rafailov et al. 2023, arXiv 2305.18290, equation 7)."""
 
-    def preferences(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    def preferences(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         assert batch.reference is not None
-        reference = batch.reference.to(device, non_blocking=True)
-        return self.config.objective.beta * (completion_log_probs(model, batch, device) - reference)
+        own = completion_log_probs(model, output, batch)
+        return self.config.objective.beta * (own - batch.reference.to(own.device, non_blocking=True))
 
 
 class Reward(_Pairs):
@@ -169,8 +179,12 @@ class Reward(_Pairs):
     def shape(self, shape: ModelShape) -> ModelShape:
         return with_score(shape)
 
-    def preferences(self, model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
-        scores: Tensor = model(batch.inputs.to(device, non_blocking=True), _last(batch).to(device, non_blocking=True))
+    def inputs(self, model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
+        given = {"tokens": batch.inputs, "last": _last(batch)}
+        return {name: value.to(device, non_blocking=True) for name, value in given.items()}
+
+    def preferences(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
+        scores: Tensor = output
         return scores.float().view(-1, 2)
 
 
@@ -182,31 +196,27 @@ def objective_of(config: Config) -> Objective:
     return CLASSES[config.objective.name](config)
 
 
-def completion_log_probs(model: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+def inputs_of(model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
+    """What a language model is called with, by name."""
+    tokens = batch.inputs.to(device, non_blocking=True)
+    if batch.positions is None:
+        return {"input_ids": tokens}
+    return {"input_ids": tokens, "position_ids": _placed(model, batch.positions, device)}
+
+
+def completion_log_probs(model: nn.Module, output: Any, batch: Batch) -> Tensor:
     """Log-probabilities of the completions, summed over their tokens: fp32 `[B / 2, 2]`, the chosen one first."""
-    losses = _cross_entropy(model, batch, device, "none").view_as(batch.targets)
+    losses = _cross_entropy(model, output, batch, "none").view_as(batch.targets)
     return -losses.sum(dim=-1).view(-1, 2)
 
 
-def _cross_entropy(model: nn.Module, batch: Batch, device: torch.device, reduction: Literal["sum", "none"]) -> Tensor:
+def _cross_entropy(model: nn.Module, output: Any, batch: Batch, reduction: Literal["sum", "none"]) -> Tensor:
     """Over all targets in one row, fp32; an ignored one counts as 0."""
-    inputs, targets, given = _on_device(model, batch, device)
-    return _loss_of(model, model(inputs, **given), targets, reduction)
-
-
-def _on_device(
-    model: nn.Module, batch: Batch, device: torch.device
-) -> tuple[Tensor, Tensor, dict[Literal["position_ids"], Tensor]]:
-    """Inputs, targets, and what the model takes by name."""
-    inputs, targets = (each.to(device, non_blocking=True) for each in (batch.inputs, batch.targets))
-    return inputs, targets, {} if batch.positions is None else {"position_ids": _placed(model, batch.positions, device)}
-
-
-def _loss_of(model: nn.Module, output: Any, targets: Tensor, reduction: Literal["sum", "none"]) -> Tensor:
     rows = logits_of(output).flatten(0, -2)
+    targets = batch.targets.to(rows.device, non_blocking=True).flatten()
     if (vocabulary := vocabulary_of(model)) is not None:
-        return vocabulary(rows, targets.flatten(), reduction)
-    return F.cross_entropy(rows.float(), targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+        return vocabulary(rows, targets, reduction)
+    return F.cross_entropy(rows.float(), targets, ignore_index=IGNORED, reduction=reduction)
 
 
 def _placed(model: nn.Module, positions: Tensor, device: torch.device) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from terrazzo.config import Config, flatten
 from terrazzo.errors import BadInput
 from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
-from terrazzo.train.objectives import completion_log_probs
+from terrazzo.train.objectives import completion_log_probs, inputs_of
 from terrazzo.train.parts import Parts
 
 __all__ = ["Due", "check_same_initial", "compute_reference", "initial_model", "reference_due", "reference_state"]
@@ -99,7 +99,7 @@ def compute_reference(due: list[Due], model: nn.Module, config: Config, parts: P
         table = torch.zeros(len(dataset), 2, device=device)
         for indices in rounds(pairs, config.batch.micro_batch, parts.reader, parts.readers):
             batch = dataset.batch(indices)
-            found = completion_log_probs(model, batch, device)[: batch.samples]
+            found = completion_log_probs(model, model(**inputs_of(model, batch, device)), batch)[: batch.samples]
             table[torch.from_numpy(indices[: batch.samples]).to(device)] = found
         parts.total(table)
         known = torch.from_numpy(pairs)

@@ -283,13 +283,13 @@ class Decoder(nn.Module):
         self.head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
         self.tied_head = TiedHead()
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Next-token logits `[B, T, vocab_size]` of int64 `tokens` `[B, T]`, T ≤ `max_sequence_length`.
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Next-token logits `[B, T, vocab_size]` of int64 `input_ids` `[B, T]`, T ≤ `max_sequence_length`.
 
         With `position_ids`, int64 `[B, T]`, each 0 begins a document, which sees nothing of those before it. A model
         that shares its sequences (`use_context`) takes and gives this rank's part of them, and always needs these.
         """
-        x = self.hidden(tokens, position_ids)
+        x = self.hidden(input_ids, position_ids)
         logits: Tensor = self.tied_head(x, self.embedding.weight) if self.head is None else self.head(x)
         return logits
 

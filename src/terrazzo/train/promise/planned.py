@@ -173,7 +173,8 @@ def _training_pass(config: Config, setup: Setup) -> Callable[[nn.Module], torch.
         whole = torch.zeros(setup.micro_batch, setup.sequence, dtype=torch.int64)
         positions = whole if config.cuts_attention or setup.mesh.cp > 1 else None
         batch = Batch(tokens, torch.zeros_like(tokens), tokens.numel(), config.batch.micro_batch, reference, positions)
-        return objective_of(config).loss(model, batch, torch.device("cpu"))
+        objective = objective_of(config)
+        return objective.loss_of(model, model(**objective.inputs(model, batch, torch.device("cpu"))), batch)
 
     return run
 

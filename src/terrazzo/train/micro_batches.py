@@ -1,0 +1,50 @@
+"""What the model makes of micro-batches: to learn from them, or to measure it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+import terrazzo as tz
+from terrazzo.train.data import Batch
+from terrazzo.train.model.experts import auxiliary_loss
+from terrazzo.train.objectives import objective_of
+from terrazzo.train.session import Session
+
+__all__ = ["learnt", "measured"]
+
+
+def learnt(session: Session, batches: Sequence[Batch], denominator: float) -> Tensor:
+    """Forward and backward of all micro-batches of a step; the sum of their losses. Collective.
+
+    Args:
+        denominator: what gradient sums over all ranks are divided by.
+    """
+    objective = objective_of(session.config)
+    return _run(session, batches, lambda output, batch: objective.loss_of(session.model, output, batch), denominator)
+
+
+def measured(session: Session, batches: Sequence[Batch]) -> tuple[Tensor, float]:
+    """The sum of the losses of micro-batches, and of how many samples the model is right. Collective.
+
+    In a pipeline, the last stage alone knows of the second.
+    """
+    objective, right = objective_of(session.config), 0.0
+
+    def loss_of(output: Any, batch: Batch) -> Tensor:
+        nonlocal right
+        loss, more = objective.measure(session.model, output, batch)
+        right += more
+        return loss
+
+    return _run(session, batches, loss_of, None), right
+
+
+def _run(
+    session: Session, batches: Sequence[Batch], loss_of: Callable[[Any, Batch], Tensor], denominator: float | None
+) -> Tensor:
+    model, objective = session.model, objective_of(session.config)
+    pairs = [(objective.inputs(model, batch, session.ranks.device), batch) for batch in batches]
+    return tz.step(model, pairs, loss_of, denominator=denominator, auxiliary=auxiliary_loss)
