@@ -199,16 +199,16 @@ MUTATIONS = [
         "engine/offload/test_bits.py engine/offload/test_modes.py",
     ),
     Mutation(
-        "a tray is filled while it is written to a file",
+        "a staging buffer is filled while it is written to a file",
         "engine/offload/update.py",
-        "self._trays.append(tray)\n        tray.finish_writing()",
-        "self._trays.append(tray)",
+        "self._ring.append(staging)\n        staging.finish_writing()",
+        "self._ring.append(staging)",
         "engine/offload/test_bits.py engine/offload/test_disk_faults.py",
     ),
     Mutation(
         "a cell is read while an earlier write of it is under way",
         "engine/offload/update.py",
-        "            if tray.holds(task.bucket, task.window):\n                tray.finish_writing()",
+        "            if staging.holds(task.bucket, task.window):\n                staging.finish_writing()",
         "            pass",
         "engine/offload/test_disk_faults.py engine/offload/test_bits.py",
     ),
@@ -302,7 +302,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the reported loss is that of the last micro-batch",
-        "train/loop.py",
+        "parallel/pipeline/step.py",
         "total += loss.detach()",
         "total = loss.detach()",
         "train/test_sft.py",
@@ -310,8 +310,8 @@ MUTATIONS = [
     Mutation(
         "DPO forgets its reference",
         "train/objectives.py",
-        "(completion_log_probs(model, batch, device) - reference)",
-        "completion_log_probs(model, batch, device)",
+        "(own - batch.reference.to(own.device, non_blocking=True))",
+        "own",
         "train/test_preferences.py",
     ),
     Mutation(

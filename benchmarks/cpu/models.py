@@ -171,9 +171,9 @@ class Divisible(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """int64 [batch, tokens] to logits [batch, tokens, vocabulary]; positions where sequences are shared."""
         if self.context is not None:
-            sight = self.context.sight(positions, tokens.shape[1])
+            mask = self.context.mask(positions, tokens.shape[1])
             for attention in self.attentions():
-                attention.attend = partial(self.context.attend, sight=sight)
+                attention.attend = partial(self.context.attend, mask=mask)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)

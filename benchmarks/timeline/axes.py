@@ -56,7 +56,7 @@ class _Blocks(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """[1, tokens, width] to the same shape."""
-        seen = None if self.context is None else self.context.sight(positions, x.shape[1])
+        seen = None if self.context is None else self.context.mask(positions, x.shape[1])
         cos, sin = self.rotary.at(positions)
         for block in self.blocks:
             x = block(x, cos, sin, seen)

@@ -142,7 +142,7 @@ def waits_unplaced(mode: str) -> int:
     there = _to(own, "cuda")
     report.take()
     for _ in range(2):  # of two layers, which ask for the same
-        context.sight(there, own.shape[1])
+        context.mask(there, own.shape[1])
     return report.of("sync", "pageable").total()
 
 

@@ -71,7 +71,7 @@ def worst_difference(case: Case) -> float:
         context = Context(dist.group.WORLD, case.mode, case.balance)
         own = [context.chunks.split(each.detach(), rank, dim=2).requires_grad_() for each in whole]
         (its_positions,) = context.split(positions)
-        found = context.attend(*own, context.sight(its_positions, its_positions.shape[1], case.window))
+        found = context.attend(*own, context.mask(its_positions, its_positions.shape[1], case.window))
         gradients = torch.autograd.grad(found, own, context.chunks.split(grad, rank, dim=2))
         parts = [context.chunks.split(each, rank, dim=2) for each in expected]
         pairs = zip((found.detach(), *gradients), parts, expected, strict=True)
@@ -222,7 +222,7 @@ def test_bad_input_is_refused_on_every_rank() -> None:
         "on meta" in part for part in refused(2, lambda context: context.place(tokens.to("meta"), tokens.device))
     )
     positions = torch.arange(24).unsqueeze(0)
-    assert any("sliding window of 7" in part for part in refused(2, lambda c: c.sight(positions, 24, 7), "ring"))
+    assert any("sliding window of 7" in part for part in refused(2, lambda c: c.mask(positions, 24, 7), "ring"))
 
 
 def test_a_model_must_be_told_which_part_it_is_given() -> None:
@@ -235,9 +235,9 @@ def test_a_model_must_be_told_which_part_it_is_given() -> None:
 
     assert any("without position_ids" in part for part in refused(2, without_positions))
     ahead = torch.arange(24).unsqueeze(0) + 30
-    assert any("run ahead" in part for part in refused(2, lambda context: context.sight(ahead, 24)))
+    assert any("run ahead" in part for part in refused(2, lambda context: context.mask(ahead, 24)))
     few = torch.arange(12).unsqueeze(0)
-    assert any("split both" in part for part in refused(2, lambda context: context.sight(few, 24)))
+    assert any("split both" in part for part in refused(2, lambda context: context.mask(few, 24)))
 
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses"])
@@ -249,14 +249,14 @@ def test_placed_positions_say_what_split_ones_say_and_no_more_once_they_are_chan
         placed, (own,) = context.place(whole, torch.device("cpu")), context.split(whole)
         assert torch.equal(placed, own)
         for window in (None, 7):
-            found, expected = (context.sight(each, TOKENS // 2, window) for each in (placed, own))
+            found, expected = (context.mask(each, TOKENS // 2, window) for each in (placed, own))
             assert (found.runs, found.bounds) == (expected.runs, expected.bounds)
             assert torch.equal(found.begins, expected.begins)
         placed.copy_(context.positions(whole))
-        assert context.sight(placed, TOKENS // 2).begins is None
+        assert context.mask(placed, TOKENS // 2).begins is None
         with context.unsplit():
             alone = context.place(whole, torch.device("cpu"))
-            assert context.sight(alone, TOKENS).bounds == context.sight(whole.clone(), TOKENS).bounds
+            assert context.mask(alone, TOKENS).bounds == context.mask(whole.clone(), TOKENS).bounds
 
     run_in_threads(2, on_rank)
 
@@ -276,7 +276,7 @@ def test_a_model_that_cannot_share_is_refused() -> None:
 def test_a_cache_of_keys_is_refused() -> None:
     def with_cache(context: Context) -> object:
         query, key = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 8, 8)
-        return context.attend(query, key, key, context.sight(torch.zeros(1, 4, dtype=torch.int64), 4))
+        return context.attend(query, key, key, context.mask(torch.zeros(1, 4, dtype=torch.int64), 4))
 
     assert any("use_cache=False" in part for part in refused(2, with_cache))
 

@@ -13,7 +13,7 @@ from terrazzo.parallel.context.chunks import Balance, Chunks
 from terrazzo.parallel.context.context import MODES, Context, Mode
 from terrazzo.parallel.context.registry import KNOWN_TYPES, attention_heads, check_config
 from terrazzo.parallel.context.sharing import context_of, share_sequences, whole_sequences
-from terrazzo.parallel.context.tiles import Sight
+from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.expert import ExpertRanks, Experts, permuted
 from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.mesh import mesh, mesh_sizes
@@ -29,6 +29,7 @@ __all__ = [
     "KNOWN_TYPES",
     "MODES",
     "STYLES",
+    "AttentionMask",
     "Balance",
     "Chunks",
     "Column",
@@ -41,7 +42,6 @@ __all__ = [
     "Mode",
     "Pipeline",
     "Row",
-    "Sight",
     "SplitSequence",
     "Style",
     "TensorPlan",

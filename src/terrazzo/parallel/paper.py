@@ -15,7 +15,7 @@ from terrazzo.engine.links.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
 from terrazzo.parallel.context.chunks import Run
 from terrazzo.parallel.context.context import Context
-from terrazzo.parallel.context.tiles import Sight
+from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.exchanges import Peers
 from terrazzo.parallel.tensor.cut import TensorPlan, cut_matrices, cuts_of
 from terrazzo.parallel.tensor.plans import own_plan
@@ -35,14 +35,14 @@ class PaperContext(Context):
         super().__init__(_PaperPeers(ranks), mode, balance)
         self._documents = documents
 
-    def sight(self, positions: Tensor | None, tokens: int, window: int | None = None) -> Sight:
+    def mask(self, positions: Tensor | None, tokens: int, window: int | None = None) -> AttentionMask:
         """With documents or a window every tile has a mask, and none is left out."""
         length = tokens * self.size
         runs = [Run(0, 0, length)] if self.mode == "ulysses" else self.chunks.runs(self.rank, length)
         if positions is None or not (self._documents or window):
-            return Sight.of(runs, None)
+            return AttentionMask.of(runs, None)
         held = sum(run.length for run in runs)
-        return Sight.unknown(runs, positions.new_zeros((positions.shape[0], held)))
+        return AttentionMask.unknown(runs, positions.new_zeros((positions.shape[0], held)))
 
 
 class _PaperPeers(Peers):

@@ -151,7 +151,7 @@ class _ShownGradients:
             Misuse: where that would be divided as gradients are which have been multiplied before, or summed over more
                 ranks than a user counts.
         """
-        self._engine.drivers.turn_back()
+        self._engine.drivers.restore_groups()
         self.hide()
         is_mean = self._engine.progress.denominator.is_mean
         with _PLAINLY():
@@ -161,7 +161,7 @@ class _ShownGradients:
 
     def begin_forward(self, *_: Any) -> None:
         """A forward begins: whoever has caught what a step raised goes on."""
-        self._engine.drivers.turn_back()
+        self._engine.drivers.restore_groups()
         self.begin()
 
     def begin(self, *_: Any) -> None:

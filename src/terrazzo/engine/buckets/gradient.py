@@ -22,11 +22,11 @@ from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.plan.spec import MoveBytes, Reduction, Sums
 from terrazzo.engine.process.worker import Job
 
-__all__ = ["Gradient", "Landed"]
+__all__ = ["Gradient", "SummedGradient"]
 
 
 @dataclass
-class Landed:
+class SummedGradient:
     """A finished gradient, or a sum of micro-batches on its way to being one.
 
     Attributes:
@@ -92,11 +92,11 @@ class Gradient:
         self._numels = [math.prod(member.shape) for member in members]
         first = recipe.axes.is_first(recipe.axes.summed_beside)
         self._counts = [first or member.record is None or not member.record.replicated for member in members]
-        self.finished: Landed | None = None
+        self.finished: SummedGradient | None = None
         self.changes = 0
         self.pending: Tensor | None = None
         self._lent = False
-        self._partial: Landed | None = None
+        self._partial: SummedGradient | None = None
         self._partial_home: Buffer | None = None
         self._empty()
 
@@ -106,7 +106,7 @@ class Gradient:
         dtype = self.recipe.precision.accumulate
         self._home = None if self.tier == "device" else store.state(self.space, self.sums.last.axes, dtype, self.tier)
 
-    def handed_over(self, stepped: Sequence[Range]) -> Landed:
+    def handed_over(self, stepped: Sequence[Range]) -> SummedGradient:
         """The finished gradient for an update, which waits for it, and scales in place what it finds in memory.
 
         Args:
@@ -234,13 +234,13 @@ class Gradient:
         """Sums of micro-batches that are not the last go no further than the host's memory."""
         sums = replace(sums, data=converted(sums.data, self.recipe.precision.accumulate))
         if self.tier == "device":
-            self._partial = Landed(sums)
+            self._partial = SummedGradient(sums)
             self.ledger.acquire(sums.nbytes - counted_bytes)
             return
         if self._partial_home is None:
             home = self._store.extra_host(sums.nbytes).view(sums.dtype)
             self._partial_home = Buffer(self.space, sums.axes, home)
-        self._partial = Landed(self._partial_home, self._store.commit(self._partial_home, sums))
+        self._partial = SummedGradient(self._partial_home, self._store.commit(self._partial_home, sums))
 
     def _finish(self, partial: Tensor, reduction: Reduction, denominator: float) -> Moves[Tensor]:
         """Sum what is left to sum over, divide once, and bring the gradient to its tier."""
@@ -278,9 +278,9 @@ class Gradient:
                 with resting.opened(part, "change") as sums:
                     sums.add_(data.part(part).to(sums.device))
         elif self._home is None:
-            self.finished = Landed(data)
+            self.finished = SummedGradient(data)
         else:
-            self.finished = Landed(self._home, self._store.commit(self._home, data))
+            self.finished = SummedGradient(self._home, self._store.commit(self._home, data))
 
     # -- between steps -----------------------------------------------------------------------------------------
 

@@ -73,10 +73,10 @@ class Drivers:
         for driver in self._drivers:
             driver.catch_up()
 
-    def turn_back(self) -> None:
+    def restore_groups(self) -> None:
         """Steps that raised have ended: the groups of their optimizers hold the model's parameters again."""
         for driver in self._drivers:
-            driver.turn_back()
+            driver.restore_groups()
 
     def retire(self) -> None:
         """Let go of all optimizers; nothing may be under way."""

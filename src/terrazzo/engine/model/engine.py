@@ -289,7 +289,7 @@ class Engine:
 
     def catch_up(self) -> None:
         """Return once no update is under way, the first level. Collective."""
-        self.drivers.turn_back()
+        self.drivers.restore_groups()
         self._finish_publishing()
         self.drivers.catch_up()
 

@@ -21,8 +21,8 @@ __all__ = [
     "moment_names",
     "need_of",
     "send_bytes",
-    "tray_bytes",
-    "tray_count",
+    "staging_bytes",
+    "staging_count",
 ]
 
 SENDS = 2
@@ -36,14 +36,14 @@ class Need:
     Attributes:
         cpu, nvme: bytes of every state there, one entry for each state of a bucket.
         load: bytes of one cell of weights that are read from drives; 0 for none.
-        tray: bytes of one cell of all states that are updated on drives; 0 for none.
+        staging: bytes of one cell of all states that are updated on drives; 0 for none.
         send: bytes of one cell of new weights that are cast on their way to the device; 0 for none.
     """
 
     cpu: tuple[int, ...] = ()
     nvme: tuple[int, ...] = ()
     load: int = 0
-    tray: int = 0
+    staging: int = 0
     send: int = 0
 
 
@@ -80,12 +80,12 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
     """
     moments = [_moments(bucket, templates) if bucket.updated_off_device else [] for bucket in buckets]
     resting = [state for bucket, states in zip(buckets, moments, strict=True) for state in bucket.at_rest(states)]
-    trays = (tray_bytes(bucket, states, cell) for bucket, states in zip(buckets, moments, strict=True))
+    buffers = (staging_bytes(bucket, states, cell) for bucket, states in zip(buckets, moments, strict=True))
     return Need(
         cpu=tuple(state.nbytes for state in resting if state.tier == "cpu"),
         nvme=tuple(state.nbytes for state in resting if state.tier == "nvme"),
         load=max((load_bytes(bucket, cell) for bucket in buckets), default=0),
-        tray=max(trays, default=0) if templates else 0,
+        staging=max(buffers, default=0) if templates else 0,
         send=max((send_bytes(bucket, cell) for bucket in buckets), default=0),
     )
 
@@ -100,7 +100,7 @@ def load_bytes(bucket: BucketSpec, cell: int) -> int:
     return max(weight_bytes, min(cell, bucket.numel(bucket.optim_axes)) * bucket.precision.master.itemsize)
 
 
-def tray_bytes(bucket: BucketSpec, moments: Sequence[float], cell: int) -> int:
+def staging_bytes(bucket: BucketSpec, moments: Sequence[float], cell: int) -> int:
     """One cell of everything that an update brings from drives and back.
 
     Args:
@@ -125,7 +125,7 @@ def send_bytes(bucket: BucketSpec, cell: int) -> int:
     return min(cell, bucket.numel(bucket.optim_axes)) * bucket.weight_dtype.itemsize
 
 
-def tray_count(settings: Offload) -> int:
+def staging_count(settings: Offload) -> int:
     """Cells under way in an update at once: some being read, one stepped on, some written."""
     return max(4, settings.depth)
 
@@ -135,7 +135,7 @@ def host_bytes(need: Need, settings: Offload) -> int:
     states = sum(padded_bytes(size) for size in need.cpu) + SENDS * padded_bytes(need.send)
     if not need.nvme:
         return states
-    return states + settings.depth * padded_bytes(need.load) + tray_count(settings) * padded_bytes(need.tray)
+    return states + settings.depth * padded_bytes(need.load) + staging_count(settings) * padded_bytes(need.staging)
 
 
 def disk_bytes(need: Need) -> int:

@@ -18,7 +18,7 @@ from terrazzo.engine.buckets.buffer import Buffer, Resting, Space
 from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
-from terrazzo.engine.offload.needs import SENDS, Need, disk_bytes, host_bytes, tray_count
+from terrazzo.engine.offload.needs import SENDS, Need, disk_bytes, host_bytes, staging_count
 from terrazzo.engine.offload.sending import Sending
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.topology import bound_to, ranks_here, step_threads
@@ -125,12 +125,12 @@ class Store:
             return DriveBuffer(space, axes, dtype, self.drive, offset)
         return Buffer(space, axes, self.host(numel * dtype.itemsize).view(dtype))
 
-    def trays(self) -> Sequence[Tensor]:
+    def staging(self) -> Sequence[Tensor]:
         """Buffers for cells under way in an update."""
-        cell_bytes = self._need.tray
+        cell_bytes = self._need.staging
         if not cell_bytes:
             return []
-        return [self.host(padded_bytes(cell_bytes)) for _ in range(tray_count(self.settings))]
+        return [self.host(padded_bytes(cell_bytes)) for _ in range(staging_count(self.settings))]
 
     def usage(self) -> dict[str, float]:
         """Bytes held beside the device, bytes read and written so far and seconds with such transfers under way,

@@ -1,7 +1,7 @@
 """Updates away from the device: each unit's states are stepped where they rest, on a thread of its own.
 
 The optimizer's own code runs, on a stepper that holds one segment and the hyper-parameters of the moment the step
-began: the user may go on to change them. States in files stream through a few trays, cell by cell: the next cells are
+began: the user may go on to change them. States in files stream through a few buffers, cell by cell: the next cells are
 read while one is stepped and earlier ones are written. The order of everything is fixed and each element's arithmetic
 is the same, so the bits are those of a step on the spot.
 """
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from terrazzo.ending import require_own, start_thread
 from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.gradient import Landed
+from terrazzo.engine.buckets.gradient import SummedGradient
+from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to
-from terrazzo.engine.offload.trays import Tray
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.layout import Range
@@ -51,10 +51,10 @@ class _Task:
     segments: Sequence[Segment]
     due: Sequence[Segment]
     stepper: Stepper
-    finished: Landed
+    finished: SummedGradient
     mark: torch.Event | None
     done: Job | None = None
-    tray: Tray | None = None
+    staging: StagingBuffer | None = None
 
 
 @dataclass
@@ -68,10 +68,10 @@ class Updater:
     """Carries out updates in the order they are asked for; its thread ends with the object."""
 
     def __init__(self, store: Store) -> None:
-        trays = [Tray(raw) for raw in store.trays()]
+        buffers = [StagingBuffer(raw) for raw in store.staging()]
         self._store, self._process = store, os.getpid()
         self._tasks: queue.SimpleQueue[_Task | _Flush | None] = queue.SimpleQueue()
-        carrier = _Carrier(store, trays, self._tasks)
+        carrier = _Carrier(store, buffers, self._tasks)
         threads, cpus = store.step_threads
         start_thread("terrazzo-update", lambda: _carry(carrier, threads, cpus), carrier.stop)
 
@@ -127,8 +127,10 @@ def _carry(carrier: _Carrier, threads: int, cpus: Collection[int]) -> None:
 class _Carrier:
     """What the thread does; it must not hold the `Updater`, whose end it waits for."""
 
-    def __init__(self, store: Store, trays: list[Tray], tasks: queue.SimpleQueue[_Task | _Flush | None]) -> None:
-        self._store, self._trays, self._tasks, self.device = store, deque(trays), tasks, store.device
+    def __init__(
+        self, store: Store, buffers: list[StagingBuffer], tasks: queue.SimpleQueue[_Task | _Flush | None]
+    ) -> None:
+        self._store, self._ring, self._tasks, self.device = store, deque(buffers), tasks, store.device
         self._ahead: deque[_Task | _Flush] = deque()
         self._failure: BaseException | None = None
 
@@ -157,11 +159,11 @@ class _Carrier:
     def _fail(self, error: BaseException) -> None:
         """States are torn: nothing may be stepped any more, and transfers that failed hold what they were for."""
         self._failure = again(error)
-        self._trays.clear()
+        self._ring.clear()
 
     def _look_ahead(self) -> bool:
-        """Start reading for what comes next, half the trays ahead; False at the end."""
-        while len(self._ahead) <= len(self._trays) // 2:
+        """Start reading for what comes next, half the buffers ahead; False at the end."""
+        while len(self._ahead) <= len(self._ring) // 2:
             try:
                 task = self._tasks.get(block=not self._ahead)
             except queue.Empty:
@@ -179,67 +181,67 @@ class _Carrier:
     def _start_reading(self, task: _Task) -> None:
         if task.bucket.tiers.optim != "nvme":
             return
-        for tray in self._trays:
-            if tray.holds(task.bucket, task.window):
-                tray.finish_writing()
-        tray = self._trays.popleft()
-        self._trays.append(tray)
-        tray.finish_writing()
+        for staging in self._ring:
+            if staging.holds(task.bucket, task.window):
+                staging.finish_writing()
+        staging = self._ring.popleft()
+        self._ring.append(staging)
+        staging.finish_writing()
         states = [task.stepper.state.get(segment.parameter, {}) for segment in task.segments]
         known = [key for key in task.bucket.moments if any(key in state for state in states)]
-        tray.read(task.bucket, task.window, known, task.finished)
-        task.tray = tray
+        staging.read(task.bucket, task.window, known, task.finished)
+        task.staging = staging
 
     def _carry_out(self, task: _Task | _Flush) -> None:
         if isinstance(task, _Flush):
-            for tray in self._trays:
-                tray.finish_writing()
+            for staging in self._ring:
+                staging.finish_writing()
             return
-        if task.tray is not None:
-            task.tray.finish_reading()
+        if task.staging is not None:
+            task.staging.finish_reading()
         if task.mark is not None:
             task.mark.synchronize()  # what was queued before may still read weights in host memory
         with self._store.copies_in.completing(task.mark):
             for segment in task.due:
                 self._step(segment, task)
-        if task.tray is not None:
-            if "weight" in task.tray:
-                task.tray.part("weight", task.window).copy_(task.tray.part("master", task.window))
-            task.tray.write()
+        if task.staging is not None:
+            if "weight" in task.staging:
+                task.staging.part("weight", task.window).copy_(task.staging.part("master", task.window))
+            task.staging.write()
             if task.done is not None:
                 self._finish_weights(task.bucket)
 
     def _finish_weights(self, bucket: Bucket) -> None:
         """New weights in files are complete before anyone reads them."""
         if bucket.tiers.weight == "nvme":
-            for tray in self._trays:
-                tray.finish_writing()
+            for staging in self._ring:
+                staging.finish_writing()
 
     def _step(self, segment: Segment, task: _Task) -> None:
         started = time.perf_counter()
-        values = segment.parameter.detach() if task.tray is None else task.tray.part("master", segment.range)
+        values = segment.parameter.detach() if task.staging is None else task.staging.part("master", segment.range)
         parameter = nn.Parameter(values)
         parameter.grad = self._gradient(segment, task)
-        _Moments(segment, task.tray).step(task.stepper, parameter)
+        _Moments(segment, task.staging).step(task.stepper, parameter)
         weight = segment.bucket.own_weight
-        if weight is not None and (task.tray is None or "weight" not in task.tray):
+        if weight is not None and (task.staging is None or "weight" not in task.staging):
             with weight.opened(segment.range, "replace") as own:
                 self._store.sending.copy(values, own)
         self._store.steps.numel += values.numel()
         self._store.steps.seconds += time.perf_counter() - started
 
     def _gradient(self, segment: Segment, task: _Task) -> Tensor:
-        if task.tray is None or "grad" not in task.tray:
+        if task.staging is None or "grad" not in task.staging:
             return segment.gradient(task.finished)
-        part = task.tray.part("grad", segment.range)
+        part = task.staging.part("grad", segment.range)
         return task.finished.scaled(part).to(segment.parameter.dtype)
 
 
 class _Moments:
     """What the optimizer keeps for each element of a segment: lent to a step in the master's dtype, then put back."""
 
-    def __init__(self, segment: Segment, tray: Tray | None) -> None:
-        self._segment, self._tray = segment, tray
+    def __init__(self, segment: Segment, staging: StagingBuffer | None) -> None:
+        self._segment, self._staging = segment, staging
         self._names = segment.bucket.moments
 
     def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
@@ -251,8 +253,8 @@ class _Moments:
         stepper.state[segment.parameter] = {key: self._put_back(key, value) for key, value in after.items()}
 
     def _home(self, key: str) -> Tensor:
-        if self._tray is not None:
-            return self._tray.part(key, self._segment.range)
+        if self._staging is not None:
+            return self._staging.part(key, self._segment.range)
         with self._names[key].opened(self._segment.range, "change") as data:
             return data
 
@@ -262,7 +264,7 @@ class _Moments:
         home = self._home(key)
         if home.data_ptr() != value.data_ptr():
             home.copy_(value)
-        if self._tray is None:
+        if self._staging is None:
             return home
-        self._tray.keep(key)
+        self._staging.keep(key)
         return OnDrive.of(home.numel(), home.dtype, key)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.gradient import Landed
+from terrazzo.engine.buckets.gradient import SummedGradient
 from terrazzo.engine.loop.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
@@ -202,7 +202,7 @@ class OptimizerDriver:
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
                 "backward outside 'with tz.accumulate(model)', so that it reduces them."
             )
-        self.turn_back()
+        self.restore_groups()
         self._check_groups(optimizer)
         self._check_parameters(optimizer)
         self._skipping = None
@@ -231,7 +231,7 @@ class OptimizerDriver:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_inside_own_step(optimizer):
             return
-        self.turn_back()
+        self.restore_groups()
         if self._skipping is not None:
             self._skipping.put_back(optimizer)  # such as a count of steps: there was nothing to update
         self.progress.end_step()
@@ -247,7 +247,7 @@ class OptimizerDriver:
         noted, held = self.progress.hyper_parameters[self.groups.start], hyper_parameters(optimizer)
         noted.update({place: held.get(place, 0.0) for place in noted})
 
-    def turn_back(self) -> None:
+    def restore_groups(self) -> None:
         """A step has ended, perhaps without a word, since it raised: the optimizer's groups hold parameters again."""
         if self._stepping:
             self._turn(stepping=False)
@@ -269,7 +269,7 @@ class OptimizerDriver:
             self._fill_groups()
 
     def _step_one_by_one(
-        self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, Landed]
+        self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, SummedGradient]
     ) -> None:
         """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
         precision = self.recipe.precision
@@ -299,7 +299,7 @@ class OptimizerDriver:
 
     def forget(self, set_to_none: bool) -> None:
         """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""
-        self.turn_back()
+        self.restore_groups()
         if not set_to_none:
             self.catch_up()  # an update may still read what is going to be zero
         if self.background is not None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer
-from terrazzo.engine.buckets.gradient import Landed
+from terrazzo.engine.buckets.gradient import SummedGradient
 from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.plan.layout import Range, Slot
 
@@ -66,7 +66,7 @@ class Segment:
         """Whether there is a finished gradient for it on any rank."""
         return self.bucket.gradient.finished is not None and self.seen[0]
 
-    def gradient(self, finished: Landed) -> Tensor:
+    def gradient(self, finished: SummedGradient) -> Tensor:
         """This rank's part of the finished gradient, scaled, in the master's dtype."""
         with finished.wait().opened(self.range) as part:
             return finished.scaled(part).to(device=self.device, dtype=self.parameter.dtype)

@@ -33,7 +33,7 @@ class GatheredWeights:
         for units in (self.awaited, self.until_end, self.here):
             units.clear()
 
-    def put_down(self, unit: Runnable, awaited: bool) -> None:
+    def forward_ended(self, unit: Runnable, awaited: bool) -> None:
         """A forward of `unit` has ended; `awaited` if a backward follows."""
         if unit.index not in self.until_end:
             unit.rest_between() if awaited else unit.release()
@@ -47,7 +47,7 @@ class GatheredWeights:
         if not self.lasts or unit.regathered:
             self.here.discard(unit.index)
         if self.lasts and is_over:
-            self.put_down(unit, awaited=True)
+            self.forward_ended(unit, awaited=True)
         elif unit.index not in self.awaited and is_over:
             unit.rest()
 

@@ -126,7 +126,7 @@ class Schedule:
             self._running[unit.index] -= 1
             self.program.note(unit.index, Event.LEAVE if differentiable else Event.LEAVE_FOR_GOOD)
             awaited = self._training  # what is put down must not depend on this rank's data
-        self._gathered.put_down(unit, awaited)
+        self._gathered.forward_ended(unit, awaited)
 
     def hold_until_backward_ends(self, unit: Runnable) -> None:
         """Forward of `unit` has ended, and nothing will tell when its backward begins."""
@@ -143,7 +143,7 @@ class Schedule:
         self._serve(Purpose.END_OF_FORWARD)
         self.in_forward = False
         ended = [unit for unit in self.units if not self._training or unit.index not in self._gathered.awaited]
-        do_all(functools.partial(self._gathered.put_down, unit, self._training) for unit in ended)
+        do_all(functools.partial(self._gathered.forward_ended, unit, self._training) for unit in ended)
 
     def abandon_forward(self) -> None:
         """The model's own forward raised."""
@@ -160,7 +160,7 @@ class Schedule:
             unit = self.units[self.order.forward[skipped]]
             unit.wait()
             if not self._running[unit.index]:
-                self._gathered.put_down(unit, self._training)
+                self._gathered.forward_ended(unit, self._training)
 
     def _forward_at(self, position: int) -> None:
         """Come to `position` of the program: start gathering its unit and those to prefetch."""
@@ -222,7 +222,7 @@ class Schedule:
         unit.gather(self._label(Purpose.STRAY, unit.index), from_rest=True)
         unit.wait()
         if not was_at_hand:
-            self._gathered.put_down(unit, self._training or self.in_backward)
+            self._gathered.forward_ended(unit, self._training or self.in_backward)
 
     def gather_early(self, unit: Runnable) -> None:
         """Every rank gathers a unit before the program comes to it."""

@@ -23,7 +23,7 @@ from terrazzo.engine.links.transfer import Traffic
 from terrazzo.errors import BadInput, Misuse, did_you_mean
 from terrazzo.parallel.context.chunks import BALANCES, Chunks, Run
 from terrazzo.parallel.context.modes import Shared, by_gathering, by_heads, by_ring
-from terrazzo.parallel.context.tiles import Sight
+from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.exchanges import Peers
 
 __all__ = ["MODES", "Context", "Mode"]
@@ -56,7 +56,7 @@ class Context:
         self.chunks = Chunks(self._peers.size, _one_of("context balance", balance, BALANCES))
         self.rank, self.size, self._tp = self._peers.rank, self._peers.size, tp
         self._is_split = True
-        self._last: tuple[weakref.ref[Tensor], tuple[int, int | None], Sight] | None = None
+        self._last: tuple[weakref.ref[Tensor], tuple[int, int | None], AttentionMask] | None = None
         self._placed: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -118,7 +118,7 @@ class Context:
         """Whether models are given parts of sequences; False inside `unsplit`."""
         return self._is_split and self.size > 1
 
-    def sight(self, positions: Tensor | None, tokens: int, window: int | None = None) -> Sight:
+    def mask(self, positions: Tensor | None, tokens: int, window: int | None = None) -> AttentionMask:
         """What this rank's tokens see. Under `ulysses` a collective of the group.
 
         The host reads positions once, and waits for the device that they are on, unless `place` has brought them there.
@@ -134,21 +134,23 @@ class Context:
         """
         key = (0 if positions is None else _version(positions), window)
         if self._last is not None and positions is not None:
-            last, its_key, sight = self._last
+            last, its_key, mask = self._last
             if last() is positions and its_key == key:
-                return sight
-        sight = self._sight(positions, tokens, window)
-        self._last = None if positions is None else (weakref.ref(positions), key, sight)
-        return sight
+                return mask
+        mask = self._mask(positions, tokens, window)
+        self._last = None if positions is None else (weakref.ref(positions), key, mask)
+        return mask
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float | None = None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float | None = None
+    ) -> Tensor:
         """Attention of this rank's queries to all keys that they see: `[B, heads, tokens, head_dim]`. Collective.
 
         Args:
             query: `[B, heads, tokens, head_dim]`, this rank's tokens.
             key: `[B, kv_heads, tokens, head_dim]`, of the same tokens; neighbouring query heads share one.
             value: likewise.
-            sight: what `self.sight` gave for these tokens.
+            mask: what `self.mask` gave for these tokens.
             scale: of the scores; by default `1 / sqrt(head_dim)`.
 
         Raises:
@@ -163,11 +165,11 @@ class Context:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         tokens = query.shape[2]
         if not self.is_split:
-            return by_gathering(query, key, value, Shared(None, Chunks(1), tokens), sight, scale)
+            return by_gathering(query, key, value, Shared(None, Chunks(1), tokens), mask, scale)
         if self.mode == "ulysses":
             self.check_heads(query.shape[1] * self._tp)
         shared = Shared(self._peers, self.chunks, tokens * self.size)
-        return _COMPUTED[self.mode](query, key, value, shared, sight, scale)
+        return _COMPUTED[self.mode](query, key, value, shared, mask, scale)
 
     def check_heads(self, heads: int) -> None:
         """Refuse query heads, of the whole model, that the ranks do not divide, which `ulysses` needs.
@@ -195,13 +197,13 @@ class Context:
                 f" window of {window} tokens. Use mode 'gather' or 'ulysses'."
             )
 
-    def _sight(self, positions: Tensor | None, tokens: int, window: int | None) -> Sight:
+    def _mask(self, positions: Tensor | None, tokens: int, window: int | None) -> AttentionMask:
         runs = [Run(0, 0, tokens)]
         if self.is_split:
             self._check_parts(positions, tokens, window)
             runs = self.chunks.runs(self.rank, tokens * self.size)
         if positions is None and window is None:
-            return Sight.of(runs, None)
+            return AttentionMask.of(runs, None)
         device = None if positions is None else positions.device
         begins = _places(runs, device) - (_places(runs, device) if positions is None else positions)
         if self.is_split and self.mode == "ulysses":
@@ -214,7 +216,7 @@ class Context:
                 " tokens: they count from 0 in each document. Split tokens and positions with one call of"
                 " context.split(...)."
             )
-        return Sight.of(runs, *(_within(window, each, runs) for each in (begins, told)))
+        return AttentionMask.of(runs, *(_within(window, each, runs) for each in (begins, told)))
 
     def _check_parts(self, positions: Tensor | None, tokens: int, window: int | None) -> None:
         if positions is None:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.parallel.context.chunks import Chunks, Run
 from terrazzo.parallel.context.kernels import Result
-from terrazzo.parallel.context.tiles import Gradients, Outputs, Sight
+from terrazzo.parallel.context.tiles import AttentionMask, Gradients, Outputs
 from terrazzo.parallel.exchanges import Peers, exchange
 
 __all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]
@@ -40,20 +40,22 @@ class Shared:
         return self.chunks.runs(rank, self.length)
 
 
-def by_gathering(query: Tensor, key: Tensor, value: Tensor, shared: Shared, sight: Sight, scale: float) -> Tensor:
-    """Outputs for this rank's queries, which see what `sight` says."""
-    found: Tensor = _Gathering.apply(query, key, value, shared, sight, scale)  # type: ignore[no-untyped-call]
+def by_gathering(
+    query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float
+) -> Tensor:
+    """Outputs for this rank's queries, which see what `mask` says."""
+    found: Tensor = _Gathering.apply(query, key, value, shared, mask, scale)  # type: ignore[no-untyped-call]
     return found
 
 
-def by_ring(query: Tensor, key: Tensor, value: Tensor, shared: Shared, sight: Sight, scale: float) -> Tensor:
+def by_ring(query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float) -> Tensor:
     """As `by_gathering`, with keys and values of one rank in memory beside its own."""
-    found: Tensor = _Ring.apply(query, key, value, shared, sight, scale)  # type: ignore[no-untyped-call]
+    found: Tensor = _Ring.apply(query, key, value, shared, mask, scale)  # type: ignore[no-untyped-call]
     return found
 
 
-def by_heads(query: Tensor, key: Tensor, value: Tensor, shared: Shared, sight: Sight, scale: float) -> Tensor:
-    """As `by_gathering`, where `sight` is that of whole sequences. The ranks divide the query heads.
+def by_heads(query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float) -> Tensor:
+    """As `by_gathering`, where `mask` is that of whole sequences. The ranks divide the query heads.
 
     Key heads are repeated as far as each rank needs one for its query heads.
     """
@@ -64,16 +66,16 @@ def by_heads(query: Tensor, key: Tensor, value: Tensor, shared: Shared, sight: S
     to_heads, to_tokens = functools.partial(_to_heads, shared), functools.partial(_to_tokens, shared)
     query, key, value = (exchange(each, to_heads, to_tokens) for each in (query, key, value))
     alone = Shared(None, Chunks(1), shared.length)
-    return exchange(by_gathering(query, key, value, alone, sight, scale), to_tokens, to_heads)
+    return exchange(by_gathering(query, key, value, alone, mask, scale), to_tokens, to_heads)
 
 
 class _Gathering(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        query, key, value, shared, sight, scale = args
+        query, key, value, shared, mask, scale = args
         outputs = Outputs(query, scale)
         both = _whole(torch.cat((key, value), dim=-1), shared)
-        outputs.add(*_halves(both, key), sight, [Run(0, 0, shared.length)])
+        outputs.add(*_halves(both, key), mask, [Run(0, 0, shared.length)])
         return _keep(ctx, args, outputs)
 
     @staticmethod
@@ -83,7 +85,7 @@ class _Gathering(torch.autograd.Function):
         shared: Shared = ctx.shared
         both = _whole(torch.cat((key, value), dim=-1), shared)
         totals = torch.zeros_like(both, dtype=gradients.of_query.dtype)
-        gradients.add(_halves(both, key), _halves(totals, key), ctx.sight, [Run(0, 0, shared.length)])
+        gradients.add(_halves(both, key), _halves(totals, key), ctx.mask, [Run(0, 0, shared.length)])
         del both
         if shared.peers is not None:
             totals = shared.peers.summed(shared.chunks.by_rank(totals, dim=2), query.dtype)
@@ -93,11 +95,11 @@ class _Gathering(torch.autograd.Function):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        query, key, value, shared, sight, scale = args
+        query, key, value, shared, mask, scale = args
         peers, outputs, both = shared.peers, Outputs(query, scale), torch.cat((key, value), dim=-1)
         for step in range(peers.size):
             arriving = peers.pass_on(both) if step < peers.size - 1 else None
-            outputs.add(*_halves(both, key), sight, shared.runs(_owner(peers, step)))
+            outputs.add(*_halves(both, key), mask, shared.runs(_owner(peers, step)))
             both = arriving() if arriving else both
         return _keep(ctx, args, outputs)
 
@@ -112,7 +114,7 @@ class _Ring(torch.autograd.Function):
         for step in range(peers.size):
             arriving = peers.pass_on(both) if step < peers.size - 1 else None
             own = torch.zeros_like(both, dtype=gradients.of_query.dtype)
-            gradients.add(_halves(both, key), _halves(own, key), ctx.sight, shared.runs(_owner(peers, step)))
+            gradients.add(_halves(both, key), _halves(own, key), ctx.mask, shared.runs(_owner(peers, step)))
             if totals is not None:
                 own += totals()
             totals = peers.pass_on(own)
@@ -138,7 +140,7 @@ def _halves(both: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _keep(ctx: Any, args: Sequence[Any], outputs: Outputs) -> Tensor:
-    query, key, value, ctx.shared, ctx.sight, ctx.scale = args
+    query, key, value, ctx.shared, ctx.mask, ctx.scale = args
     out, lse = outputs.take()
     ctx.save_for_backward(query, key, value, out, lse)
     return out

@@ -123,7 +123,7 @@ class _Checks:
                 " targets first, then split them with context.split(...), and compute the loss from the logits."
             )
         if kwargs.get("position_ids") is None:
-            self.context.sight(None, 0)
+            self.context.mask(None, 0)
 
 
 def _attention(  # structure: signature fixed by transformers
@@ -158,9 +158,9 @@ def _attention(  # structure: signature fixed by transformers
             f"A {type(module).__name__} asks for {' and '.join(found)}, which attention that ranks share"
             f" ({context.mode}) does not compute. Use cp 1 for this model."
         )
-    sight = context.sight(positions, query.shape[2], kwargs.get("sliding_window"))
-    return context.attend(query, key, value, sight, scaling).transpose(1, 2).contiguous(), None
+    mask = context.mask(positions, query.shape[2], kwargs.get("sliding_window"))
+    return context.attend(query, key, value, mask, scaling).transpose(1, 2).contiguous(), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """What is seen follows from positions, in `Context.sight`."""
+    """What is seen follows from positions, in `Context.mask`."""

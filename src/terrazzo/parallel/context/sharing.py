@@ -41,7 +41,7 @@ def share_sequences(model: nn.Module, context: Context) -> None:
         raise BadInput(
             f"A {type(model).__name__} cannot share its sequences over {context.size} ranks: its attention would see"
             " this rank's part alone. Give it a method use_context(context), and let its attention call"
-            " context.attend(query, key, value, context.sight(positions, tokens)); or use cp 1."
+            " context.attend(query, key, value, context.mask(positions, tokens)); or use cp 1."
         )
     SHARES_SEQUENCES.leave(model, context)
 

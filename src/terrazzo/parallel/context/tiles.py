@@ -12,11 +12,11 @@ from terrazzo.parallel.context import kernels
 from terrazzo.parallel.context.chunks import Run
 from terrazzo.parallel.context.kernels import ROWS, Part, Result, Seen
 
-__all__ = ["Gradients", "Outputs", "Sight"]
+__all__ = ["AttentionMask", "Gradients", "Outputs"]
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionMask:
     """What the tokens that a rank computes see: those of their own document up to themselves.
 
     Attributes:
@@ -31,7 +31,7 @@ class Sight:
     bounds: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, runs: Sequence[Run], begins: Tensor | None, told: Tensor | None = None) -> Sight:
+    def of(cls, runs: Sequence[Run], begins: Tensor | None, told: Tensor | None = None) -> AttentionMask:
         """Reads `told`, which are `begins` on the host; they are left out where all see the sequence from its start."""
         if begins is None or told is None or not told.any():
             return cls(tuple(runs))
@@ -40,7 +40,7 @@ class Sight:
         return cls(tuple(runs), begins, tuple((low, high) for low, high in bounds))
 
     @classmethod
-    def unknown(cls, runs: Sequence[Run], begins: Tensor) -> Sight:
+    def unknown(cls, runs: Sequence[Run], begins: Tensor) -> AttentionMask:
         """As `of`, where the values of `begins` are not known."""
         bounds = [(0, rows.end) for run in runs for rows in _blocks(run)]
         return cls(tuple(runs), begins, tuple(bounds))
@@ -101,9 +101,9 @@ class Outputs:
         self._lse = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
         self._out: Tensor | None = None
 
-    def add(self, key: Tensor, value: Tensor, sight: Sight, keys: Sequence[Run]) -> None:
+    def add(self, key: Tensor, value: Tensor, mask: AttentionMask, keys: Sequence[Run]) -> None:
         """Take in keys and values, `[B, kv_heads, T, D]`, that are where `keys` says."""
-        for rows, columns, seen in sight.tiles(keys):
+        for rows, columns, seen in mask.tiles(keys):
             part = Part(self.query[:, :, rows], key[:, :, columns], value[:, :, columns], seen, self.scale)
             self._merge(rows, *kernels.attend(part))
 
@@ -137,11 +137,11 @@ class Gradients:
         self.of_query = torch.zeros_like(query, dtype=whole.lse.dtype)
 
     def add(
-        self, both: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], sight: Sight, keys: Sequence[Run]
+        self, both: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], mask: AttentionMask, keys: Sequence[Run]
     ) -> None:
         """Add what follows from these keys and values, theirs to `totals`, of their shapes."""
         key, value = both
-        for rows, columns, seen in sight.tiles(keys):
+        for rows, columns, seen in mask.tiles(keys):
             part = Part(self.query[:, :, rows], key[:, :, columns], value[:, :, columns], seen, self.scale)
             whole = Result(self.whole.out[:, :, rows], self.whole.lse[:, :, rows])
             found = kernels.backward(part, self.grad[:, :, rows], whole)

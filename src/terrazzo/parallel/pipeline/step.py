@@ -17,7 +17,7 @@ from terrazzo.engine import Engine, StagedSchedule, accumulate, engine_of, stage
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel.pipeline.line import Line
-from terrazzo.parallel.pipeline.mail import Mail, form_of
+from terrazzo.parallel.pipeline.messages import Messages, form_of
 from terrazzo.parallel.pipeline.order import Action, Kind, forwards_of
 
 __all__ = ["step"]
@@ -122,7 +122,7 @@ class _Run:
         self.loss_fn, self.auxiliary = loss_fn, auxiliary
         self.micro_batches, self.trains = micro_batches, torch.is_grad_enabled()
         self.forms = [form_of(inputs, self.trains) for inputs, _ in micro_batches]
-        self.mail = mail_of(model, engine, line)
+        self.messages = messages_of(model, engine, line)
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._losses = torch.zeros((), device=engine.axes.device)
 
@@ -136,14 +136,14 @@ class _Run:
         try:
             for action, following in zip(actions, [*actions[1:], None], strict=True):
                 self._ask_for(action)
-                values = self.mail.take(action) if self._receives(action) else None
+                values = self.messages.take(action) if self._receives(action) else None
                 if following is not None:
                     self._ask_for(following)
                 schedule.turn_to(action.stage // self.line.ranks, self.line.is_last(action.stage))
                 self._forward(action, values) if action.kind is Kind.FORWARD else self._backward(action, values)
-            self.mail.finish()
+            self.messages.finish()
         except BaseException:
-            self.mail.abandon()
+            self.messages.abandon()
             schedule.forget_gradients()
             if self.trains:
                 engine.progress.begin_backward(has_gradients=True)
@@ -187,7 +187,7 @@ class _Run:
             self._losses += result.detach()
         else:
             following = action._replace(stage=action.stage + 1)
-            self.mail.send(following, result.detach(), self.forms[action.micro_batch])
+            self.messages.send(following, result.detach(), self.forms[action.micro_batch])
         if self.trains:
             if not result.requires_grad:
                 raise Misuse(
@@ -210,7 +210,7 @@ class _Run:
             self.engine.hooks.loss_scale.gradient_has_it()  # it comes from the last stage
         torch.autograd.backward((result, *aside), (grad, *(None for _ in aside)))
         if received is not None:
-            self.mail.send(action._replace(stage=action.stage - 1), _gradient_of(received))
+            self.messages.send(action._replace(stage=action.stage - 1), _gradient_of(received))
 
     # -- what it begins with -----------------------------------------------------------------------------------
 
@@ -222,9 +222,9 @@ class _Run:
         if not self._receives(action):
             return
         if action.kind is Kind.FORWARD:
-            self.mail.ask_for(action, self.forms[action.micro_batch])
+            self.messages.ask_for(action, self.forms[action.micro_batch])
         elif (kept := self._kept.get((action.stage, action.micro_batch))) is not None:
-            self.mail.ask_for(action, kept.result)
+            self.messages.ask_for(action, kept.result)
 
 
 def _gradient_of(received: Tensor) -> Tensor:
@@ -232,12 +232,12 @@ def _gradient_of(received: Tensor) -> Tensor:
     return torch.zeros_like(received) if received.grad is None else received.grad
 
 
-def mail_of(model: nn.Module, engine: Engine, line: Line) -> Mail:
+def messages_of(model: nn.Module, engine: Engine, line: Line) -> Messages:
     """The messages of a model's stages, which remember shapes from step to step."""
-    mail = _MAIL.find(model)
-    if mail is None:
-        mail = _MAIL.leave(model, Mail(engine.axes.along(engine.axes.stages[0]), len(line.bounds)))
-    return mail
+    messages = _MESSAGES.find(model)
+    if messages is None:
+        messages = _MESSAGES.leave(model, Messages(engine.axes.along(engine.axes.stages[0]), len(line.bounds)))
+    return messages
 
 
-_MAIL = Mark[Mail]("terrazzo_mail")
+_MESSAGES = Mark[Messages]("terrazzo_messages")

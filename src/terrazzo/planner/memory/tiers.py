@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from terrazzo.engine.offload.needs import Need, host_bytes, load_bytes, send_bytes, tray_bytes
+from terrazzo.engine.offload.needs import Need, host_bytes, load_bytes, send_bytes, staging_bytes
 from terrazzo.engine.plan.layout import padded_bytes
 from terrazzo.planner.formulas import FORMULAS, Formula, Term
 from terrazzo.planner.memory.activations import block_activations
@@ -130,9 +130,13 @@ def _buffers(setup: Setup, stage: int) -> Term:
     """Host memory through which states on disk come and go."""
     cell, found = setup.offload.cell_numel, [bucket for bucket, _ in _buckets(setup, stage)]
     load = max((load_bytes(bucket, cell) for bucket in found), default=0)
-    tray = max((tray_bytes(bucket, bucket.moments, cell) for bucket in found), default=0)
-    value = float(host_bytes(Need(nvme=(load, tray), load=load, tray=tray), setup.offload)) if load or tray else 0.0
-    inputs = {"depth": float(setup.offload.depth), "cell of weights": float(load), "cell of states": float(tray)}
+    staging = max((staging_bytes(bucket, bucket.moments, cell) for bucket in found), default=0)
+    value = (
+        float(host_bytes(Need(nvme=(load, staging), load=load, staging=staging), setup.offload))
+        if load or staging
+        else 0.0
+    )
+    inputs = {"depth": float(setup.offload.depth), "cell of weights": float(load), "cell of states": float(staging)}
     return Term("disk buffers", value, value, "memory.host_buffers", inputs)
 
 

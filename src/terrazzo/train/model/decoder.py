@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from terrazzo import parallel
 from terrazzo.errors import BadInput
-from terrazzo.parallel import Context, Sight, Style
+from terrazzo.parallel import AttentionMask, Context, Style
 from terrazzo.train.model.experts import ExpertsConfig, MixtureOfExperts
 
 __all__ = ["Block", "Decoder", "DecoderConfig"]
@@ -142,7 +142,7 @@ class RotaryTable(nn.Module):
         return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
-Seen = Tensor | Sight | None
+Seen = Tensor | AttentionMask | None
 """What tokens see: where a mask `[B, 1, T, T]` is True, what a context says, or all before them and themselves."""
 
 
@@ -182,7 +182,7 @@ class Attention(nn.Module):
         query = _rotate(self.split_heads(self.query(x)), cos, sin)
         key = _rotate(self.split_heads(self.key(x)), cos, sin)
         value = self.split_heads(self.value(x))
-        if isinstance(seen, Sight):
+        if isinstance(seen, AttentionMask):
             assert self.context is not None
             mixed = self.context.attend(query, key, value, seen)
         else:
@@ -303,7 +303,7 @@ class Decoder(nn.Module):
             )
         seen: Seen = None
         if self.context is not None:
-            seen = self.context.sight(position_ids, tokens.shape[1])
+            seen = self.context.mask(position_ids, tokens.shape[1])
         elif position_ids is not None:
             seen = document_mask(position_ids)
         cos, sin = self.rotary(tokens.shape[1]) if position_ids is None else self.rotary.at(position_ids)

@@ -15,7 +15,7 @@ from terrazzo.engine.links.transfer import Handle
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.order import Action, Kind
 
-__all__ = ["Form", "Mail", "form_of"]
+__all__ = ["Form", "Messages", "form_of"]
 
 Form = tuple[Any, ...]
 """Shapes and dtypes of a micro-batch's inputs: those of equal form make activations of equal shapes."""
@@ -27,7 +27,7 @@ def form_of(inputs: Any, trains: bool) -> Form:
     return (trains, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
 
 
-class Mail:
+class Messages:
     """The messages of one rank.
 
     Before the first activations of a form their shape is sent: later ones are asked for before they come. All ranks

@@ -1,4 +1,4 @@
-"""The trays that states in files stream through: pieces of host memory, each with one cell of a bucket at a time."""
+"""The buffers that states in files stream through: pieces of host memory, each with one cell of a bucket at a time."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.gradient import Landed
+from terrazzo.engine.buckets.gradient import SummedGradient
 from terrazzo.engine.offload.disk import Pending
 from terrazzo.engine.offload.drive import DriveBuffer
 from terrazzo.engine.plan.layout import Range, padded_bytes
 
-__all__ = ["Tray"]
+__all__ = ["StagingBuffer"]
 
 
 @dataclass
 class _Entry:
-    """One state's part of a tray."""
+    """One state's part of a staging buffer."""
 
     state: DriveBuffer
     raw: Tensor
     writes: bool
 
 
-class Tray:
+class StagingBuffer:
     """One cell at a time of a bucket whose optimizer state is in files: `master`, the moments by name, and where they
     are in files too, `weight` and `grad`.
 
@@ -52,7 +52,7 @@ class Tray:
         entry = self._entries[key]
         return entry.raw.view(entry.state.dtype)[: self._cell.numel][wanted.within(self._cell)]
 
-    def read(self, bucket: Bucket, cell: Range, known: Sequence[str], finished: Landed) -> None:
+    def read(self, bucket: Bucket, cell: Range, known: Sequence[str], finished: SummedGradient) -> None:
         """Start reading a cell's states.
 
         Args:
