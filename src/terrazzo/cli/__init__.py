@@ -24,6 +24,7 @@ from terrazzo.cli.run import SETTINGS, run
 from terrazzo.cli.train import train
 from terrazzo.cli.unread import ending_unread
 from terrazzo.cli.verb import Verb, answering, as_setting, in_the_file, of_torchrun
+from terrazzo.cli.watch import watch
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, SaveFailed, printable
 
@@ -60,6 +61,7 @@ app.command(context_settings=SETTINGS, cls=answering(of_torchrun))(run)
 app.command(cls=answering(as_setting))(plan)
 app.command(cls=Verb)(verdict)
 app.command(cls=Verb)(report)
+app.command(cls=Verb)(watch)
 app.command(cls=Verb)(bench)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(config, name="config")

@@ -5,6 +5,7 @@ from terrazzo.telemetry.memory import PeakMemory, allowed_bytes, available_host_
 from terrazzo.telemetry.metrics import StepMetrics, Stopwatch
 from terrazzo.telemetry.page import VERDICT, ReportPage, page_of
 from terrazzo.telemetry.records import lines_of, run_lines, steps_of
+from terrazzo.telemetry.screen import has_ended, rows_of, screen_of
 from terrazzo.telemetry.sinks import Console, JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.step_table import StepTable, duration
 from terrazzo.telemetry.steps import StepRecorder
@@ -30,10 +31,13 @@ __all__ = [
     "attach",
     "available_host_bytes",
     "duration",
+    "has_ended",
     "lines_of",
     "page_of",
     "resident_bytes",
+    "rows_of",
     "run_lines",
+    "screen_of",
     "steps_of",
     "tables_of",
     "verdict_of",

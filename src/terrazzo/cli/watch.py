@@ -1,0 +1,124 @@
+"""`terrazzo watch RUN`"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from terrazzo.cli.look import Run
+
+__all__ = ["watch"]
+
+_WAIT_S = 0.5
+
+
+def watch(
+    run: Run, once: Annotated[bool, typer.Option("--once", help="show what there is now, and end")] = False
+) -> None:
+    """Follow a run while it goes on: its last log steps, where the time of a step goes, which rank others wait for.
+
+    It ends when the run does; Ctrl-C ends it before, and does nothing to the run. Into a pipe or a file it writes a
+    line for each log step.
+    """
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    try:
+        if once:
+            console.print(_shown(run, _read(run), console.width), soft_wrap=True)
+        elif console.is_terminal:
+            _on_screen(run)
+        else:
+            _as_lines(run, console.width)
+    except KeyboardInterrupt:
+        pass
+
+
+def _on_screen(run: Path) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from terrazzo.telemetry import has_ended
+
+    console, stamp = Console(highlight=False), None
+    lines: Sequence[Mapping[str, Any]] = []
+    with Live(console=console, auto_refresh=False) as live:
+        while not has_ended(lines):
+            if (found := _stamp(run)) != stamp or not lines:
+                stamp, lines = found, _read(run, waits=True)
+                verdict = _verdict(run, lines)
+            shown = _shown(run, lines, console.width, verdict) if lines else "waiting for the first log step"
+            live.update(shown, refresh=True)
+            time.sleep(0 if has_ended(lines) else _WAIT_S)
+
+
+def _as_lines(run: Path, width: int) -> None:
+    from terrazzo.cli.terminal import say
+    from terrazzo.telemetry import has_ended, rows_of
+
+    lines: Sequence[Mapping[str, Any]] = []
+    told = 0
+    while not has_ended(lines):
+        lines = _read(run, waits=True)
+        rows = rows_of(lines, _steps(run), width) if lines else []
+        for row in rows[told:]:
+            say(row)
+        told = max(told, len(rows))
+        time.sleep(0 if has_ended(lines) else _WAIT_S)
+
+
+def _read(run: Path, waits: bool = False) -> Sequence[Mapping[str, Any]]:
+    """The run's lines; none yet, if that `waits`, where there is a folder that a run may be about to write into."""
+    from terrazzo.errors import BadInput
+    from terrazzo.telemetry import run_lines
+
+    try:
+        return run_lines(run)
+    except BadInput:
+        if waits and run.is_dir() and (not _metrics(run).exists() or _metrics(run).is_file()):
+            return []
+        raise
+
+
+def _shown(run: Path, lines: Sequence[Mapping[str, Any]], width: int, verdict: str | None = None) -> Any:
+    from rich.text import Text
+
+    from terrazzo.errors import printable
+    from terrazzo.telemetry import screen_of
+
+    age_s = max(0.0, time.time() - _metrics(run).stat().st_mtime)
+    said = verdict or _verdict(run, lines)
+    text = screen_of(str(run), lines, steps=_steps(run), verdict=said, age_s=age_s, width=width)
+    return Text(printable(text))
+
+
+def _verdict(run: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
+    from terrazzo.train.look import verdict_on
+
+    found = verdict_on(run) if lines else None
+    return None if found is None else str(found)
+
+
+def _stamp(run: Path) -> tuple[int, int] | None:
+    try:
+        found = _metrics(run).stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _steps(run: Path) -> int | None:
+    """Of the whole run, as its configuration says; None for a loop of one's own."""
+    try:
+        return int(json.loads((run / "config.json").read_text())["train"]["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _metrics(run: Path) -> Path:
+    return run / "metrics.jsonl" if run.is_dir() else run

@@ -1,0 +1,112 @@
+"""A run that goes on, as a screen of text: how far it is, its last log steps, and where the time of a step goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from terrazzo.telemetry.metrics import StepMetrics
+from terrazzo.telemetry.step_table import StepTable, duration
+
+__all__ = ["has_ended", "rows_of", "screen_of"]
+
+Lines = Sequence[Mapping[str, Any]]
+
+_ROWS = 12
+_BAR = 40
+_LATE = 5
+"""Times what lies between two records: a run that has been silent for longer is said to be."""
+_PATIENCE_S = 30.0
+
+
+def has_ended(lines: Lines) -> bool:
+    """Whether the run has come to its end: its last line is the summary."""
+    return bool(lines) and lines[-1]["kind"] == "summary"
+
+
+def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
+    """A row for each log step, evaluation and change of the run, below a header.
+
+    Args:
+        steps: of the whole run; None where that is not known.
+        width: the most characters of a line.
+    """
+    told = [(line, _metrics(line)) for line in lines]
+    known = {name for _, metrics in told if metrics is not None for name in metrics.as_dict()}
+    last = steps or int(lines[-1]["step"])
+    table = StepTable(last, known, width)
+    found = [table.header()] if known else []
+    for line, metrics in told:
+        if metrics is not None:
+            found.append(table.row(metrics, max(0, last - metrics.step) * metrics.step_s))
+        elif line["kind"] == "validation" and "loss" in line:
+            found.append(table.remark(line["step"], f"{line['loss']:.4f}", "held out"))
+        elif not known and line["kind"] == "step":  # a loop of one's own, which says nothing of its loss
+            found.append(f"{line['step']:>6}  {line['step_s']:.3g} s a step")
+    return found
+
+
+def screen_of(name: str, lines: Lines, *, steps: int | None, verdict: str | None, age_s: float, width: int) -> str:
+    """All of it, as lines of at most `width` characters, but for the verdict.
+
+    Args:
+        name: of the run.
+        lines: its records so far, at least one.
+        steps: of the whole run; None where that is not known.
+        age_s: seconds since the last line was written.
+    """
+    records = [line for line in lines if line["kind"] == "step" and line.get("step_s")]
+    header, *rows = rows_of(lines, steps, width)
+    parts = [_heading(name, lines, records, steps, age_s), "\n".join([header, *rows[-_ROWS:]])]
+    if records:
+        parts.append(_causes(records[-1]))
+        if skew := records[-1].get("skew"):
+            parts.append(_ranks(skew))
+    return "\n\n".join([*parts, *([verdict] if verdict else [])])
+
+
+def _metrics(line: Mapping[str, Any]) -> StepMetrics | None:
+    """None for a line that is not of a log step, or of one of another version."""
+    if line["kind"] != "train" or any(
+        field.default is MISSING and field.name not in line for field in fields(StepMetrics)
+    ):
+        return None
+    return StepMetrics(**{field.name: line[field.name] for field in fields(StepMetrics) if field.name in line})
+
+
+def _heading(name: str, lines: Lines, records: Lines, steps: int | None, age_s: float) -> str:
+    done = max(int(line["step"]) for line in lines)
+    parts = [name, f"step {done}" + (f" of {steps}" if steps else "")]
+    if has_ended(lines):
+        return " · ".join([*parts, "ended"])
+    if records and steps:
+        parts.append(f"{duration(max(0, steps - done) * records[-1]['step_s'])} left")
+    parts.append(f"last record {duration(age_s)} ago")
+    between_s = records[-1]["steps"] * records[-1]["step_s"] if records else 0.0
+    if age_s > max(_PATIENCE_S, _LATE * between_s):
+        parts.append(f"SILENT: records came every {duration(between_s)}" if records else "SILENT")
+    return " · ".join(parts)
+
+
+def _causes(record: Mapping[str, Any]) -> str:
+    """A bar for each cause that takes a hundredth of the step."""
+    whole = record["step_s"]
+    spent = record.get("cause_s") or record.get("phase_s") or {}
+    shares = {name: seconds / whole for name, seconds in spent.items() if seconds >= 0.01 * whole}
+    wide = max(map(len, shares), default=0)
+    bars = [f"  {name:<{wide}}  {share:>4.0%}  {_bar(share)}" for name, share in shares.items()]
+    return "\n".join([f"a step takes {whole:.3g} s", *bars])
+
+
+def _ranks(skew: Mapping[str, Sequence[float]]) -> str:
+    """How long each rank waited for others: the one that all wait for waits least."""
+    waits = skew.get("late_peer_s", ())
+    most = max(waits, default=0.0)
+    bars = [f"  rank {rank:<4} {wait:>8.3g} s  {_bar(wait / most if most else 0.0)}" for rank, wait in enumerate(waits)]
+    shown = bars if len(bars) <= _ROWS else [*bars[:_ROWS], f"  and {len(bars) - _ROWS} ranks more"]
+    return "\n".join(["waits for late ranks", *shown])
+
+
+def _bar(share: float) -> str:
+    return "█" * round(_BAR * min(1.0, share))

@@ -1,0 +1,110 @@
+"""A run that goes on, seen from another terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from terrazzo import cli
+from terrazzo.errors import BadInput
+from terrazzo.telemetry import has_ended, rows_of, screen_of
+from tests.telemetry.test_verdict import record, settings, write_run
+
+
+def logged(step: int, loss: float) -> dict[str, Any]:
+    metrics = {"learning_rate": 1e-3, "tokens": 64 * step, "step_s": 2.0, "tokens_per_s": 3200.0, "data_wait": 0.0}
+    return {"kind": "train", "step": step, "loss": loss, "communication": 0.3, "peak_memory_bytes": 2**30, **metrics}
+
+
+LINES = [
+    {"kind": "validation", "step": 0, "loss": 5.25},
+    logged(10, 4.5),
+    record(10, input=0.25, late=[0.5, 0.0, 0.25]),
+    logged(20, 4.25),
+    record(20, input=0.25, late=[0.5, 0.0, 0.25]),
+]
+
+
+def shown(lines: Any, **options: Any) -> str:
+    return screen_of("run", lines, **{"steps": 40, "verdict": None, "age_s": 3.0, "width": 80} | options)
+
+
+def test_a_screen_has_progress_log_steps_causes_and_ranks() -> None:
+    text = shown(LINES, verdict="data bounds the step")
+    assert text.startswith("run · step 20 of 40 · 20 s left · last record 3 s ago\n")
+    header, validation, first, second = rows_of(LINES, 40, 80)
+    assert header.split()[:2] == ["step", "loss"]
+    assert "held out" in validation
+    assert [row.split()[:2] for row in (first, second)] == [["10", "4.5000"], ["20", "4.2500"]]
+    assert second.endswith("40 s")
+    assert f"  input       25%  {'█' * 10}\n" in text
+    assert "  late_peer   50%" in text
+    assert f"  rank 0         0.5 s  {'█' * 40}\n" in text
+    assert "  rank 1           0 s\n" in text.replace("s  \n", "s\n")
+    assert text.endswith("\n\ndata bounds the step")
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_no_more_log_steps_than_a_screen_has_and_ranks_are_counted() -> None:
+    text = shown([logged(step, 1.0) for step in range(1, 60)] + [record(60, late=[0.1] * 40)])
+    assert [f"\n    {step}   1.0000" in text for step in (47, 48, 59)] == [False, True, True]
+    assert "and 28 ranks more" in text
+
+
+@pytest.mark.parametrize(("age_s", "silent"), [(3.0, False), (49.0, False), (51.0, True)])
+def test_a_run_that_writes_nothing_is_said_to_be_silent(age_s: float, silent: bool) -> None:
+    """Its records came every 10 s."""
+    assert ("SILENT: records came every 10 s" in shown(LINES, age_s=age_s)) == silent
+    ended = [*LINES, {"kind": "summary", "step": 40}]
+    assert has_ended(ended)
+    assert shown(ended, age_s=1e5).startswith("run · step 40 of 40 · ended\n")
+
+
+def test_a_loop_of_ones_own_has_no_losses() -> None:
+    text = shown([record(10), record(20)], steps=None)
+    assert text.startswith("run · step 20 · last record")
+    assert "    20  1 s a step" in text
+
+
+def test_the_verb_shows_a_run_once(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", LINES)
+    (run / "config.json").write_text(json.dumps(settings(train={"steps": 40})))
+    text = CliRunner().invoke(cli.app, ["watch", str(run), "--once"]).output
+    assert f"{run} · step 20 of 40" in text.replace("\n", "")
+    assert "bounds the step" in text
+    for missing in (tmp_path / "none", tmp_path):
+        result = CliRunner().invoke(cli.app, ["watch", str(missing), "--once"])
+        assert isinstance(result.exception, BadInput)
+    assert isinstance(CliRunner().invoke(cli.app, ["watch", str(tmp_path / "none")]).exception, BadInput)
+
+
+def test_a_pipe_gets_each_row_once_until_the_run_ends(tmp_path: Path) -> None:
+    """A folder in which nothing is written yet is waited for, and a torn line until it is whole."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(settings(train={"steps": 40})))
+
+    def train() -> None:
+        lines = [*LINES, {"kind": "summary", "step": 40}]
+        with (run / "metrics.jsonl").open("w") as file:
+            for line in lines:
+                text = json.dumps(line) + "\n"
+                for part in (text[:9], text[9:]):
+                    file.write(part)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    time.sleep(0.1)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    result = CliRunner().invoke(cli.app, ["watch", str(run)])
+    thread.join()
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.output.splitlines()] == ["step", "0", "10", "20"]
