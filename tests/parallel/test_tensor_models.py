@@ -310,3 +310,41 @@ def test_a_token_outside_of_the_vocabulary_is_refused_on_every_rank(token: int) 
 
     for found in run_in_threads(2, body):
         assert torch.allclose(found, base(TOKENS[0]), atol=1e-6)
+
+
+class Mixing(nn.Module):
+    """A block that mixes tokens beside attention, with a plan that takes it for one that does not."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.mixes = nn.Linear(8, 12), nn.Linear(12, 8), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + (x.mean(1, keepdim=True) if self.mixes else 0)
+        return x + self.down(F.relu(self.up(x)))
+
+
+MIXING = {"0": "sequence", "0.up": "column", "0.down": "row"}
+
+
+def test_a_plan_is_checked_by_what_the_model_returns() -> None:
+    def body(rank):
+        mesh = tz.mesh(tp=2, device="cpu")
+        x = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))
+        for mixes in (False, True):
+            model = seeded(lambda mixes=mixes: nn.Sequential(Mixing(mixes)))
+            before = copy.deepcopy(model.state_dict())
+            if mixes:
+                with pytest.raises(tz.BadInput, match="returns other values as output 0"):
+                    tz.parallel.check(model, mesh, [x], tensor=MIXING)
+                tz.parallel.check(model, mesh, [x], tensor=MIXING, sequence=False)
+            else:
+                tz.parallel.check(model, mesh, {"input": x}, tensor=MIXING)
+            with pytest.raises(tz.BadInput, match="the model raises RuntimeError: The size of tensor a"):
+                tz.parallel.check(model, mesh, [x], tensor={"0.down": "column"})
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        tz.parallel.check(seeded(Net), mesh, [TOKENS[0]], tensor={**PLAN, "head": "column"})
+        with pytest.raises(tz.BadInput, match="meta device"):
+            tz.parallel.check(nn.Linear(8, 8, device="meta"), mesh, [x])
+
+    run_in_threads(2, body)

@@ -9,6 +9,7 @@ Open to other packages:
     pipeline.order    what each rank of a pipeline runs, for those who count time and those who configure it
 """
 
+from terrazzo.parallel.check import check
 from terrazzo.parallel.context.chunks import Balance, Chunks
 from terrazzo.parallel.context.context import MODES, Context, Mode
 from terrazzo.parallel.context.registry import KNOWN_TYPES, attention_heads, check_config
@@ -49,6 +50,7 @@ __all__ = [
     "Uncut",
     "VocabularyLoss",
     "attention_heads",
+    "check",
     "check_config",
     "check_line",
     "check_styles",
