@@ -65,6 +65,7 @@ def _train(config: Any, world_size: int, device: torch.device, steps: int) -> No
     )
     count = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     size = (config.batch.micro_batch, config.batch.sequence_length)
+    objective = objective_of(config)
     for step in range(steps):
         if step == steps - 1:
             torch.empty(MARKER_BYTES, dtype=torch.uint8)
@@ -73,7 +74,8 @@ def _train(config: Any, world_size: int, device: torch.device, steps: int) -> No
             positions = torch.arange(size[1]).expand(size).clone() if shared or config.cuts_attention else None
             batch = parts.of(Batch(tokens, tokens, tokens.numel(), tokens.numel(), positions=positions))
             with nullcontext() if index == count - 1 else tz.accumulate(model):
-                objective_of(config).loss(model, batch, device).backward()
+                inputs = objective.inputs(model, batch, device)
+                objective.loss_of(model, model(**inputs), batch).backward()  # no name holds the logits
         tz.clip_grad_norm_(model, config.train.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
