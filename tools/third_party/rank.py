@@ -5,6 +5,7 @@ Whatever a script prints, its losses are what it calls `backward` of: these are 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -78,18 +79,26 @@ def _wait(pids: list[int], limit_s: float) -> list[int]:
                 deadline = min(deadline, time.monotonic() + 60.0)  # ranks end together
         if time.monotonic() > deadline:
             for pid in set(pids) - set(codes):
-                os.kill(pid, signal.SIGUSR1)  # it prints where it is
-                time.sleep(0.2)
-                os.killpg(pid, signal.SIGKILL)
-                codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                codes[pid] = _kill(pid)
         time.sleep(0.05)
     return [codes[pid] for pid in pids]
+
+
+def _kill(pid: int) -> int:
+    """Have a rank print where it is, which ends it, and end all that it has started; returns its exit code."""
+    os.kill(pid, signal.SIGUSR1)
+    deadline = time.monotonic() + 10.0  # a busy machine takes its time
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode((ended if ended[0] else os.waitpid(pid, 0))[1])
 
 
 def _ended(path: Path, code: int) -> Ended:
     if path.exists():
         return Ended(**json.loads(path.read_text(encoding="utf-8")))
-    killed = code in (-signal.SIGKILL, -signal.SIGUSR1)  # the latter before the rank has begun to print where it is
+    killed = code in (-signal.SIGKILL, -signal.SIGUSR1)
     return Ended([], "killed" if killed else f"gone, with exit code {code}")
 
 
@@ -97,7 +106,7 @@ def _rank(command: list[str], folder: Path, rank: int, environment: dict[str, st
     printed = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
-    faulthandler.register(signal.SIGUSR1, file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, chain=True)
     os.environ.update(environment)
     os.chdir(folder)
     losses = _noted()
