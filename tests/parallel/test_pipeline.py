@@ -38,10 +38,11 @@ class Case:
     update: Literal["overlapped", "synchronous", "backward"] = "overlapped"
     offloads_activations: bool = False
     attaches: bool = False
+    tied: bool = False
 
     @property
     def config(self) -> DecoderConfig:
-        return DecoderConfig(31, 16, 6, 4, 2, 26, 8, tie_embeddings=False)
+        return DecoderConfig(31, 16, 6, 4, 2, 26, 8, tie_embeddings=self.tied)
 
     @property
     def data_ranks(self) -> int:

@@ -98,7 +98,7 @@ def aside() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "pipeline", "message"),
     [
-        (tied, None, "tied parameters are not supported in a pipeline yet"),
+        (tied, tz.Pipeline(tied=["embedding.wieght"]), "no parameter 'embedding.wieght'. Did you mean"),
         (with_adapters, None, "'?0'?: adapters of peft"),
         (sharing_a_state, None, "'0' and '2' share a buffer that is saved"),
         (compiled, None, "'0' is compiled"),

@@ -41,11 +41,6 @@ class Mesh:
     def readers(self) -> int:
         return self.ranks // (self.tp * self.cp * self.pp)
 
-    @property
-    def tied(self) -> bool:
-        """Stages do not share an embedding matrix."""
-        return self.pp == 1
-
     def __str__(self) -> str:
         return f"{self.plan}-{self.ranks}-tp{self.tp}-cp{self.cp}" + f"-pp{self.pp}" * (self.pp > 1)
 
@@ -61,9 +56,9 @@ class Case:
 
 
 @cache
-def base(tied: bool) -> Decoder:
+def base() -> Decoder:
     torch.manual_seed(1)
-    model = Decoder(replace(SIZES, tie_embeddings=tied))
+    model = Decoder(SIZES)
     for parameter in model.parameters():
         nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.1)
     return model
@@ -112,9 +107,9 @@ def plain_step(
 
 
 @cache
-def plain(documents: bool, tied: bool) -> list[Step]:
+def plain(documents: bool) -> list[Step]:
     """Each document is a sequence of its own."""
-    model = copy.deepcopy(base(tied))
+    model = copy.deepcopy(base())
     optimizer, found = optimizer_of(model), []
     for tokens, targets, positions in batches():
         total = torch.zeros(())
@@ -172,7 +167,7 @@ def steps_in_parts(model: Any, optimizer: Any, context: Context | None, rows: ra
 
 
 def trained(case: Case, rank: int) -> list[Step]:
-    model: Any = copy.deepcopy(base(case.mesh.tied))
+    model: Any = copy.deepcopy(base())
     checkpoint_activations(model, case.checkpointing, units=[Block])
     shared, readers = case.mesh, case.mesh.readers
     axes = {"pp": shared.pp} if shared.pp > 1 else {}
@@ -188,7 +183,7 @@ def trained(case: Case, rank: int) -> list[Step]:
 def compare(case: Case, ranks: list[Any]) -> None:
     """What each rank has `trained`, with one process of plain PyTorch."""
     relative = 2e-6 if case.precision == "fp32" else 3e-2
-    expected_steps = plain(case.documents, case.mesh.tied)
+    expected_steps = plain(case.documents)
     for step, (loss, norm, gradients, weights) in enumerate(expected_steps):
         total = sum(each[step][0] for each in ranks) / (case.mesh.tp * case.mesh.pp)  # whose ranks have lost the same
         assert total == pytest.approx(loss, rel=relative)
@@ -230,7 +225,7 @@ def test_training_in_parts_is_training(
     mesh: Mesh, mode: str, documents: bool, checkpointing: str, precision: str
 ) -> None:
     case = Case(mesh, mode, documents, checkpointing, precision)
-    plain(documents, mesh.tied)  # first: the threads would share one random generator
+    plain(documents)  # first: the threads would share one random generator
     compare(case, run_in_threads(mesh.ranks, lambda rank: trained(case, rank)))
 
 
@@ -250,7 +245,7 @@ STAGED = [
 def test_so_it_is_in_stages(mesh: Mesh, mode: str, chunks: int, checkpointing: str, precision: str) -> None:
     """Each rank has a part of each matrix and sequence of its own layers alone."""
     case = Case(mesh, mode, mesh.cp > 1, checkpointing, precision, chunks)
-    plain(case.documents, mesh.tied)
+    plain(case.documents)
     compare(case, run_in_threads(mesh.ranks, lambda rank: trained(case, rank)))
 
 

@@ -95,7 +95,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     # what the engine does not run yet
     "pipeline parallelism": ("terrazzo", {"pp": 2}, "megatron", {"pp": 2}),
     "stages of another's model": ("terrazzo", {"pp": 2}, "terrazzo", {"pp": 2, "model": OURS}),
-    "stages of tied weights": ("terrazzo", {"pp": 2, "model": TIED}, "terrazzo", {"model": TIED}),
     "experts that ranks cannot share": ("terrazzo", {"model": MOE, "ep": 2}, "terrazzo", {"model": MOE}),
     "experts among ranks along tp": (
         "terrazzo", {"model": MOE, "ep": 2, "tp": 2}, "terrazzo", {"model": MOE, "ep": 2},

@@ -67,6 +67,7 @@ class Bucket(BucketSpec):
             keep=keep,
             stored=None if first.dtype.is_floating_point else first.dtype,
             on_host=axes.device.type == "cpu",
+            stages=members[0].stages,
         )
         self.members, self.recipe, self.ledger, self.space = members, recipe, ledger, Space(layout, axes)
         self.gradient = Gradient(self.space, recipe, members, ledger, self.sums, tiers.grad)
@@ -86,6 +87,11 @@ class Bucket(BucketSpec):
     def box(self, slot: Slot) -> Box:
         """What this rank has of the parameter in a slot."""
         return self._boxes[slot.name]
+
+    @property
+    def gives(self) -> bool:
+        """Whether this rank gives it where ranks of all stages do: of a shared one, the first that has it."""
+        return not self.stages or self.recipe.axes.place_among_stages == self.stages[0]
 
     # -- building ----------------------------------------------------------------------------------------------
 

@@ -6,62 +6,28 @@ once the last one has been summed over all ranks and divided. Finished and parti
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, view
+from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.links.sums import divide
 from terrazzo.engine.links.transfer import Ledger, Moves, Released, branching, converted, for_computation, further
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.plan.spec import MoveBytes, Reduction, Sums
-from terrazzo.engine.process.worker import Job
 
-__all__ = ["Gradient", "SummedGradient"]
+__all__ = ["Gradient"]
 
 
-@dataclass
-class SummedGradient:
-    """A finished gradient, or a sum of micro-batches on its way to being one.
-
-    Attributes:
-        data: where it rests.
-        landing: what has to end before it is there; None for nothing.
-        factor: what it has still to be multiplied by, from clipping; None for nothing.
-    """
-
-    data: Resting
-    landing: Job | None = None
-    factor: Tensor | None = None
-
-    def wait(self) -> Resting:
-        """Return the data once they are there."""
-        if self.landing is not None:
-            self.landing.wait()
-            self.landing = None
-        return self.data
-
-    def change(self, change: Callable[[Tensor], object], wanted: Range | None = None) -> None:
-        """Change what is held of `wanted`, or all of it, part by part in memory."""
-        data = self.wait()
-        for part in data.cuts(wanted or data.range):
-            with data.opened(part, "change") as elements:
-                change(elements)
-
-    def scaled(self, part: Tensor) -> Tensor:
-        """`part` of the data, or a copy of one, multiplied in place by what has been put off."""
-        return part if self.factor is None else part.mul_(self.factor.to(part.device))
-
-    def apply_factor(self) -> None:
-        """Multiply by what has been put off so far: the elements are about to change."""
-        if self.factor is not None:
-            self.change(self.scaled)
-            self.factor = None
+_TAG = 2**30
+"""Of what stages send each other of gradients: above the tags of activations."""
 
 
 class Gradient:
@@ -186,6 +152,30 @@ class Gradient:
         self.pending = None
         self._empty()
         return pending
+
+    def add_stages(self, stages: Sequence[int], dtype: torch.dtype) -> None:
+        """Have the unreduced gradient be the sum of those of the ranks that have stages with these parameters.
+
+        Added in the order of ranks: all have the same bits. Collective over these.
+
+        Args:
+            stages: their numbers along the axis of stages, in order.
+            dtype: as for `accumulate`.
+        """
+        axes = self.recipe.axes
+        own = self._take_pending(dtype)
+        links, place = axes.along(axes.stages[0]), axes.place_among_stages
+        others = {stage: torch.empty_like(own) for stage in stages if stage != place}
+        with self.ledger.holding(own.nbytes * len(others)):
+            handles = [links.send(own, stage, _TAG) for stage in others]
+            handles += [links.receive(into, stage, _TAG) for stage, into in others.items()]
+            for handle in handles:
+                handle.wait()
+            terms = [own if stage == place else others[stage] for stage in stages]
+            total = functools.reduce(torch.add, terms)
+        self.pending = own.copy_(total)
+        self._filled, self.filled_numel = [True] * len(self._filled), sum(self._numels)
+        self.seen = [True] * len(self.seen)
 
     # -- over the ranks ----------------------------------------------------------------------------------------
 

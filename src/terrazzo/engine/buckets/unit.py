@@ -120,6 +120,12 @@ class Unit:
     def has_gradients(self) -> bool:
         return any(bucket.trainable for bucket in self.buckets)
 
+    def add_stages(self) -> None:
+        """Sum what other stages have added up for the parameters that they share with this rank's."""
+        for bucket in self.trainable():
+            if bucket.stages:
+                bucket.gradient.add_stages(bucket.stages, bucket.pending_dtype(Pass.ADDS))
+
     @property
     def half_filled(self) -> bool:
         """Whether gradients for half of the trainable elements, or more, are here."""

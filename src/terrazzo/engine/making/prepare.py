@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.elementwise import check_optimizer
 from terrazzo.engine.optim.stock import Templates, assign_groups, state_of
 from terrazzo.engine.plan.axes import Axes, data_mesh
-from terrazzo.engine.plan.elsewhere import as_one
+from terrazzo.engine.plan.elsewhere import as_one, stages_of
 from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
@@ -148,10 +148,19 @@ def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options:
         drawn = partition(model, names)
     for spec in drawn:
         spec.set_aside(elsewhere)
+        _note_stages(model, spec.members)
     specs = [spec for spec in drawn if spec.members]
     check_initializable(model)
     built = _build_optimizers(model, optimizer, specs, axes.device)
     return _Asked(plan, precision, specs, drawn, why, built, bool(offloading_of(model)))
+
+
+def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
+    """Note on each member with which other stages this rank shares it."""
+    if (stages := stages_of(model)) is not None:
+        for member in members:
+            holders = stages.holders(member.names)
+            member.stages = holders if len(holders) > 1 else ()
 
 
 def _plan(asked: _Asked, options: Options, recipe: Recipe, tally: Tally) -> Prepared:
@@ -212,12 +221,13 @@ def _plan_units(specs: list[UnitSpec], recipe: Recipe, ledger: Ledger, owners: S
 
 def _bucket_groups(members: list[Member], owners: Sequence[int]) -> list[list[Member]]:
     """Members that can share a flat space: trainable ones by family and optimizer, in order of their param groups, then
-    frozen ones by dtype.
+    frozen ones by dtype. What several stages have lies apart: they hold it alike.
     """
-    groups: dict[tuple[bool, str, int, str], list[Member]] = {}
+    groups: dict[tuple[bool, str, int, str, tuple[int, ...]], list[Member]] = {}
     for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
         dtype = member.parameter.dtype
         owner = owners[member.group] if member.trainable and member.group >= 0 else -1
-        key = (not member.trainable, member.family.value, owner, "" if dtype.is_floating_point else str(dtype))
+        stored = "" if dtype.is_floating_point else str(dtype)
+        key = (not member.trainable, member.family.value, owner, stored, member.stages)
         groups.setdefault(key, []).append(member)
     return [groups[key] for key in sorted(groups)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import view
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.layout import Slot
 from terrazzo.errors import RanksApart, listed
 
 __all__ = ["broadcast_first", "compare_written"]
@@ -29,6 +31,10 @@ def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
         # of copies: memory that numpy has seen once cannot be given back
         hashes = {slot.name: digest(view(bucket.full.data, slot).clone()) for bucket in own for slot in bucket.slots}
         differing += axes.differing(hashes, along)
+    for bucket in buckets:
+        first = _of_first_stage(axes, bucket)
+        slots = [] if first is None else [slot for slot in bucket.slots if _differ(bucket, slot, first)]
+        differing += [slot.name for slot in slots]
     if axes.maximum(torch.tensor([len(differing)], device=axes.control_device), axes.with_stages).item():
         raise RanksApart(
             "The ranks have not written the same inside 'with tz.gathered(model, write=True)': they differ in "
@@ -43,3 +49,25 @@ def broadcast_first(buckets: Iterable[Bucket]) -> None:
     for bucket in buckets:
         axes = bucket.recipe.axes
         axes.broadcast(bucket.full.data, axes.names)
+        if (first := _of_first_stage(axes, bucket)) is not None:
+            bucket.full.data.copy_(first)
+
+
+def _of_first_stage(axes: Axes, bucket: Bucket) -> Tensor | None:
+    """The gathered weights of the first of the stages that share them; None there, and where none do. Collective."""
+    if not bucket.stages:
+        return None
+    links = axes.along(axes.stages[0])
+    if bucket.gives:
+        for handle in [links.send(bucket.full.data, stage, tag=0) for stage in bucket.stages[1:]]:
+            handle.wait()
+        return None
+    received = torch.empty_like(bucket.full.data)
+    links.receive(received, bucket.stages[0], tag=0).wait()
+    return received
+
+
+def _differ(bucket: Bucket, slot: Slot, other: Tensor) -> bool:
+    """Whether a parameter's bits are others in `other`."""
+    own, given = (view(data, slot).clone() for data in (bucket.full.data, other))
+    return bool((digest(own) != digest(given)).any())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.gradient import SummedGradient
+from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.offload.disk import Pending
 from terrazzo.engine.offload.drive import DriveBuffer
 from terrazzo.engine.plan.layout import Range, padded_bytes

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from terrazzo.ending import require_own, start_thread
 from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.gradient import SummedGradient
+from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to

@@ -25,8 +25,9 @@ def clip_grad_norm(
     Raises:
         Diverged: with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
     """
-    gradients = [bucket.gradient for bucket in buckets if bucket.gradient.finished is not None]
-    given = [(gradient.contribution() for gradient in gradients)]
+    finished = [bucket for bucket in buckets if bucket.gradient.finished is not None]
+    gradients = [bucket.gradient for bucket in finished]
+    given = [(bucket.gradient.contribution() for bucket in finished if bucket.gives)]
     total = norms(given, recipe, norm_type, beside=recipe.axes.stages)[0]
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(

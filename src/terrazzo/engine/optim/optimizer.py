@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.gradient import SummedGradient
+from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.loop.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates

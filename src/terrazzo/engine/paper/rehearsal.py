@@ -186,6 +186,10 @@ class PaperUnit:
             if bucket.spec.ranks:
                 bucket.accumulate_gradients(this_pass)
 
+    def add_stages(self) -> None:
+        for bucket in self.buckets:
+            bucket.add_stages()
+
     def zero_grad(self, set_to_none: bool) -> None:
         """A step on paper forgets nothing."""
 
@@ -234,6 +238,10 @@ class PaperBucket:
         if not self._pending_bytes:
             self._pending_bytes = self.spec.pending_bytes(this_pass)
             self._ledger.acquire(self._pending_bytes)
+
+    def add_stages(self) -> None:
+        self._ledger.acquire(received := self._pending_bytes * max(0, len(self.spec.stages) - 1))
+        self._ledger.release(received)
 
     def reduce(self, last: bool) -> Moves[None]:
         held_bytes, self._pending_bytes = self._pending_bytes, 0

@@ -148,6 +148,11 @@ class Axes:
         return tuple(axis for axis in self._collectives if axis == STAGES)
 
     @property
+    def place_among_stages(self) -> int:
+        """This rank's number along the axis of stages; 0 where there is none."""
+        return self.cuts(self.stages)[0][0] if self.stages else 0
+
+    @property
     def with_stages(self) -> tuple[str, ...]:
         """All axes of the mesh."""
         return (*self.every, *self.stages)

@@ -58,6 +58,14 @@ class Stages:
         """
         raise NotImplementedError
 
+    def holders(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The ranks, in order, that have a parameter of these names; several where their stages share it."""
+        raise NotImplementedError
+
+    def runs(self, module: str) -> bool:
+        """Whether this rank runs a module: in one of its stages or, where it has the last one, behind all."""
+        raise NotImplementedError
+
     def share_out(self, units: Sequence[Iterable[str]]) -> list[list[int]]:
         """For each chunk, which of the units it uses, each given by the names of its parameters."""
         used = [set(self.chunks_of(*names)) for names in units]
@@ -150,12 +158,22 @@ class _Elsewhere:
 _ELSEWHERE = Mark[dict[str, _Elsewhere]]("terrazzo_elsewhere")
 
 
-def give_up(module: nn.Module, path: str) -> None:
-    """Have `module`, of a stage that other ranks run, be without its own parameters; `path` is its name."""
+def give_up(module: nn.Module, path: str, away_for: dict[nn.Parameter, nn.Parameter | None]) -> None:
+    """Have `module`, of a stage that other ranks run, be without its own parameters.
+
+    Args:
+        path: its name.
+        away_for: what stands for each parameter that has been given up, to which those of `module` are added, and None
+            for those that stay here. So names that are tied stay tied.
+    """
     held = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     for name, parameter in held.items():
+        if parameter not in away_for:
+            like = torch.empty_like(parameter, device="meta")
+            away_for[parameter] = nn.Parameter(like, requires_grad=parameter.requires_grad)
+        if (away := away_for[parameter]) is None:
+            continue
         module._parameters[name] = None
-        away = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         shown = Absent(f"{path}.{name}", parameter)
         absent = _Elsewhere(away, parameter.is_meta, shown)
         _ELSEWHERE.leave(module, {**(_ELSEWHERE.find(module) or {}), name: absent})

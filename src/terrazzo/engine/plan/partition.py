@@ -33,6 +33,7 @@ class Member:
     Attributes:
         record: what this rank has of it, where ranks share it; None for an ordinary parameter.
         group: number of its param group among those of all optimizers of the model; -1 for none.
+        stages: the ranks along the axis of stages that have it, where several do; () for one that no stages share.
         holders: modules and attributes, until its values are there; they may hold the model itself.
         registered: the dictionaries of parameters in which it stands from then on, by attribute.
     """
@@ -42,6 +43,7 @@ class Member:
     holders: tuple[tuple[nn.Module, str], ...]
     record: Record | None = None
     group: int = -1
+    stages: tuple[int, ...] = ()
     registered: tuple[tuple[dict[str, Any], str], ...] = ()
 
     @property

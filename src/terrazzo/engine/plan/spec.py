@@ -137,6 +137,7 @@ class BucketSpec:
             gathered again at once).
         stored: dtype of parameters that are no floating-point numbers, which no precision changes.
         on_host: whether collectives reach the host's memory: ranks on CPUs.
+        stages: the ranks along the axis of stages that have these parameters, where several do: all hold them alike.
 
     Attributes:
         weight_axes, between_axes, optim_axes: over which the states are split.
@@ -158,6 +159,7 @@ class BucketSpec:
     keep: bool = False
     stored: torch.dtype | None = None
     on_host: bool = False
+    stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         plan, tiers, trainable = self.plan, self.tiers, self.trainable

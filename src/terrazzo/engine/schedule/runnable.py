@@ -71,6 +71,9 @@ class Runnable(Protocol):
     def expect_gradients(self, this_pass: Pass) -> None:
         """Have memory for gradients that its backward, which begins, will bring."""
 
+    def add_stages(self) -> None:
+        """Add to its gradients those of the parameters that other stages share with it. Collective over these."""
+
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget its gradients, or set finished ones to zero."""
 

@@ -54,6 +54,8 @@ class StagedSchedule(Schedule):
         self.rest()
         self.set_pass(Pass.FINISHES)
         self.begin_backward()
+        for unit in self.units:  # nothing of another kind is under way: what stages share waits for other ranks
+            unit.add_stages()
         for unit in reversed(self.units):
             self._close([unit])
             self._reductions.make_room()

@@ -51,10 +51,11 @@ def listing(model: nn.Module) -> list[Listed]:
         shapes = [tuple(parameter.shape) for parameter in model.parameters()]
         names = parameter_names(model)
     own = {info.name: (position, info) for position, info in enumerate(ModelState(model).parameters())}
-    stage = axes.cuts(axes.stages)[0][0] if axes.stages else 0
+    stage, buckets = axes.place_among_stages, engine_of(model).buckets()
+    given = {slot.name for bucket in buckets if bucket.gives for slot in bucket.slots}
     table = torch.zeros((len(names), 5), dtype=torch.int64)  # of what other ranks have, lower than theirs
     for row, (name, *_) in zip(table, names, strict=True):
-        if name in own:
+        if name in given:
             position, info = own[name]
             numbers = [stage, position, _DTYPES.index(info.dtype), info.group + 1, info.states is not None]
             row.copy_(torch.tensor(numbers))

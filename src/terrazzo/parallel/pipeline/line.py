@@ -3,7 +3,8 @@
 The whole forward runs on every rank. Modules of other ranks pass on what they are given, and run none of their hooks:
 the first of the line hands out what the stage before has sent, and what reaches the first one behind this stage is sent
 on. What the model does between two modules of the line runs on each rank, so a stage may begin only where it does
-nothing with the values: each tensor is checked to be the one that the module before has returned.
+nothing with the values: each tensor is checked to be the one that the module before has returned. What it does behind
+the line runs in the last stage alone.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ class Line(Stages):
         names: of the modules.
         bounds: the half-open interval of modules of each stage.
         schedule: as of `Pipeline`.
+        tied: names of the parameters that the model reads behind its last module, in the last stage.
     """
 
     names: tuple[str, ...] = ()
     bounds: tuple[tuple[int, int], ...] = ()
     schedule: str = "1f1b"
+    tied: tuple[str, ...] = ()
     running: _Running = field(default_factory=lambda: _Running(), compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Line:
-        copied = Line(self.ranks, self.rank, self.chunks, self.names, self.bounds, self.schedule)
+        copied = Line(self.ranks, self.rank, self.chunks, self.names, self.bounds, self.schedule, self.tied)
         memo[id(self)] = copied
         return copied
 
@@ -56,6 +59,17 @@ class Line(Stages):
             Turn(each.stage // self.ranks, each.kind is Kind.FORWARD, self.is_last(each.stage))
             for each in self.actions(micro_batches)
         ]
+
+    def holders(self, names: Sequence[str]) -> tuple[int, ...]:
+        places = [place for place, module in enumerate(self.names) if any(n.startswith(f"{module}.") for n in names)]
+        stages = {stage for stage, (begin, end) in enumerate(self.bounds) for place in places if begin <= place < end}
+        if any(name in self.tied for name in names):
+            stages.add(len(self.bounds) - 1)
+        return tuple(sorted({stage % self.ranks for stage in stages}))
+
+    def runs(self, module: str) -> bool:
+        in_line = any(f"{module}.".startswith(f"{name}.") for name in self.names)
+        return bool(self.chunks_of(module)) if in_line else self.rank == self.ranks - 1
 
     def is_last(self, stage: int) -> bool:
         return stage == len(self.bounds) - 1
@@ -119,6 +133,8 @@ class _InLine:
             self._check(given)
         if self.place >= end:
             running.result = running.values if self.place == end else running.result
+            if self.place == len(line.names) - 1:
+                raise _LineEnded
             return given
         if self.place >= first:
             before = _graphs_in(args, kwargs)
@@ -168,6 +184,10 @@ class _Away(Absent):
         )
 
 
+class _LineEnded(Exception):
+    """The model's forward has come to the line's end in a stage that is not the last: what is behind is not run."""
+
+
 class _Whole:
     """The forward of the model: that of one stage."""
 
@@ -178,6 +198,8 @@ class _Whole:
         line, stage = self.line, _stage_of(self.line)
         try:
             output = self.inner(*args, **kwargs)
+        except _LineEnded:
+            return line.running.result
         except TerrazzoError:
             raise
         except Exception:

@@ -19,8 +19,9 @@ from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.making.parts import check_uncompiled, check_uncut
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.states.materialize import synchronize
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.adapters import adapted
 from terrazzo.parallel.pipeline.line import Line, put_in_line
 from terrazzo.parallel.pipeline.order import check_schedule
@@ -42,12 +43,19 @@ class Pipeline:
         line: names of the modules through which the model's values go one after the other, or globs over them. Each
             takes what the one before returns as its first argument, and returns one tensor. By default what the model's
             `pipeline_line()` returns, or the modules of an `nn.Sequential`.
+        tied: names of parameters of the line that the model itself reads behind its last module, such as those of an
+            embedding that is the head too: the last stage has them as well. What two modules of the line share need
+            not be named. By default what the model's `pipeline_tied()` returns, or none.
+
+    Stages that share a parameter each have a copy of it, with states of its own; its gradients are summed over them
+    at the end of a step, so that the copies stay equal to the bit. Norms count it once, and checkpoints hold it once.
     """
 
     schedule: str = "1f1b"
     chunks: int = 1
     split: Sequence[str] | None = None
     line: Sequence[str] | None = None
+    tied: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_schedule(self.schedule, self.chunks)
@@ -62,7 +70,7 @@ def line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline) -> Line:
     axes = Axes(mesh, Tally())
     rank, ranks = axes.cuts(axes.stages)[0]
     line = all_or_none(axes, lambda: _line_of(model, mesh, pipeline, rank, ranks))
-    facts: dict[str, object] = {"pipeline": [line.schedule, line.names, line.bounds]}
+    facts: dict[str, object] = {"pipeline": [line.schedule, line.names, line.bounds, line.tied]}
     facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]
     check_agreement(axes, facts, along=axes.with_stages)
     return line
@@ -73,9 +81,13 @@ def take_stages(model: nn.Module, mesh: DeviceMesh, line: Line) -> None:
     axes = Axes(mesh, Tally())
     synchronize([each for each in model.parameters() if not each.is_meta], axes, axes.with_stages)
     modules = [model.get_submodule(name) for name in line.names]
+    away_for: dict[nn.Parameter, nn.Parameter | None] = {}
+    for names, parameter in zip(parameter_names(model), model.parameters(), strict=True):
+        if line.rank in line.holders(names):
+            away_for[parameter] = None
     for name, module in zip(line.names, modules, strict=True):
         for path, inner in () if line.chunks_of(name) else module.named_modules(prefix=name):
-            give_up(inner, path)
+            give_up(inner, path, away_for)
     put_in_line(model, modules, line)
     STAGES_OF.leave(model, line)
 
@@ -88,8 +100,11 @@ def _line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline, rank: int, 
     names = _names_of(model, pipeline)
     _check_line(model, names)
     bounds = _bounds_of(model, names, pipeline, ranks * pipeline.chunks)
-    chunks = tuple(names[begin:end] for begin, end in bounds[rank::ranks])
-    return Line(ranks, rank, chunks, names, bounds, pipeline.schedule)
+    tied = _tied_of(model, pipeline)
+    chunks = [names[begin:end] for begin, end in bounds[rank::ranks]]
+    if rank == ranks - 1:
+        chunks[-1] += tied
+    return Line(ranks, rank, tuple(chunks), names, bounds, pipeline.schedule, tied)
 
 
 def check_line(model: nn.Module, stages: int) -> None:
@@ -154,6 +169,21 @@ def _names_of(model: nn.Module, pipeline: Pipeline) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _tied_of(model: nn.Module, pipeline: Pipeline) -> tuple[str, ...]:
+    """The parameters that the model reads behind its line."""
+    own: Any = model
+    tied = pipeline.tied
+    if tied is None:
+        tied = own.pipeline_tied() if callable(getattr(model, "pipeline_tied", None)) else ()
+    known = dict(model.named_parameters(remove_duplicate=False))
+    if unknown := [name for name in tied if name not in known]:
+        raise BadInput(
+            f"tz.Pipeline(tied=...): {type(model).__name__} has no parameter {unknown[0]!r}."
+            f"{did_you_mean(str(unknown[0]), known)} Give names of model.named_parameters()."
+        )
+    return tuple(tied)
+
+
 def _matching(model: nn.Module, glob: str) -> list[str]:
     if not (found := matching(model, glob)):
         raise BadInput(
@@ -164,7 +194,7 @@ def _matching(model: nn.Module, glob: str) -> list[str]:
 
 
 def _check_line(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse parameters that no stage would have, and what several would have of parameters and buffers.
+    """Refuse parameters that no stage would have, and buffers that several would have.
 
     Raises:
         BadInput: there.
@@ -180,17 +210,11 @@ def _check_line(model: nn.Module, names: Sequence[str]) -> None:
                     f"{stage_of[buffer]!r} and {within!r} share a buffer that is saved ({attribute}), and ranks of two "
                     "stages would each update their own. Give each module its own."
                 )
-        for attribute, parameter in module.named_parameters(recurse=False):
+        for attribute, _ in module.named_parameters(recurse=False):
             if within is None:
                 raise BadInput(
                     f"'{f'{path}.' if path else ''}{attribute}' is in no module of the pipeline's line, so each rank "
                     "would train it by itself. Put it into a module of the line."
-                )
-            if stage_of.setdefault(parameter, within) != within:
-                raise BadInput(
-                    f"{stage_of[parameter]!r} and {within!r} share a parameter ({attribute}), which ranks of two "
-                    "stages would train apart: tied parameters are not supported in a pipeline yet. Untie them, as by "
-                    "model.tie_embeddings: false."
                 )
 
 

@@ -90,11 +90,15 @@ class Cuts:
         """Those of the stages of the model that this rank runs; all of a model that has none."""
         if (stages := stages_of(self.model)) is None:
             return self
-        runs = stages.chunks_of
-        records = {(name, attribute): record for (name, attribute), record in self.records.items() if runs(name)}
+        runs = stages.runs
+        records = {each: record for each, record in self.records.items() if self._is_here(*each)}
         styles = {name: style for name, style in self.styles.items() if runs(name)}
         rows = {name: interval for name, interval in self.rows.items() if runs(name)}
         return replace(self, styles=styles, records=records, rows=rows)
+
+    def _is_here(self, name: str, attribute: str) -> bool:
+        """Whether this rank has a parameter: of a tied one, also where it does not run the module."""
+        return self.model.get_submodule(name)._parameters.get(attribute) is not None
 
     def runs_split(self) -> list[list[nn.Module]]:
         """The modules through which sequences are split, those of each stage by themselves: stages send whole ones."""

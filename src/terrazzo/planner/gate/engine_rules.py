@@ -73,16 +73,6 @@ ENGINE_RULES = (
         "terrazzo.train.preflight.axes",
     ),
     Rule(
-        "stages of tied weights",
-        ("terrazzo",),
-        "planned",
-        lambda setup, _: setup.mesh.pp > 1 and setup.model.tied,
-        "The head of {model} is its embedding, which the first and the last of {pp} stages would train apart: Terrazzo "
-        "refuses that.",
-        "Plan with it, but run with pp 1, or untie them.",
-        "terrazzo.parallel.pipeline.stages",
-    ),
-    Rule(
         "experts that ranks cannot share",
         ("terrazzo",),
         "planned",

@@ -212,11 +212,11 @@ RULES = (
     ),
     Rule(
         "tied embeddings in a pipeline",
-        OTHERS,
+        (),
         "warn",
         lambda setup, _: setup.mesh.pp > 1 and setup.model.tied,
         "The head of {model} is its embedding: the first and the last stage both hold it, and add its gradients.",
-        "Expect one more copy and one more all-reduce, or untie them.",
+        "Expect one more copy of it with its states, and one more exchange, or untie them.",
         "NVIDIA/Megatron-LM megatron/core/distributed/finalize_model_grads.py",
     ),
     Rule(

@@ -327,12 +327,11 @@ class Decoder(nn.Module):
 
     def pipeline_line(self) -> list[str]:
         """The modules through which values go one after the other: see `tz.Pipeline`."""
-        if self.head is None:
-            raise BadInput(
-                "The decoder's head is its embedding matrix, which the first stage of a pipeline and the last would "
-                "share: tied parameters are not supported in a pipeline yet. Set model.tie_embeddings to false."
-            )
-        return ["embedding", "blocks.*", "norm", "head"]
+        return ["embedding", "blocks.*", "norm", *(() if self.head is None else ("head",))]
+
+    def pipeline_tied(self) -> list[str]:
+        """The parameters that are read behind these: see `tz.Pipeline`."""
+        return ["embedding.weight"] if self.head is None else []
 
     def tensor_plan(self, gathered: bool = True) -> dict[str, Style]:
         """How ranks share its matrices: see `tz.parallelize`.

@@ -1,0 +1,53 @@
+"""A gradient that has been summed over ranks, at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from terrazzo.engine.buckets.buffer import Resting
+from terrazzo.engine.plan.layout import Range
+from terrazzo.engine.process.worker import Job
+
+__all__ = ["SummedGradient"]
+
+
+@dataclass
+class SummedGradient:
+    """A finished gradient, or a sum of micro-batches on its way to being one.
+
+    Attributes:
+        data: where it rests.
+        landing: what has to end before it is there; None for nothing.
+        factor: what it has still to be multiplied by, from clipping; None for nothing.
+    """
+
+    data: Resting
+    landing: Job | None = None
+    factor: Tensor | None = None
+
+    def wait(self) -> Resting:
+        """Return the data once they are there."""
+        if self.landing is not None:
+            self.landing.wait()
+            self.landing = None
+        return self.data
+
+    def change(self, change: Callable[[Tensor], object], wanted: Range | None = None) -> None:
+        """Change what is held of `wanted`, or all of it, part by part in memory."""
+        data = self.wait()
+        for part in data.cuts(wanted or data.range):
+            with data.opened(part, "change") as elements:
+                change(elements)
+
+    def scaled(self, part: Tensor) -> Tensor:
+        """`part` of the data, or a copy of one, multiplied in place by what has been put off."""
+        return part if self.factor is None else part.mul_(self.factor.to(part.device))
+
+    def apply_factor(self) -> None:
+        """Multiply by what has been put off so far: the elements are about to change."""
+        if self.factor is not None:
+            self.change(self.scaled)
+            self.factor = None
