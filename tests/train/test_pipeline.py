@@ -25,7 +25,7 @@ EXPERTS = {"experts": {"count": 4, "top_k": 2, "ffn_dim": 16, "z_loss": 0.01}}
 
 def staged(folder: Path, ranks: int, mesh: dict[str, int], plan: str = "zero3", **more: Any) -> dict[str, Any]:
     """Two sequences are held out."""
-    model = {"tie_embeddings": False, "layers": 4} | more.pop("model", {})
+    model = {"layers": 4} | more.pop("model", {})
     values = settings(folder, ranks, 1, **{"model": model, "train": {"sample_tokens": 0}, **more})
     values["plan"] = {"name": plan, "mesh": mesh}
     values["train"] |= {"eval_batches": 2} if "eval_batches" not in more.get("train", {}) else {}
@@ -89,7 +89,6 @@ def test_a_run_in_stages_is_ended_by_others_and_the_other_way_round(tmp_path: Pa
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"model": {"tie_embeddings": True}}, r"plan\.mesh\.pp 2: .*Set model\.tie_embeddings to false"),
         ({"model": {"layers": 1}, "parallel": {"pipeline": {"chunks": 4}}}, r"too few for 8 stages"),
         ({"batch": {"global_batch": 1}}, r"A step of 1 micro-batches does not fill a pipeline of 2"),
         ({"train": {"compile": True}}, r"no stage is compiled yet\. Set train\.compile=false"),
