@@ -177,6 +177,13 @@ MUTATIONS = [
         "engine/links engine/test_processes.py",
     ),
     Mutation(
+        "the norm counts a tied weight on each stage that has it",
+        "engine/optim/clipping.py",
+        "for bucket in finished if bucket.gives)",
+        "for bucket in finished)",
+        "parallel/test_pipeline_tied.py",
+    ),
+    Mutation(
         "small gradients are scaled up by clipping",
         "engine/optim/clipping.py",
         "(max_norm / (total + 1e-6)).clamp(max=1.0)",

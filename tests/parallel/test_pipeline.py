@@ -209,6 +209,10 @@ def assert_equal(parts: dict[str, tuple[int, Tensor]], wholes: dict[str, Tensor]
         Case("zero3", chunks=2, checkpointing="full", checkpoints_last=True),
         Case("shard_grad_op", frozen=("embedding", "head")),
         Case("zero2", chunks=2, frozen=("blocks.1.", "blocks.4.attention")),
+        Case("zero0", schedule="zero_bubble"),
+        Case("zero3", schedule="zero_bubble", pp=4, micro_batches=7),
+        Case("hybrid_shard", schedule="zero_bubble", ranks=8, checkpointing="full"),
+        Case("shard_grad_op", schedule="zero_bubble", frozen=("blocks.1.", "blocks.4.attention")),
     ],
     ids=str,
 )
@@ -255,6 +259,10 @@ PLANS = ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "h
         *(Case(plan, chunks=2) for plan in PLANS),
         Case("zero3", precision="fp16", pp=4, micro_batches=6),
         Case("zero2", schedule="gpipe", checkpointing="full"),
+        Case("zero3", schedule="zero_bubble"),
+        Case("zero1", schedule="zero_bubble", pp=4, micro_batches=6, tied=True),
+        Case("zero3", tied=True),
+        Case("zero2@cpu", chunks=2, tied=True),
     ],
     ids=str,
 )

@@ -113,3 +113,40 @@ def test_without_backwards_each_micro_batch_goes_through_all_stages_before_the_n
 def test_what_does_not_go_round_is_refused(arguments, message):
     with pytest.raises(tz.BadInput, match=message):
         actions_of(*arguments)
+
+
+def steps_of(orders: list[list[Action]], lasts: dict[Kind, int]) -> int:
+    """How long a step takes in which each rank runs its actions in their order, as soon as what they need is there."""
+    ranks, ended, free = len(orders), dict[Action, int](), [0] * len(orders)
+    waiting = [list(each) for each in orders]
+    while any(waiting):
+        for rank, own in enumerate(waiting):
+            while own:
+                stage, kind, number = own[0]
+                needs = {
+                    Kind.FORWARD: [Action(stage - 1, Kind.FORWARD, number)] * (stage > 0),
+                    Kind.BACKWARD: [Action(stage + 1, Kind.BACKWARD, number)] * (stage < ranks - 1),
+                    Kind.WEIGHT: [],
+                }[kind]
+                if not all(each in ended for each in needs):
+                    break
+                free[rank] = max([free[rank], *(ended[each] for each in needs)]) + lasts[kind]
+                ended[own.pop(0)] = free[rank]
+    return max(free)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 2), (2, 5), (4, 4), (4, 9), (8, 8), (8, 24)])
+def test_zero_bubble_waits_a_third_of_the_time_with_no_more_in_flight(ranks: int, micro_batches: int) -> None:
+    """The bubble of ZB-H1 is (p - 1) (F + B - W), that of 1F1B (p - 1) (F + B + W): arXiv 2401.10241, table 2."""
+    orders = actions_of("zero_bubble", ranks, 1, micro_batches)
+    plain = steps_of(actions_of("1f1b", ranks, 1, micro_batches), {Kind.FORWARD: 1, Kind.BACKWARD: 2})
+    busy = 3 * micro_batches
+    assert plain == busy + 3 * (ranks - 1)
+    assert steps_of(orders, dict.fromkeys(Kind, 1)) == busy + ranks - 1
+    for rank, order in enumerate(orders):
+        under_way = 0
+        for stage, kind, _ in order:
+            under_way += {Kind.FORWARD: 1, Kind.BACKWARD: 0, Kind.WEIGHT: -1}[kind]
+            assert stage == rank and under_way <= ranks
+        for kind in Kind:
+            assert [each.micro_batch for each in order if each.kind is kind] == list(range(micro_batches))

@@ -38,6 +38,7 @@ TIED = Case(tied=True)
         Case("shard_grad_op", micro_batches=5, tied=True, checkpointing="full"),
         Case("hybrid_shard", ranks=8, tied=True),
         Case("zero3@cpu-all", tied=True),
+        Case("zero3", schedule="zero_bubble", tied=True),
         Case("zero2@nvme", tied=True),
         Case("zero3", frozen=("embedding",), tied=True),
     ],
@@ -91,10 +92,11 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().sum()
 
 
-def test_a_weight_of_several_modules_of_the_line() -> None:
+@pytest.mark.parametrize("pipeline", [tz.Pipeline(chunks=2), tz.Pipeline("zero_bubble")], ids=str)
+def test_a_weight_of_several_modules_of_the_line(pipeline: tz.Pipeline) -> None:
     def body(rank: int):
         model, mesh = chain(), tz.mesh(pp=2, device="cpu")
-        tz.parallelize(model, mesh, pipeline=tz.Pipeline(chunks=2))
+        tz.parallelize(model, mesh, pipeline=pipeline)
         adamw = functools.partial(torch.optim.AdamW, lr=0.05)
         model, optimizer = tz.shard(model, adamw, "zero1", mesh=mesh, units=["*"])
         for step in range(STEPS):

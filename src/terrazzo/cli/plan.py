@@ -100,7 +100,7 @@ def plan(  # structure: signature fixed by the command line
         "--dp-replicate R", "groups of the hybrid strategies; default: one shard group per host"
     ),
     parallel: bool = _splitting("--parallel", "search tensor, pipeline, context and expert parallelism too", False),
-    pipeline: str = _splitting("--pipeline KIND", "schedule: 1f1b (default) or gpipe", "1f1b"),
+    pipeline: str = _splitting("--pipeline KIND", "schedule: 1f1b (default), gpipe or zero_bubble", "1f1b"),
     virtual_stages: int = _splitting(
         "--virtual-stages V", "model chunks of one pipeline rank (interleaved schedule); default: 1", 1
     ),

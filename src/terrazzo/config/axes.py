@@ -58,10 +58,11 @@ class TensorConfig(Section):
 class PipelineConfig(Section):
     """How ranks take turns that have some layers each, where `plan.mesh.pp` is more than 1."""
 
-    schedule: Literal["1f1b", "gpipe"] = Field(
+    schedule: Literal["1f1b", "gpipe", "zero_bubble"] = Field(
         "1f1b",
         description="`1f1b`: each rank keeps activations of as many micro-batches as there are stages behind it, and "
-        "one more; `gpipe`: all forwards before all backwards",
+        "one more; `gpipe`: all forwards before all backwards; `zero_bubble`: gradients of weights are put off to when "
+        "a rank would wait",
     )
     chunks: int = Field(1, gt=0, description="stages of each rank; several wait less, and send more, by `1f1b` alone")
 

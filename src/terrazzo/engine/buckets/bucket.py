@@ -20,7 +20,7 @@ from terrazzo.engine.plan.layout import Layout, Slot
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.engine.plan.recipe import Recipe
-from terrazzo.engine.plan.spec import BucketSpec
+from terrazzo.engine.plan.spec import BucketSpec, Pass
 from terrazzo.engine.process.calls import do_all
 from terrazzo.engine.process.pages import use_large_pages, with_room
 from terrazzo.errors import Misuse, listed
@@ -92,6 +92,14 @@ class Bucket(BucketSpec):
     def gives(self) -> bool:
         """Whether this rank gives it where ranks of all stages do: of a shared one, the first that has it."""
         return not self.stages or self.recipe.axes.place_among_stages == self.stages[0]
+
+    def add_gradient(self, index: int, grad: Tensor, this_pass: Pass) -> None:
+        """Take the gradient of the parameter `index`, which autograd has not brought."""
+        self.gradient.add(index, grad, self.pending_dtype(this_pass))
+
+    def begin_gradient(self, this_pass: Pass) -> None:
+        """Have memory for gradients that will come."""
+        self.gradient.begin(self.pending_dtype(this_pass))
 
     # -- building ----------------------------------------------------------------------------------------------
 

@@ -104,20 +104,27 @@ class Gradient:
             index: which parameter.
             dtype: of the unreduced gradient, if this is its first part.
         """
-        if parameter.grad is None:
-            return
-        if self.pending is None:
-            self.pending = self._start_pending(dtype)
-            self._lent = False
-        target = view(self.pending, self.space.layout.slots[index])
-        given = parameter.grad if self._counts[index] else torch.zeros_like(parameter.grad)
+        if parameter.grad is not None:
+            self.add(index, parameter.grad, dtype)
+            parameter.grad = None
+
+    def add(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
+        """The same of a gradient that autograd has not brought."""
+        target = view(self.begin(dtype), self.space.layout.slots[index])
+        given = grad if self._counts[index] else torch.zeros_like(grad)
         if self._filled[index]:
             target.add_(given)
         else:
             target.copy_(given)
             self.filled_numel += self._numels[index]
-        parameter.grad = None
         self._filled[index] = self.seen[index] = True
+
+    def begin(self, dtype: torch.dtype) -> Tensor:
+        """The unreduced gradient, from now on if there was none. `dtype` as for `accumulate`."""
+        if self.pending is None:
+            self.pending = self._start_pending(dtype)
+            self._lent = False
+        return self.pending
 
     def expect(self, dtype: torch.dtype) -> None:
         """Gradients will come: have memory for them that, once they are reduced, need not come back to computation.

@@ -58,6 +58,7 @@ class Line(Stages):
         return [
             Turn(each.stage // self.ranks, each.kind is Kind.FORWARD, self.is_last(each.stage))
             for each in self.actions(micro_batches)
+            if each.kind is not Kind.WEIGHT
         ]
 
     def holders(self, names: Sequence[str]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ gradients add up as they do in a plain loop. Integers only: no communication.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["SCHEDULES", "Action", "Kind", "actions_of", "check_schedule", "forwards_of"]
 
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
 """Their names; `1f1b` with several chunks is the interleaved one."""
 
 
@@ -24,6 +25,8 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
+    """The gradients of weights that the backward has put off."""
 
 
 class Action(NamedTuple):
@@ -48,10 +51,10 @@ def check_schedule(schedule: str, chunks: int) -> None:
         )
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise BadInput(f"The pipeline has chunks {chunks!r}; it counts the stages of a rank: give an int, 1 or more.")
-    if schedule == "gpipe" and chunks > 1:
+    if schedule != "1f1b" and chunks > 1:
         raise BadInput(
-            f"The pipeline schedule 'gpipe' has one stage for each rank, and chunks is {chunks}: take '1f1b', which is "
-            "interleaved then, or chunks=1."
+            f"The pipeline schedule {schedule!r} has one stage for each rank, and chunks is {chunks}: take '1f1b', "
+            "which is interleaved then, or chunks=1."
         )
 
 
@@ -74,6 +77,8 @@ def actions_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> li
         )
     if schedule == "gpipe":
         return [_gpipe(rank, micro_batches) for rank in range(ranks)]
+    if schedule == "zero_bubble":
+        return [_zero_bubble(rank, ranks, micro_batches) for rank in range(ranks)]
     if chunks == 1:
         return [_one_by_one(_plain(rank, micro_batches), ranks - 1 - rank) for rank in range(ranks)]
     rounds = micro_batches // ranks
@@ -104,7 +109,24 @@ class _Run(NamedTuple):
 
 def _gpipe(rank: int, micro_batches: int) -> list[Action]:
     """All forwards, then all backwards."""
-    return [Action(rank, kind, number) for kind in Kind for number in range(micro_batches)]
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    return [Action(rank, kind, number) for kind in kinds for number in range(micro_batches)]
+
+
+def _zero_bubble(rank: int, ranks: int, micro_batches: int) -> list[Action]:
+    """ZB-H1 (arXiv 2401.10241, section 2.1): later ranks, which wait at the end of a step, put off more.
+
+    Rank r runs the gradients of weights r micro-batches behind their backward. It never has more micro-batches under
+    way than `1f1b` has on its first rank.
+    """
+    forwards = iter([Action(rank, Kind.FORWARD, number) for number in range(micro_batches)])
+    weights = iter([Action(rank, Kind.WEIGHT, number) for number in range(micro_batches)])
+    actions = list(itertools.islice(forwards, ranks - rank))
+    for number in range(micro_batches):
+        actions.append(Action(rank, Kind.BACKWARD, number))
+        actions += itertools.islice(weights, int(number >= rank))
+        actions += itertools.islice(forwards, 1)
+    return [*actions, *weights]
 
 
 def _plain(rank: int, micro_batches: int) -> _Run:

@@ -36,7 +36,8 @@ class Pipeline:
 
     Args:
         schedule: `1f1b`, where a rank keeps activations of as many micro-batches as there are stages behind it and one
-            more; or `gpipe`, all forwards before all backwards.
+            more; `gpipe`, all forwards before all backwards; or `zero_bubble`, which puts off the gradients of linear
+            maps' weights to when a rank would wait, and keeps as many micro-batches' activations as there are stages.
         chunks: stages of each rank; several make `1f1b` the interleaved schedule, with less waiting and more sending.
         split: names of the modules of the line with which the second stage and those after it begin; by default stages
             are balanced by the elements of their matrices.

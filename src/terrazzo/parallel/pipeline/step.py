@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from terrazzo.engine import Engine, StagedSchedule, accumulate, engine_of, stages_of
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput, Misuse, RanksApart
+from terrazzo.parallel.pipeline.deferred import DeferredWeights
 from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.messages import Messages, form_of
 from terrazzo.parallel.pipeline.order import Action, Kind, forwards_of
@@ -125,6 +126,7 @@ class _Run:
         self.messages = messages_of(model, engine, line)
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._losses = torch.zeros((), device=engine.axes.device)
+        self._deferred = DeferredWeights(engine) if self.trains and line.schedule == "zero_bubble" else None
 
     def run(self) -> Tensor:
         """Returns the sum of the losses."""
@@ -134,13 +136,14 @@ class _Run:
         if self.trains:
             schedule.begin_step()
         try:
-            for action, following in zip(actions, [*actions[1:], None], strict=True):
-                self._ask_for(action)
-                values = self.messages.take(action) if self._receives(action) else None
-                if following is not None:
-                    self._ask_for(following)
-                schedule.turn_to(action.stage // self.line.ranks, self.line.is_last(action.stage))
-                self._forward(action, values) if action.kind is Kind.FORWARD else self._backward(action, values)
+            with nullcontext() if self._deferred is None else self._deferred.by(self.model):
+                for action, following in zip(actions, [*actions[1:], None], strict=True):
+                    self._ask_for(action)
+                    values = self.messages.take(action) if self._receives(action) else None
+                    if following is not None:
+                        self._ask_for(following)
+                    schedule.turn_to(action.stage // self.line.ranks, self.line.is_last(action.stage))
+                    self._act(action, values)
             self.messages.finish()
         except BaseException:
             self.messages.abandon()
@@ -170,6 +173,18 @@ class _Run:
             if self.trains
             else forwards_of(self.line.ranks, len(self.line.chunks), count)[self.line.rank]
         )
+
+    def _act(self, action: Action, values: Tensor | None) -> None:
+        if self._deferred is not None:
+            self._deferred.turn = action.stage, action.micro_batch
+        match action.kind:
+            case Kind.FORWARD:
+                self._forward(action, values)
+            case Kind.BACKWARD:
+                self._backward(action, values)
+            case Kind.WEIGHT:
+                assert self._deferred is not None
+                self._deferred.compute(action.stage, action.micro_batch)
 
     # -- what an action does -----------------------------------------------------------------------------------
 
@@ -215,7 +230,9 @@ class _Run:
     # -- what it begins with -----------------------------------------------------------------------------------
 
     def _receives(self, action: Action) -> bool:
-        return action.stage > 0 if action.kind is Kind.FORWARD else not self.line.is_last(action.stage)
+        if action.kind is Kind.FORWARD:
+            return action.stage > 0
+        return action.kind is Kind.BACKWARD and not self.line.is_last(action.stage)
 
     def _ask_for(self, action: Action) -> None:
         """Start receiving it; a gradient once there is what it is the gradient of."""

@@ -11,7 +11,7 @@ from terrazzo.planner.machine.network import Network, group_of
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.bubble import bubble
+from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.traffic.exchanges import model_parallel_moves
 
 __all__ = ["Finding", "Rule", "in_shares", "on_disk", "tiers", "zero_stage"]
@@ -117,7 +117,7 @@ def facts(setup: Setup) -> dict[str, object]:
         "m": setup.micro_batches,
         "shard": mesh.shard_ranks,
         "group": mesh.shard_ranks * mesh.tp,
-        "bubble": f"{bubble(mesh.pp, setup.micro_batches, setup.virtual_stages):.0%}",
+        "bubble": f"{idle_share(setup):.0%}",
         "offloaded": ", ".join(f"{state} on {tier}" for state, tier in tiers(setup).items()),
         "grad_tier": setup.plan.grad.tier,
         "units": sum(count for _, count in stage_units(setup, 0)),

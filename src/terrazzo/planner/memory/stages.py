@@ -63,11 +63,14 @@ def in_flight(setup: Setup, stage: int) -> float:
     """Micro-batches whose activations a stage holds at once, in units of all its blocks.
 
     Of 1F1B as many as stages are left (arXiv 2104.04473, section 2.2), interleaved on the first stage
-    1 + (p - 1) / (p v) times as many (arXiv 2205.05198, section 4.2.3), of GPipe all (arXiv 1811.06965).
+    1 + (p - 1) / (p v) times as many (arXiv 2205.05198, section 4.2.3), of GPipe all (arXiv 1811.06965), of ZB-H1 as
+    many as there are stages, inputs of linear maps alone of those whose backward has run (arXiv 2401.10241).
     """
     stages, chunks = setup.mesh.pp, setup.virtual_stages
     if setup.pipeline == "gpipe" and stages > 1:
         return float(setup.micro_batches)
+    if setup.pipeline == "zero_bubble":
+        return float(min(stages, setup.micro_batches))
     if chunks == 1 or stages == 1:
         return float(min(stages - stage, setup.micro_batches))
     warm_up = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1

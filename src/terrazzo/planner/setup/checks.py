@@ -160,6 +160,10 @@ def _check_pipeline(setup: Setup) -> None:
         )
     if virtual == 1:
         return
+    if setup.pipeline != "1f1b":
+        raise BadInput(
+            f"virtual_stages {virtual} interleave 1f1b, not {setup.pipeline}: take pipeline 1f1b, or leave it out."
+        )
     if mesh.pp == 1:
         raise BadInput(f"virtual_stages {virtual} interleave the chunks of a pipeline, but pp is 1. Leave it out.")
     if mesh.pp * virtual > model.layers:

@@ -17,7 +17,7 @@ __all__ = ["Setup"]
 Checkpointing = Literal["none", "selective", "full"]
 Attention = Literal["flash", "math"]
 Loss = Literal["full", "fused", "chunked", "parts"]
-Pipeline = Literal["1f1b", "gpipe"]
+Pipeline = Literal["1f1b", "gpipe", "zero_bubble"]
 Ranking = Literal["throughput", "gpus", "cost"]
 
 

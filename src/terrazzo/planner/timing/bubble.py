@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-__all__ = ["bubble"]
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["bubble", "idle_share"]
+
+DEFERRED_SHARE = 1 / 3
+"""Of the idle time of 1F1B, what is left where gradients of weights are put off: F + B - W of F + B + W, which take as
+long each (ZB-H1, arXiv 2401.10241, table 2)."""
+
+
+def idle_share(setup: Setup) -> float:
+    """`bubble` of a setup's schedule."""
+    share = DEFERRED_SHARE if setup.pipeline == "zero_bubble" else 1.0
+    return share * bubble(setup.mesh.pp, setup.micro_batches, setup.virtual_stages)
 
 
 def bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:

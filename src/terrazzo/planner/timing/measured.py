@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.bubble import bubble
+from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.stage import PCIE_COPY_SHARE, Stage, slowest_stage
@@ -48,7 +48,7 @@ def line_terms(setup: Setup, traffic: Traffic, record: Calibration) -> list[Term
     terms = [Term("computation", busy, busy, "time.measured", {"flops": flops, "flops_per_s": record.flops_per_s}, "s")]
     terms += [*_overhead(record), *_waits(traffic, record)]
     schedule = {"pp": setup.mesh.pp, "micro_batches": setup.micro_batches, "virtual_stages": setup.virtual_stages}
-    if idle := busy * bubble(**schedule):
+    if idle := busy * idle_share(setup):
         inputs = {"busy_s": busy, "missing": -setup.micro_batches % setup.mesh.pp, **schedule}
         terms.append(Term("pipeline bubble", idle, idle, "time.bubble", inputs, "s"))
     if copied:

@@ -13,7 +13,7 @@ from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.bubble import bubble
+from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.compute import (
     Seconds,
     attention_rate,
@@ -199,7 +199,7 @@ class Stage:
         setup, send, exposure = self._setup, self._send_s(), self.exposure
         schedule = {"pp": setup.mesh.pp, "micro_batches": setup.micro_batches, "virtual_stages": setup.virtual_stages}
         busy, hidden, waits = self.busy_s + send, exposure.hidden, self._blocking_s()
-        idle, counts = busy * bubble(**schedule), self._counts
+        idle, counts = busy * idle_share(setup), self._counts
         each = waits / setup.micro_batches / counts["layers"] if counts["layers"] else 0.0
         missing, busy_links = -setup.micro_batches % setup.mesh.pp, exposure.total
         return [

@@ -1,0 +1,110 @@
+"""Gradients of the weights of linear maps, computed later than those of what goes into them.
+
+Stages before this one wait for the latter alone (Qi et al., arXiv 2401.10241): what is put off fills the time in which
+a rank would wait. Gradients of all else, biases among it, come with the backward as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from terrazzo.engine import Engine
+
+__all__ = ["DeferredWeights"]
+
+
+class _Product(NamedTuple):
+    """What the gradient of a weight `[outputs, inputs]` is the product of.
+
+    Attributes:
+        weight: the place of the parameter in its bucket.
+        inputs: `[..., inputs]`.
+        grad: of the outputs, `[..., outputs]`.
+    """
+
+    bucket: Any
+    place: int
+    inputs: Tensor
+    grad: Tensor
+
+
+class DeferredWeights:
+    """Those of one step, by the stage and micro-batch that they are of.
+
+    Modules of class `nn.Linear` put them off, as far as nothing has replaced their forward.
+
+    Attributes:
+        turn: the stage and micro-batch that run.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._places = {
+            id(member.parameter): (bucket, place)
+            for bucket in engine.trainable()
+            for place, member in enumerate(bucket.members)
+        }
+        self._waiting: defaultdict[tuple[int, int], list[_Product]] = defaultdict(list)
+        self.turn = (0, 0)
+
+    @contextlib.contextmanager
+    def by(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the linear maps of a model are run so that their backward puts off its weights' gradients."""
+        put: list[nn.Linear] = []
+        for module in (each for each in model.modules() if isinstance(each, nn.Linear)):
+            plain = type(module).forward is nn.Linear.forward
+            if plain and "forward" not in vars(module) and id(module._parameters["weight"]) in self._places:
+                module.forward = functools.partial(self._forward, module)  # type: ignore[method-assign]
+                put.append(module)
+        try:
+            yield
+        finally:
+            for module in put:
+                del module.forward
+
+    def _forward(self, module: nn.Linear, input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # checkpointing will run it again
+            return F.linear(input, module.weight, module.bias)
+        output: Tensor = _Linear.apply(input, module.weight, module.bias, self)  # type: ignore[no-untyped-call]
+        return output
+
+    def add(self, weight: Tensor, inputs: Tensor, grad: Tensor) -> None:
+        """Put one off; its memory is there from now on."""
+        bucket, place = self._places[id(weight)]
+        bucket.begin_gradient(self._engine.schedule.this_pass)
+        self._waiting[self.turn].append(_Product(bucket, place, inputs, grad))
+
+    @torch.no_grad()
+    def compute(self, stage: int, micro_batch: int) -> None:
+        """Compute those of a backward, in the order in which it came to them."""
+        for bucket, place, inputs, grad in self._waiting.pop((stage, micro_batch), ()):
+            product = grad.reshape(-1, grad.shape[-1]).t() @ inputs.reshape(-1, inputs.shape[-1])
+            bucket.add_gradient(place, product, self._engine.schedule.this_pass)
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear`, whose backward gives no gradient of the weight: it is put off."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeights) -> Tensor:
+        ctx.save_for_backward(inputs, weight)
+        ctx.deferred, ctx.weight = deferred, weight
+        return F.linear(inputs, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        inputs, weight = ctx.saved_tensors
+        ctx.deferred.add(ctx.weight, inputs, grad)
+        rows = grad.reshape(-1, grad.shape[-1])
+        to_inputs = rows.mm(weight).view(inputs.shape) if ctx.needs_input_grad[0] else None
+        return to_inputs, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None
