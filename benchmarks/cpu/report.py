@@ -22,6 +22,7 @@ NAMES = {
     "torch-stages": "torch's 1F1B",
     "fsdp2-stages": "FSDP2 in torch's 1F1B",
     **{f"terrazzo-{plan}-stages": f"Terrazzo `{plan}`, pp" for plan in ("zero0", "zero2", "zero3", "shard_grad_op")},
+    "terrazzo-zero0-zero_bubble": "Terrazzo `zero0`, pp, zero_bubble",
     "deepspeed-3-ulysses": "DeepSpeed, stage 3, Ulysses",
     "terrazzo-zero3-tensor": "Terrazzo `zero3`, tp",
     **{f"terrazzo-zero3-{mode}": f"Terrazzo `zero3`, cp {mode}" for mode in ("gather", "ulysses", "ring")},

@@ -1,6 +1,7 @@
 """Who is compared where ranks have other layers: pipelines, alone and with fully sharded states on the other axis.
 
-Both run 1F1B over the same halves of the blocks, and divide gradients by the number of micro-batches.
+All run 1F1B over the same halves of the blocks, one of ours the zero-bubble schedule beside it, and divide gradients by
+the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ class TorchStages(Loop):
 class TerrazzoStages(Counted):
     """A row of the table with `pp`."""
 
-    def __init__(self, model: nn.Module, case: Case, plan: str) -> None:
+    def __init__(self, model: nn.Module, case: Case, plan: str, schedule: str = "1f1b") -> None:
         import terrazzo as tz
 
         super().__init__(model, case)
         mesh, half = tz.mesh(pp=case.sharing), case.shape.blocks // case.sharing
-        line = tz.Pipeline(line=["embedding", "blocks.*", "norm", "head"], split=[f"blocks.{half}"])
+        line = tz.Pipeline(schedule, line=["embedding", "blocks.*", "norm", "head"], split=[f"blocks.{half}"])
         tz.parallelize(model, mesh, pipeline=line)
         optimizer = adamw(model.parameters())
         self.model, self.optimizer = tz.shard(model, optimizer, plan=plan, units=[DivisibleBlock], mesh=mesh)
@@ -97,4 +98,5 @@ CONTENDERS = {
         f"terrazzo-{plan}-stages": Contender(partial(TerrazzoStages, plan=plan), "terrazzo")
         for plan in ("zero0", "zero2", "zero3", "shard_grad_op")
     },
+    "terrazzo-zero0-zero_bubble": Contender(partial(TerrazzoStages, plan="zero0", schedule="zero_bubble"), "terrazzo"),
 }

@@ -69,7 +69,12 @@ SUITES: dict[str, list[Run]] = {
         Run("sequences-wide", [CONTEXT], ["deepspeed-3-ulysses"], Effort(rounds=7)),
     ],
     "stages": [
-        Run("stages", [["torch-stages", "terrazzo-zero0-stages"]], ["torch-stages"], Effort(rounds=9)),
+        Run(
+            "stages",
+            [["torch-stages", "terrazzo-zero0-stages", "terrazzo-zero0-zero_bubble"]],
+            ["torch-stages"],
+            Effort(rounds=9),
+        ),
         Run(
             "stages",
             [["fsdp2-stages", "terrazzo-zero3-stages", "terrazzo-zero2-stages", "terrazzo-shard_grad_op-stages"]],

@@ -124,6 +124,7 @@ AXES = [
 
 PIPELINES = [
     Target("2 ranks: `zero0`, pp / torch's 1F1B", 1.05, _time("stages", "terrazzo-zero0-stages", "torch-stages")),
+    Target("2 ranks: the same, zero_bubble", 1.00, _time("stages", "terrazzo-zero0-zero_bubble", "torch-stages")),
     *(
         Target(f"4 ranks: `{plan}`, pp / FSDP2, 1F1B", 1.00, _time("stages-4", f"terrazzo-{plan}-stages", FULLY))
         for plan in ("zero2", "zero3", "shard_grad_op")

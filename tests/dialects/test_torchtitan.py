@@ -149,6 +149,33 @@ def test_keys_of_earlier_versions_are_explained(key: str, word: str) -> None:
     assert word in said.why
 
 
+def test_stages_run_the_local_batch_in_parts() -> None:
+    """`local_batch_size` sequences of a data rank go through the stages as `pipeline_parallel_microbatch_size` each."""
+    document = {
+        "parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2},
+        "training": {"local_batch_size": 16},
+    }
+    conversion = converted("torchtitan", "terrazzo", document, world=8)
+    assert conversion.document["batch"]["micro_batch"] == 2
+    assert conversion.after.value("batch.accumulation") in (8, None)
+    assert conversion.document["batch"]["global_batch"] == 16 * 4
+    back = converted("terrazzo", "torchtitan", conversion.document, world=8).document
+    assert back["parallelism"]["pipeline_parallel_microbatch_size"] == 2
+    assert back["training"]["local_batch_size"] == 16
+    assert converted("torchtitan", "torchtitan", document).document == document
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [("GPipe", "schedule: gpipe"), ("Interleaved1F1B", "chunks: 2"), ("ZBVZeroBubble", "zero_bubble")],
+)
+def test_schedules_of_stages_name_what_is_nearest(schedule: str, said: str) -> None:
+    document = {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}}
+    verdicts = converted("torchtitan", "terrazzo", document).verdicts
+    (verdict,) = (each for each in verdicts if each.key == "parallelism.pipeline_parallel_schedule")
+    assert verdict.kind == "lossy" and said in verdict.why
+
+
 @pytest.mark.parametrize(
     ("document", "key"),
     [

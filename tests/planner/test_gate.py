@@ -51,6 +51,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "model in one unit": ("terrazzo", {"model": ONE_UNIT}, "terrazzo", {"model": ONE_UNIT, "strategy": "zero2"}),
     "weights gathered without overlap": ("terrazzo", {"prefetch": 0}, "terrazzo", {"prefetch": 0, "strategy": "zero1"}),
     "split weights in a pipeline": ("terrazzo", {"pp": 2}, "terrazzo", {"pp": 2, "strategy": "zero1"}),
+    "zero-bubble schedule elsewhere": (
+        "megatron", {"pp": 2, "pipeline": "zero_bubble"}, "megatron", {"pp": 2, "pipeline": "1f1b"},
+    ),
     "whole gradients kept under split gradients": (
         "terrazzo",
         {"strategy": "zero2", "accumulate_locally": True, "micro_batches": 4},

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from terrazzo.dialects.keys import ANY, SWITCH, TEXT, Key, Rows, number, section, whole, words
 
-__all__ = ["DEGREES", "KEYS", "OPAQUE", "REMOVED"]
+__all__ = ["DEGREES", "KEYS", "LOCAL_BATCH", "OPAQUE", "PIPELINED_BATCH", "REMOVED", "SCHEDULES"]
 
 DEGREES = {
     f"mesh.{axis}": f"parallelism.{word}_parallel_degree"
     for axis, word in {"tp": "tensor", "cp": "context", "ep": "expert", "pp": "pipeline"}.items()
 }
 """Keys of the model axes, by the setting."""
+
+LOCAL_BATCH, PIPELINED_BATCH = "training.local_batch_size", "parallelism.pipeline_parallel_microbatch_size"
+"""Sequences of a data rank in one micro-batch, and, where there are stages, in one pass through them: a part of it."""
+
+SCHEDULES = {
+    "gpipe": "schedule: gpipe",
+    "interleaved1f1b": "chunks: 2",
+    "interleavedzerobubble": "schedule: zero_bubble, with one stage on each rank",
+    "zbvzerobubble": "schedule: zero_bubble, with one stage on each rank",
+}
+"""What is nearest to a schedule under `parallel.pipeline` of a Terrazzo configuration."""
 
 
 _FLOATS = {"float32": "fp32", "bfloat16": "bf16"}
@@ -67,7 +78,9 @@ _PARALLELISM: Rows = {
     "pipeline_parallel_layers_per_stage": (None, "layers of one virtual stage"),
     "pipeline_parallel_schedule": ("1F1B", "pipeline schedule"),
     "pipeline_parallel_schedule_csv": ("", "file of a pipeline schedule"),
-    "pipeline_parallel_microbatch_size": (1, "sequences in one pass through the pipeline"),
+    "pipeline_parallel_microbatch_size": Key(
+        whole(1), 1, "sequences in one pass through the pipeline", "harmless", "without stages it says nothing"
+    ),
     "context_parallel_degree": Key(whole(1), 1, "context parallel degree"),
     "context_parallel_load_balancer": Key(ANY, "headtail", "how the sequence is dealt out", "lossy", _DEALT),
     "context_parallel_ptrr_mask_key": Key(ANY, None, "mask that the ptrr balancer goes by", "lossy", _DEALT),

@@ -11,7 +11,7 @@ from terrazzo.dialects.fsdp_words import offload
 from terrazzo.dialects.keys import MISSING, number
 from terrazzo.dialects.reader import Reader, derived, given_only
 from terrazzo.dialects.rows import row_settings
-from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS, OPAQUE, REMOVED
+from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS, LOCAL_BATCH, OPAQUE, PIPELINED_BATCH, REMOVED, SCHEDULES
 
 __all__ = ["read"]
 
@@ -49,7 +49,15 @@ def _parallelism(reader: Reader) -> Settings:
         "loading.low_memory": Setting(True, "default"),
     }
     found |= _row(reader, found, replicas, shards)
+    _pipeline(reader)
     return {**found, **offload(reader.take("training.enable_cpu_offload"))}
+
+
+def _pipeline(reader: Reader) -> None:
+    key = "parallelism.pipeline_parallel_schedule"
+    nearest = SCHEDULES.get(str(reader.get(key, "1F1B")).lower())
+    if nearest is not None:
+        reader.keep(key, f"in a Terrazzo configuration, say parallel.pipeline.{nearest}")
 
 
 def _shards(reader: Reader) -> Setting[Any]:
@@ -99,15 +107,25 @@ def _precision(reader: Reader) -> Settings:
 
 def _batch(reader: Reader) -> Settings:
     key = "training.global_batch_size"
-    found = {
-        "batch.micro_batch": reader.take("training.local_batch_size"),
-        "batch.sequence_length": reader.take("training.seq_len"),
-    }
+    local, length = reader.take(LOCAL_BATCH), reader.take("training.seq_len")
+    if reader.get("parallelism.pipeline_parallel_degree", 1) != 1:
+        return {"batch.sequence_length": length, **_pipelined_batch(reader, local, key)}
+    found = {"batch.micro_batch": local, "batch.sequence_length": length}
     if reader.get(key, -1) == -1:
         reader.say(key, "applied", "one micro-batch per rank and step")
         origin: Any = "file" if key in reader.flat else "default"
         return {**found, "batch.accumulation": Setting(1, origin, key if key in reader.flat else "")}
     return {**found, "batch.global_batch": reader.take(key)}
+
+
+def _pipelined_batch(reader: Reader, local: Setting[Any], key: str) -> Settings:
+    """Stages run the local batch in parts; `key` is that of the global one."""
+    part = reader.take(PIPELINED_BATCH)
+    reader.keep(LOCAL_BATCH, "as many sequences as go through the stages before gradients are summed", harmless=True)
+    if reader.get(key, -1) != -1:
+        return {"batch.micro_batch": part, "batch.global_batch": reader.take(key)}
+    reader.keep(key, "the local batch of each data rank", harmless=True)
+    return {"batch.micro_batch": part, "batch.accumulation": derived(local.value // part.value, local, part)}
 
 
 # -- optimizer, schedule, loop -------------------------------------------------------------------------------------

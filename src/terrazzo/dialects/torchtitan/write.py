@@ -10,7 +10,7 @@ from terrazzo.dialects.draft import Pen
 from terrazzo.dialects.fsdp_words import TORCH_NAMES, write_offload
 from terrazzo.dialects.meaning import left
 from terrazzo.dialects.rows import HYBRID_ROWS, choose_row
-from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS
+from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS, LOCAL_BATCH, PIPELINED_BATCH
 
 __all__ = ["write"]
 
@@ -206,11 +206,15 @@ def _states(pen: Pen, master: str) -> None:
 
 
 def _batch(pen: Pen, context: Context) -> None:
-    _option(pen, "batch.micro_batch", "training.local_batch_size")
+    pipelined = pen.value("mesh.pp", 1) not in (None, 1)
+    _option(pen, "batch.micro_batch", PIPELINED_BATCH if pipelined else LOCAL_BATCH)
     _option(pen, "batch.sequence_length", "training.seq_len")
     key = "training.global_batch_size"
     micro, count = pen.value("batch.micro_batch"), pen.value("batch.accumulation")
     ranks = left(pen.description, context.world, _APART)
+    if pipelined and not pen.own:
+        _local_batch(pen, micro, count, ranks)
+        return
     if pen.own:
         if key in pen.setting("batch.accumulation").keys and pen.setting("batch.accumulation").origin == "file":
             pen.put("batch.accumulation", key, -1)
@@ -225,6 +229,18 @@ def _batch(pen: Pen, context: Context) -> None:
         pen.lossy("batch.accumulation", f"torchtitan counts the global batch, which needs {need} as well")
     else:
         pen.implied("batch.accumulation")
+
+
+def _local_batch(pen: Pen, micro: int | None, count: int | None, ranks: int | None) -> None:
+    """All micro-batches of a step go through the stages at once."""
+    total, paths = pen.value("batch.global_batch"), ("batch.accumulation", "batch.global_batch")
+    if micro and count:
+        pen.put(paths, LOCAL_BATCH, micro * count)
+    elif total and ranks:
+        pen.put(paths, LOCAL_BATCH, total // ranks)
+    else:
+        need = "the number of ranks (--world)" if total else "the micro-batch and the number of them"
+        pen.lossy(paths, f"torchtitan counts what one data rank sends through the stages, which needs {need}")
 
 
 # -- optimizer, schedule, loop -------------------------------------------------------------------------------------

@@ -149,6 +149,15 @@ RULES = (
         "pytorch/torchtitan docs (reshard_after_forward is off under pipeline parallelism); arXiv 2407.21783",
     ),
     Rule(
+        "zero-bubble schedule elsewhere",
+        OTHERS,
+        "warn",
+        lambda setup, _: setup.mesh.pp > 1 and setup.pipeline == "zero_bubble",
+        "zero_bubble is ZB-H1 as Terrazzo runs it: waits of a third of 1F1B's are counted.",
+        "Use pipeline 1f1b, which other frameworks run as well, or look up which zero-bubble schedule they have.",
+        "arXiv 2401.10241, section 2.1",
+    ),
+    Rule(
         "whole gradients kept under split gradients",
         (),
         "warn",
