@@ -343,7 +343,16 @@ def test_averages_of_stages_that_have_come_apart():
         run_in_threads(2, body)
 
 
-@pytest.mark.parametrize("case", [Case("zero3", precision="fp16"), Case("zero2", precision="bf16", chunks=2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("zero3", precision="fp16"),
+        Case("zero2", precision="bf16", chunks=2),
+        Case("zero2", precision="bf16", schedule="zero_bubble"),
+        Case("zero3", precision="fp16", schedule="zero_bubble"),
+    ],
+    ids=str,
+)
 def test_sixteen_bits_are_near_to_thirty_two(case):
     """A loss scale that is missing, or there twice, would be off by a factor of thousands."""
     ranks = run_in_threads(case.ranks, functools.partial(train, case, None))
