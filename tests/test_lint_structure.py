@@ -229,8 +229,8 @@ def _function(name: str, lines: int) -> str:
     ],
 )
 def test_a_kind_of_device_outside_its_module(tmp_path: Path, source: str) -> None:
-    package = _tree(tmp_path, errors=source, engine__process__device=source)
-    text = "torch.cuda is named outside engine/process/device.py, which alone knows kinds of devices"
+    package = _tree(tmp_path, errors=source, engine__runtime__device=source)
+    text = "torch.cuda is named outside engine/runtime/device.py, which alone knows kinds of devices"
     assert _texts(package) == [f"errors.py:2: {text}"]
 
 

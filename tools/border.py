@@ -78,13 +78,13 @@ _WAITS = "`tz.Offload(step='synchronous')` lets it be done there, too."
 _LEAVES_TRACES = "What numpy holds by itself, and bf16 seen as integers, leaves no trace: write through the parameter."
 
 ACTS: Mapping[str, Act] = {
-    "measure": Act("p.norm(), p.isnan().any()", "dddddd", "dddddd", "answers/measured", _REFUSED, "Collective."),
-    "read": Act("p.detach().clone(), p[0]", "dddddd", "rdrrdd", "border/parameter", _REFUSED, _WAITS),
-    "write": Act("p.mul_(0.9) under torch.no_grad()", "dndddd", "rnrrld", "border/edits", _REFUSED, _LEAVES_TRACES),
-    "write-data": Act("p.data.mul_(0.9)", "dddddd", "rlrrld", "border/edits", _REFUSED),
+    "measure": Act("p.norm(), p.isnan().any()", "dddddd", "dddddd", "border/measured", _REFUSED, "Collective."),
+    "read": Act("p.detach().clone(), p[0]", "dddddd", "rdrrdd", "buckets/parameter", _REFUSED, _WAITS),
+    "write": Act("p.mul_(0.9) under torch.no_grad()", "dndddd", "rnrrld", "buckets/edits", _REFUSED, _LEAVES_TRACES),
+    "write-data": Act("p.data.mul_(0.9)", "dddddd", "rlrrld", "buckets/edits", _REFUSED),
     "other-data": Act(
         "p.data = other",
-        *("dddddd", "rlrrld", "border/edits", _REFUSED),
+        *("dddddd", "rlrrld", "buckets/edits", _REFUSED),
         "Views of what it had keep their values. Two parameters cannot be given one memory.",
     ),
     "groups": Act(
@@ -92,30 +92,30 @@ ACTS: Mapping[str, Act] = {
         *("dndddd", "rnrrld", "optim/optimizer", _REFUSED),
         "They are the model's parameters, but inside the optimizer's step.",
     ),
-    "freeze": Act("p.requires_grad_(False)", "l", "l", "border/edits"),
-    "replace": Act("module.weight = nn.Parameter(...)", "l", "l", "border/edits"),
-    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "border/modules", note="On several ranks."),
+    "freeze": Act("p.requires_grad_(False)", "l", "l", "buckets/edits"),
+    "replace": Act("module.weight = nn.Parameter(...)", "l", "l", "buckets/edits"),
+    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "loop/tree", note="On several ranks."),
     "add": Act(
         "model.block = nn.Sequential(model.block, adapter)",
-        *("l", "l", "border/modules"),
+        *("l", "l", "loop/tree"),
         note="On several ranks. Modules that are moved or wrapped: a warning, since names in state dicts stay.",
     ),
     "give-grad": Act(
         "p.grad = tensor",
-        *("ddlddd", "ddlddd", "answers/gradients", _DONE),
+        *("ddlddd", "ddlddd", "border/gradients", _DONE),
         "Before a backward, which adds to it, as in PyTorch; but in fp16, or with a gradient denominator, that raises.",
     ),
     "drop-grad": Act(
         "p.grad = None",
-        *("d", "d", "answers/gradients"),
+        *("d", "d", "border/gradients"),
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
     "change-grad": Act(
         "p.grad.mul_(0.5), p.grad.zero_()",
-        *("d", "d", "answers/stand_in"),
+        *("d", "d", "border/stand_in"),
         note="Finished ones, and on every rank: else the next backward raises `RanksApart`.",
     ),
-    "clip": Act("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "answers/stand_in"),
+    "clip": Act("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "border/stand_in"),
     "states": Act(
         "for kept in optimizer.state.values(): kept['exp_avg'].zero_()",
         *("d", "d", "optim/sharded"),
@@ -123,10 +123,10 @@ ACTS: Mapping[str, Act] = {
     ),
     "state-of": Act("optimizer.state[p]", "r", "r", "optim/sharded"),
     "give-state": Act("optimizer.state[p] = kept", "r", "r", "optim/sharded"),
-    "state-dict": Act("model.state_dict()", "dddddd", "rdrrdd", "answers/module", _DONE),
-    "load": Act("model.load_state_dict(state)", "dndddd", "dndddr", "answers/module", _DONE),
+    "state-dict": Act("model.state_dict()", "dddddd", "rdrrdd", "border/module", _DONE),
+    "load": Act("model.load_state_dict(state)", "dndddd", "dndddr", "border/module", _DONE),
     "save-optimizer": Act("optimizer.state_dict(), torch.save(optimizer, file)", "r", "r", "optim/sharded"),
-    "copy-model": Act("copy.deepcopy(model)", "r", "r", "answers/module"),
+    "copy-model": Act("copy.deepcopy(model)", "r", "r", "border/module"),
     "copy-module": Act(
         "copy.deepcopy(model.block)",
         *("dddddd", "rdrrdd", "loop/hooks", _REFUSED),

@@ -33,8 +33,8 @@ from benchmarks.gpu.contenders import Workload
 from terrazzo.engine import checkpoint_activations, compile_units
 from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.plan.axes import Axes, data_mesh
-from terrazzo.engine.process import device as devices
-from terrazzo.engine.process.device import Stream
+from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.device import Stream
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 
 __all__ = ["CHECKS", "LARGE", "MARK"]

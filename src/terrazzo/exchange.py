@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from terrazzo import errors
 from terrazzo.ending import start_thread
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import SaveFailed, TerrazzoError
 
 __all__ = ["agree", "gather_json", "on_first", "patiently", "timeout_s", "together"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terrazzo.engine.answers.stand_in import StandIn
+from terrazzo.engine.border.stand_in import StandIn
 
 
 def live_bytes() -> int:

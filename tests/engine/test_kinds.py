@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine.making import checks
+from terrazzo.engine.sharding import checks
 from tests.engine.toys import Net, adamw, assert_close, assert_equal, batch, full_parameters, loss_of, on_ranks, step
 from tests.helpers.fake import fake_group
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from terrazzo.engine.making.shard import estimate
 from terrazzo.engine.plan.partition import find_units, partition
+from terrazzo.engine.sharding.shard import estimate
 from tests.helpers.fake import fake_group
 
 

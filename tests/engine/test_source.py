@@ -70,7 +70,7 @@ def test_what_a_module_lists_is_what_others_import() -> None:
         source = path.read_text()
         for node in ast.walk(ast.parse(source)) if "terrazzo.engine" in source else ():
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "devices":
-                wanted["process/device"].add(node.attr)
+                wanted["runtime/device"].add(node.attr)
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("terrazzo.engine."):
                 module = (node.module or "").removeprefix("terrazzo.engine.").replace(".", "/")
                 wanted.get(module, set()).update(alias.name for alias in node.names)

@@ -21,8 +21,8 @@ import terrazzo as tz
 from hostcuda.device import FAULTS, Finding, Watching, report
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of
 from terrazzo.engine.links.transfer import Handle, Transfer
-from terrazzo.engine.process.device import Stream
-from terrazzo.engine.process.worker import Worker
+from terrazzo.engine.runtime.device import Stream
+from terrazzo.engine.runtime.worker import Worker
 from tests.helpers.cover import cover, places
 
 TOLERANCES = {"fp32": (2.0**-20, 2.0**-20), "fp16": (2.0**-6, 2.0**-10), "bf16": (2.0**-5, 2.0**-6)}

@@ -20,8 +20,8 @@ from terrazzo.engine.links.transfer import Handle
 from terrazzo.engine.offload.activations import Copy, Route
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.process import device as devices
-from terrazzo.engine.process.device import Stream
+from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.device import Stream
 from tests.hostcuda.cases import Case, train
 
 __all__ = ["MUTATIONS", "findings_with"]

@@ -30,8 +30,8 @@ CORE = "(core)"
 INNER_LAYERS = {
     "checkpoint": ("format", "storage", CORE, "importers", "saving", "loading", "exporters", "upkeep", ""),
     "engine": (
-        *("process", "links", "border", "plan", "buckets", "schedule", "loop", "optim", "offload", "paper", "model"),
-        *("states", "answers", "making", ""),
+        *("runtime", "links", "plan", "buckets", "schedule", "loop", "optim", "offload", "paper", "model", "states"),
+        *("border", "sharding", ""),
     ),
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),

@@ -26,10 +26,10 @@ def check_names(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def check_devices(modules: dict[str, Module], package: str) -> Iterator[Finding]:
-    """Only `engine/process/device.py` says `torch.cuda`: another kind of device needs one other module."""
+    """Only `engine/runtime/device.py` says `torch.cuda`: another kind of device needs one other module."""
     for module in modules.values():
-        for line in _cuda_uses(module.tree) if module.name != f"{package}.engine.process.device" else ():
-            text = "torch.cuda is named outside engine/process/device.py, which alone knows kinds of devices"
+        for line in _cuda_uses(module.tree) if module.name != f"{package}.engine.runtime.device" else ():
+            text = "torch.cuda is named outside engine/runtime/device.py, which alone knows kinds of devices"
             yield Finding(module.path, line, text)
 
 

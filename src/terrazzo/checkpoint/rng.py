@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 
 __all__ = ["capture_rng", "restore_rng", "rng_problem"]
 

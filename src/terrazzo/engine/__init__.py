@@ -2,11 +2,10 @@
 
 Folders, from the lowest to the highest:
 
-    process     threads, devices, memory
+    runtime     threads, devices, memory, and torch's own runtime
     links       how ranks exchange
-    border      what a user does to parameters and modules
     plan        what is stated: flat spaces, places, what moves
-    buckets     what is in memory
+    buckets     what is in memory, and how parameters are views of it
     schedule    when it moves
     loop        how a training loop drives the schedule
     optim       stock optimizers over flat master weights
@@ -14,34 +13,31 @@ Folders, from the lowest to the highest:
     paper       memory and traffic of a step that has not run
     model       a sharded model as one object, and what its ranks agree on
     states      what there is to save of it, and how it comes back
-    answers     what its parameters, gradients and methods answer a loop that knows nothing of it
-    making      tz.shard, and what comes before it
+    border      what a user may do with it, and what its parameters, gradients and methods answer
+    sharding    tz.shard, and what comes before it
 
 A module imports from its own folder and from those before it in this list. Other packages import from here: what they
 want of a sharded model, they ask its `Engine`. Open to other packages:
 
-    process                                     what a device, and this process, can do and may use
+    runtime                                     what a device, and this process, can do and may use
     plan                                        what is stated, for the planner and for checkpoints
     links                                       the collectives of a group, and where a step's time goes
     schedule.schedule, paper.rehearsal          a step on paper, for the planner
     offload.needs                               what rests away from the device, likewise
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
     offload.topology                            CPUs that a rank may use
-    states.materialize, making.parts            what is done to a model before it is sharded
+    states.materialize, sharding.parts          what is done to a model before it is sharded
     model.together                              what ranks are told alike, or refuse as one
-    border.parameter, buckets.unit              what a forward does with a weight, whether it is compiled
+    buckets.parameter, buckets.unit             what a forward does with a weight, whether it is compiled
 
 `python -m tools.lint` checks both.
 """
 
-from terrazzo.engine.answers.methods import register_forward_method
-from terrazzo.engine.answers.module import ShardedModule
-from terrazzo.engine.border.parameter import Zeros
+from terrazzo.engine.border.methods import register_forward_method
+from terrazzo.engine.border.module import ShardedModule
+from terrazzo.engine.buckets.parameter import Zeros
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.listeners import inside_backward
-from terrazzo.engine.making.attach import attach
-from terrazzo.engine.making.forwards import checkpoint_activations, compile_units
-from terrazzo.engine.making.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
@@ -68,6 +64,9 @@ from terrazzo.engine.plan.precision import (
 )
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.schedule.stages import StagedSchedule
+from terrazzo.engine.sharding.attach import attach
+from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units
+from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.states.ema import EMA
 from terrazzo.engine.states.full_state import OptimizerStates
 from terrazzo.engine.states.listing import Listed, listing

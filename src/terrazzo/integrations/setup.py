@@ -26,8 +26,8 @@ from terrazzo.engine import (
     data_mesh,
     shard,
 )
-from terrazzo.engine.making.parts import exchanged_along
 from terrazzo.engine.offload.topology import told_ranks_here
+from terrazzo.engine.sharding.parts import exchanged_along
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
 from terrazzo.integrations.generation import generate_together

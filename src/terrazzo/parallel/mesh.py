@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import named_mesh
 from terrazzo.engine.plan.axes import STAGES
-from terrazzo.engine.process.device import kind_of_group
+from terrazzo.engine.runtime.device import kind_of_group
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["mesh", "mesh_sizes"]

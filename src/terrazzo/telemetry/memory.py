@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from terrazzo.engine.process import device as devices
-from terrazzo.engine.process.system import SYS, control_groups, text_of
+from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.system import SYS, control_groups, text_of
 
 __all__ = ["PeakMemory", "allowed_bytes", "available_host_bytes", "resident_bytes"]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from terrazzo.engine.process import device as devices
-from terrazzo.engine.process.device import Stream
+from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.device import Stream
 from terrazzo.errors import Diverged
 from terrazzo.train.folders import swap_folders
 from terrazzo.train.session import Session

@@ -18,7 +18,7 @@ import torch
 
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import Traffic, engine_of
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import printable
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import Console, JsonLines, ReportPage, Sink, StepMetrics, StepTable, TensorBoard, duration

@@ -17,7 +17,7 @@ from terrazzo.engine import checkpoint_activations, compile_units, engine_of
 from terrazzo.engine.offload import activations
 from terrazzo.engine.offload.activations import Copy, Route
 from terrazzo.engine.offload.host import HostPool
-from terrazzo.engine.process.device import Stream
+from terrazzo.engine.runtime.device import Stream
 from tests.engine.offload.moving import DEPTH, Block, Logged, Model, gradients, loss, once, same_bits, trains_alike
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, mesh_for, on_ranks, sharded, train
 from tests.helpers.cover import places

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from terrazzo.engine.offload import host
 from terrazzo.engine.offload.host import HostArena, HostBuffer, HostPool
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse
 
 PAGE = 4096

@@ -18,8 +18,8 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.loop import hooks
 from terrazzo.engine.loop.progress import Denominator
-from terrazzo.engine.making import prepare
 from terrazzo.engine.optim import optimizer
+from terrazzo.engine.sharding import prepare
 
 STRUCK = "tree.parts.0"
 """Defects of one unit are in whatever holds parameters of this name."""

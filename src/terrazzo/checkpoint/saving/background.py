@@ -28,7 +28,7 @@ from terrazzo.checkpoint.saving.snapshot import Snapshot, take
 from terrazzo.checkpoint.storage.store import Draft
 from terrazzo.ending import leaves_to_parent, require_own, start_thread
 from terrazzo.engine import engine_of
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse, SaveFailed
 from terrazzo.exchange import gather_json, on_first, timeout_s, together
 from terrazzo.tether import tethered

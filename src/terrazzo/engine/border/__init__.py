@@ -1,5 +1,8 @@
-"""The border to user code: what a user may do with parameters and modules of a sharded model, and what is refused.
+"""The border to user code: what may be done with a sharded model, and what it answers a loop that knows nothing of it.
 
-Read `parameter` and `edits` first. `tools/border.py` says all of it, act by act and moment by moment: a test does it,
-and a page of the documentation shows it.
+Read module, the model's own class; loading, hooks around its state dict; gradients and stand_in, `parameter.grad`;
+measured, norms and sums of what no rank has whole; and methods, which run as a forward does. Parameters themselves,
+and what is written into them, are in `buckets/parameter` and `buckets/edits`; modules that come later, in `loop/tree`.
+`tools/border.py` says all of it, act by act and moment by moment: a test does it, and a page of the documentation
+shows it.
 """

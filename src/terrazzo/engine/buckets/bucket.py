@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from terrazzo.engine.border.edits import Edits, Watched, adopt_data
-from terrazzo.engine.border.parameter import Guard, Link
 from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, adopt_values, differ, view
+from terrazzo.engine.buckets.edits import Edits, Watched, adopt_data
 from terrazzo.engine.buckets.gradient import Gradient
+from terrazzo.engine.buckets.parameter import Guard, Link
 from terrazzo.engine.links.transfer import Ledger, Moves
 from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.layout import Layout, Slot
@@ -21,8 +21,8 @@ from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.plan.spec import BucketSpec, Pass
-from terrazzo.engine.process.calls import do_all
-from terrazzo.engine.process.pages import use_large_pages, with_room
+from terrazzo.engine.runtime.calls import do_all
+from terrazzo.engine.runtime.pages import use_large_pages, with_room
 from terrazzo.errors import Misuse, listed
 
 __all__ = ["Bucket", "adopt_displaced"]

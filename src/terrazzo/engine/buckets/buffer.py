@@ -19,8 +19,8 @@ from torch import Tensor
 from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.layout import Layout, Range, Slot, share
-from terrazzo.engine.process.pages import use_large_pages
-from terrazzo.engine.process.worker import Job
+from terrazzo.engine.runtime.pages import use_large_pages
+from terrazzo.engine.runtime.worker import Job
 
 __all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "adopt_values", "differ", "view"]
 

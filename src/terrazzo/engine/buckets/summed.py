@@ -9,7 +9,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.buffer import Resting
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.process.worker import Job
+from terrazzo.engine.runtime.worker import Job
 
 __all__ = ["SummedGradient"]
 

@@ -16,8 +16,8 @@ from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computation
 from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.plan.spec import Pass
-from terrazzo.engine.process.calls import do_all
-from terrazzo.engine.process.worker import Job
+from terrazzo.engine.runtime.calls import do_all
+from terrazzo.engine.runtime.worker import Job
 
 __all__ = ["Unit", "compilation_of"]
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from terrazzo.ending import Ending, leaves_to_parent
 from terrazzo.engine.links.label import RUN_THE_SAME, Label
 from terrazzo.engine.links.rendezvous import Address, Door, Met, connect
-from terrazzo.engine.process.system import is_stopped
+from terrazzo.engine.runtime.system import is_stopped
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.process import device as devices
-from terrazzo.engine.process.device import Stream
+from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.device import Stream
 
 __all__ = ["Side", "side_of"]
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from terrazzo.engine.border.modules import modules_inside
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.loop.listeners import before_gradient
 from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside
+from terrazzo.engine.loop.tree import modules_inside
 
 __all__ = ["Announcements"]
 

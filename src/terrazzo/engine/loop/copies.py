@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.border.parameter import Refusing
+from terrazzo.engine.buckets.parameter import Refusing
 from terrazzo.engine.loop.outputs import leaves_of, map_tensors
 from terrazzo.errors import Misuse
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from terrazzo.engine.border.modules import ModuleTree
-from terrazzo.engine.border.parameter import link_of, register_last
 from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
+from terrazzo.engine.buckets.parameter import link_of, register_last
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.agreement import Agreement
@@ -23,10 +22,11 @@ from terrazzo.engine.loop.loss_scale import LossScale
 from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.saved import SavedWeights
+from terrazzo.engine.loop.tree import ModuleTree
 from terrazzo.engine.plan.recipe import Recipe
-from terrazzo.engine.process.callers import runs_inside_itself
-from terrazzo.engine.process.calls import do_nothing
-from terrazzo.engine.process.weak import weakly, while_kept
+from terrazzo.engine.runtime.callers import runs_inside_itself
+from terrazzo.engine.runtime.calls import do_nothing
+from terrazzo.engine.runtime.weak import weakly, while_kept
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.schedule.stages import StagedSchedule
 from terrazzo.errors import Misuse

@@ -12,7 +12,7 @@ from terrazzo.engine.loop.loss_scale import LossScale
 from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.stock import Templates
-from terrazzo.engine.process.calls import do_nothing
+from terrazzo.engine.runtime.calls import do_nothing
 
 __all__ = ["Drivers"]
 

@@ -34,7 +34,7 @@ from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.plan.spec import Pass
-from terrazzo.engine.process.device import Stream
+from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import BadInput, Misuse
 

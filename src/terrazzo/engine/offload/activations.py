@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from terrazzo.engine.loop.saved import others_watch
 from terrazzo.engine.offload.host import HostPool
-from terrazzo.engine.process.device import KINDS, Stream
+from terrazzo.engine.runtime.device import KINDS, Stream
 from terrazzo.errors import Misuse
 
 __all__ = ["SMALLEST_BYTES", "OffloadedActivations", "offloading_of"]

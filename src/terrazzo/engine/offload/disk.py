@@ -26,8 +26,8 @@ from terrazzo.engine.offload.disk_file import SwapFile, lost, sweep
 from terrazzo.engine.offload.disk_folder import mount_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.plan.layout import PAGE_BYTES, padded_bytes
-from terrazzo.engine.process.pages import use_large_pages
-from terrazzo.engine.process.worker import Job, Worker, again
+from terrazzo.engine.runtime.pages import use_large_pages
+from terrazzo.engine.runtime.worker import Job, Worker, again
 from terrazzo.errors import Misuse, warn
 
 __all__ = ["Disk", "DiskTraffic", "Pending", "page_aligned"]

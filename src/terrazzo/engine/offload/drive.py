@@ -14,8 +14,8 @@ from terrazzo.engine.buckets.buffer import Access, Resting, Space
 from terrazzo.engine.links.transfer import Handle, Moves
 from terrazzo.engine.offload.disk import Disk, Pending, page_aligned
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up
-from terrazzo.engine.process.device import Stream
-from terrazzo.engine.process.worker import Worker
+from terrazzo.engine.runtime.device import Stream
+from terrazzo.engine.runtime.worker import Worker
 
 __all__ = ["Drive", "DriveBuffer", "cells"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from terrazzo.engine.process.device import Stream
+from terrazzo.engine.runtime.device import Stream
 
 __all__ = ["Sending"]
 

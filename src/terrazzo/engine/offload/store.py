@@ -23,8 +23,8 @@ from terrazzo.engine.offload.sending import Sending
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.topology import bound_to, ranks_here, step_threads
 from terrazzo.engine.plan.layout import padded_bytes
-from terrazzo.engine.process.device import Stream
-from terrazzo.engine.process.worker import Job, Worker
+from terrazzo.engine.runtime.device import Stream
+from terrazzo.engine.runtime.worker import Job, Worker
 
 __all__ = ["Steps", "Store"]
 

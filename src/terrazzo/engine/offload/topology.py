@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from terrazzo.engine.process import device as devices
-from terrazzo.engine.process.system import SYS, control_groups, text_of
+from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.system import SYS, control_groups, text_of
 
 __all__ = [
     "allowed_cpus",

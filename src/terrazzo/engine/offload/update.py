@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.ending import require_own, start_thread
-from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.parameter import OnDrive
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
@@ -29,8 +29,8 @@ from terrazzo.engine.offload.topology import bind_to
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.process.device import Stream, set_current
-from terrazzo.engine.process.worker import Job, again, without_frames
+from terrazzo.engine.runtime.device import Stream, set_current
+from terrazzo.engine.runtime.worker import Job, again, without_frames
 
 __all__ = ["Updater"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.plan.recipe import Recipe
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import Diverged
 
 __all__ = ["clip_grad_norm", "norms", "stacked"]

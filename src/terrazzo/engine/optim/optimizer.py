@@ -26,8 +26,8 @@ from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.optim.stock import Templates, hyper_parameters, move_step_hooks
-from terrazzo.engine.process.callers import is_inside_own_step
-from terrazzo.engine.process.weak import model_gone, weakly
+from terrazzo.engine.runtime.callers import is_inside_own_step
+from terrazzo.engine.runtime.weak import model_gone, weakly
 from terrazzo.errors import Misuse
 
 __all__ = ["OptimizerDriver"]

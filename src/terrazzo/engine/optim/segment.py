@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer
+from terrazzo.engine.buckets.parameter import OnDrive
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.plan.layout import Range, Slot

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.border.parameter import sharded_name
+from terrazzo.engine.buckets.parameter import sharded_name
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.errors import Misuse
 

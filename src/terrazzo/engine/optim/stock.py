@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.optim.settings import NOT_HYPER, STEP_HOOKS
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 
 __all__ = [

@@ -22,7 +22,7 @@ from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.plan.family import Family
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.engine.plan.place import DATA_AXES
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 
 __all__ = ["BESIDE", "STAGES", "Axes", "data_mesh", "expert_mesh", "named_mesh"]
 

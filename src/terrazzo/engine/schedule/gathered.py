@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from terrazzo.engine.process.calls import do_all
+from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.schedule.runnable import Runnable
 
 __all__ = ["GatheredWeights"]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.plan.spec import Pass
-from terrazzo.engine.process.calls import do_all
+from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.order import Event, Order, Program, position_from
 from terrazzo.engine.schedule.reductions import Divisor, Reductions

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.border.parameter import OnDrive
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer, Resting
+from terrazzo.engine.buckets.parameter import OnDrive
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stock import StateSpec

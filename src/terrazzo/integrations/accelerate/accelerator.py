@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from terrazzo.checkpoint.exporters.full_state import full_state_dict
 from terrazzo.engine import Offload, Plan, Precision, Units, accumulate, attach, clip_grad_norm_, data_mesh, engine_of
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
 from terrazzo.integrations.accelerate.asked import Asked, hidden

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 
 __all__ = ["get_accelerator", "local_device"]
 

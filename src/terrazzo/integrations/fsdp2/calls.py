@@ -26,7 +26,7 @@ from terrazzo.dialects.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.understand import read_document
 from terrazzo.engine import attach, engine_of, on_unattached_step
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2 import units
 from terrazzo.integrations.fsdp2.module import FSDPModule, FSDPRoot, Mark

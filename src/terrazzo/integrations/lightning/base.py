@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import Offload, Plan, Precision, data_mesh
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import ActivationCheckpointing, Setup
 

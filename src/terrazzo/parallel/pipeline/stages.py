@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import STAGES_OF, give_up
 from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.making.parts import check_uncompiled, check_uncut
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.partition import parameter_names
+from terrazzo.engine.sharding.parts import check_uncompiled, check_uncut
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.adapters import adapted

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from terrazzo.engine.border.parameter import function_name, is_question
 from terrazzo.engine.buckets.unit import compilation_of
+from terrazzo.engine.runtime.overrides import function_name, is_question
 from terrazzo.errors import Misuse
 
 __all__ = ["watch_direct_use"]

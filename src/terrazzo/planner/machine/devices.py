@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 
-from terrazzo.engine.process import device as gpus
-from terrazzo.engine.process.system import control_groups, text_of
+from terrazzo.engine.runtime import device as gpus
+from terrazzo.engine.runtime.system import control_groups, text_of
 from terrazzo.errors import ALL, BadInput
 
 __all__ = ["Cluster", "Device", "cpu_host", "device", "devices", "this_machine"]

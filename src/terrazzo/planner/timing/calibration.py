@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.setup.setup import Setup

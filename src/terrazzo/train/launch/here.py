@@ -8,7 +8,7 @@ import torch
 
 from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload import topology
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 
 __all__ = ["local_rank", "ranks_here", "require_environment", "resolve_device", "set_threads"]

@@ -17,7 +17,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from terrazzo.engine.process.system import is_ending, is_stopped, oom_kills
+from terrazzo.engine.runtime.system import is_ending, is_stopped, oom_kills
 from terrazzo.tether import tethered
 from terrazzo.train.launch.failure import SIBLING_GRACE_S
 from terrazzo.train.launch.labelled import Labelled

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.config import Config, DataConfig, LaunchConfig, flatten, without_passwords
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, listed
 from terrazzo.exchange import gather_json
 from terrazzo.train.data import TokenData

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload.topology import cpus_of_a_rank
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks, Signals

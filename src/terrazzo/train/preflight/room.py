@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from terrazzo.config import Config
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.files import gib_text
 from terrazzo.planner import Framework, Memory, Setup, findings

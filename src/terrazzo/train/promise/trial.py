@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from terrazzo.config import Config, load_config
 from terrazzo.engine import engine_of
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.exchange import gather_json
 from terrazzo.telemetry import PeakMemory
 from terrazzo.train.launch.failure import announce_ready, run_rank

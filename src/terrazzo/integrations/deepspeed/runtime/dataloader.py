@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 
 __all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from terrazzo.engine.process.system import is_ending, is_stopped, oom_kills
+from terrazzo.engine.runtime.system import is_ending, is_stopped, oom_kills
 
 
 def test_a_process_is_ending_from_its_exit_on_and_not_before() -> None:

@@ -12,11 +12,12 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import Tensor
 
-from terrazzo.engine.answers.measured import measures
-from terrazzo.engine.border.parameter import Refusing, torch_names
+from terrazzo.engine.border.measured import measures
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.parameter import Refusing
 from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.process.weak import model_gone
+from terrazzo.engine.runtime.overrides import by_torch_names
+from terrazzo.engine.runtime.weak import model_gone
 from terrazzo.errors import Misuse
 
 __all__ = ["Key", "StandIn"]
@@ -63,12 +64,12 @@ class StandIn(Refusing):
     ) -> Any:
         first = args[0] if args else None
         if func in _ACTIONS and isinstance(first, StandIn):
-            return _ACTIONS[func](*args, **torch_names(kwargs or {}))
+            return _ACTIONS[func](*args, **by_torch_names(kwargs or {}))
         if measures(func) and isinstance(first, StandIn):
             owner, key = _found(first)
             return owner.measured(key, func, *args[1:], **(kwargs or {}))
         if func in _FOR_EACH and args and all(isinstance(grad, StandIn) for grad in args[0]):
-            return _for_each(_FOR_EACH[func], *args, **torch_names(kwargs or {}))
+            return _for_each(_FOR_EACH[func], *args, **by_torch_names(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod

@@ -13,16 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.answers.gradients import show_gradients
-from terrazzo.engine.answers.measured import let_measure
-from terrazzo.engine.answers.module import make_sharded_module
+from terrazzo.engine.border.gradients import show_gradients
+from terrazzo.engine.border.measured import let_measure
+from terrazzo.engine.border.module import make_sharded_module
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, weights_are_split
 from terrazzo.engine.loop.progress import Denominator, Progress
-from terrazzo.engine.making.attach import put_on
-from terrazzo.engine.making.parts import exchanged_along
-from terrazzo.engine.making.prepare import OptimizerLike, Options, Prepared, prepare
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.model.wrappers import watch_wrapping
@@ -38,9 +35,12 @@ from terrazzo.engine.plan.elsewhere import stages_of
 from terrazzo.engine.plan.partition import Units
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.process.pages import keep_freed, return_freed
+from terrazzo.engine.runtime.pages import keep_freed, return_freed
 from terrazzo.engine.schedule.schedule import Meet, Schedule
 from terrazzo.engine.schedule.stages import StagedSchedule
+from terrazzo.engine.sharding.attach import put_on
+from terrazzo.engine.sharding.parts import exchanged_along
+from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
 from terrazzo.engine.states.materialize import (
     initializer_of,
     materialize,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.border.memory import leave_memory
-from terrazzo.engine.border.parameter import link_of, plain_data
+from terrazzo.engine.buckets.aliases import leave_memory
+from terrazzo.engine.buckets.parameter import link_of, plain_data
 from terrazzo.errors import Misuse
 
 __all__ = ["Edits", "Watched", "adopt_data"]

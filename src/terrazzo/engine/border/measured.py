@@ -17,11 +17,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from terrazzo.engine.border.parameter import Refusing, function_name, link_of, torch_names
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.parameter import Refusing, link_of
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.plan.axes import Axes
-from terrazzo.engine.process.weak import weakly
+from terrazzo.engine.runtime.overrides import by_torch_names, function_name
+from terrazzo.engine.runtime.weak import weakly
 from terrazzo.errors import Misuse, RanksApart
 
 __all__ = ["Spread", "let_measure", "measured_gradient", "measures"]
@@ -148,7 +149,7 @@ class Measured(Refusing):
             said, first.said = first.said, first.asked(func, args[1:])
             try:
                 with torch.no_grad():
-                    number = _MEASURES[func](first, *args[1:], **torch_names(named))
+                    number = _MEASURES[func](first, *args[1:], **by_torch_names(named))
             finally:
                 first.said = said
             return _ungraded(number, first.terrazzo_link.name) if first.tracked else number

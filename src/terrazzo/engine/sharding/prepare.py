@@ -17,7 +17,19 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit, compilation_of
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.transfer import Ledger
-from terrazzo.engine.making.checks import (
+from terrazzo.engine.model.together import all_or_none, check_agreement
+from terrazzo.engine.offload.activations import offloading_of
+from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.optim.elementwise import check_optimizer
+from terrazzo.engine.optim.stock import Templates, assign_groups, state_of
+from terrazzo.engine.plan.axes import Axes, data_mesh
+from terrazzo.engine.plan.elsewhere import as_one, stages_of
+from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
+from terrazzo.engine.plan.place import Plan
+from terrazzo.engine.plan.precision import Precision
+from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.sharding.checks import (
     check_device,
     check_dtypes,
     check_graphs,
@@ -34,19 +46,7 @@ from terrazzo.engine.making.checks import (
     state_facts,
     warn_of_unused,
 )
-from terrazzo.engine.making.parts import check_experts_shared, check_parts, check_sequences, check_stages
-from terrazzo.engine.model.together import all_or_none, check_agreement
-from terrazzo.engine.offload.activations import offloading_of
-from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.elementwise import check_optimizer
-from terrazzo.engine.optim.stock import Templates, assign_groups, state_of
-from terrazzo.engine.plan.axes import Axes, data_mesh
-from terrazzo.engine.plan.elsewhere import as_one, stages_of
-from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
-from terrazzo.engine.plan.place import Plan
-from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.plan.recipe import Recipe
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.sharding.parts import check_experts_shared, check_parts, check_sequences, check_stages
 from terrazzo.engine.states.materialize import check_initializable
 from terrazzo.errors import BadInput
 

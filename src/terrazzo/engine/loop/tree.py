@@ -8,7 +8,7 @@ from itertools import chain
 
 from torch import nn
 
-from terrazzo.engine.border.parameter import link_of
+from terrazzo.engine.buckets.parameter import link_of
 from terrazzo.errors import Misuse, listed, warn
 
 __all__ = ["ModuleTree", "modules_inside"]

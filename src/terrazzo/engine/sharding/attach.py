@@ -8,7 +8,6 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.making.checks import check_several, optimizer_facts, state_facts
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.background import Background
@@ -18,7 +17,8 @@ from terrazzo.engine.optim.elementwise import check_optimizer
 from terrazzo.engine.optim.optimizer import OptimizerDriver
 from terrazzo.engine.optim.sharded import make_sharded_optimizer
 from terrazzo.engine.optim.stock import Templates, assign_groups, choose_kernel, state_of
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.sharding.checks import check_several, optimizer_facts, state_facts
 from terrazzo.engine.states.restore import reading, restore_optimizer
 from terrazzo.errors import Misuse
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.answers.measured import Spread, measured_gradient
-from terrazzo.engine.answers.stand_in import Key, StandIn
+from terrazzo.engine.border.measured import Spread, measured_gradient
+from terrazzo.engine.border.stand_in import Key, StandIn
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.loop.listeners import eager, inside_backward
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
 from terrazzo.engine.plan.family import Family
 from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.process.weak import weakly
+from terrazzo.engine.runtime.weak import weakly
 from terrazzo.errors import Misuse
 
 __all__ = ["show_gradients"]

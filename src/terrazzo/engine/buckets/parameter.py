@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.process.callers import calling_module
+from terrazzo.engine.runtime.callers import calling_module
+from terrazzo.engine.runtime.overrides import HARMLESS, arguments, function_name
 from terrazzo.errors import Misuse
 
 __all__ = [
@@ -26,43 +27,11 @@ __all__ = [
     "OnDrive",
     "Refusing",
     "Zeros",
-    "function_name",
-    "is_question",
     "link_of",
     "plain_data",
     "register_last",
     "sharded_name",
-    "torch_names",
 ]
-
-_T = Tensor
-_PROPERTIES = (
-    "shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "grad", "is_leaf", "grad_fn",
-    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "retains_grad", "_backward_hooks",
-    "_post_accumulate_grad_hooks", "output_nr", "_version", "grad_dtype",
-)  # fmt: skip
-_METHODS = (
-    "size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "is_contiguous", "is_floating_point",
-    "is_complex", "is_signed", "get_device", "requires_grad_", "storage_offset", "register_hook", "__len__",
-    "register_post_accumulate_grad_hook",
-)  # fmt: skip
-
-
-def _harmless() -> frozenset[Any]:
-    descriptors = [getattr(_T, name) for name in _PROPERTIES if hasattr(_T, name)]
-    accesses = [getattr(d, access, None) for d in descriptors for access in ("__get__", "__set__", "__delete__")]
-    return frozenset([*accesses, *(getattr(_T, name) for name in _METHODS)])
-
-
-_HARMLESS = _harmless()
-
-
-def is_question(func: Any) -> bool:
-    """Whether one of torch's functions asks about a tensor, or gives its memory, and computes nothing with it."""
-    return func in _HARMLESS or func in _MEMORY
-
-
-_MEMORY = frozenset([_T.data.__get__, _T.data.__set__, _T.data_ptr, _T.untyped_storage, _T.__repr__, _T.__format__])  # type: ignore[attr-defined]
 
 
 @dataclass(eq=False)
@@ -134,11 +103,11 @@ class Refusing(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _HARMLESS:
+        if func in HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        touched = next((arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)), None)
-        if func in (_T.__repr__, _T.__format__) and touched is not None:
+        touched = next((arg for arg in arguments(args, kwargs) if isinstance(arg, cls)), None)
+        if func in (Tensor.__repr__, Tensor.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
         if touched is not None and (answer := touched._answer(func, args, kwargs or {})) is not NotImplemented:
             return answer
@@ -226,28 +195,15 @@ class Arriving(AtRest):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func not in _HARMLESS:
-            for parameter in [arg for arg in _flatten(args, kwargs) if isinstance(arg, cls)]:
+        if func not in HARMLESS:
+            for parameter in [arg for arg in arguments(args, kwargs) if isinstance(arg, cls)]:
                 arrive = parameter.terrazzo_link.arrive
                 assert arrive is not None, "it would not be of this class"
                 arrive()  # it is of its own class again
-            if func is _T.data.__get__:  # type: ignore[attr-defined]
+            if func is Tensor.data.__get__:  # type: ignore[attr-defined]
                 return args[0].data  # which may be watched
             return func(*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
-
-
-def function_name(func: Callable[..., Any]) -> str:
-    """What the user has written: a method's name, or that of a property that was asked or set."""
-    name = getattr(func, "__name__", str(func))
-    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in ("__get__", "__set__") else name
-
-
-def _flatten(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
-    flat: list[Any] = []
-    for arg in [*args, *(kwargs or {}).values()]:
-        flat += arg if isinstance(arg, list | tuple) else [arg]
-    return flat
 
 
 def sharded_name(parameter: Tensor) -> str | None:
@@ -325,8 +281,3 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     own: dict[str, Any] = {"data": property(data, set_data), "__reduce_ex__": pickled, "__repr__": text}
     own["register_post_accumulate_grad_hook"] = _register_before_ours
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__})
-
-
-def torch_names(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that have NumPy's names, which torch takes as well, by torch's own."""
-    return {{"axis": "dim", "keepdims": "keepdim"}.get(name, name): value for name, value in named.items()}

@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from terrazzo.engine.process.pages import with_room
+from terrazzo.engine.runtime.pages import with_room
 
 MIB = 1 << 20
 PROGRAM = """
 import ctypes, torch
-from terrazzo.engine.process.pages import keep_freed, with_room
+from terrazzo.engine.runtime.pages import keep_freed, with_room
 
 class Heap(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena o s h d u f used free keep".split()]

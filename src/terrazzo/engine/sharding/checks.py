@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.border.memory import check_views
-from terrazzo.engine.border.parameter import link_of
+from terrazzo.engine.buckets.aliases import check_views
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.parameter import link_of
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.backends import backend_of
 from terrazzo.engine.model.digest import digest
@@ -27,7 +27,7 @@ from terrazzo.engine.plan.axes import BESIDE, STAGES, Axes
 from terrazzo.engine.plan.partition import UnitSpec
 from terrazzo.engine.plan.place import DATA_AXES, Plan
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.process import device as devices
+from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse, listed, warn
 
 __all__ = [

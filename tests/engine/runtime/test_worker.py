@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from terrazzo.engine.process.worker import Worker
+from terrazzo.engine.runtime.worker import Worker
 from terrazzo.errors import Misuse
 
 
@@ -82,7 +82,7 @@ start_thread("test", Model().work, asked.set)
 """
 STUCK = """
 import threading
-from terrazzo.engine.process.worker import Worker
+from terrazzo.engine.runtime.worker import Worker
 from terrazzo.errors import Misuse
 
 came = threading.Event()
@@ -95,7 +95,7 @@ print("exits", flush=True)
 ORDER = """
 import threading
 from terrazzo.ending import start_thread
-from terrazzo.engine.process.worker import Worker
+from terrazzo.engine.runtime.worker import Worker
 from terrazzo.errors import Misuse
 
 older, asked = Worker("older", threads=8), threading.Event()

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.answers.loading import check_loading, hooked_after, hooked_before
-from terrazzo.engine.border.parameter import AtRest
+from terrazzo.engine.border.loading import check_loading, hooked_after, hooked_before
+from terrazzo.engine.buckets.parameter import AtRest
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.names import PersistentBuffer, extra_state, extra_state_takers, persistent_buffers

@@ -1,0 +1,57 @@
+"""Calls of torch that come to a class of tensors instead, by `__torch_function__`: what they are, and are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["HARMLESS", "arguments", "by_torch_names", "function_name", "is_question"]
+
+_T = Tensor
+_PROPERTIES = (
+    "shape", "dtype", "device", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "grad", "is_leaf", "grad_fn",
+    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "retains_grad", "_backward_hooks",
+    "_post_accumulate_grad_hooks", "output_nr", "_version", "grad_dtype",
+)  # fmt: skip
+_METHODS = (
+    "size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "is_contiguous", "is_floating_point",
+    "is_complex", "is_signed", "get_device", "requires_grad_", "storage_offset", "register_hook", "__len__",
+    "register_post_accumulate_grad_hook",
+)  # fmt: skip
+
+
+def _harmless() -> frozenset[Any]:
+    descriptors = [getattr(_T, name) for name in _PROPERTIES if hasattr(_T, name)]
+    accesses = [getattr(d, access, None) for d in descriptors for access in ("__get__", "__set__", "__delete__")]
+    return frozenset([*accesses, *(getattr(_T, name) for name in _METHODS)])
+
+
+HARMLESS = _harmless()
+"""What asks about a tensor, or notes something on it, and needs neither its values nor its memory."""
+_MEMORY = frozenset([_T.data.__get__, _T.data.__set__, _T.data_ptr, _T.untyped_storage, _T.__repr__, _T.__format__])  # type: ignore[attr-defined]
+
+
+def is_question(func: Any) -> bool:
+    """Whether one of torch's functions asks about a tensor, or gives its memory, and computes nothing with it."""
+    return func in HARMLESS or func in _MEMORY
+
+
+def function_name(func: Callable[..., Any]) -> str:
+    """What the user has written: a method's name, or that of a property that was asked or set."""
+    name = getattr(func, "__name__", str(func))
+    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in ("__get__", "__set__") else name
+
+
+def arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[Any]:
+    """What a function was given, and what is in lists and tuples there."""
+    flat: list[Any] = []
+    for arg in [*args, *(kwargs or {}).values()]:
+        flat += arg if isinstance(arg, list | tuple) else [arg]
+    return flat
+
+
+def by_torch_names(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that have NumPy's names, which torch takes as well, by torch's own."""
+    return {{"axis": "dim", "keepdims": "keepdim"}.get(name, name): value for name, value in named.items()}
