@@ -6,9 +6,7 @@ python -m tools.planner_page
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
-import pkgutil
 import re
 import shlex
 from pathlib import Path
@@ -17,12 +15,11 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-import terrazzo.planner
 from terrazzo import cli
 from terrazzo.planner import Request, estimate_request
-from terrazzo.planner.formulas import FORMULAS
 from terrazzo.planner.report import schema
 from terrazzo.planner.report.bars import chart_of
+from terrazzo.planner.report.formulas import FORMULAS
 from terrazzo.planner.report.picture import save_picture
 
 MODELS = (
@@ -51,8 +48,6 @@ ACCURACY = ROOT / "benchmarks" / "planner" / "results" / "accuracy.md"
 
 def formulas() -> str:
     """Every formula that a term of an estimate can have, as a table for each part of the estimate."""
-    for module in pkgutil.walk_packages(terrazzo.planner.__path__, "terrazzo.planner."):
-        importlib.import_module(module.name)
     tables = []
     for part in PARTS:
         keys = sorted(key for key in FORMULAS if key.partition(".")[0] == part)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from terrazzo.engine import Plan, Precision
 from terrazzo.engine.optim.stock import choose_kernel
 from terrazzo.planner.api import estimate_request
-from terrazzo.planner.formulas import FORMULAS
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.activations import block_activations
@@ -23,6 +22,7 @@ from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.walk import StepSettings, StepUnit, peak_of
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.report.formulas import FORMULAS
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup

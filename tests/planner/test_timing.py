@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from terrazzo.engine import PRECISIONS, Offload, Plan, Precision
 from terrazzo.planner.figures import Time
-from terrazzo.planner.formulas import FORMULAS, Term
+from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.report.formulas import FORMULAS
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
 from terrazzo.planner.timing.compute import flops_per_token, matmul_rate, step_flops, sustained_rate

@@ -1,4 +1,4 @@
-"""The terms that an estimate is made of, and the formula and source behind each: what `--explain` prints."""
+"""What an estimate is made of: terms, and the formula and source behind each, which `--explain` prints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["FORMULAS", "Formula", "Term"]
+__all__ = ["Formula", "Term"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Term:
     Attributes:
         name: such as `weights`; unique within an estimate of memory, traffic or time.
         value: expected, in `unit`; never more than `upper`.
-        formula: key of `FORMULAS`.
+        formula: its key, such as `memory.weights`: that of one of `FORMULAS` in the module that computes it.
         inputs: the numbers that were put in.
     """
 
@@ -34,7 +34,3 @@ class Term:
     formula: str
     inputs: Mapping[str, float] = field(default_factory=dict)
     unit: Literal["B", "s"] = "B"
-
-
-FORMULAS: dict[str, Formula] = {}
-"""By key, such as `memory.weights`. Each module that computes terms registers its own, beside the code."""

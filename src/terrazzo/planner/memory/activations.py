@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from terrazzo.planner.formulas import FORMULAS, Formula
+from terrazzo.planner.formulas import Formula
 from terrazzo.planner.model.shapes import BlockShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["BlockActivations", "HeadActivations", "block_activations", "head_activations"]
+__all__ = ["FORMULAS", "BlockActivations", "HeadActivations", "block_activations", "head_activations"]
 
-FORMULAS |= {
+FORMULAS = {
     "memory.activations": Formula(
         "blocks x saved bytes of one block per micro-batch x micro-batches in flight. A block saves, in elements per "
         "token: inputs of both norms 2h and of the matrices behind them 2h (split by tp only under sequence "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from terrazzo.files import GIB
-from terrazzo.planner.formulas import FORMULAS, Formula
+from terrazzo.planner.formulas import Formula
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["device_bytes", "reserved_bytes", "upper_bytes", "workspace_bytes"]
+__all__ = ["FORMULAS", "device_bytes", "reserved_bytes", "upper_bytes", "workspace_bytes"]
 
 WORKSPACE_BYTES = 2 * 32 * 2**20
 """cuBLAS takes 32 MiB for each thread that multiplies, forward's and backward's (pytorch aten/src/ATen/cuda/
@@ -27,7 +27,7 @@ CONTEXT_BYTES, CONTEXT_BYTES_UPPER = 0.5 * GIB, 1.0 * GIB
 COMMUNICATOR_BYTES, COMMUNICATOR_BYTES_UPPER = 0.25 * GIB, 0.5 * GIB
 """Of NCCL for each mesh axis: torch.distributed with NCCL takes 1 to 2 GiB in all (stas00/ml-engineering)."""
 
-FORMULAS |= {
+FORMULAS = {
     "memory.workspace": Formula(
         "two cuBLAS workspaces of 32 MiB, one of forward's and one of backward's thread",
         "pytorch aten/src/ATen/cuda/CublasHandlePool.cpp",

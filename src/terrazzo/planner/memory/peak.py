@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.formulas import FORMULAS, Formula, Term
+from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
 from terrazzo.planner.memory.placement import placed_units, stand_ins
@@ -16,9 +16,9 @@ from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_dev
 from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, LOGITS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["fullest_memory", "memory_of", "stage_peak", "stage_terms"]
+__all__ = ["FORMULAS", "fullest_memory", "memory_of", "stage_peak", "stage_terms"]
 
-FORMULAS |= {
+FORMULAS = {
     "memory.gathered": Formula(
         "full weights of the units that run or are gathered ahead (1 + prefetch), the root's from forward to backward, "
         "and what `between` keeps of the others",

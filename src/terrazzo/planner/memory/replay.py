@@ -20,16 +20,24 @@ from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.plan.spec import Pass, resting_bytes
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.formulas import FORMULAS, Formula, Term
+from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.peak import fullest_memory
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.trace import ActivationTrace, Event
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["TracedPeak", "memory_of_trace", "paper_units", "replay", "updated_apart_numel", "updated_numels"]
+__all__ = [
+    "FORMULAS",
+    "TracedPeak",
+    "memory_of_trace",
+    "paper_units",
+    "replay",
+    "updated_apart_numel",
+    "updated_numels",
+]
 
-FORMULAS |= {
+FORMULAS = {
     "memory.traced": Formula(
         "the fullest moment of a step in which the model's own operators were run by their shapes alone, between the "
         "engine's own gathers and reductions",

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from terrazzo.engine.plan.spec import Pass
-from terrazzo.planner.formulas import FORMULAS, Formula, Term
+from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.placement import Placement, placed_units, placement_of
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Phase", "UnitStates", "state_terms", "unit_states"]
+__all__ = ["FORMULAS", "Phase", "UnitStates", "state_terms", "unit_states"]
 
-FORMULAS |= {
+FORMULAS = {
     "memory.weights": Formula(
         "sum over units of padded elements / ranks of `weight` x bytes of the resting weights; where they are split as "
         "the optimizer's and only a cast away, master weights serve as both",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from terrazzo.engine.offload.needs import Need, host_bytes, load_bytes, send_bytes, staging_bytes
 from terrazzo.engine.plan.layout import padded_bytes
-from terrazzo.planner.formulas import FORMULAS, Formula, Term
+from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.placement import placed_units, stand_ins
@@ -14,9 +14,9 @@ from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["disk_writes", "host_writes", "moved_activations", "on_device", "tier_terms"]
+__all__ = ["FORMULAS", "disk_writes", "host_writes", "moved_activations", "on_device", "tier_terms"]
 
-FORMULAS |= {
+FORMULAS = {
     "memory.host": Formula(
         "bytes of the state on this rank, every state of every unit in whole pages of 4,096 bytes: they lie in one "
         "block of memory that is mapped, and pinned, once",

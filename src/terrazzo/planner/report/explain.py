@@ -8,7 +8,8 @@ from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.figures import Memory
-from terrazzo.planner.formulas import FORMULAS, Term
+from terrazzo.planner.formulas import Term
+from terrazzo.planner.report.formulas import FORMULAS
 from terrazzo.planner.report.schema import ExplainedReport, ExplainedTerm
 from terrazzo.planner.text.blocks import Block, Line
 from terrazzo.planner.text.words import LABELS, seconds_text

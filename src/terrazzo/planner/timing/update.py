@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terrazzo.planner.formulas import FORMULAS, Formula
+from terrazzo.planner.formulas import Formula
 
-__all__ = ["UnitUpdate", "exposed_s"]
+__all__ = ["FORMULAS", "UnitUpdate", "exposed_s"]
 
-FORMULAS |= {
+FORMULAS = {
     "time.host": Formula(
         "total_s - hidden_s; total_s sums max(elements / rate, pcie_s, disk_s) over units, elements of all ranks of a "
         "host; hidden_s is what the next step's first forward (overlapped), or the rest of backward (backward), is "

@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from terrazzo.planner.formulas import FORMULAS, Formula
+from terrazzo.planner.formulas import Formula
 from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["model_parallel_moves", "pipeline_moves"]
+__all__ = ["FORMULAS", "model_parallel_moves", "pipeline_moves"]
 
-FORMULAS |= {
+FORMULAS = {
     "traffic.tensor": Formula(
         "tokens * hidden * bytes_per_element * (tp - 1) / tp for each all-gather and each reduce-scatter, twice that "
         "for an all-reduce: per block and micro-batch four of each, and with activation checkpointing two and one "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.engine.plan.spec import When
 from terrazzo.planner.figures import Sent, Traffic
-from terrazzo.planner.formulas import FORMULAS, Formula
+from terrazzo.planner.formulas import Formula
 from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
 from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
@@ -18,9 +18,17 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.copies import copies
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
 
-__all__ = ["expected_exchanges", "expected_rows_bytes", "repetitions", "traffic_of", "unit_copies", "unit_moves"]
+__all__ = [
+    "FORMULAS",
+    "expected_exchanges",
+    "expected_rows_bytes",
+    "repetitions",
+    "traffic_of",
+    "unit_copies",
+    "unit_moves",
+]
 
-FORMULAS |= {
+FORMULAS = {
     "traffic.all_gather": Formula(
         "sum over units, micro-batches and axes of n ranks: elements * bytes_per_element * (n - 1) / n",
         "ring all-gather; ZeRO, arXiv 1910.02054 section 7; equals the engine's count",
