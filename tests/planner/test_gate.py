@@ -7,7 +7,7 @@ import pkgutil
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,8 +16,10 @@ from terrazzo.engine import Plan, Precision
 from terrazzo.engine.plan.place import OFFLOADS
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
+from terrazzo.planner.gate.facts import Facts
 from terrazzo.planner.gate.framework import FRAMEWORKS, Framework
 from terrazzo.planner.gate.gate import ALL_RULES, findings, runnable
+from terrazzo.planner.gate.rule import Sentence, said
 from terrazzo.planner.model.shapes import ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import Request, build_setup
@@ -264,8 +266,15 @@ def test_a_rule_knows_a_plan_by_its_places(rule: str, framework: str, plan: Any,
 def test_every_rule_is_in_the_reference() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/known-combinations.md").read_text(encoding="utf-8")
 
-    def shown(text: str) -> str:
-        return re.sub(r"\{(\w+)\}", r"*\1*", text)
+    class Names:
+        """Every fact as its name in italics."""
+
+        def __getattr__(self, name: str) -> str:
+            assert name in vars(Facts(setup_of({}))) or hasattr(Facts, name)
+            return f"*{name}*"
+
+    def shown(sentence: Sentence) -> str:
+        return said(sentence, cast(Facts, Names()))
 
     rows = [
         f"| {rule.name} | {rule.severity} | {shown(rule.reason)} | {shown(rule.alternative)} | {rule.source} |"

@@ -40,8 +40,11 @@ ENGINE_RULES = (
         ("terrazzo",),
         "warn",
         lambda setup, _: _too_small_a_share(setup),
-        "{plan} places {offloaded}: of {units} units one of these shares, or what is left on the device, has none.",
-        "Use a share of 1/{units} or more, or smaller units.",
+        lambda it: (
+            f"{it.plan} places {it.offloaded}: of {it.units} units one of these shares, or what is left on the "
+            "device, has none."
+        ),
+        lambda it: f"Use a share of 1/{it.units} or more, or smaller units.",
         "terrazzo.engine.plan.place.Place.tier_of",
     ),
     Rule(
@@ -49,8 +52,10 @@ ENGINE_RULES = (
         ("terrazzo",),
         "warn",
         lambda setup, _: setup.plan.grad.offloaded and not setup.plan.optim.offloaded,
-        "{plan} places gradients on {grad_tier} and the optimizer on the device: they go there and come back in every "
-        "step.",
+        lambda it: (
+            f"{it.plan} places gradients on {it.grad_tier} and the optimizer on the device: they go there and come "
+            "back in every step."
+        ),
         "Offload the optimizer with them, or leave both on the device.",
         "terrazzo.engine.buckets.gradient",
     ),
@@ -59,7 +64,7 @@ ENGINE_RULES = (
         ("terrazzo",),
         "planned",
         lambda setup, _: setup.mesh.pp > 1 and setup.cluster.device.kind != "cpu",
-        "Pipelines have run on CPUs alone yet (pp {pp}).",
+        lambda it: f"Pipelines have run on CPUs alone yet (pp {it.pp}).",
         "Plan with it, but run with pp 1.",
         "terrazzo.engine.plan.place",
     ),
@@ -68,7 +73,7 @@ ENGINE_RULES = (
         ("terrazzo",),
         "planned",
         lambda setup, _: setup.mesh.pp > 1 and setup.model.family not in ("", BUILT_IN),
-        "terrazzo train cuts no model but its own decoder into stages (pp {pp}), not {model}.",
+        lambda it: f"terrazzo train cuts no model but its own decoder into stages (pp {it.pp}), not {it.model}.",
         "Plan with it, but run with pp 1, or give tz.parallelize a tz.Pipeline(line=[...]) in a loop of your own.",
         "terrazzo.train.preflight.axes",
     ),
@@ -77,7 +82,10 @@ ENGINE_RULES = (
         ("terrazzo",),
         "planned",
         lambda setup, _: setup.mesh.ep > 1 and setup.model.family != BUILT_IN,
-        "Of {model} Terrazzo does not know how ranks share the experts (ep {ep}): it knows those of its own decoder.",
+        lambda it: (
+            f"Of {it.model} Terrazzo does not know how ranks share the experts (ep {it.ep}): it knows those of its "
+            "own decoder."
+        ),
         "Plan with it, but run with ep 1, or give your modules use_experts and stacked for tz.parallelize.",
         "terrazzo.parallel.expert.SharesExperts",
     ),
@@ -86,8 +94,10 @@ ENGINE_RULES = (
         ("terrazzo",),
         "planned",
         lambda setup, _: setup.mesh.ep > 1 and setup.mesh.tp > 1,
-        "Here experts are split over data ranks alone; Terrazzo shares them out over ranks along tp too (ep {ep}, tp "
-        "{tp}). These figures are not of such a run, and terrazzo train refuses it.",
+        lambda it: (
+            "Here experts are split over data ranks alone; Terrazzo shares them out over ranks along tp too (ep "
+            f"{it.ep}, tp {it.tp}). These figures are not of such a run, and terrazzo train refuses it."
+        ),
         "Run with tp 1 or ep 1, or share both by tz.parallelize in a loop of your own.",
         "terrazzo.train.preflight.axes",
     ),
@@ -96,8 +106,10 @@ ENGINE_RULES = (
         ("terrazzo",),
         "planned",
         lambda setup, _: _no_tensor_plan(setup),
-        "No plan of tensor parallelism is known of {model}, neither its own nor one of transformers that Terrazzo "
-        "carries out (tp {tp}).",
+        lambda it: (
+            f"No plan of tensor parallelism is known of {it.model}, neither its own nor one of transformers that "
+            f"Terrazzo carries out (tp {it.tp})."
+        ),
         "Run with tp 1, or give tz.parallelize or parallel.tensor.plan styles of its linear layers; these figures "
         "assume the usual ones.",
         "terrazzo.parallel.tensor.plans",
@@ -107,7 +119,7 @@ ENGINE_RULES = (
         ("terrazzo",),
         "planned",
         lambda setup, _: _no_context(setup),
-        "Terrazzo does not know of {model} that its tokens meet in attention alone (cp {cp}).",
+        lambda it: f"Terrazzo does not know of {it.model} that its tokens meet in attention alone (cp {it.cp}).",
         "Plan with it, but run with cp 1.",
         "terrazzo.parallel.context.registry.KNOWN_TYPES",
     ),
@@ -125,7 +137,10 @@ ENGINE_RULES = (
         ("terrazzo",),
         "refuse",
         lambda setup, _: not setup.optimizer.elementwise,
-        "{optimizer} does not update each element from its own values alone, so it would be wrong on flat shards.",
+        lambda it: (
+            f"{it.optimizer} does not update each element from its own values alone, so it would be wrong on flat "
+            "shards."
+        ),
         "Use adamw, adam, rmsprop, adagrad, momentum or sgd.",
         "terrazzo.engine.optim.elementwise.check_elementwise",
     ),
@@ -134,7 +149,7 @@ ENGINE_RULES = (
         ("terrazzo",),
         "planned",
         lambda setup, _: setup.optimizer.torch_class is None,
-        "`terrazzo train` takes optimizers of torch.optim, which has no {optimizer}.",
+        lambda it: f"`terrazzo train` takes optimizers of torch.optim, which has no {it.optimizer}.",
         "Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
         "terrazzo.train.optimizer.optimizer_class",
     ),
@@ -171,8 +186,10 @@ ENGINE_RULES = (
         ("terrazzo",),
         "warn",
         whole_model,
-        "{model} is one sharding unit: all its weights are gathered at once, so the peak is the whole model again, and "
-        "nothing can overlap.",
+        lambda it: (
+            f"{it.model} is one sharding unit: all its weights are gathered at once, so the peak is the whole model "
+            "again, and nothing can overlap."
+        ),
         "Leave it so where it fits, else make each repeated block a unit (plan.units).",
         "terrazzo.engine.plan.partition",
     ),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.planner.gate.rule import Rule, in_shares, on_disk, tiers, zero_stage
+from terrazzo.planner.gate.facts import in_shares, on_disk, tiers, zero_stage
+from terrazzo.planner.gate.rule import Rule
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["PEER_RULES"]
@@ -63,7 +64,7 @@ OF_DEEPSPEED = (
         DEEPSPEED,
         "refuse",
         lambda setup, _: setup.mesh.pp > 1 and zero_stage(setup) >= 2,
-        "DeepSpeed's PipelineEngine asserts a ZeRO stage below 2; {plan} is stage {stage}.",
+        lambda it: f"DeepSpeed's PipelineEngine asserts a ZeRO stage below 2; {it.plan} is stage {it.zero_stage}.",
         "Use zero1 with the pipeline, or stage 3 without it.",
         "deepspeedai/DeepSpeed deepspeed/runtime/pipe/engine.py (0.19.7), #1110",
     ),
@@ -92,8 +93,10 @@ OF_DEEPSPEED = (
         lambda setup, _: (
             in_shares(setup) and (zero_stage(setup) < 3 or on_disk(setup) or set(tiers(setup)) != _OPTIMIZER)
         ),
-        "DeepSpeed offloads a share of the optimizer alone (`ratio`, Twin-Flow), from ZeRO-3 to the CPU, not "
-        "{offloaded}.",
+        lambda it: (
+            "DeepSpeed offloads a share of the optimizer alone (`ratio`, Twin-Flow), from ZeRO-3 to the CPU, not "
+            f"{it.offloaded}."
+        ),
         "Use zero3 and offload a share of the optimizer, or all of a state.",
         "deepspeedai/DeepSpeed blogs/deepspeed-offloadpp; docs/_pages/config-json.md (offload_optimizer.ratio)",
     ),
@@ -111,7 +114,7 @@ OF_DEEPSPEED = (
         DEEPSPEED,
         "refuse",
         lambda setup, _: "optim" in tiers(setup) and setup.optimizer.name not in ("adamw", "adam", "lion", "adagrad"),
-        "With offload DeepSpeed wants its own CPU Adam, Lion or Adagrad, not {optimizer}.",
+        lambda it: f"With offload DeepSpeed wants its own CPU Adam, Lion or Adagrad, not {it.optimizer}.",
         "Use adamw, or set zero_force_ds_cpu_optimizer to false and expect a slow step.",
         "deepspeedai/DeepSpeed deepspeed/runtime/engine.py (zero_force_ds_cpu_optimizer)",
     ),
@@ -150,7 +153,7 @@ OF_DEEPSPEED = (
             setup.plan.row in ("hybrid_shard", "hybrid_shard_zero2") and not framework.before(0, 19, 7)
         ),
         "DeepSpeed 0.19.7 removed MiCS: it cannot shard states within a group and replicate them over groups.",
-        "Use zero3 or hpz, or FSDP2 or Terrazzo for {plan}.",
+        lambda it: f"Use zero3 or hpz, or FSDP2 or Terrazzo for {it.plan}.",
         "deepspeedai/DeepSpeed#8490; deepspeed/runtime/zero/mics.py, in 0.19.6 for the last time",
     ),
     Rule(
@@ -167,8 +170,10 @@ OF_DEEPSPEED = (
         DEEPSPEED,
         "warn",
         lambda setup, _: setup.plan.row == "zero2" and setup.micro_batches > 1,
-        "DeepSpeed's ZeRO-2 all-reduces whole buckets for each of {m} micro-batches, whatever reduce_scatter says, and "
-        "its no_sync raises.",
+        lambda it: (
+            f"DeepSpeed's ZeRO-2 all-reduces whole buckets for each of {it.micro_batches} micro-batches, whatever "
+            "reduce_scatter says, and its no_sync raises."
+        ),
         "Use zero1 where the gradients fit, which communicates once.",
         "deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py (0.19.8), #5758, #7059",
     ),
@@ -177,7 +182,10 @@ OF_DEEPSPEED = (
         DEEPSPEED,
         "warn",
         lambda setup, _: setup.micro_batches > 1 and zero_stage(setup) >= 2 and _accumulates_narrowly(setup),
-        "DeepSpeed's ZeRO-2 and 3 add up {m} micro-batches in 16 bits by default, not in fp32 as this plan counts.",
+        lambda it: (
+            f"DeepSpeed's ZeRO-2 and 3 add up {it.micro_batches} micro-batches in 16 bits by default, not in fp32 as "
+            "this plan counts."
+        ),
         "Set data_types.grad_accum_dtype to fp32, or use larger micro-batches.",
         "deepspeedai/DeepSpeed#2352, #5898",
     ),
@@ -243,8 +251,10 @@ OF_FSDP = (
         FSDP,
         "refuse",
         lambda setup, _: not on_disk(setup) and _partly_offloaded(setup),
-        "FSDP's CPU offload is all or nothing: weights, gradients and optimizer go to the host together, not only "
-        "{offloaded}.",
+        lambda it: (
+            "FSDP's CPU offload is all or nothing: weights, gradients and optimizer go to the host together, not only "
+            f"{it.offloaded}."
+        ),
         "Use zero3@cpu-all, or DeepSpeed for the optimizer alone.",
         "torch.distributed.fsdp.CPUOffloadPolicy; pytorch/pytorch#187615",
     ),
@@ -262,7 +272,7 @@ OF_FSDP = (
         ("fsdp2",),
         "refuse",
         lambda setup, _: _no_zero_1_or_2(setup),
-        "FSDP2 always splits the weights: it has no {plan}.",
+        lambda it: f"FSDP2 always splits the weights: it has no {it.plan}.",
         "Use shard_grad_op (reshard_after_forward=False), or DDP with ZeroRedundancyOptimizer.",
         "pytorch/pytorch#155952; meta-pytorch/torchtune#2402",
     ),
@@ -280,7 +290,9 @@ OF_FSDP = (
         ("fsdp2",),
         "warn",
         lambda setup, framework: setup.model.tied and zero_stage(setup) == 3 and not framework.before(2, 13),
-        "{model} ties its head to its embedding; since torch 2.13 fully_shard raises where two units share one.",
+        lambda it: (
+            f"{it.model} ties its head to its embedding; since torch 2.13 fully_shard raises where two units share one."
+        ),
         "Leave both to the root module, or pass them as one list to fully_shard.",
         "pytorch/pytorch#176076; huggingface/accelerate#4171",
     ),
@@ -289,7 +301,10 @@ OF_FSDP = (
         ("fsdp2",),
         "refuse",
         lambda setup, framework: setup.model.tied and zero_stage(setup) == 3 and framework.before(2, 13),
-        "{model} ties its head to its embedding; before torch 2.13 FSDP2 could leave a rank's part of it untrained.",
+        lambda it: (
+            f"{it.model} ties its head to its embedding; before torch 2.13 FSDP2 could leave a rank's part of it "
+            "untrained."
+        ),
         "Use torch 2.13 or newer and keep both in the root module, or untie them.",
         "pytorch/pytorch#176076",
     ),
@@ -319,7 +334,9 @@ OF_OTHERS = (
         MEGATRON,
         "refuse",
         lambda setup, _: zero_stage(setup) >= 2,
-        "Megatron's distributed optimizer splits the optimizer alone (zero1); {plan} is stage {stage}.",
+        lambda it: (
+            f"Megatron's distributed optimizer splits the optimizer alone (zero1); {it.plan} is stage {it.zero_stage}."
+        ),
         "Use zero1, or Megatron-FSDP.",
         "NVIDIA/Megatron-LM docs (dist_optimizer, custom_fsdp)",
     ),
@@ -355,7 +372,10 @@ OF_OTHERS = (
         TORCHAO,
         "refuse",
         lambda setup, _: "grad" in tiers(setup) and setup.micro_batches > 1,
-        "torchao's offload_gradients frees each gradient once it is on the host: {m} micro-batches are not added up.",
+        lambda it: (
+            f"torchao's offload_gradients frees each gradient once it is on the host: {it.micro_batches} "
+            "micro-batches are not added up."
+        ),
         "Leave gradients on the GPU, or use one micro-batch.",
         "pytorch/ao torchao/optim README",
     ),

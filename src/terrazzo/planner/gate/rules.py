@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from terrazzo.planner.gate.facts import tiers, zero_stage
 from terrazzo.planner.gate.framework import FRAMEWORKS, Framework
-from terrazzo.planner.gate.rule import Rule, tiers, zero_stage
+from terrazzo.planner.gate.rule import Rule
 from terrazzo.planner.memory.tiers import host_writes
 from terrazzo.planner.setup.setup import Setup
 
@@ -61,7 +62,7 @@ RULES = (
         (),
         "refuse",
         lambda setup, _: setup.matmul == "fp8" and _lacks(setup, "fp8"),
-        "{device} has no fp8 matrix units; they came with Ada and Hopper.",
+        lambda it: f"{it.device} has no fp8 matrix units; they came with Ada and Hopper.",
         "Use precision bf16 (fp16 before Ampere).",
         "NVIDIA H100 and L4 data sheets; the table of devices",
     ),
@@ -70,7 +71,7 @@ RULES = (
         (),
         "warn",
         lambda setup, _: setup.matmul == "bf16" and _lacks(setup, "bf16"),
-        "{device} has no bf16 matrix units: torch emulates bf16 at a fraction of the fp16 rate.",
+        lambda it: f"{it.device} has no bf16 matrix units: torch emulates bf16 at a fraction of the fp16 rate.",
         "Use precision fp16, which scales the loss.",
         "NVIDIA V100 and T4 data sheets; torch.cuda.is_bf16_supported(including_emulation=False)",
     ),
@@ -88,7 +89,9 @@ RULES = (
         (),
         "warn",
         lambda setup, _: setup.attention == "flash" and setup.cluster.device.kind == "cuda" and _lacks(setup, "bf16"),
-        "FlashAttention-2 needs Ampere; on {device} torch takes its memory-efficient kernel, which is slower.",
+        lambda it: (
+            f"FlashAttention-2 needs Ampere; on {it.device} torch takes its memory-efficient kernel, which is slower."
+        ),
         "Nothing has to change: the memory is the same.",
         "Dao-AILab/flash-attention README; torch.nn.attention.SDPBackend",
     ),
@@ -106,7 +109,7 @@ RULES = (
         (),
         "warn",
         lambda setup, _: _splits_nothing(setup) and setup.cluster.device.kind != "cpu",
-        "{plan} splits states over data ranks, but there is only one: nothing is saved.",
+        lambda it: f"{it.plan} splits states over data ranks, but there is only one: nothing is saved.",
         "Use more GPUs, activation checkpointing, a smaller micro-batch, or offload.",
         "arXiv 1910.02054, table 1 with N = 1",
     ),
@@ -115,7 +118,7 @@ RULES = (
         (),
         "warn",
         lambda setup, _: _splits_nothing(setup) and setup.cluster.device.kind == "cpu",
-        "{plan} splits states over data ranks, but there is only one: no memory is saved.",
+        lambda it: f"{it.plan} splits states over data ranks, but there is only one: no memory is saved.",
         "Nothing has to change where it fits; else use activation checkpointing, a smaller micro-batch, offload to "
         "nvme, or more hosts: ranks of one host share its memory.",
         "arXiv 1910.02054, table 1 with N = 1",
@@ -125,8 +128,10 @@ RULES = (
         OTHERS,
         "refuse",
         whole_model,
-        "The whole model is one sharding unit: all weights of {model} are gathered at once, so the peak is the whole "
-        "model again, and nothing can overlap.",
+        lambda it: (
+            f"The whole model is one sharding unit: all weights of {it.model} are gathered at once, so the peak is "
+            "the whole model again, and nothing can overlap."
+        ),
         "Make each transformer block a unit (units= or the wrap policy).",
         "torch.distributed.fsdp.fully_shard, notes on calling it bottom-up; huggingface/accelerate#1943",
     ),
@@ -144,8 +149,13 @@ RULES = (
         (),
         "warn",
         lambda setup, _: _gathers_in_pipeline(setup),
-        "{plan} gathers a stage's weights again for each of {m} micro-batches, in forward and in backward.",
-        "Use zero1, or zero2 where its gradients must be split: pp {pp} has already divided the weights.",
+        lambda it: (
+            f"{it.plan} gathers a stage's weights again for each of {it.micro_batches} micro-batches, in forward and "
+            "in backward."
+        ),
+        lambda it: (
+            f"Use zero1, or zero2 where its gradients must be split: pp {it.pp} has already divided the weights."
+        ),
         "pytorch/torchtitan docs (reshard_after_forward is off under pipeline parallelism); arXiv 2407.21783",
     ),
     Rule(
@@ -167,8 +177,10 @@ RULES = (
             and setup.micro_batches > 1
             and setup.mesh.data_ranks > 1
         ),
-        "Accumulating locally keeps whole gradients on every rank until the last of {m} micro-batches: the memory that "
-        "{plan} saves on gradients is gone.",
+        lambda it: (
+            f"Accumulating locally keeps whole gradients on every rank until the last of {it.micro_batches} "
+            f"micro-batches: the memory that {it.plan} saves on gradients is gone."
+        ),
         "Reduce every micro-batch, or use zero1, which needs no more.",
         "meta-pytorch/torchtune#1275; torch FSDPModule.set_requires_gradient_sync",
     ),
@@ -177,9 +189,11 @@ RULES = (
         (),
         "warn",
         lambda setup, _: setup.mesh.tp > 1 and (_crosses(setup, setup.mesh.tp) or _leaves_cpu_host(setup)),
-        "tp {tp} is wider than the {domain} ranks that fast links join: every block waits for the network, {exchanges} "
-        "in each step.",
-        "Use a tp of at most {domain}, and pp or more sharding for the rest.",
+        lambda it: (
+            f"tp {it.tp} is wider than the {it.fast_domain} ranks that fast links join: every block waits for the "
+            f"network, {it.exchange_time} in each step."
+        ),
+        lambda it: f"Use a tp of at most {it.fast_domain}, and pp or more sharding for the rest.",
         "arXiv 2104.04473, section 3.2 and takeaway 1",
     ),
     Rule(
@@ -187,9 +201,12 @@ RULES = (
         (),
         "warn",
         lambda setup, _: _grouped(setup) and _crosses(setup, setup.mesh.shard_ranks * setup.mesh.tp),
-        "A shard group of {shard} ranks (dp_shard × cp) reaches over {group} neighbouring GPUs (with tp), more "
-        "than the {domain} that fast links join, so {plan} gathers weights over the network and saves no traffic.",
-        "Choose dp_replicate so that a shard group stays within {domain} GPUs.",
+        lambda it: (
+            f"A shard group of {it.shard_ranks} ranks (dp_shard × cp) reaches over {it.neighbours} neighbouring GPUs "
+            f"(with tp), more than the {it.fast_domain} that fast links join, so {it.plan} gathers weights over the "
+            "network and saves no traffic."
+        ),
+        lambda it: f"Choose dp_replicate so that a shard group stays within {it.fast_domain} GPUs.",
         "arXiv 2304.11277, section 3.2.2; arXiv 2205.00119",
     ),
     Rule(
@@ -197,7 +214,10 @@ RULES = (
         (),
         "warn",
         lambda setup, _: host_writes(setup) > 0,
-        "Each step writes {written} to the disks of each host: one drive rated for 600 TB would last {steps} steps.",
+        lambda it: (
+            f"Each step writes {it.written_per_step} to the disks of each host: one drive rated for 600 TB would last "
+            f"{it.steps_of_a_drive} steps."
+        ),
         "Use drives made for it, more of them, or host memory where it suffices.",
         "deepspeedai/DeepSpeed (warn_consumer_ssd_writes); every state on disk once in a step, arXiv 2104.07857",
     ),
@@ -206,7 +226,10 @@ RULES = (
         (),
         "warn",
         lambda setup, _: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
-        "{m} micro-batches cannot keep {pp} pipeline stages busy: the bubble is {bubble} of the work.",
+        lambda it: (
+            f"{it.micro_batches} micro-batches cannot keep {it.pp} pipeline stages busy: the bubble is {it.bubble} of "
+            "the work."
+        ),
         "Use 4 micro-batches per stage or more.",
         "arXiv 2104.04473, section 2.2",
     ),
@@ -215,8 +238,8 @@ RULES = (
         (),
         "warn",
         lambda setup, _: setup.mesh.pp > 1 and setup.model.layers % (setup.mesh.pp * setup.virtual_stages) > 0,
-        "{layers} layers do not divide evenly over {pp} stages: the others wait for the longest.",
-        "Use a pp that divides {layers}.",
+        lambda it: f"{it.layers} layers do not divide evenly over {it.pp} stages: the others wait for the longest.",
+        lambda it: f"Use a pp that divides {it.layers}.",
         "arXiv 2104.04473, section 2.2",
     ),
     Rule(
@@ -224,7 +247,10 @@ RULES = (
         (),
         "warn",
         lambda setup, _: setup.mesh.pp > 1 and setup.model.tied,
-        "The head of {model} is its embedding: the first and the last stage both hold it, and add its gradients.",
+        lambda it: (
+            f"The head of {it.model} is its embedding: the first and the last stage both hold it, and add its "
+            "gradients."
+        ),
         "Expect one more copy of it with its states, and one more exchange, or untie them.",
         "NVIDIA/Megatron-LM megatron/core/distributed/finalize_model_grads.py",
     ),
@@ -233,7 +259,9 @@ RULES = (
         OTHERS,
         "warn",
         lambda setup, _: setup.mesh.tp > 1 and setup.model.vocab % setup.mesh.tp > 0,
-        "The vocabulary of {vocab} does not divide by tp {tp}: it has to be padded to {padded}.",
+        lambda it: (
+            f"The vocabulary of {it.vocab} does not divide by tp {it.tp}: it has to be padded to {it.padded_vocab}."
+        ),
         "Pad the vocabulary, to a multiple of 128 × tp for speed.",
         "NVIDIA/Megatron-LM --make-vocab-size-divisible-by",
     ),
@@ -242,7 +270,7 @@ RULES = (
         (),
         "warn",
         lambda setup, _: setup.model.positions is not None and setup.sequence > setup.model.positions,
-        "{sequence} tokens are more than the {positions} positions that {model} names.",
+        lambda it: f"{it.sequence} tokens are more than the {it.positions} positions that {it.model} names.",
         "Scale its rotary positions, or use a shorter sequence.",
         "arXiv 2309.16039",
     ),
@@ -270,7 +298,7 @@ RULES = (
         OTHERS,
         "refuse",
         lambda setup, framework: framework.optimizer_in_backward and setup.micro_batches > 1,
-        "Each of {m} micro-batches would update the weights, so nothing is accumulated.",
+        lambda it: f"Each of {it.micro_batches} micro-batches would update the weights, so nothing is accumulated.",
         "Use one larger micro-batch, or step after backward.",
         "pytorch/torchtune docs (optimizer_in_bwd)",
     ),

@@ -1,0 +1,109 @@
+"""What rules ask of a setup, and what their sentences name of it."""
+
+from __future__ import annotations
+
+from terrazzo.planner.machine.network import Network, group_of
+from terrazzo.planner.memory.stages import stage_units
+from terrazzo.planner.memory.tiers import host_writes
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.bubble import idle_share
+from terrazzo.planner.traffic.exchanges import model_parallel_moves
+
+__all__ = ["Facts", "in_shares", "on_disk", "tiers", "zero_stage"]
+
+_DRIVE_BYTES = 600e12  # that a consumer's drive of 1 TB is rated to be written in its life
+
+
+def zero_stage(setup: Setup) -> int:
+    """The ZeRO stage whose states a plan splits: 0 to 3."""
+    plan = setup.plan
+    return 3 if plan.weight.axes else 2 if plan.grad.axes else 1 if plan.optim.axes else 0
+
+
+def tiers(setup: Setup) -> dict[str, str]:
+    """State → tier of what is not on the device, as the plan writes it: `cpu`, or `cpu:0.7` of a share of the units."""
+    return {state: place.tier for state, place in setup.plan.places().items() if place.offloaded}
+
+
+def on_disk(setup: Setup, *states: str) -> bool:
+    """Whether any part of these states, by default of all, is on a disk."""
+    return any("nvme" in tier for state, tier in tiers(setup).items() if not states or state in states)
+
+
+def in_shares(setup: Setup) -> bool:
+    """Whether a state is on one tier for some units and on another for others."""
+    return any(len(place.shares) > 1 for place in setup.plan.places().values())
+
+
+class Facts:
+    """A setup as sentences name it: numbers, and names or amounts as text. What takes computing is computed if asked.
+
+    Attributes:
+        vocab, layers, positions: the model's; `padded_vocab` is what ranks along tp can share evenly.
+        tp, pp, cp, ep: ranks along these axes.
+        shard_ranks: of a shard group; `neighbours` with those along tp between them.
+        fast_domain: how many ranks fast links join.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        mesh, model, device = setup.mesh, setup.model, setup.cluster.device
+        self.plan, self.model, self.device, self.optimizer = (
+            setup.plan.name,
+            model.name,
+            device.name,
+            setup.optimizer.name,
+        )
+        self.vocab, self.layers, self.positions = model.vocab, model.layers, model.positions
+        self.sequence, self.micro_batches = setup.sequence, setup.micro_batches
+        self.tp, self.pp, self.cp, self.ep = mesh.tp, mesh.pp, mesh.cp, mesh.ep
+        self.padded_vocab = -(-model.vocab // mesh.tp) * mesh.tp
+        self.shard_ranks, self.neighbours = mesh.shard_ranks, mesh.shard_ranks * mesh.tp
+        self.fast_domain = device.per_node if device.kind == "cpu" else device.scaleup_domain
+
+    @property
+    def zero_stage(self) -> int:
+        """0 to 3."""
+        return zero_stage(self._setup)
+
+    @property
+    def bubble(self) -> str:
+        """The share of a step in which stages wait, in per cent."""
+        return f"{idle_share(self._setup):.0%}"
+
+    @property
+    def offloaded(self) -> str:
+        """Each state that is not on the device, and where it is."""
+        return ", ".join(f"{state} on {tier}" for state, tier in tiers(self._setup).items())
+
+    @property
+    def grad_tier(self) -> str:
+        """Where gradients are."""
+        return self._setup.plan.grad.tier
+
+    @property
+    def units(self) -> int:
+        """Sharding units of the first stage."""
+        return sum(count for _, count in stage_units(self._setup, 0))
+
+    @property
+    def written_per_step(self) -> str:
+        """Bytes that a step writes to the disks of a host."""
+        written = host_writes(self._setup)
+        return f"{written / 1e12:.3g} TB" if written >= 1e10 else f"{written / 1e9:.3g} GB"
+
+    @property
+    def steps_of_a_drive(self) -> str:
+        """How many steps a consumer's drive lasts."""
+        return f"{_DRIVE_BYTES / max(host_writes(self._setup), 1):,.0f}"
+
+    @property
+    def exchange_time(self) -> str:
+        """How long a step waits for tensor parallelism, where the links are known."""
+        setup = self._setup
+        network, group = Network(setup.cluster.device), group_of(setup.mesh, "tp")
+        if setup.mesh.tp == 1 or network.bandwidth(group) is None:
+            return "for an unknown time"
+        moves = [(move, count) for unit, count in stage_units(setup, 0) for move in model_parallel_moves(setup, unit)]
+        once = sum(count * network.move_s(move) for move, count in moves if move.purpose == "tensor")
+        return f"about {once * setup.micro_batches:.2g} s"
