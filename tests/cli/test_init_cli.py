@@ -142,7 +142,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> list[str]:
         asked.append(prompt)
         return next(answers)
 
-    monkeypatch.setattr(sys.modules["terrazzo.cli.init"], "_can_ask", lambda: True)
+    monkeypatch.setattr(sys.modules["terrazzo.cli.init.command"], "_can_ask", lambda: True)
     monkeypatch.setattr("builtins.input", ask)
     return asked
 

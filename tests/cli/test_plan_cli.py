@@ -14,7 +14,8 @@ from typer.testing import CliRunner, Result
 
 import terrazzo as tz
 from terrazzo import cli
-from terrazzo.cli import planning
+from terrazzo.cli.plan import answer as planning
+from terrazzo.cli.plan import of_config
 from terrazzo.errors import BadInput
 from terrazzo.planner.report.schema import ExplainedReport, Report, StatesReport
 
@@ -344,7 +345,7 @@ def test_calibrate_measures_the_configuration_and_says_where_the_record_is(monke
         asked.append((path, overrides))
         return SimpleNamespace(steps=6), Path("/records/this.json")
 
-    monkeypatch.setattr("terrazzo.cli.planning_config.calibrate", calibrate)
+    monkeypatch.setattr(of_config, "calibrate", calibrate)
     found = answer(str(ROOT / "examples/quickstart.yaml"), "plan.name=zero2", "--calibrate")
     assert asked == [(ROOT / "examples/quickstart.yaml", ["plan.name=zero2"])]
     assert any("/records/this.json" in note for note in found["warnings"])

@@ -19,7 +19,7 @@ from terrazzo.engine.plan.layout import PAGE_BYTES, Range
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.errors import BadInput
 
-__all__ = ["AVERAGE", "BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "Watched", "by_runs"]
+__all__ = ["AVERAGE", "BUFFER", "WEIGHT", "OptimizerInfo", "Source", "StateInfo", "TensorInfo", "by_runs"]
 
 WEIGHT, BUFFER, AVERAGE = "weight", "buffer", "average"
 """The kinds of state that are not the optimizer's own. `weight` is the master weight where there was one, `average` is
@@ -79,6 +79,7 @@ class Source(ABC):
         notes: what of the checkpoint is not taken over and why, a line each.
         identity: equal for equal contents, where the format tells; ranks compare what they see by it.
         cache: equal for processes whose reads come from the same memory, one kernel's; None where that is not known.
+        advance: hears how many bytes more were read, from what reads a whole checkpoint; nobody does unless it is set.
     """
 
     format: str
@@ -96,6 +97,7 @@ class Source(ABC):
         self.notes: list[str] = []
         self.identity = ""
         self.cache: list[Any] | None = None
+        self.advance: Callable[[int], None] = lambda count_bytes: None
 
     @abstractmethod
     def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
@@ -104,6 +106,12 @@ class Source(ABC):
         Reads little more than the bytes asked for. Raises `BadInput` naming the file, tensor and byte range where they
         are damaged or missing.
         """
+
+    def read_on(self, name: str, kind: str, start: int, stop: int) -> Tensor:
+        """`read`, as one step on the way through all of the checkpoint."""
+        values = self.read(name, kind, start, stop)
+        self.advance(values.nbytes)
+        return values
 
     def read_box(self, name: str, kind: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """A rectangle of a state per element: of the shape `sizes`, from `offsets` on, on the CPU, in its dtype.
@@ -150,33 +158,6 @@ class Source(ABC):
         info = self.tensors[name]
         values = self.read(name, kind, 0, info.states[kind].numel)
         return values.view(info.shape) if values.numel() == info.numel else values
-
-
-class Watched(Source):
-    """Another source, in all that it says, of which `advance` hears how many more bytes were read."""
-
-    def __init__(self, source: Source, advance: Callable[[int], None]) -> None:
-        self.names_ties = source.names_ties  # which the class has too
-        self._source, self._advance = source, advance
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def read(self, name: str, kind: str, start: int, stop: int) -> Tensor:
-        values = self._source.read(name, kind, start, stop)
-        self._advance(values.nbytes)
-        return values
-
-    def read_box(self, name: str, kind: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        values = self._source.read_box(name, kind, offsets, sizes)
-        self._advance(values.nbytes)
-        return values
-
-    def about(self) -> dict[str, Any]:
-        return self._source.about()
-
-    def check(self, wanted: Callable[[str], bool], part: int, parts: int, beside: Collection[int] = ()) -> None:
-        self._source.check(wanted, part, parts, beside)
 
 
 def by_runs(read: Callable[[int, int], Tensor], shape: tuple[int, ...], part: Rectangle, dtype: torch.dtype) -> Tensor:

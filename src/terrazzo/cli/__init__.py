@@ -1,4 +1,6 @@
-"""The command line: `terrazzo VERB`. One file per verb; this one only puts them together.
+"""The command line: `terrazzo VERB`. Each verb is the file or the folder of its name, and this file only puts them
+together; `shared` is what all have. Options stand in the file itself, of a folder in `command` or `commands`. These
+import no torch, so that `--help` comes at once.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving, 141 whoever
 read the report has gone (`terrazzo ... | head`), which ends any verb but `train` and `run`.
@@ -15,15 +17,16 @@ import typer
 
 from terrazzo import __version__
 from terrazzo.cli.bench import bench
-from terrazzo.cli.checkpoint import checkpoint
-from terrazzo.cli.config import config
-from terrazzo.cli.init import init
-from terrazzo.cli.look import report, verdict
-from terrazzo.cli.plan import plan
+from terrazzo.cli.checkpoint.commands import checkpoint
+from terrazzo.cli.config.commands import config
+from terrazzo.cli.init.command import init
+from terrazzo.cli.plan.command import plan
+from terrazzo.cli.report import report
 from terrazzo.cli.run import SETTINGS, run
+from terrazzo.cli.shared.unread import ending_unread
+from terrazzo.cli.shared.verb import Verb, answering, as_setting, in_the_file, of_torchrun
 from terrazzo.cli.train import train
-from terrazzo.cli.unread import ending_unread
-from terrazzo.cli.verb import Verb, answering, as_setting, in_the_file, of_torchrun
+from terrazzo.cli.verdict import verdict
 from terrazzo.cli.watch import watch
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, SaveFailed, printable

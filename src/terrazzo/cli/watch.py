@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from terrazzo.cli.look import Run
+from terrazzo.cli.shared.arguments import Run
 
 __all__ = ["watch"]
 
@@ -58,7 +58,7 @@ def _on_screen(run: Path) -> None:
 
 
 def _as_lines(run: Path, width: int) -> None:
-    from terrazzo.cli.terminal import say
+    from terrazzo.cli.shared.terminal import say
     from terrazzo.telemetry import has_ended, rows_of
 
     lines: Sequence[Mapping[str, Any]] = []

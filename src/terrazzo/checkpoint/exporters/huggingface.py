@@ -240,7 +240,7 @@ def _write(file: BinaryIO, source: Source, tensor: ToWrite) -> None:
     stored = source.tensors[tensor.origin].states[tensor.kind].dtype
     step = PIECE_BYTES // max(stored.itemsize, tensor.dtype.itemsize)
     for start in range(0, tensor.numel, step):
-        values = source.read(tensor.origin, tensor.kind, start, min(start + step, tensor.numel))
+        values = source.read_on(tensor.origin, tensor.kind, start, min(start + step, tensor.numel))
         cast = values.to(tensor.dtype).contiguous()
         _check_range(source, tensor, values, cast)
         file.write(cast.view(torch.uint8).numpy().data)

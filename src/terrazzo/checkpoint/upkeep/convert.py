@@ -33,7 +33,7 @@ def convert(source: Source, path: str) -> None:
     job = Job(store.where, name, nonce, 0, 1, entries, alone=None, common=_common(source))
 
     def data(entry: Entry) -> memoryview:
-        return bytes_of(source.read(entry.name, entry.kind, entry.start, entry.stop))
+        return bytes_of(source.read_on(entry.name, entry.kind, entry.start, entry.stop))
 
     draft = job.draft()
     try:

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from terrazzo.cli.init_questions import DECODER, Machine, Model
-from terrazzo.cli.planning_files import model_text, write_model
-from terrazzo.cli.terminal import say
+from terrazzo.cli.init.questions import DECODER, Machine, Model
+from terrazzo.cli.plan.files import model_text, write_model
+from terrazzo.cli.shared.terminal import say
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB

@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from terrazzo.cli.planning_files import check_files, emit
+from terrazzo.cli.plan.files import check_files, emit
 from terrazzo.errors import BadInput
 from terrazzo.planner import (
     Cluster,
@@ -100,7 +100,7 @@ def _answer(source: str, asked: Asked, framework: Framework) -> Answer | BareAns
         return _of_model(asked, framework)
     if source == "--params":
         return _of_count(asked)
-    from terrazzo.cli.planning_config import of_config  # imports the trainer
+    from terrazzo.cli.plan.of_config import of_config  # imports the trainer
 
     return of_config(asked, _request({**asked, "model": 1}))
 

@@ -139,7 +139,7 @@ def plan(  # structure: signature fixed by the command line
 
     terrazzo plan examples/quickstart.yaml plan.name=zero1
     """
-    from terrazzo.cli.planning import run  # imports the planner and the trainer, which --help can do without
+    from terrazzo.cli.plan.answer import run  # imports the planner and the trainer, which --help can do without
 
     sources = {name: context.get_parameter_source(name) for name in context.params}
     run(context.params, [name for name, source in sources.items() if source and source.name == "COMMANDLINE"])

@@ -1,17 +1,14 @@
-"""`terrazzo verdict RUN` and `terrazzo report RUN`"""
+"""`terrazzo verdict RUN`"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-__all__ = ["report", "verdict"]
+from terrazzo.cli.shared.arguments import Run
 
-Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder of a run, which log.folder names, or of tz.telemetry.attach.")
-]
+__all__ = ["verdict"]
 
 
 def verdict(run: Run, as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
@@ -19,7 +16,7 @@ def verdict(run: Run, as_json: Annotated[bool, typer.Option("--json", help="prin
 
     The run may go on meanwhile: what it has written so far counts. Tables of where the time of a step goes stand below.
     """
-    from terrazzo.cli.terminal import columns, say, say_json
+    from terrazzo.cli.shared.terminal import columns, say, say_json
     from terrazzo.errors import BadInput
     from terrazzo.telemetry import run_lines, steps_of, tables_of
     from terrazzo.train.look import verdict_on  # the trainer, which other verbs do without
@@ -33,20 +30,3 @@ def verdict(run: Run, as_json: Annotated[bool, typer.Option("--json", help="prin
     say(str(found), "bold")
     for table in tables_of(steps_of(run_lines(run))):
         say(f"\n{table.title}\n{columns([table.head, *table.rows], '<' + '>' * (len(table.head) - 1))}")
-
-
-def report(
-    run: Run,
-    against: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="another run: its loss is drawn too, and its settings compared")
-    ] = None,
-) -> None:
-    """Write report.html of a run from what it has written so far, and print its path.
-
-    One file without scripts, which needs no network: loss, seconds of each step by cause, exchanges, memory, ranks,
-    what was promised beside what was measured, plan and configuration. A run writes its own when it ends.
-    """
-    from terrazzo.cli.terminal import say
-    from terrazzo.train.look import page_on  # the trainer, which other verbs do without
-
-    say(str(page_on(run, against)))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from terrazzo.cli.verb import Verb
+from terrazzo.cli.shared.verb import Verb
 
 __all__ = ["checkpoint"]
 
@@ -33,9 +33,9 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show what a checkpoint holds, or which checkpoints are in a folder. Digests are not checked."""
-    from terrazzo.cli import checkpointing as verbs  # imports torch, which --help can do without
+    from terrazzo.cli.checkpoint.inspect import run  # imports torch, which --help can do without
 
-    verbs.inspect(path, tensors, as_json)
+    run(path, tensors, as_json)
 
 
 @checkpoint.command(cls=Verb)
@@ -49,9 +49,9 @@ def verify(
     Exit code 0: all is whole. 1: something is damaged. 2: nothing is, and something could not be verified: other
     formats hold no digests.
     """
-    from terrazzo.cli import checkpointing as verbs  # imports torch, which --help can do without
+    from terrazzo.cli.checkpoint.verify import run  # imports torch, which --help can do without
 
-    raise typer.Exit(verbs.verify(paths, threads, as_json))
+    raise typer.Exit(run(paths, threads, as_json))
 
 
 @checkpoint.command(cls=Verb)
@@ -68,9 +68,9 @@ def diff(
 
     Values are compared in the wider dtype. Exit code 0: equal. 1: different.
     """
-    from terrazzo.cli import checkpointing as verbs  # imports torch, which --help can do without
+    from terrazzo.cli.checkpoint.diff import run  # imports torch, which --help can do without
 
-    raise typer.Exit(verbs.diff((a, b), kind, show_all, as_json))
+    raise typer.Exit(run((a, b), kind, show_all, as_json))
 
 
 @checkpoint.command(cls=Verb)
@@ -84,10 +84,10 @@ def prune(  # structure: signature fixed by the command line
     as_json: AsJson = False,
 ) -> None:
     """Remove all checkpoints of a folder but those to keep. Damaged ones and those of other formats stay."""
-    from terrazzo.cli import checkpointing as verbs  # imports torch, which --help can do without
+    from terrazzo.cli.checkpoint.prune import run as remove  # imports torch, which --help can do without
 
     keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best, "run": run}
-    verbs.prune(folder, keep, dry_run, as_json)
+    remove(folder, keep, dry_run, as_json)
 
 
 @checkpoint.command(cls=Verb)
@@ -105,7 +105,7 @@ def convert(
     max_shard_size: Annotated[str | None, Option(help="hf: of a file, such as 500MB; default: 5GB")] = None,
 ) -> None:
     """Write a checkpoint of any format as one of Terrazzo, as a Hugging Face model folder, or for torch's DCP."""
-    from terrazzo.cli import checkpointing as verbs  # imports torch, which --help can do without
+    from terrazzo.cli.checkpoint.convert import run  # imports torch, which --help can do without
 
     given = {"--reference": reference, "--dtype": dtype, "--max-shard-size": max_shard_size}
-    verbs.convert(src, dst, to, {option: value for option, value in given.items() if value is not None})
+    run(src, dst, to, {option: value for option, value in given.items() if value is not None})

@@ -79,7 +79,7 @@ def init(  # structure: signature fixed by the command line
 
     terrazzo init mine.yaml --yes --model llama3-8b --gpu h100-sxm --ranks 8
     """
-    from terrazzo.cli.init_config import write  # imports the planner and the trainer
+    from terrazzo.cli.init.document import write  # imports the planner and the trainer
 
     given = {"goal": goal, "model": model, "data": data, "gpu": gpu, "ranks": ranks, "seq": seq}
     given |= {"global_batch": global_batch, "steps": steps}
@@ -90,7 +90,7 @@ def init(  # structure: signature fixed by the command line
 
 def _check_askable(given: Mapping[str, str | None], yes: bool) -> None:
     """Somebody is there to be asked, or nothing is left to ask."""
-    from terrazzo.cli.init_questions import QUESTIONS
+    from terrazzo.cli.init.questions import QUESTIONS
 
     missing = [question.flag for question in QUESTIONS if given[question.name] is None]
     if missing and not yes and not _can_ask():
@@ -115,7 +115,7 @@ def _free_file(file: Path, yes: bool, overwrite: bool) -> Path:
 
 def _answers(given: Mapping[str, str | None], yes: bool) -> dict[str, Any]:
     """What every question is answered with: as given, else its default, or else what is typed."""
-    from terrazzo.cli.init_questions import QUESTIONS
+    from terrazzo.cli.init.questions import QUESTIONS
 
     answers: dict[str, Any] = {}
     for question in QUESTIONS:

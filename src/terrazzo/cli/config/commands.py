@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from terrazzo.cli.verb import Verb
+from terrazzo.cli.shared.verb import Verb
 from terrazzo.errors import BadInput
 
 if TYPE_CHECKING:
@@ -66,11 +66,11 @@ def explain(  # structure: signature fixed by the command line
 
     --all adds what the library's defaults decide. --json has everything.
     """
-    from terrazzo.cli import config_text
+    from terrazzo.cli.config import text as shown
     from terrazzo.dialects.explain import explain as page_of
 
     page = page_of(_understand(file, name, _context(world, model, load_dtype, trainer, library)))
-    config_text.say_report(page) if as_json else config_text.say_page(str(file), page, everything=everything)
+    shown.say_report(page) if as_json else shown.say_page(str(file), page, everything=everything)
 
 
 @config.command(cls=Verb)
@@ -88,15 +88,15 @@ def check(  # structure: signature fixed by the command line
 
     Exit code 0: no errors, though there may be warnings. 1: errors.
     """
-    from terrazzo.cli import config_text
+    from terrazzo.cli.config import text as shown
     from terrazzo.dialects.check import check as findings_of
 
     understood = _understand(file, name, _context(world, model, load_dtype, trainer, library))
     findings = [*findings_of(understood), *_trainers_own(understood)]
     if as_json:
-        config_text.say_report({"file": str(file), "dialect": understood.dialect.name, "findings": findings})
+        shown.say_report({"file": str(file), "dialect": understood.dialect.name, "findings": findings})
     else:
-        config_text.say_findings(str(file), understood.dialect.title, findings)
+        shown.say_findings(str(file), understood.dialect.title, findings)
     raise typer.Exit(1 if any(finding.level == "error" for finding in findings) else 0)
 
 
@@ -125,8 +125,8 @@ def convert(  # structure: signature fixed by the command line
     -o the document is printed, and the report goes to standard error. Exit code 1: keys are refused, and nothing was
     written; --partial writes what is left.
     """
-    from terrazzo.cli import config_text
-    from terrazzo.cli.terminal import say
+    from terrazzo.cli.config import text as shown
+    from terrazzo.cli.shared.terminal import say
     from terrazzo.dialects.convert import convert as convert_to
     from terrazzo.dialects.registry import dialect
 
@@ -140,9 +140,9 @@ def convert(  # structure: signature fixed by the command line
     if written and out is not None:
         _write(out, text)
     if as_json:
-        config_text.say_report(config_text.as_json(str(file), conversion, understood.context, out if written else None))
+        shown.say_report(shown.as_json(str(file), conversion, understood.context, out if written else None))
     else:
-        config_text.say_conversion(str(file), conversion, understood.context, stderr=out is None)
+        shown.say_conversion(str(file), conversion, understood.context, stderr=out is None)
         if written:
             say(f"written: {out}") if out is not None else print(text, end="")
     raise typer.Exit(0 if written else 1)
@@ -162,7 +162,7 @@ def diff(  # structure: signature fixed by the command line
     as_json: AsJson = False,
 ) -> None:
     """Compare what two configurations mean, whatever their dialects. Exit code 0: the same. 1: different."""
-    from terrazzo.cli import config_text
+    from terrazzo.cli.config import text as shown
     from terrazzo.dialects.diff import compare
 
     context = _context(world, model, load_dtype, trainer, library)
@@ -173,9 +173,9 @@ def diff(  # structure: signature fixed by the command line
             "a": {"file": str(a), "dialect": one.dialect.name},
             "b": {"file": str(b), "dialect": other.dialect.name},
         }
-        config_text.say_report({**heads, "equal": not found, "differences": found})
+        shown.say_report({**heads, "equal": not found, "differences": found})
     else:
-        config_text.say_differences((str(a), one.dialect.title), (str(b), other.dialect.title), found)
+        shown.say_differences((str(a), one.dialect.title), (str(b), other.dialect.title), found)
     raise typer.Exit(1 if found else 0)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from terrazzo.cli import terminal
-from terrazzo.cli.terminal import say, say_json
+from terrazzo.cli.shared import terminal
+from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.dialects.convert import Conversion
 from terrazzo.dialects.description import shown
 from terrazzo.dialects.dialect import Context, Finding

@@ -9,7 +9,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from terrazzo.checkpoint.upkeep.compare import Difference
-from terrazzo.cli.terminal import columns, plain
+from terrazzo.cli.shared.terminal import columns, plain
 
 __all__ = ["differences_text", "inspect_text", "listing_text", "tensors_text"]
 

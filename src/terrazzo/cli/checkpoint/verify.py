@@ -1,0 +1,62 @@
+"""What `terrazzo checkpoint verify` does."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.filesize import decimal
+
+from terrazzo.checkpoint.upkeep import describe
+from terrazzo.checkpoint.upkeep.audit import open_audit
+from terrazzo.cli.checkpoint.progress import progress
+from terrazzo.cli.shared.terminal import say, say_json
+from terrazzo.errors import BadInput, Damaged
+
+__all__ = ["run"]
+
+EXIT_CODES = {"whole": 0, "not verified": 2, "damaged": 1}  # the last that applies is the command's
+
+
+def run(paths: Sequence[str], threads: int | None, as_json: bool) -> int:
+    """Recompute every digest; the exit code."""
+    found = [each for path in paths for each in describe.expand(path)]
+    results, start = [], time.perf_counter()
+    for path in found:
+        results.append(_verify(path, threads or len(os.sched_getaffinity(0))))
+        if not as_json:
+            _say_verified(results[-1])
+    seconds = time.perf_counter() - start
+    size_bytes = sum(result["size_bytes"] for result in results)
+    states = [state for state in EXIT_CODES if any(result["state"] == state for result in results)]
+    if as_json:
+        say_json({"checkpoints": results, "size_bytes": size_bytes, "seconds": seconds})
+    else:
+        counts = [f"{sum(result['state'] == state for result in results)} {state}" for state in states]
+        speed = f"{decimal(size_bytes)} in {seconds:.2f} s, {size_bytes / seconds / 1e9:.2f} GB/s"
+        say(f"{', '.join(counts)}: {speed}")
+    return EXIT_CODES[states[-1]]
+
+
+def _verify(path: str, threads: int) -> dict[str, Any]:
+    """What `verify` reports of one checkpoint."""
+    result: dict[str, Any] = {"path": path, "state": "whole", "problems": [], "size_bytes": 0}
+    try:
+        audit = open_audit(path)
+        with progress(path.rstrip("/").rpartition("/")[2], audit.size_bytes) as advance:
+            problems = audit.problems(threads, advance)
+        result["size_bytes"] = audit.size_bytes
+    except BadInput as error:
+        problems = [error]
+    if problems:
+        result["state"] = "damaged" if any(isinstance(each, Damaged) for each in problems) else "not verified"
+    return result | {"problems": [str(each) for each in problems]}
+
+
+def _say_verified(result: dict[str, Any]) -> None:
+    style = {"whole": "green", "damaged": "red"}.get(result["state"], "yellow")
+    say(f"{result['state']}: {result['path']}", style)
+    for problem in result["problems"]:
+        say(f"  {problem}")

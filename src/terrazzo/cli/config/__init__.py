@@ -1,0 +1,1 @@
+"""`terrazzo config VERB`: `commands` has the verbs, `text` what they print."""

@@ -1,0 +1,1 @@
+"""`terrazzo init`: `command` has its options, the other files what it asks and writes."""

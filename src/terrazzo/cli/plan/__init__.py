@@ -1,0 +1,1 @@
+"""`terrazzo plan`: `command` has its options, the other files what it does."""
