@@ -14,13 +14,13 @@ from functools import cache, partial
 from pathlib import Path
 
 from terrazzo.config import KEYS
-from terrazzo.dialects.convert import Conversion, convert
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.emit import to_text
-from terrazzo.dialects.precision_table import COLUMNS, costs, precisions
-from terrazzo.dialects.reader import flatten
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.understand import Understood, understand
+from terrazzo.dialects.verbs.convert import Conversion, convert
+from terrazzo.dialects.verbs.emit import to_text
+from terrazzo.dialects.verbs.precision_table import COLUMNS, costs, precisions
+from terrazzo.dialects.verbs.understand import Understood, understand
 from terrazzo.planner.model.loading import model_shape
 from tools.migration.fates import Fate, fates, in_yaml, spellings
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from terrazzo.dialects.convert import Conversion, convert_reading
-from terrazzo.dialects.description import Description, settings
-from terrazzo.dialects.dialect import Context, Finding, Reading
-from terrazzo.dialects.reader import flatten, split
+from terrazzo.dialects.core.description import Description, settings
+from terrazzo.dialects.core.dialect import Context, Finding, Reading
+from terrazzo.dialects.core.reader import flatten, split
+from terrazzo.dialects.core.verdict import Verdict
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.understand import read_document
-from terrazzo.dialects.verdict import Verdict
+from terrazzo.dialects.verbs.convert import Conversion, convert_reading
+from terrazzo.dialects.verbs.understand import read_document
 
 __all__ = ["assert_lossless", "converted", "described", "found", "inventory", "nested", "precision", "verdicts"]
 

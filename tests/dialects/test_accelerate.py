@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from terrazzo.dialects.accelerate import Accelerate
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import NO_CONTEXT, Context
-from terrazzo.dialects.verdict import Verdict
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context
+from terrazzo.dialects.core.verdict import Verdict
 from tests.dialects.peers import assert_lossless, converted, described
 from tests.helpers.launched import launched, plugin
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from terrazzo.dialects.accelerate import Accelerate
 from terrazzo.dialects.accelerate.keys import SECTIONS, TOP
-from terrazzo.dialects.description import PATHS
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.reader import flatten
+from terrazzo.dialects.core.description import PATHS
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.reader import flatten
 from tests.helpers.launched import has_plugin, launched, plugin
 
 DEEPSPEED, DYNAMO, FSDP, PARALLELISM = (

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from terrazzo.dialects.convert import convert_reading
-from terrazzo.dialects.description import DTYPES, Description
-from terrazzo.dialects.description import settings as settings_of
-from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Reading
-from terrazzo.dialects.emit import plain
-from terrazzo.dialects.explain import plan_words
-from terrazzo.dialects.keys import MISSING, row_of
-from terrazzo.dialects.reader import flatten
+from terrazzo.dialects.core.description import DTYPES, Description
+from terrazzo.dialects.core.description import settings as settings_of
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Reading
+from terrazzo.dialects.core.keys import MISSING, row_of
+from terrazzo.dialects.core.reader import flatten
+from terrazzo.dialects.core.verdict import KINDS
 from terrazzo.dialects.registry import NAMES, dialect
-from terrazzo.dialects.understand import read_document
-from terrazzo.dialects.verdict import KINDS
+from terrazzo.dialects.verbs.convert import convert_reading
+from terrazzo.dialects.verbs.emit import plain
+from terrazzo.dialects.verbs.explain import plan_words
+from terrazzo.dialects.verbs.understand import read_document
 from tests.dialects.samples import SAMPLES
 
 CONTEXTS = [NO_CONTEXT, Context(world=8, hidden_size=64, load_dtype="bf16", heads=4, layers=2, parameters=10**6)]
@@ -110,6 +110,9 @@ def test_whatever_is_in_a_document(name: str, data: st.DataObject) -> None:
     target = dialect(data.draw(st.sampled_from(NAMES)))
     conversion = convert_reading(dialect(name), reading, target, context)
     assert [verdict.key for verdict in conversion.verdicts] == [verdict.key for verdict in reading.verdicts]
+    for read, became in zip(reading.verdicts, conversion.verdicts, strict=True):
+        if target.name != name and read.kind in ("lossy", "refused"):
+            assert KINDS.index(became.kind) >= KINDS.index(read.kind), f"{became.key}: explained as {read.kind}"
     spoken = {verdict.key for verdict in target.write(reading.description, context).verdicts}
     assert spoken == {path for path, setting in settings_of(reading.description) if setting.is_set}
     if target.name == name and not conversion.refused:

@@ -9,23 +9,23 @@ import pytest
 import yaml
 
 from terrazzo.config.files import Loaded, parse
-from terrazzo.dialects.check import check
-from terrazzo.dialects.comments import place, take
-from terrazzo.dialects.convert import Conversion, convert_reading
-from terrazzo.dialects.description import PATHS, UNSET, Description, Extra, Setting, build
-from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Reading, Writing
-from terrazzo.dialects.diff import compare
-from terrazzo.dialects.draft import Draft
-from terrazzo.dialects.emit import to_text
-from terrazzo.dialects.explain import explain, plan_words
-from terrazzo.dialects.keys import matches
-from terrazzo.dialects.meaning import data_ranks, degrees, same
-from terrazzo.dialects.precision_table import costs, precisions
-from terrazzo.dialects.reader import Reader, derived, flatten, join, split
+from terrazzo.dialects.core.description import PATHS, UNSET, Description, Extra, Setting, build
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Reading, Writing
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.keys import matches
+from terrazzo.dialects.core.meaning import data_ranks, degrees, same
+from terrazzo.dialects.core.reader import Reader, derived, flatten, join, split
+from terrazzo.dialects.core.verdict import Verdict, worst
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.terrazzo.dialect import Terrazzo
-from terrazzo.dialects.understand import Understood, read_document, understand
-from terrazzo.dialects.verdict import Verdict, worst
+from terrazzo.dialects.verbs.check import check
+from terrazzo.dialects.verbs.comments import place, take
+from terrazzo.dialects.verbs.convert import Conversion, convert_reading
+from terrazzo.dialects.verbs.diff import compare
+from terrazzo.dialects.verbs.emit import to_text
+from terrazzo.dialects.verbs.explain import explain, plan_words
+from terrazzo.dialects.verbs.precision_table import costs, precisions
+from terrazzo.dialects.verbs.understand import Understood, read_document, understand
 from terrazzo.engine import Plan
 
 HUB = Terrazzo()
@@ -49,8 +49,8 @@ class Toy(Dialect):
         if clip.value == "auto":
             reader.say("clip", "defaulted", "auto is 1.0 here")
             clip = Setting(1.0, "auto", "clip")
-        reader.keep("verbose", "how much is printed", harmless=True)
-        reader.keep("magic", "nothing else does magic", refused=True)
+        reader.keep("verbose", "how much is printed", loss="harmless")
+        reader.keep("magic", "nothing else does magic", loss="refused")
         given: dict[str, Setting[Any]] = {"training.clip": clip}
         if lr.value is not None:
             given["optimizer.lr"] = lr

@@ -12,16 +12,16 @@ import pytest
 
 from terrazzo.config import config_from_dict
 from terrazzo.config.files import Loaded, parse
-from terrazzo.dialects.convert import Conversion, convert_reading
-from terrazzo.dialects.description import Description, inactive
-from terrazzo.dialects.description import settings as settings_of
-from terrazzo.dialects.dialect import Context, Dialect, Reading
-from terrazzo.dialects.emit import to_text
-from terrazzo.dialects.meaning import agree
-from terrazzo.dialects.reader import flatten, split
+from terrazzo.dialects.core.description import Description, inactive
+from terrazzo.dialects.core.description import settings as settings_of
+from terrazzo.dialects.core.dialect import Context, Dialect, Reading
+from terrazzo.dialects.core.meaning import agree
+from terrazzo.dialects.core.reader import flatten, split
+from terrazzo.dialects.core.verdict import Verdict
 from terrazzo.dialects.registry import NAMES, dialect
-from terrazzo.dialects.understand import read_document
-from terrazzo.dialects.verdict import Verdict
+from terrazzo.dialects.verbs.convert import Conversion, convert_reading
+from terrazzo.dialects.verbs.emit import to_text
+from terrazzo.dialects.verbs.understand import read_document
 from tests.dialects.samples import SAMPLES
 
 CONTEXT = Context(world=8, hidden_size=64)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from terrazzo.dialects.core.description import LOADED, Description
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context
+from terrazzo.dialects.core.verdict import Verdict
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.deepspeed.keys import TABLE
-from terrazzo.dialects.description import LOADED, Description
-from terrazzo.dialects.dialect import NO_CONTEXT, Context
-from terrazzo.dialects.verdict import Verdict
 from tests.dialects.peers import assert_lossless
 
 DIALECT = DeepSpeed()

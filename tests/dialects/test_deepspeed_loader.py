@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from terrazzo.dialects.core.description import PATHS
+from terrazzo.dialects.core.dialect import Context, Reading
+from terrazzo.dialects.core.keys import ANY, LIST, SWITCH
+from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.deepspeed.keys import ALIASES, STRICT, TABLE
-from terrazzo.dialects.description import PATHS
-from terrazzo.dialects.dialect import Context, Reading
-from terrazzo.dialects.keys import ANY, LIST, SWITCH
-from terrazzo.dialects.reader import flatten
 
 pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context
+from terrazzo.dialects.core.verdict import Verdict
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.deepspeed.versions import REMOVED
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import NO_CONTEXT, Context
-from terrazzo.dialects.verdict import Verdict
 
 DIALECT = DeepSpeed()
 SIZE = {"train_micro_batch_size_per_gpu": 1}
@@ -215,19 +215,23 @@ def test_bucket_sizes_are_elements_and_no_units() -> None:
     found = read(zero(3, reduce_bucket_size=1e6))
     assert not found["units.min_numel"].is_set
     (extra,) = found.extras
-    assert (extra.key, extra.harmless, "elements" in extra.why) == ("zero_optimization.reduce_bucket_size", True, True)
+    assert (extra.key, extra.loss, "elements" in extra.why) == (
+        "zero_optimization.reduce_bucket_size",
+        "harmless",
+        True,
+    )
 
 
 def test_division_and_quantisation_are_not_lost_in_silence() -> None:
     document = {"gradient_predivide_factor": 2.0} | zero(3, zero_quantized_gradients=True, contiguous_gradients=False)
-    kinds = {extra.key: (extra.harmless, extra.refused) for extra in read(document).extras}
+    kinds = {extra.key: extra.loss for extra in read(document).extras}
     assert kinds == {
-        "gradient_predivide_factor": (False, False),
-        "zero_optimization.zero_quantized_gradients": (False, True),
-        "zero_optimization.contiguous_gradients": (True, False),
+        "gradient_predivide_factor": "lossy",
+        "zero_optimization.zero_quantized_gradients": "refused",
+        "zero_optimization.contiguous_gradients": "harmless",
     }
     off = read(zero(3, zero_quantized_gradients=False)).extras[0]
-    assert off.harmless
+    assert off.loss == "harmless"
 
 
 @pytest.mark.parametrize(

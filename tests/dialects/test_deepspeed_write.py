@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from terrazzo.dialects.core.description import PATHS, Description, inactive
+from terrazzo.dialects.core.dialect import Context, Writing
 from terrazzo.dialects.deepspeed import DeepSpeed
-from terrazzo.dialects.description import PATHS, Description, inactive
-from terrazzo.dialects.dialect import Context, Writing
 from tests.helpers.neutral import described, descriptions
 
 DIALECT = DeepSpeed()

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
+from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.fsdp2.keys import KEYS
-from terrazzo.dialects.keys import matches
 from terrazzo.dialects.registry import dialect
 from tests.dialects.peers import assert_lossless, converted, described, found, inventory, nested, precision, verdicts
 from tests.helpers.fake import fake_group

@@ -12,11 +12,11 @@ from pydantic import ValidationError
 
 from terrazzo.config import KEYS, Config, config_from_dict
 from terrazzo.config.files import load
-from terrazzo.dialects.description import Description, Setting, build, settings
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.reader import flatten
+from terrazzo.dialects.core.description import Description, Setting, build, settings
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.terrazzo.dialect import Terrazzo
-from terrazzo.dialects.understand import read_document
+from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.plan import place
 from terrazzo.errors import BadInput

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.dialects.keys import matches
+from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, NAMED, SHARED, TRAINER
 from terrazzo.dialects.lightning.precision import WORDS
 from terrazzo.dialects.lightning.read_strategy import strategy_document

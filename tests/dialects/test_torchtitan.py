@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from terrazzo.dialects.convert import convert_reading
-from terrazzo.dialects.description import Setting, build
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.keys import matches
+from terrazzo.dialects.core.description import Setting, build
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.torchtitan.keys import KEYS
-from terrazzo.dialects.understand import read_document
+from terrazzo.dialects.verbs.convert import convert_reading
+from terrazzo.dialects.verbs.understand import read_document
 from tests.dialects.peers import (
     assert_lossless,
     converted,

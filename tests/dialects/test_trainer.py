@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from terrazzo.dialects.description import settings
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.keys import matches
+from terrazzo.dialects.core.description import settings
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS
 from tests.dialects.peers import (

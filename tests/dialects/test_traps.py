@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from terrazzo.dialects.convert import Conversion, convert_reading
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import Context
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.understand import read_document
+from terrazzo.dialects.verbs.convert import Conversion, convert_reading
+from terrazzo.dialects.verbs.understand import read_document
 
 
 def described(name: str, document: dict[str, Any], **context: Any) -> Description:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from terrazzo.config.files import Loaded
-from terrazzo.dialects.check import check
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.reader import flatten
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.registry import NAMES, dialect
-from terrazzo.dialects.understand import Understood, read_document
+from terrazzo.dialects.verbs.check import check
+from terrazzo.dialects.verbs.understand import Understood, read_document
 from tests.dialects.samples import SAMPLES
 from tests.dialects.test_traps import converted, described, fsdp
 

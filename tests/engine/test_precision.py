@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from terrazzo.config import config_from_dict
-from terrazzo.dialects.dialect import NO_CONTEXT
+from terrazzo.dialects.core.dialect import NO_CONTEXT
 from terrazzo.dialects.terrazzo.read import read
 from terrazzo.engine.plan.precision import PRECISION_SPELLINGS, PRECISIONS, LossScaling, Precision
 from terrazzo.errors import BadInput

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from terrazzo.dialects.description import Description, Setting, build
+from terrazzo.dialects.core.description import Description, Setting, build
 from terrazzo.engine import LossScaling, Plan
 
 ROWS = ("zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz")

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from terrazzo.dialects.description import LOADED, Description, Extra, Setting, build
-from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.core.description import LOADED, Description, Extra, Setting, build
+from terrazzo.dialects.core.dialect import Context
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.offload.topology import ranks_here
@@ -195,8 +195,8 @@ def test_what_cannot_be_done_is_refused(given: dict[str, Any], word: str) -> Non
 
 def test_extras_that_change_the_numbers_are_refused() -> None:
     with pytest.raises(BadInput, match=r"quantized.*in int8"):
-        made(Extra("quantized", True, "weights are gathered in int8", refused=True))
-    assert made(Extra("steps_per_print", 10, harmless=True)).plan.name == "zero3"
+        made(Extra("quantized", True, "weights are gathered in int8", loss="refused"))
+    assert made(Extra("steps_per_print", 10, loss="harmless")).plan.name == "zero3"
 
 
 def test_activation_checkpointing() -> None:

@@ -25,10 +25,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-# The same inside three packages: folders, modules that are in none as CORE, "" for `__init__`.
+# The same inside four packages: folders, modules that are in none as CORE, "" for `__init__`.
 CORE = "(core)"
 INNER_LAYERS = {
     "checkpoint": ("format", "storage", CORE, "importers", "saving", "loading", "exporters", "upkeep", ""),
+    "dialects": (
+        *("core", "shared", "deepspeed", "fsdp1", "nested"),
+        *("accelerate", "fsdp2", "lightning", "terrazzo", "torchtitan", "trainer", "registry", "verbs", ""),
+    ),
     "engine": (
         *("runtime", "links", "plan", "buckets", "schedule", "loop", "optim", "offload", "paper", "model", "states"),
         *("border", "sharding", ""),
@@ -117,17 +121,21 @@ def _check_faces(modules: dict[str, Module]) -> Iterator[Finding]:
                 yield Finding(module.path, line, text)
 
 
+_FOR_ALL = ("core", "shared", "verbs")
+"""Folders of `dialects` that are no dialect."""
+
+
 def _check_dialects(modules: dict[str, Module]) -> Iterator[Finding]:
-    """No dialect imports another: what two share lies beside their folders, and what carries another's document asks
+    """No dialect imports another: what two share lies in `shared`, and what carries another's document asks
     `dialects.nested` for it.
     """
     folders = {name for name, module in modules.items() if module.part == "dialects" and name.count(".") == 2}
-    folders = {name for name in folders if modules[name].is_folder}
+    folders = {name for name in folders if modules[name].is_folder and name.rpartition(".")[2] not in _FOR_ALL}
     for name, module in modules.items():
         own = next((folder for folder in folders if below(name, folder)), None)
         for line, target in imports_of(module, modules) if own else ():
             if not below(target, own) and any(below(target, folder) for folder in folders):
-                text = f"'{target}' is another dialect: move what both need beside the folders, or ask dialects.nested"
+                text = f"'{target}' is another dialect: move what both need to dialects/shared, or ask dialects.nested"
                 yield Finding(module.path, line, text)
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import yaml
 
-from terrazzo.dialects.convert import convert_reading
+from terrazzo.dialects.core.description import settings
+from terrazzo.dialects.core.dialect import Context, Reading
+from terrazzo.dialects.core.reader import flatten, split
 from terrazzo.dialects.deepspeed.keys import ALIASES
-from terrazzo.dialects.description import settings
-from terrazzo.dialects.dialect import Context, Reading
-from terrazzo.dialects.reader import flatten, split
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.trainer.keys import ALIASES as FIELDS_OF_BEFORE
-from terrazzo.dialects.understand import read_document
+from terrazzo.dialects.verbs.convert import convert_reading
+from terrazzo.dialects.verbs.understand import read_document
 from tools.migration.examples import BESIDE, CONCRETE, VALUES
 
 __all__ = ["ELSEWHERE", "Fate", "fates", "in_yaml", "spellings"]
@@ -99,7 +99,7 @@ def _fate(name: str, key: str) -> Fate:
 def _tells(key: str, reading: Reading, plain: list[Any]) -> bool:
     """Whether a value changes a setting, or is something that no other dialect has."""
     grave = any(_is(each.key, key) and each.kind in ("refused", "lossy") for each in reading.verdicts)
-    own = any(_is(extra.key, key) and not extra.harmless for extra in reading.description.extras)
+    own = any(_is(extra.key, key) and extra.loss != "harmless" for extra in reading.description.extras)
     return grave or own or _values(reading) != plain
 
 

@@ -2,7 +2,9 @@
 
 Open to other packages:
 
-    accelerate.launched, deepspeed.keys                             what doors for these libraries read besides a file
-    check, convert, diff, emit, explain, precision_table, verdict   the verbs of the command line
-    description, dialect, meaning, registry, understand             from a file to its meaning
+    accelerate.launched, deepspeed.keys   what doors for these libraries read besides a file
+    core, registry                        what a dialect is made of; which there are
+    verbs                                 what is done with a configuration, from a file to its meaning on
+
+Every dialect has a folder. What several of them share is in `shared`, and a document inside another's in `nested`.
 """

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.config.files import load
+from terrazzo.dialects.core.description import Extra, Setting, keys_in, settings
+from terrazzo.dialects.core.dialect import Context, Dialect, Document, Finding, Reading
+from terrazzo.dialects.core.verdict import Verdict, worst
 from terrazzo.dialects.deepspeed import DeepSpeed
-from terrazzo.dialects.description import Extra, Setting, keys_in, settings
-from terrazzo.dialects.dialect import Context, Dialect, Document, Finding, Reading
 from terrazzo.dialects.fsdp1 import FSDP1
-from terrazzo.dialects.verdict import Verdict, worst
 from terrazzo.errors import BadInput
 
 __all__ = ["DEEPSPEED", "FSDP_STRATEGY", "Nested", "keyed", "load_named", "merge", "placed", "read_nested"]

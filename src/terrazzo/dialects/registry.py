@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from terrazzo.dialects.dialect import Dialect, Document
+from terrazzo.dialects.core.dialect import Dialect, Document
 from terrazzo.errors import BadInput, did_you_mean, listed
 
 __all__ = ["NAMES", "dialect", "recognise"]

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.dialects.description import LOADED, Description, Setting
-from terrazzo.dialects.meaning import degrees
+from terrazzo.dialects.core.description import LOADED, Description, Setting
+from terrazzo.dialects.core.meaning import degrees
 from terrazzo.engine import (
     DTYPES,
     LossScaling,
@@ -206,7 +206,7 @@ def _name(description: Description, path: str) -> str:
 
 def _check_extras(description: Description) -> None:
     for extra in description.extras:
-        if extra.refused:
+        if extra.loss == "refused":
             raise BadInput(f"{extra.key} is {extra.value!r}: {extra.why or 'Terrazzo has no such setting'}. Remove it.")
 
 

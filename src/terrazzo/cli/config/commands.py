@@ -11,9 +11,9 @@ from terrazzo.cli.shared.verb import Verb
 from terrazzo.errors import BadInput
 
 if TYPE_CHECKING:
-    from terrazzo.dialects.convert import Conversion
-    from terrazzo.dialects.dialect import Context, Finding
-    from terrazzo.dialects.understand import Understood
+    from terrazzo.dialects.verbs.convert import Conversion
+    from terrazzo.dialects.core.dialect import Context, Finding
+    from terrazzo.dialects.verbs.understand import Understood
 
 __all__ = ["config"]
 
@@ -67,7 +67,7 @@ def explain(  # structure: signature fixed by the command line
     --all adds what the library's defaults decide. --json has everything.
     """
     from terrazzo.cli.config import text as shown
-    from terrazzo.dialects.explain import explain as page_of
+    from terrazzo.dialects.verbs.explain import explain as page_of
 
     page = page_of(_understand(file, name, _context(world, model, load_dtype, trainer, library)))
     shown.say_report(page) if as_json else shown.say_page(str(file), page, everything=everything)
@@ -89,7 +89,7 @@ def check(  # structure: signature fixed by the command line
     Exit code 0: no errors, though there may be warnings. 1: errors.
     """
     from terrazzo.cli.config import text as shown
-    from terrazzo.dialects.check import check as findings_of
+    from terrazzo.dialects.verbs.check import check as findings_of
 
     understood = _understand(file, name, _context(world, model, load_dtype, trainer, library))
     findings = [*findings_of(understood), *_trainers_own(understood)]
@@ -127,7 +127,7 @@ def convert(  # structure: signature fixed by the command line
     """
     from terrazzo.cli.config import text as shown
     from terrazzo.cli.shared.terminal import say
-    from terrazzo.dialects.convert import convert as convert_to
+    from terrazzo.dialects.verbs.convert import convert as convert_to
     from terrazzo.dialects.registry import dialect
 
     target = dialect(to)
@@ -163,7 +163,7 @@ def diff(  # structure: signature fixed by the command line
 ) -> None:
     """Compare what two configurations mean, whatever their dialects. Exit code 0: the same. 1: different."""
     from terrazzo.cli.config import text as shown
-    from terrazzo.dialects.diff import compare
+    from terrazzo.dialects.verbs.diff import compare
 
     context = _context(world, model, load_dtype, trainer, library)
     one, other = _understand(a, from_a, context), _understand(b, from_b, context)
@@ -183,7 +183,7 @@ def diff(  # structure: signature fixed by the command line
 
 
 def _understand(file: Path, name: str | None, context: Context) -> Understood:
-    from terrazzo.dialects.understand import understand
+    from terrazzo.dialects.verbs.understand import understand
 
     return understand(file, name, context)
 
@@ -192,7 +192,7 @@ def _context(
     world: int | None, model: str | None, load_dtype: str | None, trainer: Path | None, library: list[str] | None
 ) -> Context:
     from terrazzo.config.files import load
-    from terrazzo.dialects.dialect import Context
+    from terrazzo.dialects.core.dialect import Context
     from terrazzo.engine import dtype_named
 
     load_dtype = None if load_dtype is None else dtype_named(load_dtype)
@@ -242,7 +242,7 @@ def _trainers_own(understood: Understood) -> list[Finding]:
     if understood.dialect.name != "terrazzo":
         return []
     from terrazzo.config import config_from_dict
-    from terrazzo.dialects.dialect import Finding
+    from terrazzo.dialects.core.dialect import Finding
 
     try:
         config_from_dict(understood.loaded.document, origin="`terrazzo train`")
@@ -263,7 +263,7 @@ def _check_out(out: Path) -> None:
 
 
 def _text(conversion: Conversion, understood: Understood, out: Path | None) -> str:
-    from terrazzo.dialects.emit import to_text
+    from terrazzo.dialects.verbs.emit import to_text
 
     suffix = (out.suffix.lower() if out is not None else "") or conversion.target.suffix
     return to_text(conversion.document, "json" if suffix == ".json" else "yaml", understood.loaded, conversion.verdicts)

@@ -8,14 +8,14 @@ from typing import Any
 
 from terrazzo.cli.shared import terminal
 from terrazzo.cli.shared.terminal import say, say_json
-from terrazzo.dialects.convert import Conversion
-from terrazzo.dialects.description import shown
-from terrazzo.dialects.dialect import Context, Finding
-from terrazzo.dialects.diff import Difference
-from terrazzo.dialects.emit import plain
-from terrazzo.dialects.explain import Option, Page, origin_words
-from terrazzo.dialects.precision_table import COLUMNS, Cost, costs, precisions
-from terrazzo.dialects.verdict import KINDS, Verdict
+from terrazzo.dialects.verbs.convert import Conversion
+from terrazzo.dialects.core.description import shown
+from terrazzo.dialects.core.dialect import Context, Finding
+from terrazzo.dialects.verbs.diff import Difference
+from terrazzo.dialects.verbs.emit import plain
+from terrazzo.dialects.verbs.explain import Option, Page, origin_words
+from terrazzo.dialects.verbs.precision_table import COLUMNS, Cost, costs, precisions
+from terrazzo.dialects.core.verdict import KINDS, LOST, Verdict
 from terrazzo.errors import printable
 from terrazzo.files import GIB
 
@@ -48,8 +48,8 @@ def say_page(file: str, page: Page, *, everything: bool) -> None:
     else:
         say(f"\n{len(default)} more by default, {len(page.left)} left to code: --all lists them")
     if page.own:
-        rows = [[extra.key, _cell(extra.value), extra.why] for extra in page.own]
-        say(f"\nonly {page.title} has these:\n" + _columns(rows))
+        rows = [[LOST[extra.loss], extra.key, _cell(extra.value), extra.why] for extra in page.own]
+        say(f"\nonly {page.title} has these; in another dialect they are:\n" + _columns(rows))
     if page.unsettled:
         say("\nkeys that are not taken as they stand:")
         _say_verdicts(page.unsettled, stderr=False)

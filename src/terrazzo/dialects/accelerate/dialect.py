@@ -8,8 +8,8 @@ from terrazzo.dialects.accelerate.findings import findings
 from terrazzo.dialects.accelerate.keys import KEYS, canonical_key
 from terrazzo.dialects.accelerate.read import read
 from terrazzo.dialects.accelerate.write import write
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
 
 __all__ = ["Accelerate"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import FILE
 from terrazzo.dialects.accelerate.source import Source
-from terrazzo.dialects.accelerate_words import AXES
-from terrazzo.dialects.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.core.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.shared.accelerate import AXES
 
 __all__ = ["findings"]
 

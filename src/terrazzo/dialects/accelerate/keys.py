@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from terrazzo.dialects.deepspeed_words import DEVICE
-from terrazzo.dialects.fsdp_words import MIN_NUMEL, VERSION
-from terrazzo.dialects.fsdp_words import STRATEGIES as FSDP_STRATEGIES
-from terrazzo.dialects.keys import ANY, SWITCH, TEXT, Key, Rows, Type, number, section, whole, words
+from terrazzo.dialects.core.keys import ANY, SWITCH, TEXT, Key, Rows, Type, number, section, whole, words
+from terrazzo.dialects.shared.deepspeed import DEVICE
+from terrazzo.dialects.shared.fsdp import MIN_NUMEL, VERSION
+from terrazzo.dialects.shared.fsdp import STRATEGIES as FSDP_STRATEGIES
 
 __all__ = ["GHOSTS", "KEYS", "SECTIONS", "STRATEGIES", "TOP", "TYPES", "canonical_key"]
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from terrazzo.dialects.accelerate_words import AXES
-from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.core.dialect import Context
 from terrazzo.dialects.nested import load_named
+from terrazzo.dialects.shared.accelerate import AXES
 from terrazzo.errors import BadInput
 
 __all__ = [

@@ -9,11 +9,11 @@ from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import read_deepspeed
 from terrazzo.dialects.accelerate.read_fsdp import VERSION, read_fsdp, read_mesh
 from terrazzo.dialects.accelerate.source import Source
-from terrazzo.dialects.accelerate_words import stack_precision
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.dialect import Context, Document, Reading
-from terrazzo.dialects.fsdp_words import offload
-from terrazzo.dialects.rows import row_settings
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.shared.accelerate import stack_precision
+from terrazzo.dialects.shared.fsdp import offload
+from terrazzo.dialects.shared.rows import row_settings
 
 __all__ = ["read"]
 
@@ -61,7 +61,7 @@ def _world(source: Source) -> Settings:
     if ranks.value > 0:
         return given | {"mesh.world": ranks}
     if ranks.origin == "file":
-        source.keep("num_processes", "the command line says how many", harmless=True)
+        source.keep("num_processes", "the command line says how many", loss="harmless")
     return given
 
 

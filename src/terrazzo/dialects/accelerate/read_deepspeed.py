@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.accelerate.source import Source
-from terrazzo.dialects.description import Setting, Settings, settings
-from terrazzo.dialects.dialect import Context, Reading
+from terrazzo.dialects.core.description import Setting, Settings, settings
+from terrazzo.dialects.core.dialect import Context, Reading
 from terrazzo.dialects.nested import DEEPSPEED, load_named, read_nested
 from terrazzo.errors import listed
 
@@ -62,7 +62,7 @@ def _from_file(source: Source, name: str, context: Context) -> Settings:
     verdict = nested.verdicts[0] if nested.verdicts else None
     if verdict is not None:
         source.say(FILE, verdict.kind, verdict.why)
-    alone = [extra.key.removeprefix(f"{FILE}.") for extra in nested.extras if not extra.harmless]
+    alone = [extra.key.removeprefix(f"{FILE}.") for extra in nested.extras if extra.loss != "harmless"]
     if alone and (verdict is None or verdict.kind != "refused"):
         source.say(FILE, "lossy", f"DeepSpeed alone has {listed(alone, 8)}, which that file says")
     source.keep_as(FILE, name, "the name of the file")

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.accelerate.source import Source
-from terrazzo.dialects.accelerate_words import AXES
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.fsdp_words import offload
-from terrazzo.dialects.reader import derived
-from terrazzo.dialects.rows import ALONE_WORDS, HYBRID, alone, row_settings
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.reader import derived
+from terrazzo.dialects.shared.accelerate import AXES
+from terrazzo.dialects.shared.fsdp import offload
+from terrazzo.dialects.shared.rows import ALONE_WORDS, HYBRID, alone, row_settings
 
 __all__ = ["VERSION", "read_fsdp", "read_mesh"]
 
@@ -100,7 +100,7 @@ def _units(source: Source) -> Settings:
     size = source.take(f"{_F}min_num_params")
     for setting, wanted in ((classes, "classes"), (size, "min_numel")):
         if policy.value != wanted and setting.origin == "file" and setting.value:
-            source.keep(setting.key, "fsdp_auto_wrap_policy does not look at it", harmless=True)
+            source.keep(setting.key, "fsdp_auto_wrap_policy does not look at it", loss="harmless")
     if policy.value == "min_numel":
         return {"units.policy": policy, "units.min_numel": size}
     if policy.value != "classes" or not classes.value:
@@ -147,12 +147,12 @@ def _loading(source: Source, version: int) -> Settings:
     sent = source.take(f"{_F}sync_module_states")
     if version == 2:
         if sent.origin == "file":
-            source.keep(sent.key, "version 2 needs no such key", harmless=True)
+            source.keep(sent.key, "version 2 needs no such key", loss="harmless")
         sent = Setting(low.value, "derived")
     source.take(f"{_F}use_orig_params")
     key = source.spelled(f"{_F}use_orig_params")
     if key in source.verdicts and source.verdicts[key].kind == "applied":
-        source.keep(key, "parameters keep their names everywhere else", harmless=True)
+        source.keep(key, "parameters keep their names everywhere else", loss="harmless")
     ignored = source.take(f"{_F}ignored_modules")
     units = {"units.ignored": ignored} if ignored.value is not None else {}
     return {"loading.low_memory": low, "loading.broadcast": sent, **units}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.accelerate.keys import GHOSTS, KEYS, SECTIONS, TOP, canonical_key
-from terrazzo.dialects.description import Setting
-from terrazzo.dialects.dialect import Context, Document
-from terrazzo.dialects.keys import Type, row_of
-from terrazzo.dialects.reader import Reader
+from terrazzo.dialects.core.description import Setting
+from terrazzo.dialects.core.dialect import Context, Document
+from terrazzo.dialects.core.keys import Type, row_of
+from terrazzo.dialects.core.reader import Reader
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Source"]
@@ -46,10 +46,10 @@ class Source(Reader):
             name = canonical_key(key)
             row = row_of(KEYS, name)
             if self.flat[key] in (None, {}) and (name in KEYS or key in SECTIONS or key == "megatron_lm_config"):
-                self.keep(key, "it says nothing: the default holds", harmless=True)
+                self.keep(key, "it says nothing: the default holds", loss="harmless")
             elif row is not None:
                 lossy = fp8 and row.keep == "lossy"
-                self.keep(key, row.why if lossy else row.meaning, harmless=not lossy)
+                self.keep(key, row.why if lossy else row.meaning, loss="lossy" if lossy else "harmless")
             else:
                 self.refuse(key, self._stranger(key))
         for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:

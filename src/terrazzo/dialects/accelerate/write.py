@@ -5,10 +5,10 @@ from __future__ import annotations
 from terrazzo.dialects.accelerate.write_engines import write_deepspeed, write_replicas
 from terrazzo.dialects.accelerate.write_fsdp import write_fsdp
 from terrazzo.dialects.accelerate.write_own import write_own
-from terrazzo.dialects.description import SHARDING, TIERS, Description
-from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import leave_to_loop
+from terrazzo.dialects.core.description import SHARDING, TIERS, Description
+from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.shared.fsdp import leave_to_loop
 
 __all__ = ["write"]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.accelerate_words import AUTOCAST
-from terrazzo.dialects.deepspeed_words import BY_PARAMETER, KEPT_WHOLE, STAGES, write_grad
-from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING, TIERS
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.meaning import NVME_ONLY, ON_CPU, TWO_AXES, tier_and_share
+from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING, TIERS
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU, TWO_AXES, tier_and_share
+from terrazzo.dialects.shared.accelerate import AUTOCAST
+from terrazzo.dialects.shared.deepspeed import BY_PARAMETER, KEPT_WHOLE, STAGES, write_grad
 
 __all__ = ["write_autocast", "write_deepspeed", "write_precision", "write_replicas"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from terrazzo.dialects.accelerate.keys import STRATEGIES
 from terrazzo.dialects.accelerate.write_engines import write_autocast, write_precision
-from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import write_offload
-from terrazzo.dialects.meaning import left
-from terrazzo.dialects.rows import HYBRID_ROWS, nearest_row, shard_ranks
+from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.meaning import left
+from terrazzo.dialects.shared.fsdp import write_offload
+from terrazzo.dialects.shared.rows import HYBRID_ROWS, nearest_row, shard_ranks
 
 __all__ = ["write_fsdp"]
 

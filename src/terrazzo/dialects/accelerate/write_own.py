@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from terrazzo.dialects.accelerate.keys import canonical_key
-from terrazzo.dialects.accelerate_words import AXES
-from terrazzo.dialects.deepspeed_words import STAGES
-from terrazzo.dialects.description import Description, settings
-from terrazzo.dialects.dialect import Writing
-from terrazzo.dialects.draft import Draft
+from terrazzo.dialects.core.description import Description, settings
+from terrazzo.dialects.core.dialect import Writing
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.shared.accelerate import AXES
+from terrazzo.dialects.shared.deepspeed import STAGES
 
 __all__ = ["write_own"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.core.dialect import Context
 
 __all__ = ["AUTO", "LITERAL", "Auto", "resolve"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
 from terrazzo.dialects.deepspeed.findings import findings
 from terrazzo.dialects.deepspeed.keys import KEYS
 from terrazzo.dialects.deepspeed.read import read
 from terrazzo.dialects.deepspeed.write import write
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
 
 __all__ = ["DeepSpeed"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.verdict import Kind
 from terrazzo.dialects.deepspeed.auto import AUTO
 from terrazzo.dialects.deepspeed.keys import TABLE
 from terrazzo.dialects.deepspeed.versions import LAST, default_of
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.draft import Draft
-from terrazzo.dialects.verdict import Kind
 
 __all__ = ["DeepSpeedDraft"]
 

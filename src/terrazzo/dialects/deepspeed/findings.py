@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from terrazzo.dialects.core.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.read_precision import DTYPE_WORDS
 from terrazzo.dialects.deepspeed.read_zero import OLD_OFFLOAD
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED, in_words
-from terrazzo.dialects.dialect import Context, Document, Finding, Reading
-from terrazzo.dialects.keys import MISSING, number
 from terrazzo.errors import listed
 
 __all__ = ["findings"]

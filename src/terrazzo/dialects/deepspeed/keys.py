@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from terrazzo.dialects.core.keys import ANY, Key
 from terrazzo.dialects.deepspeed.keys_core import CORE_ROWS, OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.keys_tools import TOOL_ROWS
 from terrazzo.dialects.deepspeed.keys_zero import ZERO_ROWS
 from terrazzo.dialects.deepspeed.versions import REMOVED
-from terrazzo.dialects.keys import ANY, Key
 
 __all__ = [
     "ALIASES",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.keys import ANY, LIST, SWITCH, TEXT, Key, number, section, whole
+from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, TEXT, Key, number, section, whole
 
 __all__ = ["CORE_ROWS", "OPTIMIZER_DEFAULTS", "OPTIMIZER_PARAMS", "SCHEDULER_PARAMS"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.keys import ANY, LIST, SWITCH, TEXT, Keep, Key, number, section, whole
+from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, TEXT, Keep, Key, number, section, whole
 
 __all__ = ["TOOL_ROWS"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from terrazzo.dialects.deepspeed_words import DEVICE
-from terrazzo.dialects.keys import ANY, LIST, SWITCH, TEXT, Key, number, section, whole
+from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, TEXT, Key, number, section, whole
+from terrazzo.dialects.shared.deepspeed import DEVICE
 
 __all__ = ["ZERO_ROWS"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from terrazzo.dialects.core.description import UNSET, Setting, Settings
+from terrazzo.dialects.core.dialect import Context, Document, Reading
 from terrazzo.dialects.deepspeed.keys import KEYS
 from terrazzo.dialects.deepspeed.read_precision import read_precision
 from terrazzo.dialects.deepspeed.read_schedule import read_schedule
@@ -17,8 +19,6 @@ from terrazzo.dialects.deepspeed.read_zero import (
     stage_of,
 )
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.description import UNSET, Setting, Settings
-from terrazzo.dialects.dialect import Context, Document, Reading
 
 __all__ = ["read"]
 

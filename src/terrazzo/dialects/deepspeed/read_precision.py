@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED, Setting, Settings
+from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.deepspeed.source import Source
-from terrazzo.dialects.description import EVERY_DTYPE, LOADED, Setting, Settings
-from terrazzo.dialects.reader import derived
 from terrazzo.engine import LossScaling
 
 __all__ = ["DTYPE_WORDS", "read_precision"]

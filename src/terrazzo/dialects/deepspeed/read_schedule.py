@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import STRICT_WARMUP
-from terrazzo.dialects.description import Setting, Settings
 from terrazzo.errors import did_you_mean
 
 __all__ = ["NEUTRAL", "read_schedule"]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.reader import derived, split
 from terrazzo.dialects.deepspeed.keys import OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED_OPTIMIZERS
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.reader import derived, split
 from terrazzo.errors import did_you_mean
 
 __all__ = ["BUILT_IN", "read_batch", "read_optimizer", "read_training"]

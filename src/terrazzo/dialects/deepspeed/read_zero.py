@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED, SWITCHED, in_words
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.reader import derived
-from terrazzo.dialects.rows import ALONE_WORDS, alone, row_settings
+from terrazzo.dialects.shared.rows import ALONE_WORDS, alone, row_settings
 
 __all__ = [
     "OLD_OFFLOAD",
@@ -45,7 +45,7 @@ def read_removed(source: Source) -> None:
         for name in [name for name in source.unread() if name == key or name.startswith(f"{key}.")]:
             text = removed.in_words(source.version)
             if not gone:
-                source.keep(name, text, refused=asked, harmless=not asked)
+                source.keep(name, text, loss="refused" if asked else "harmless")
             if asked:
                 source.refuse(name, text)
             elif gone:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from terrazzo.dialects.core.description import Setting
+from terrazzo.dialects.core.dialect import Context, Document
+from terrazzo.dialects.core.keys import Key, Type, matches
+from terrazzo.dialects.core.reader import Reader, join
 from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL, Auto, resolve
 from terrazzo.dialects.deepspeed.keys import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
 from terrazzo.dialects.deepspeed.versions import GHOSTS, LAST, REMOVED, default_of
-from terrazzo.dialects.description import Setting
-from terrazzo.dialects.dialect import Context, Document
-from terrazzo.dialects.keys import Key, Type, matches
-from terrazzo.dialects.reader import Reader, join
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Source"]
@@ -81,23 +81,24 @@ class Source(Reader):
         same = found.origin == "auto" or self.raw(key) is None or found.value == self.default(key)
         why = row.why or row.meaning
         self.keep_as(key, self.raw(key), why)
-        self._extras[-1] = replace(
-            self._extras[-1], refused=row.keep == "refused" and not same, harmless=_harmless(row, same)
-        )
+        self._extras[-1] = replace(self._extras[-1], loss="harmless" if same else row.keep or "harmless")
         self.say(name, verdict.kind, verdict.why or ("" if same else why), "" if name == key else key)
 
     def keep_rest(self) -> None:
         """Keep every known key that nobody has read; explain what is left."""
         for key, row in TABLE.items():
             for name in self._found(key):
-                self.keep_key(name, row) if name == key else self.keep(name, row.why or row.meaning, **_flags(row))
+                if name == key:
+                    self.keep_key(name, row)
+                else:
+                    self.keep(name, row.why or row.meaning, loss=row.keep or "lossy")
         for key in self.unread():
             if key in SECTIONS and (self.flat[key] == {} or (self.flat[key] is None and key in NULLABLE)):
-                self.keep(key, "it says nothing: the defaults hold", harmless=True)
+                self.keep(key, "it says nothing: the defaults hold", loss="harmless")
             elif key in SECTIONS:
                 self.refuse(key, f"it is {str(self.flat[key])[:40]!r}, expected a section of keys")
             elif key.lstrip("_/#") in ("comment", "comments") or key.startswith("_comment"):
-                self.keep(key, "a remark: JSON has no comments", harmless=True)
+                self.keep(key, "a remark: JSON has no comments", loss="harmless")
             else:
                 self.refuse(key, self._stranger(key))
         today = {old: key for key, old in self.spelling.items()}
@@ -147,14 +148,6 @@ def _open(flat: dict[str, Any]) -> dict[str, Any]:
         else:
             opened[key] = value
     return opened
-
-
-def _harmless(row: Key, same: bool) -> bool:
-    return same or row.keep in ("", "harmless")
-
-
-def _flags(row: Key) -> dict[str, bool]:
-    return {"harmless": row.keep == "harmless", "refused": row.keep == "refused"}
 
 
 def _elsewhere(last: str) -> str:

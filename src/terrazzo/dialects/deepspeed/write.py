@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import Context, Writing
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.write_precision import write_precision
 from terrazzo.dialects.deepspeed.write_training import write_batch, write_optimizer, write_schedule, write_training
@@ -12,8 +14,6 @@ from terrazzo.dialects.deepspeed.write_zero import (
     write_saving,
     write_sharding,
 )
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import Context, Writing
 
 __all__ = ["write"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
-from terrazzo.dialects.description import EVERY_DTYPE, LOADED
 
 __all__ = ["write_precision"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from terrazzo.dialects.core.description import inactive
+from terrazzo.dialects.core.reader import join
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.keys import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.read_schedule import NEUTRAL
 from terrazzo.dialects.deepspeed.read_training import BUILT_IN
-from terrazzo.dialects.deepspeed_words import BY_PARAMETER
-from terrazzo.dialects.description import inactive
-from terrazzo.dialects.reader import join
+from terrazzo.dialects.shared.deepspeed import BY_PARAMETER
 
 __all__ = ["write_batch", "write_optimizer", "write_schedule", "write_training"]
 

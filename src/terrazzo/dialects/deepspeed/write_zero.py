@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from terrazzo.dialects.core.description import MODEL_AXES, SHARDING
+from terrazzo.dialects.core.meaning import ON_CPU, TWO_AXES, tier_and_share
+from terrazzo.dialects.core.verdict import Kind
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.versions import REMOVED
-from terrazzo.dialects.deepspeed_words import KEPT_WHOLE, STAGES, write_grad
-from terrazzo.dialects.description import MODEL_AXES, SHARDING
-from terrazzo.dialects.meaning import ON_CPU, TWO_AXES, tier_and_share
-from terrazzo.dialects.verdict import Kind
+from terrazzo.dialects.shared.deepspeed import KEPT_WHOLE, STAGES, write_grad
 
 __all__ = ["write_mesh", "write_offload", "write_prefetch", "write_saving", "write_sharding"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from terrazzo.dialects.dialect import Document, Finding
+from terrazzo.dialects.core.dialect import Document, Finding
 
 __all__ = ["findings"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.fsdp_words import DTYPE, STRATEGIES, WRAP_KEYS
-from terrazzo.dialects.keys import ANY, SWITCH, Key, whole, words
+from terrazzo.dialects.core.keys import ANY, SWITCH, Key, whole, words
+from terrazzo.dialects.shared.fsdp import DTYPE, STRATEGIES, WRAP_KEYS
 
 __all__ = ["KEYS"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Document, Reading
+from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.fsdp1.keys import KEYS
-from terrazzo.dialects.fsdp_policy import keep_casts, loaded, otherwise
-from terrazzo.dialects.fsdp_words import ROW_NAMES, canonical, dtype, mesh_sizes, offload, uniform, wrap_policy
-from terrazzo.dialects.reader import Reader, derived
-from terrazzo.dialects.rows import ALONE_WORDS, HYBRID_ROWS, alone, row_settings
+from terrazzo.dialects.shared.fsdp import ROW_NAMES, canonical, dtype, mesh_sizes, offload, uniform, wrap_policy
+from terrazzo.dialects.shared.fsdp_policy import keep_casts, loaded, otherwise
+from terrazzo.dialects.shared.rows import ALONE_WORDS, HYBRID_ROWS, alone, row_settings
 
 __all__ = ["read"]
 
@@ -42,7 +42,7 @@ def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
 def _mesh(reader: Reader, strategy: Setting[Any]) -> Settings:
     if reader.get("process_group") is not None:
         why = KEYS["process_group"].why
-        reader.keep("process_group", why, refused=True)
+        reader.keep("process_group", why, loss="refused")
         reader.refuse("process_group", why)
     sizes = mesh_sizes(reader, "device_mesh")
     hybrid = strategy.value in HYBRID_ROWS
@@ -72,7 +72,7 @@ def _precision(reader: Reader, context: Context) -> Settings:
         reader.say(f"{section}.reduce_dtype", "defaulted", f"none follows param_dtype: {words['param'].value}")
     low = reader.take(f"{section}.keep_low_precision_grads")
     if low.origin == "file":
-        reader.keep(low.key, "gradients stay in the dtype of the reduction", harmless=True)
+        reader.keep(low.key, "gradients stay in the dtype of the reduction", loss="harmless")
     compute = otherwise(words["param"], base)
     reduce = otherwise(words["reduce"], words["param"], base)
     keep_casts(reader, f"{section}.cast_forward_inputs", f"{section}.cast_root_forward_inputs")
@@ -94,7 +94,7 @@ def _prefetch(reader: Reader) -> Settings:
     else:
         backward = reader.take(key)
     if "post" in str(reader.get(key)).lower() and backward.origin == "file":
-        reader.keep(key, "the next unit is gathered after the gradients of this one, not before", harmless=True)
+        reader.keep(key, "the next unit is gathered after the gradients of this one, not before", loss="harmless")
     ahead = reader.take("forward_prefetch")
     return {
         "prefetch.backward": backward,

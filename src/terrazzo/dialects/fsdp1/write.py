@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.description import DATA_AXES, SHARDING, Description
-from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_policy import FSDP1_POLICY, write_policy
-from terrazzo.dialects.fsdp_words import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
-from terrazzo.dialects.rows import HYBRID_ROWS, choose_row, shard_ranks
+from terrazzo.dialects.core.description import DATA_AXES, SHARDING, Description
+from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.shared.fsdp import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
+from terrazzo.dialects.shared.fsdp_policy import FSDP1_POLICY, write_policy
+from terrazzo.dialects.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write"]
 

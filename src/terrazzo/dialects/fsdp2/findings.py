@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from terrazzo.dialects.dialect import Document, Finding
+from terrazzo.dialects.core.dialect import Document, Finding
 from terrazzo.dialects.fsdp2.read_mesh import MESH_ORDER
 
 __all__ = ["findings"]

@@ -7,8 +7,8 @@ parameter from 2.15 on.
 
 from __future__ import annotations
 
-from terrazzo.dialects.fsdp_words import DTYPE
-from terrazzo.dialects.keys import ANY, LIST, SWITCH, Key, whole, words
+from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, Key, whole, words
+from terrazzo.dialects.shared.fsdp import DTYPE
 
 __all__ = ["KEYS"]
 

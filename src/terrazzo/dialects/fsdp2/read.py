@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Document, Reading
+from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.fsdp2.keys import KEYS
 from terrazzo.dialects.fsdp2.read_mesh import read_mesh
-from terrazzo.dialects.fsdp_policy import keep_casts, loaded, otherwise
-from terrazzo.dialects.fsdp_words import canonical, dtype, offload, uniform
-from terrazzo.dialects.reader import Reader, derived
+from terrazzo.dialects.shared.fsdp import canonical, dtype, offload, uniform
+from terrazzo.dialects.shared.fsdp_policy import keep_casts, loaded, otherwise
 
 __all__ = ["read"]
 

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp_words import mesh_sizes
-from terrazzo.dialects.reader import Reader, derived
-from terrazzo.dialects.rows import row_settings
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.reader import Reader, derived
+from terrazzo.dialects.shared.fsdp import mesh_sizes
+from terrazzo.dialects.shared.rows import row_settings
 
 __all__ = ["MESH_ORDER", "product", "read_mesh"]
 
@@ -62,7 +62,7 @@ def _mesh(reader: Reader) -> _Mesh:
         return _Mesh()
     raw = reader.get("mesh")
     if not isinstance(raw, list | tuple):
-        reader.keep("mesh", "axes are named otherwise there", harmless=True)
+        reader.keep("mesh", "axes are named otherwise there", loss="harmless")
     if not isinstance(raw, Mapping):
         return _by_order(reader, dict(zip(map(str, range(len(sizes))), sizes, strict=True)), {})
     named = {str(axis): size for axis, size in raw.items()}
@@ -75,7 +75,7 @@ def _mesh(reader: Reader) -> _Mesh:
 def _names(reader: Reader, key: str) -> tuple[str, ...]:
     names: tuple[str, ...] = reader.take(key).value
     if key in reader.flat:
-        reader.keep(key, "data axes have names of their own there", harmless=True)
+        reader.keep(key, "data axes have names of their own there", loss="harmless")
     return names
 
 
@@ -120,7 +120,7 @@ def _row(reader: Reader, mesh: _Mesh) -> Settings:
     if raw is None:
         reader.say(key, "defaulted", "none: freed after forward, except for the root, which backward needs first")
     if mesh.given and mesh.shards == 1 and raw is not None:
-        reader.keep(key, "over a single rank nothing is split", harmless=True)
+        reader.keep(key, "over a single rank nothing is split", loss="harmless")
     return _plain(mesh, reshard)
 
 

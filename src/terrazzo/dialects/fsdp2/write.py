@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.description import TIERS, Description
-from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.core.description import TIERS, Description
+from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.fsdp2.write_mesh import write_sharding
-from terrazzo.dialects.fsdp_policy import FSDP2_POLICY, write_policy
-from terrazzo.dialects.fsdp_words import leave_to_loop, write_offload
+from terrazzo.dialects.shared.fsdp import leave_to_loop, write_offload
+from terrazzo.dialects.shared.fsdp_policy import FSDP2_POLICY, write_policy
 
 __all__ = ["write"]
 

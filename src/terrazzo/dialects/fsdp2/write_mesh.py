@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.description import DATA_AXES, SHARDING
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.core.description import DATA_AXES, SHARDING
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.fsdp2.read_mesh import MESH_ORDER, product
-from terrazzo.dialects.rows import HYBRID_ROWS, choose_row, shard_ranks
+from terrazzo.dialects.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write_sharding"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
 from terrazzo.dialects.lightning.findings import findings
 from terrazzo.dialects.lightning.keys import DEEPSPEED_STRATEGY, FSDP, KEYS, MODEL_PARALLEL, SHARED, TRAINER
 from terrazzo.dialects.lightning.read import read

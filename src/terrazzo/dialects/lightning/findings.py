@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.dialect import Document, Finding
+from terrazzo.dialects.core.dialect import Document, Finding
 from terrazzo.dialects.lightning.keys import NAMED
 from terrazzo.dialects.lightning.read_loop import arguments_of
 

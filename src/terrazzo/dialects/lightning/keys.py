@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.keys import ANY, LIST, MISSING, TEXT, Key, Rows, Type, number, section, whole, words
+from terrazzo.dialects.core.keys import ANY, LIST, MISSING, TEXT, Key, Rows, Type, number, section, whole, words
 from terrazzo.dialects.lightning.precision import WORDS
 
 __all__ = ["DEEPSPEED_STRATEGY", "FSDP", "KEYS", "MODEL_PARALLEL", "NAMED", "ROWS", "SHARED", "TRAINER"]

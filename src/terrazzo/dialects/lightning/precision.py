@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import LOADED, PARAMETER_DTYPES, Setting, Settings
+from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, Settings
 from terrazzo.engine import LossScaling
 
 __all__ = ["WORDS", "precision_row"]

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.description import Extra, Setting, Settings
-from terrazzo.dialects.dialect import Context, Document, Reading
+from terrazzo.dialects.core.description import Extra, Setting, Settings
+from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.lightning.precision import precision_row
 from terrazzo.dialects.lightning.read_loop import read_loop
 from terrazzo.dialects.lightning.read_strategy import ARGUMENTS, DDP_CLASSES, Found, Strategy, read_strategy
-from terrazzo.dialects.reader import Reader
-from terrazzo.dialects.rows import alone
+from terrazzo.dialects.shared.rows import alone
 from terrazzo.errors import did_you_mean
 
 __all__ = ["read"]
@@ -69,7 +69,7 @@ class _Read:
         for verdict in reading.verdicts:
             section = verdict.key.removeprefix(self.prefix).partition(".")[0]
             if verdict.key not in kept and verdict.kind != "refused" and section in _VERBATIM:
-                extras.append(Extra(verdict.key, verdict.value, verdict.why, harmless=True))
+                extras.append(Extra(verdict.key, verdict.value, verdict.why, loss="harmless"))
         return Reading(reading.description.replace({}, tuple(extras)), reading.verdicts)
 
     def _precision(self) -> Setting[Any]:
@@ -77,7 +77,7 @@ class _Read:
         word = self.reader.take(key)
         if str(self.reader.get(key)).startswith("transformer-engine"):
             why = "transformer_engine computes in fp8: choose bf16"
-            self.reader.keep(key, why, refused=True)
+            self.reader.keep(key, why, loss="refused")
             self.reader.refuse(key, why)
         return word if word.value is not None else replace(word, value="32-true")
 
@@ -90,7 +90,7 @@ class _Read:
         name = str(raw).lower() if raw is not None else "auto"
         reader.any(where)
         if name not in NAMED:
-            reader.keep(where, "a strategy that is not known here", refused=True)
+            reader.keep(where, "a strategy that is not known here", loss="refused")
             reader.refuse(where, f"there is no strategy {raw!r} here.{did_you_mean(name, NAMED)}")
             return Strategy("", {}, frozenset(), where, where)
         kind, arguments = NAMED[name]
@@ -104,7 +104,7 @@ class _Read:
         known = (*ARGUMENTS, *DDP_CLASSES)
         if kind not in known:
             near = did_you_mean(kind, known)
-            self.reader.keep(f"{where}.class_path", "a strategy that is not known here", refused=True)
+            self.reader.keep(f"{where}.class_path", "a strategy that is not known here", loss="refused")
             self.reader.refuse(f"{where}.class_path", f"'{path[:80]}' is none of the strategies read here.{near}")
             kind = ""
         arguments = arguments if isinstance(arguments, Mapping) else {}

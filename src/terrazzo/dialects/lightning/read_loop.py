@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.reader import Reader, derived, given_only
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.reader import Reader, derived, given_only
 
 __all__ = ["read_loop"]
 
@@ -17,12 +17,12 @@ def read_loop(reader: Reader, prefix: str) -> Settings:
     """Accumulation, clipping, length, seed, ranks, optimizer."""
     steps, total = f"{prefix}max_steps", Setting(None, "default")
     if reader.get(steps, -1) == -1:
-        reader.keep(steps, "the run is as long as max_epochs says", harmless=True)
+        reader.keep(steps, "the run is as long as max_epochs says", loss="harmless")
     else:
         total = reader.take(steps)
     seed = reader.get("seed_everything")
     if isinstance(seed, bool):
-        reader.keep("seed_everything", "Lightning draws a seed", harmless=True)
+        reader.keep("seed_everything", "Lightning draws a seed", loss="harmless")
     return {
         "batch.accumulation": reader.take(f"{prefix}accumulate_grad_batches"),
         "training.clip": _clip(reader, prefix),
@@ -39,7 +39,7 @@ def _clip(reader: Reader, prefix: str) -> Setting[Any]:
     way = reader.take(f"{prefix}gradient_clip_algorithm")
     if way.value == "value" and value.value:
         for key in (value.key, way.key):
-            reader.keep(key, "each gradient is clipped by itself: clip by norm, or in your own loop", refused=True)
+            reader.keep(key, "each gradient is clipped by itself: clip by norm, or in your own loop", loss="refused")
         return Setting(None, "default")
     clipped = value.value or None
     return Setting(clipped, value.origin, value.key)

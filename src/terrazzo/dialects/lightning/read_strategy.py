@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from terrazzo.dialects.description import SHARDING, Extra, Setting, Settings
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp_words import offload
+from terrazzo.dialects.core.description import SHARDING, Extra, Setting, Settings
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.core.verdict import Verdict
 from terrazzo.dialects.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, SHARED
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, load_named, merge, read_nested
-from terrazzo.dialects.reader import Reader
-from terrazzo.dialects.rows import row_settings
-from terrazzo.dialects.verdict import Verdict
+from terrazzo.dialects.shared.fsdp import offload
+from terrazzo.dialects.shared.rows import row_settings
 
 __all__ = ["Found", "Strategy", "read_strategy", "strategy_document"]
 
@@ -70,18 +70,18 @@ def read_strategy(strategy: Strategy, reader: Reader, context: Context, trainer:
         return _model_parallel(strategy, reader, trainer)
     if strategy.kind in DDP_CLASSES:
         return _ddp(strategy, reader)
-    reader.keep(f"{strategy.where}.init_args", "arguments of a strategy that is not known here", refused=True)
+    reader.keep(f"{strategy.where}.init_args", "arguments of a strategy that is not known here", loss="refused")
     return Found({}, [], [])
 
 
 def _keep_shared(reader: Reader, strategy: Strategy) -> None:
     for name in SHARED:
-        reader.keep(f"{strategy.where}.init_args.{name}", "how ranks find each other", harmless=True)
+        reader.keep(f"{strategy.where}.init_args.{name}", "how ranks find each other", loss="harmless")
 
 
 def _ddp(strategy: Strategy, reader: Reader) -> Found:
     why = "details of DDP are the library's"
-    reader.keep(f"{strategy.where}.init_args", why, harmless=True)
+    reader.keep(f"{strategy.where}.init_args", why, loss="harmless")
     chosen: Setting[Any] = Setting(None, "file", strategy.name) if strategy.name else Setting(None, "default")
     return Found(
         {
@@ -135,7 +135,7 @@ def _recomputed(reader: Reader, section: str) -> Settings:
         key = f"{section}.{name}"
         if reader.get(key):
             classes = reader.take(key)
-            reader.keep(key, "which blocks are recomputed", harmless=True)
+            reader.keep(key, "which blocks are recomputed", loss="harmless")
             if name == "activation_checkpointing":
                 reader.say(key, "renamed", "deprecated: today's word is activation_checkpointing_policy")
             return {mode: Setting("full" if classes.value else "none", "file", key)}

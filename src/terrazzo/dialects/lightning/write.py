@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
-from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import ROW_NAMES, TORCH_NAMES, wants_deepspeed
+from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
+from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.verdict import Verdict
 from terrazzo.dialects.lightning.precision import WORDS, precision_row
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, placed
-from terrazzo.dialects.rows import nearest_row
-from terrazzo.dialects.verdict import Verdict
+from terrazzo.dialects.shared.fsdp import ROW_NAMES, TORCH_NAMES, wants_deepspeed
+from terrazzo.dialects.shared.rows import nearest_row
 
 __all__ = ["write"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from terrazzo.config import KEYS as SCHEMA
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.read import read
 from terrazzo.dialects.terrazzo.write import write

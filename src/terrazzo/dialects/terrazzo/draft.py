@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from terrazzo.config import KEYS
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.draft import Draft
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.terrazzo.paths import KEY_OF
 
 __all__ = ["HubDraft"]

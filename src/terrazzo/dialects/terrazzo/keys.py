@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.config import KEYS as SCHEMA
-from terrazzo.dialects.keys import ANY, Key
+from terrazzo.dialects.core.keys import ANY, Key
 
 __all__ = ["KEYS"]
 

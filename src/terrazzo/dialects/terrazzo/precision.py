@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.description import LOADED
+from terrazzo.dialects.core.description import LOADED
 from terrazzo.dialects.terrazzo.draft import HubDraft
 from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, LossScaling
 

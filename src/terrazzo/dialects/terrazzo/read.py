@@ -8,10 +8,10 @@ from typing import Any
 
 from terrazzo.config import KEYS as SCHEMA
 from terrazzo.config import check_keys, tier_text
-from terrazzo.dialects.description import LOADED, STATES, TIERS, Setting, Settings
-from terrazzo.dialects.dialect import Context, Document, Reading
-from terrazzo.dialects.meaning import APART
-from terrazzo.dialects.reader import Reader, derived
+from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, Settings
+from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.core.meaning import APART
+from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.paths import PATH_OF, WORDS
 from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Place, Plan
@@ -266,4 +266,4 @@ def _keep_others(reader: _Reader) -> None:
             section = key.partition(".")[0]
             why = _ELSEWHERE.get(key) or _ELSEWHERE.get(section) or "only `terrazzo train` has it"
             idle = section in _HARMLESS or key in _HARMLESS or reader.get(key) == SCHEMA[key].default
-            reader.keep(key, why, harmless=idle)
+            reader.keep(key, why, loss="harmless" if idle else "lossy")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 
 from terrazzo.config import KEYS
-from terrazzo.dialects.description import MODEL_AXES, STATES, Description, shown
-from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.meaning import APART, degrees, left
+from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, shown
+from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.meaning import APART, degrees, left
 from terrazzo.dialects.terrazzo.draft import HubDraft
 from terrazzo.dialects.terrazzo.precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.dialect import Context, Document, Finding
-from terrazzo.dialects.reader import flatten
+from terrazzo.dialects.core.dialect import Context, Document, Finding
+from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.torchtitan.keys import KEYS, OPAQUE
 
 __all__ = ["findings"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.keys import ANY, SWITCH, TEXT, Key, Rows, number, section, whole, words
+from terrazzo.dialects.core.keys import ANY, SWITCH, TEXT, Key, Rows, number, section, whole, words
 
 __all__ = ["DEGREES", "KEYS", "LOCAL_BATCH", "OPAQUE", "PIPELINED_BATCH", "REMOVED", "SCHEDULES"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.dialect import NO_CONTEXT, Context, Document, Reading
-from terrazzo.dialects.fsdp_words import offload
-from terrazzo.dialects.keys import MISSING, number
-from terrazzo.dialects.reader import Reader, derived, given_only
-from terrazzo.dialects.rows import row_settings
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Document, Reading
+from terrazzo.dialects.core.keys import MISSING, number
+from terrazzo.dialects.core.reader import Reader, derived, given_only
+from terrazzo.dialects.shared.fsdp import offload
+from terrazzo.dialects.shared.rows import row_settings
 from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS, LOCAL_BATCH, OPAQUE, PIPELINED_BATCH, REMOVED, SCHEDULES
 
 __all__ = ["read"]
@@ -72,11 +72,11 @@ def _row(reader: Reader, mesh: Mapping[str, Setting[Any]], replicas: Setting[Any
     key = "parallelism.fsdp_reshard_after_forward"
     policy = reader.take(key)
     if reader.get(key) == "default":
-        reader.keep(key, "freed after forward, unless the model is pipelined", harmless=True)
+        reader.keep(key, "freed after forward, unless the model is pipelined", loss="harmless")
     always = mesh["mesh.pp"].value == 1 if policy.value is None else policy.value
     if shards.value == 1 and mesh["mesh.cp"].value == 1:
         if policy.origin == "file":
-            reader.keep(key, "over a single rank nothing is split", harmless=True)
+            reader.keep(key, "over a single rank nothing is split", loss="harmless")
         whole = {"mesh.dp_replicate": Setting(1, "default"), "mesh.dp_shard": derived(replicas.value, replicas, shards)}
         return {**row_settings("zero0", shards, replicas), **whole}
     flat, hybrid = ("zero3", "hybrid_shard") if always else ("shard_grad_op", "hybrid_shard_zero2")
@@ -92,7 +92,7 @@ def _precision(reader: Reader) -> Settings:
     compute, way = reader.take("training.mixed_precision_param"), reader.take("optimizer.implementation")
     narrow = way.value == "fused_opt_states_bf16"
     if way.origin == "file":
-        reader.keep(way.key, "how the step is computed", harmless=True)
+        reader.keep(way.key, "how the step is computed", loss="harmless")
     same = derived(kept.value, kept, origin=kept.origin)
     given = {f"precision.{state}": same for state in ("weight", "master", "accumulate")}
     return {
@@ -121,10 +121,10 @@ def _batch(reader: Reader) -> Settings:
 def _pipelined_batch(reader: Reader, local: Setting[Any], key: str) -> Settings:
     """Stages run the local batch in parts; `key` is that of the global one."""
     part = reader.take(PIPELINED_BATCH)
-    reader.keep(LOCAL_BATCH, "as many sequences as go through the stages before gradients are summed", harmless=True)
+    reader.keep(LOCAL_BATCH, "as many sequences as go through the stages before gradients are summed", loss="harmless")
     if reader.get(key, -1) != -1:
         return {"batch.micro_batch": part, "batch.global_batch": reader.take(key)}
-    reader.keep(key, "the local batch of each data rank", harmless=True)
+    reader.keep(key, "the local batch of each data rank", loss="harmless")
     return {"batch.micro_batch": part, "batch.accumulation": derived(local.value // part.value, local, part)}
 
 
@@ -135,14 +135,14 @@ def _optimizer(reader: Reader) -> Settings:
     key = "optimizer.param_groups"
     groups = reader.get(key)
     if groups == KEYS[key].default:
-        reader.keep(key, "it says nothing: the default holds", harmless=True)
+        reader.keep(key, "it says nothing: the default holds", loss="harmless")
     if not groups:
         return {}
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         reader.refuse(key, "expected a list of {pattern, optimizer_name, optimizer_kwargs}")
         return {}
     others = "" if len(groups) == 1 else f"the last of {len(groups)} groups is read; the others are for some parameters"
-    reader.keep(key, others, harmless=not others)
+    reader.keep(key, others, loss="lossy" if others else "harmless")
     name, options = groups[-1].get("optimizer_name"), groups[-1].get("optimizer_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
     found: dict[str, Any] = {"name": name if isinstance(name, str) else None}
@@ -169,9 +169,9 @@ def _schedule(reader: Reader) -> Settings:
     }
     if ratio.value is None:
         return found
-    reader.keep(ratio.key, "as a share of the run", harmless=True)
+    reader.keep(ratio.key, "as a share of the run", loss="harmless")
     if kind.origin == "file":
-        reader.keep(kind.key, "the shape of the final decay", harmless=True)
+        reader.keep(kind.key, "the shape of the final decay", loss="harmless")
     if ratio.value == 0:
         return {**found, "schedule.name": derived("constant", ratio, origin="file")}
     found["schedule.decay_steps"] = derived(round(total.value * ratio.value), ratio, total)
@@ -217,13 +217,13 @@ def _saving(reader: Reader) -> Settings:
         "saving.background": reader.take("checkpoint.async_mode"),
     }
     if reader.get("checkpoint.async_mode") == "async_with_pinned_mem":
-        reader.keep("checkpoint.async_mode", "the copy is in pinned memory", harmless=True)
+        reader.keep("checkpoint.async_mode", "the copy is in pinned memory", loss="harmless")
     keep = reader.take("checkpoint.keep_latest_k")
     found["saving.keep_last"] = Setting(keep.value or None, keep.origin, keep.key)
     every = reader.take("checkpoint.interval")
     if enabled.value:
         return {**found, "saving.every": derived(every.value, enabled, every, origin="file")}
-    reader.keep("checkpoint.interval", "checkpoint.enable is off: nothing is written", harmless=True)
+    reader.keep("checkpoint.interval", "checkpoint.enable is off: nothing is written", loss="harmless")
     return {**found, "saving.every": Setting(None, enabled.origin, enabled.key)}
 
 

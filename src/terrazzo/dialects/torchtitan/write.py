@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import DATA_AXES, LOADED, SHARDING, Description
-from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import TORCH_NAMES, write_offload
-from terrazzo.dialects.meaning import left
-from terrazzo.dialects.rows import HYBRID_ROWS, choose_row
+from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING, Description
+from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.meaning import left
+from terrazzo.dialects.shared.fsdp import TORCH_NAMES, write_offload
+from terrazzo.dialects.shared.rows import HYBRID_ROWS, choose_row
 from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS, LOCAL_BATCH, PIPELINED_BATCH
 
 __all__ = ["write"]

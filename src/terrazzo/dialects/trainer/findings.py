@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.core.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.nested import DEEPSPEED, keyed, read_nested
-from terrazzo.dialects.reader import flatten
 from terrazzo.dialects.trainer.keys import FIELDS
 from terrazzo.dialects.trainer.source import canonical_key
 

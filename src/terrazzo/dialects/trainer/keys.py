@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from terrazzo.dialects.accelerate_words import AXES
-from terrazzo.dialects.fsdp_words import VERSION
-from terrazzo.dialects.keys import ANY, LIST, SWITCH, TEXT, Key, Rows, number, section, whole, words
+from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, TEXT, Key, Rows, number, section, whole, words
+from terrazzo.dialects.shared.accelerate import AXES
+from terrazzo.dialects.shared.fsdp import VERSION
 
 __all__ = [
     "ALIASES",

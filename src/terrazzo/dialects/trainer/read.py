@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.accelerate_words import stack_precision
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.dialect import Context, Document, Reading
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.shared.accelerate import stack_precision
 from terrazzo.dialects.trainer.findings import MATCHED
 from terrazzo.dialects.trainer.keys import KEYS, REMOVED
 from terrazzo.dialects.trainer.read_loop import read_loop
@@ -89,7 +89,7 @@ def _clipping(source: Source, does: float | None) -> None:
     if source.nested is None or "gradient_clipping" in source.nested.document or "max_grad_norm" not in source.flat:
         return
     said = source.get("max_grad_norm")
-    source.keep("max_grad_norm", "DeepSpeed's gradient_clipping decides", harmless=True)
+    source.keep("max_grad_norm", "DeepSpeed's gradient_clipping decides", loss="harmless")
     if said != (does or 0):
         why = f"DeepSpeed clips at its own gradient_clipping, {does or 0:g}: say deepspeed: {{gradient_clipping: auto}}"
         source.refuse("max_grad_norm", why)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.description import Origin, Setting, Settings
-from terrazzo.dialects.keys import MISSING
-from terrazzo.dialects.keys import number as number_type
-from terrazzo.dialects.reader import derived, given_only
+from terrazzo.dialects.core.description import Origin, Setting, Settings
+from terrazzo.dialects.core.keys import MISSING
+from terrazzo.dialects.core.keys import number as number_type
+from terrazzo.dialects.core.reader import derived, given_only
 from terrazzo.dialects.trainer.keys import FIELDS
 from terrazzo.dialects.trainer.source import Source
 
@@ -63,7 +63,8 @@ def _schedule(source: Source) -> Settings:
     found |= _shape(source, word, options)
     if "lr_scheduler_kwargs" in source.flat:
         read = any("lr_scheduler_kwargs" in setting.keys for setting in found.values())
-        source.keep("lr_scheduler_kwargs", "further arguments of Hugging Face's schedule", harmless=read or not options)
+        why = "further arguments of Hugging Face's schedule"
+        source.keep("lr_scheduler_kwargs", why, loss="harmless" if read or not options else "lossy")
     return found
 
 
@@ -114,14 +115,17 @@ def _length(source: Source) -> Settings:
     steps = number_type(-math.inf).parse(source.get("max_steps", -1))
     by_epochs = steps is MISSING or steps <= 0
     if steps in (-1, 0):
-        source.keep("max_steps", "the run is as long as num_train_epochs says", harmless=True)
+        source.keep("max_steps", "the run is as long as num_train_epochs says", loss="harmless")
         total = Setting(None, "default")
     else:
         total = source.take("max_steps")
     if "num_train_epochs" in source.flat:
-        why = "the length of the run is counted in passes over the data: set the number of steps"
         source.take("num_train_epochs")
-        source.keep("num_train_epochs", why if by_epochs else "max_steps decides", harmless=not by_epochs)
+        if by_epochs:
+            why = "the length of the run is counted in passes over the data: set the number of steps"
+            source.keep("num_train_epochs", why)
+        else:
+            source.keep("num_train_epochs", "max_steps decides", loss="harmless")
     return given_only({"schedule.total_steps": total})
 
 
@@ -167,11 +171,13 @@ def _saving(source: Source) -> Settings:
         return {**found, "saving.every": derived(int(steps.value), steps, strategy, origin=steps.origin)}
     if strategy.origin == "file":
         whys = {"epoch": "a checkpoint after every pass over the data", "best": "a checkpoint when it is better"}
-        source.keep("save_strategy", whys.get(strategy.value, ""), harmless=strategy.value in ("no", "steps"))
+        source.keep(
+            "save_strategy", whys.get(strategy.value, ""), loss="lossy" if strategy.value in whys else "harmless"
+        )
     if steps.origin == "file":
         by_share = strategy.value == "steps"
         why = "a share of the run whose steps are not known" if by_share else "save_strategy decides"
-        source.keep("save_steps", why, harmless=not by_share)
+        source.keep("save_steps", why, loss="lossy" if by_share else "harmless")
     if strategy.value == "no":
         return {**found, "saving.every": Setting(None, "file", "save_strategy")}
     return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.accelerate_words import AXES
-from terrazzo.dialects.description import Setting, Settings
-from terrazzo.dialects.fsdp_words import MIN_NUMEL, NUMBERED, STRATEGIES, offload
-from terrazzo.dialects.reader import derived
-from terrazzo.dialects.rows import HYBRID, row_settings
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.reader import derived
+from terrazzo.dialects.shared.accelerate import AXES
+from terrazzo.dialects.shared.fsdp import MIN_NUMEL, NUMBERED, STRATEGIES, offload
+from terrazzo.dialects.shared.rows import HYBRID, row_settings
 from terrazzo.dialects.trainer.keys import DISTRIBUTED, FSDP_KEYS, FSDP_VERSION_1
 from terrazzo.dialects.trainer.source import Source
 from terrazzo.errors import did_you_mean
@@ -76,7 +76,7 @@ def _ddp() -> Settings:
 def _without_fsdp(source: Source, stack: str) -> None:
     """Keys that nobody reads while FSDP is off."""
     if "fsdp" in source.flat:
-        source.keep("fsdp", "FSDP is off", harmless=True)
+        source.keep("fsdp", "FSDP is off", loss="harmless")
     other = "DeepSpeed is on" if stack == "deepspeed" else "FSDP is off"
     for key in source.unread():
         if key.startswith("fsdp_config") and source.get(key) is not None:
@@ -208,10 +208,10 @@ def _prefetch(source: Source, version: int) -> Settings:
     key = "fsdp_config.backward_prefetch"
     backward = source.take(key)
     if str(source.get(key)).lower() == "backward_post":
-        source.keep(key, "the next unit is gathered after the gradients of this one, not before", harmless=True)
+        source.keep(key, "the next unit is gathered after the gradients of this one, not before", loss="harmless")
     ahead = source.take("fsdp_config.forward_prefetch")
     for name in ("use_orig_params", "limit_all_gathers"):
-        source.keep(f"fsdp_config.{name}", "FSDP1 only: needless elsewhere", harmless=True)
+        source.keep(f"fsdp_config.{name}", "FSDP1 only: needless elsewhere", loss="harmless")
     return {"prefetch.backward": backward, "prefetch.forward": derived(int(ahead.value), ahead, origin=ahead.origin)}
 
 
@@ -220,10 +220,10 @@ def _loading(source: Source, version: int) -> Settings:
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"):
         key = f"fsdp_config.{name}"
         if source.get(key):
-            source.keep(key, "torch_xla shards on TPUs: another library", refused=True)
+            source.keep(key, "torch_xla shards on TPUs: another library", loss="refused")
             source.refuse(key, "torch_xla's sharding is another library: remove it")
         else:
-            source.keep(key, "off", harmless=True)
+            source.keep(key, "off", loss="harmless")
     sent = source.take("fsdp_config.sync_module_states") if version == 1 else Setting(low.value, "derived", low.key)
     return {"loading.low_memory": low, "loading.broadcast": sent}
 
@@ -253,7 +253,8 @@ def _native(source: Source) -> Settings:
         key = f"distributed_config.{name}"
         if key in source.unread() and name not in ("tp_size", "ep_size", "pp_size", "fsdp_mixed_precision"):
             why = "which modules are split, and how, is transformers' own"
-            source.keep(key, why, harmless=source.get(key) == DISTRIBUTED[name].default)
+            same = source.get(key) == DISTRIBUTED[name].default
+            source.keep(key, why, loss="harmless" if same else "lossy")
     whole = shards if row != "zero0" else Setting(replicas.value, replicas.origin, replicas.key)
     return {
         **row_settings(row, shards, *([replicas] if replicas.value > 1 else [])),

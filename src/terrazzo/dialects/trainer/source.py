@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.description import Extra, Setting
-from terrazzo.dialects.dialect import Context, Document, Reading
+from terrazzo.dialects.core.description import Extra, Setting
+from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.core.reader import Reader, flatten
+from terrazzo.dialects.core.verdict import Verdict
 from terrazzo.dialects.nested import DEEPSPEED, Nested, load_named, merge, read_nested
-from terrazzo.dialects.reader import Reader, flatten
 from terrazzo.dialects.trainer.keys import ALIASES, KEYS
-from terrazzo.dialects.verdict import Verdict
 
 __all__ = ["Source", "canonical_key"]
 
@@ -103,7 +103,7 @@ class Source(Reader):
             return
         self.flat["deepspeed"] = value
         if not value:
-            self.keep("deepspeed", "DeepSpeed is off", harmless=True)
+            self.keep("deepspeed", "DeepSpeed is off", loss="harmless")
             return
         inner, fault = load_named(value, self.context)
         if fault:
@@ -122,11 +122,11 @@ class Source(Reader):
         by_key |= {verdict.key: verdict for verdict in self.shadowed}
         extras = (*reading.description.extras, *self._verbatim(reading))
         if isinstance(self._original.get("fsdp_config"), str):
-            whole = Extra("fsdp_config", self._original["fsdp_config"], harmless=True)
+            whole = Extra("fsdp_config", self._original["fsdp_config"], loss="harmless")
             extras = (*(extra for extra in extras if not extra.key.startswith("fsdp_config")), whole)
         if self.nested is not None:
             by_key |= {verdict.key: verdict for verdict in self.nested.verdicts}
-            extras = (*extras, *self.nested.extras, Extra("deepspeed", self._original["deepspeed"], harmless=True))
+            extras = (*extras, *self.nested.extras, Extra("deepspeed", self._original["deepspeed"], loss="harmless"))
         order = {key: place for place, key in enumerate(flatten(self._original, _OPAQUE))}
         verdicts = sorted(by_key.values(), key=lambda verdict: order.get(verdict.key, len(order)))
         return Reading(reading.description.replace(spelled, extras), tuple(verdicts))
@@ -135,7 +135,7 @@ class Source(Reader):
         """Keys that several settings come from, or one of several words for a setting: they come back as they were."""
         kept = {extra.key for extra in reading.description.extras}
         return tuple(
-            Extra(verdict.key, verdict.value, verdict.why, harmless=True)
+            Extra(verdict.key, verdict.value, verdict.why, loss="harmless")
             for verdict in reading.verdicts
             if verdict.kind != "refused" and verdict.key not in kept and verdict.key.partition(".")[0] in VERBATIM
         )

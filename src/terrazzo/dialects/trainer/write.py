@@ -10,11 +10,11 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import Context, Writing
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import wants_deepspeed
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.nested import DEEPSPEED, placed
+from terrazzo.dialects.shared.fsdp import wants_deepspeed
 from terrazzo.dialects.trainer.findings import MATCHED
 from terrazzo.dialects.trainer.write_loop import write_loop
 from terrazzo.dialects.trainer.write_parallel import write_ddp, write_fsdp, write_precision

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.draft import Pen
+from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.trainer.keys import FIELDS, OPTIMIZERS, OWN_SCHEDULES
 
 __all__ = ["write_loop"]

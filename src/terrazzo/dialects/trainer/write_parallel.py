@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.accelerate_words import AUTOCAST, stack_precision
-from terrazzo.dialects.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import MIN_NUMEL, write_offload
-from terrazzo.dialects.rows import HYBRID_ROWS, choose_row, shard_ranks
+from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.shared.accelerate import AUTOCAST, stack_precision
+from terrazzo.dialects.shared.fsdp import MIN_NUMEL, write_offload
+from terrazzo.dialects.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
 
 __all__ = ["write_ddp", "write_fsdp", "write_precision"]
 

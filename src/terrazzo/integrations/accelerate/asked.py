@@ -21,10 +21,10 @@ from terrazzo.dialects.accelerate.launched import (
     launched,
     parallelism_section,
 )
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import Context
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.understand import read_document
+from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import LossScaling, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import Setup, TerrazzoArguments, setup_for, trained_dtypes

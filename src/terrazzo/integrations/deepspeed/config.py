@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from terrazzo.config.files import Loaded, load
-from terrazzo.dialects.check import check
+from terrazzo.dialects.core.description import Description, Setting, settings
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.meaning import extras_by_key
 from terrazzo.dialects.deepspeed.keys import TABLE
-from terrazzo.dialects.description import Description, Setting, settings
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.meaning import extras_by_key
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.understand import Understood, read_document
+from terrazzo.dialects.verbs.check import check
+from terrazzo.dialects.verbs.understand import Understood, read_document
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import Setup, setup_for
 
@@ -135,8 +135,8 @@ def _without_activations(description: Description) -> tuple[Description, list[st
 def _lost(description: Description) -> list[str]:
     """What the document says beyond what the engine is told."""
     extras = [each for key, each in extras_by_key(description).items() if key not in _OWN and _asks(key, each.value)]
-    lossy = [f"{each.key}: Terrazzo has no such setting: {each.why}" for each in extras if not each.harmless]
-    harmless = [each.key for each in extras if each.harmless and not each.key.startswith(_BUILT_HERE)]
+    lossy = [f"{each.key}: Terrazzo has no such setting: {each.why}" for each in extras if each.loss != "harmless"]
+    harmless = [each.key for each in extras if each.loss == "harmless" and not each.key.startswith(_BUILT_HERE)]
     if harmless:
         lossy.append(f"without effect here, and on the results: {', '.join(harmless)}")
     return lossy

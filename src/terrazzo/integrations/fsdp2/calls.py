@@ -22,9 +22,9 @@ from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from terrazzo.dialects.dialect import Context
+from terrazzo.dialects.core.dialect import Context
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.understand import read_document
+from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import attach, engine_of, on_unattached_step
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse

@@ -11,11 +11,11 @@ import transformers
 from torch import nn
 
 from terrazzo.dialects.accelerate.launched import SWITCHES, dynamo_section, launched
-from terrazzo.dialects.description import PATHS, Description
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.meaning import agree
+from terrazzo.dialects.core.description import PATHS, Description
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.meaning import agree
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.understand import read_document
+from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import DTYPE_NAMES
 from terrazzo.errors import BadInput
 from terrazzo.integrations.setup import trained_dtypes

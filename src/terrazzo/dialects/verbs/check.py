@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from terrazzo.dialects.description import DTYPES, PATHS, Description, keys_in
-from terrazzo.dialects.dialect import Finding
-from terrazzo.dialects.meaning import TWO_AXES, data_ranks, degrees
-from terrazzo.dialects.understand import Understood
-from terrazzo.dialects.verdict import Verdict
+from terrazzo.dialects.core.description import DTYPES, PATHS, Description, keys_in
+from terrazzo.dialects.core.dialect import Finding
+from terrazzo.dialects.core.meaning import TWO_AXES, data_ranks, degrees
+from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 

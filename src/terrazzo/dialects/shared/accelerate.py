@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.description import LOADED, PARAMETER_DTYPES, Setting, Settings
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.fsdp_policy import loaded
+from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, Settings
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.shared.fsdp_policy import loaded
 from terrazzo.engine import LossScaling
 
 __all__ = ["AUTOCAST", "AXES", "stack_precision"]

@@ -16,10 +16,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from terrazzo.dialects.description import Extra, Origin, Setting, Settings, build
-from terrazzo.dialects.dialect import Document, Reading
-from terrazzo.dialects.keys import LIST, MISSING, ONE_OF, SWITCH, TEXT, Key, Type, number, row_of, whole, words
-from terrazzo.dialects.verdict import Kind, Verdict
+from terrazzo.dialects.core.description import Extra, Origin, Setting, Settings, build
+from terrazzo.dialects.core.dialect import Document, Reading
+from terrazzo.dialects.core.keys import LIST, MISSING, ONE_OF, SWITCH, TEXT, Key, Type, number, row_of, whole, words
+from terrazzo.dialects.core.verdict import Kind, Loss, Verdict
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Reader", "derived", "flatten", "given_only", "join", "split"]
@@ -184,22 +184,22 @@ class Reader:
     def refuse(self, key: str, why: str) -> None:
         self.say(key, "refused", why)
 
-    def keep(self, key: str, why: str = "", *, refused: bool = False, harmless: bool = False) -> None:
+    def keep(self, key: str, why: str = "", *, loss: Loss = "lossy") -> None:
         """Keep a key, or all below it, as it is: it means something to this library alone. See `Extra`."""
         for name in [name for name in self.flat if name == key or name.startswith(f"{key}.")]:
             self.say(name, "applied")
-            self._extras.append(Extra(name, self.flat[name], why, refused, harmless))
+            self._extras.append(Extra(name, self.flat[name], why, loss))
 
     def keep_as(self, key: str, value: Any, why: str = "another way to write the same") -> None:
         """Keep a value beside the neutral setting that it gave, where writing that would not give it back."""
         self._extras = [extra for extra in self._extras if extra.key != key]
-        self._extras.append(Extra(key, value, why, harmless=True))
+        self._extras.append(Extra(key, value, why, loss="harmless"))
 
     def keep_nulls(self) -> None:
         """Keep known keys that say nothing, so that the same document can be written again."""
         for key in [key for key, value in self.flat.items() if value is None or value == {}]:
             if row_of(self.keys, key) is not None:
-                self.keep(key, "it says nothing: the default holds", harmless=True)
+                self.keep(key, "it says nothing: the default holds", loss="harmless")
 
     def keep_rows(self) -> None:
         """Keep the known keys that nobody has read as their rows say; at their defaults they are harmless."""
@@ -211,8 +211,7 @@ class Reader:
         row = row_of(self.keys, key)
         if row is not None and row.keep:
             same = key in self.keys and self.flat[key] == row.default
-            harmless = same or row.keep == "harmless"
-            self.keep(key, row.why or row.meaning, refused=row.keep == "refused" and not same, harmless=harmless)
+            self.keep(key, row.why or row.meaning, loss="harmless" if same else row.keep)
 
     def unread(self) -> list[str]:
         """Keys that nobody has taken yet."""

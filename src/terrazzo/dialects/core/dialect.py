@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from terrazzo.dialects.description import Description
-from terrazzo.dialects.keys import Key, row_of
-from terrazzo.dialects.verdict import Verdict
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.keys import Key, row_of
+from terrazzo.dialects.core.verdict import Verdict
 
 __all__ = ["NO_CONTEXT", "Context", "Dialect", "Document", "Finding", "Reading", "Writing"]
 

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.description import Description, Extra, Setting, inactive, keys_in, settings, shown
-from terrazzo.dialects.dialect import Context, Dialect, Reading, Writing
-from terrazzo.dialects.meaning import agree, extras_by_key, idle
-from terrazzo.dialects.reader import flatten
-from terrazzo.dialects.understand import Understood, read_document
-from terrazzo.dialects.verdict import Verdict, worst
+from terrazzo.dialects.core.description import Description, Extra, Setting, inactive, keys_in, settings, shown
+from terrazzo.dialects.core.dialect import Context, Dialect, Reading, Writing
+from terrazzo.dialects.core.meaning import agree, extras_by_key, idle
+from terrazzo.dialects.core.reader import flatten
+from terrazzo.dialects.core.verdict import LOST, Verdict, worst
+from terrazzo.dialects.verbs.understand import Understood, read_document
 
 __all__ = ["Conversion", "convert", "convert_reading"]
 
@@ -103,10 +103,11 @@ class _Fates:
         """Of a key with a meaning to its own library alone."""
         if self.before.dialect == self.target.name:
             return Verdict(read.key, read.value, read.kind, extra.key, read.why)
-        if extra.harmless:
-            return Verdict(read.key, read.value, "defaulted", "", extra.why, tuning=True)
-        why = "; ".join(part for part in (f"no such setting in {self.target.title}", extra.why) if part)
-        return Verdict(read.key, read.value, "refused" if extra.refused else "lossy", "", why)
+        if extra.loss == "harmless" and read.kind == "lossy":  # its own library does nothing with it
+            return read
+        absent = "" if extra.loss == "harmless" else f"no such setting in {self.target.title}"
+        why = "; ".join(part for part in (absent, extra.why) if part)
+        return Verdict(read.key, read.value, LOST[extra.loss], "", why, tuning=extra.loss == "harmless")
 
     def _composed(self, read: Verdict, written: list[Verdict]) -> Verdict:
         direct = [verdict for verdict in written if self.before[verdict.key].origin != "derived"] or written

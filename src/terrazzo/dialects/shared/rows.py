@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.description import SHARDING, Description, Origin, Setting, Settings, row_name
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.meaning import APART, left
-from terrazzo.dialects.reader import derived
+from terrazzo.dialects.core.description import SHARDING, Description, Origin, Setting, Settings, row_name
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.meaning import APART, left
+from terrazzo.dialects.core.reader import derived
 from terrazzo.engine import Plan
 
 __all__ = [

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.description import LOADED, MEANING, Description, Extra, Setting, settings, shown
-from terrazzo.dialects.meaning import data_ranks, degrees, extras_by_key
-from terrazzo.dialects.understand import Understood
-from terrazzo.dialects.verdict import Verdict
+from terrazzo.dialects.core.description import LOADED, MEANING, Description, Extra, Setting, settings, shown
+from terrazzo.dialects.core.meaning import data_ranks, degrees, extras_by_key
+from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.engine import LossScaling
 
 __all__ = ["Option", "Page", "explain", "origin_words", "plan_words"]

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.description import Description, Setting, inactive, settings, shown
-from terrazzo.dialects.dialect import Writing
-from terrazzo.dialects.reader import split
-from terrazzo.dialects.verdict import Kind, Verdict
+from terrazzo.dialects.core.description import Description, Setting, inactive, settings, shown
+from terrazzo.dialects.core.dialect import Writing
+from terrazzo.dialects.core.reader import split
+from terrazzo.dialects.core.verdict import Kind, Verdict
 
 __all__ = ["Draft", "Pen"]
 

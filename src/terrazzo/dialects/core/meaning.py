@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.description import MODEL_AXES, TIERS, Description, Extra, inactive, settings
+from terrazzo.dialects.core.description import MODEL_AXES, TIERS, Description, Extra, inactive, settings
 from terrazzo.engine import PLANS, Place, Plan
 from terrazzo.errors import BadInput
 

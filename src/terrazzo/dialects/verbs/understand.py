@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from terrazzo.config.files import Loaded, load
-from terrazzo.dialects.description import Description, Setting, Settings
-from terrazzo.dialects.dialect import NO_CONTEXT, Context, Dialect, Document, Reading
-from terrazzo.dialects.meaning import data_ranks
-from terrazzo.dialects.reader import derived
+from terrazzo.dialects.core.description import Description, Setting, Settings
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Reading
+from terrazzo.dialects.core.meaning import data_ranks
+from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.registry import dialect, recognise
 
 __all__ = ["Understood", "read_document", "understand"]

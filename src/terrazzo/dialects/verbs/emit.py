@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from terrazzo.config.files import Format, Loaded
-from terrazzo.dialects.comments import Comment, place, take
-from terrazzo.dialects.description import keys_in
-from terrazzo.dialects.verdict import Verdict
+from terrazzo.dialects.core.description import keys_in
+from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.verbs.comments import Comment, place, take
 
 __all__ = ["plain", "to_text"]
 

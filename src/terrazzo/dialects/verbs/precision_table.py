@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from terrazzo.dialects.description import PARAMETER_DTYPES, Description, Setting
-from terrazzo.dialects.meaning import degrees
+from terrazzo.dialects.core.description import PARAMETER_DTYPES, Description, Setting
+from terrazzo.dialects.core.meaning import degrees
 
 __all__ = ["COLUMNS", "Cost", "Precisions", "costs", "precisions"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from terrazzo.dialects.description import MEANING, PATHS, Description, Setting, inactive
-from terrazzo.dialects.meaning import agree, extras_by_key, idle
+from terrazzo.dialects.core.description import MEANING, PATHS, Description, Setting, inactive
+from terrazzo.dialects.core.meaning import agree, extras_by_key, idle
 
 __all__ = ["Difference", "compare"]
 

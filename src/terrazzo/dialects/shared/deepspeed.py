@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.draft import Draft
-from terrazzo.dialects.keys import words
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.keys import words
 
 __all__ = ["BY_PARAMETER", "DEVICE", "KEPT_WHOLE", "STAGES", "write_grad"]
 

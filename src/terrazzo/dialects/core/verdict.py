@@ -6,11 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["KINDS", "Kind", "Verdict", "worst"]
+__all__ = ["KINDS", "LOST", "Kind", "Loss", "Verdict", "worst"]
 
 Kind = Literal["applied", "renamed", "defaulted", "lossy", "refused"]
 KINDS: tuple[Kind, ...] = ("applied", "defaulted", "renamed", "lossy", "refused")
 """From the mildest to the gravest."""
+Loss = Literal["harmless", "lossy", "refused"]
+"""What another dialect loses without a key: nothing, something, or the same numbers."""
+LOST: dict[Loss, Kind] = {"harmless": "defaulted", "lossy": "lossy", "refused": "refused"}
+"""What becomes of a key whose loss it is, in a dialect that has no such key."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.description import LOADED, Setting
-from terrazzo.dialects.dialect import Context
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.fsdp_words import TORCH_DTYPES, TORCH_NAMES
-from terrazzo.dialects.reader import Reader
+from terrazzo.dialects.core.description import LOADED, Setting
+from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.shared.fsdp import TORCH_DTYPES, TORCH_NAMES
 
 __all__ = ["FSDP1_POLICY", "FSDP2_POLICY", "Policy", "keep_casts", "loaded", "otherwise", "write_policy"]
 
@@ -60,7 +60,7 @@ def keep_casts(reader: Reader, *keys: str) -> None:
         found = reader.take(key)
         if found.origin == "file":
             why = "inputs are cast wherever weights are, in every other stack"
-            reader.keep(key, why, harmless=found.value == reader.keys[key].default)
+            reader.keep(key, why, loss="harmless" if found.value == reader.keys[key].default else "lossy")
 
 
 def write_policy(pen: Pen, policy: Policy) -> None:

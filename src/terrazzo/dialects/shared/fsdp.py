@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.description import PATHS, TIERS, Description, Setting, Settings, inactive
-from terrazzo.dialects.draft import Pen
-from terrazzo.dialects.keys import words
-from terrazzo.dialects.meaning import NVME_ONLY, ON_CPU
-from terrazzo.dialects.reader import Reader, derived
+from terrazzo.dialects.core.description import PATHS, TIERS, Description, Setting, Settings, inactive
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.keys import words
+from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU
+from terrazzo.dialects.core.reader import Reader, derived
 
 __all__ = [
     "DTYPE",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
+from terrazzo.dialects.core.verdict import Loss
 from terrazzo.engine import PLANS, LossScaling, Place, Plan
 
 __all__ = [
@@ -257,15 +258,14 @@ class Extra:
         key: dotted, as in the source.
         value: as in the source.
         why: what another dialect loses with it, as the end of a sentence.
-        refused: without it another dialect would not do the same thing: it must not be dropped in silence.
-        harmless: without it another dialect does the same thing, as for log intervals and bucket sizes.
+        loss: `harmless`: without it another dialect does the same thing, as for log intervals and bucket sizes;
+            `refused`: without it it would not, and the key must not be dropped in silence; `lossy`: all others.
     """
 
     key: str
     value: Any
     why: str = ""
-    refused: bool = False
-    harmless: bool = False
+    loss: Loss = "lossy"
 
 
 @dataclass(frozen=True)

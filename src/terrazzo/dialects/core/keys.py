@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from terrazzo.dialects.core.verdict import Loss
+
 __all__ = [
     "ANY",
     "LIST",
@@ -34,7 +36,7 @@ __all__ = [
     "words",
 ]
 
-Keep = Literal["", "harmless", "lossy", "refused"]
+Keep = Loss | Literal[""]
 ONE_OF = "one of "
 """How the `expected` of `words` begins."""
 MISSING = object()

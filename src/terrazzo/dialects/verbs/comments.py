@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from terrazzo.dialects.reader import join
+from terrazzo.dialects.core.reader import join
 
 __all__ = ["Comment", "place", "take"]
 

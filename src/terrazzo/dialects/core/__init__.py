@@ -1,0 +1,9 @@
+"""What every dialect is made of.
+
+verdict        what became of one key
+description    what a configuration asks for, in no dialect's words
+meaning        what settings mean together, and whether two descriptions mean the same
+keys           rows of a dialect's table, and types of values
+dialect        the class that every dialect is, and what it is asked with
+reader, draft  a document on its way in, a document on its way out
+"""
