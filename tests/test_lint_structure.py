@@ -186,11 +186,11 @@ def test_strings_that_import_nothing_here_are_free(tmp_path: Path) -> None:
         tmp_path,
         engine__plan__a="import importlib\nimportlib.import_module('torch')\nrun(['-m', 'terrazzo.engine.plan'])\n",
         planner__cite="SOURCE = 'terrazzo.engine.plan.place'\n",
-        dialects__registry="from importlib import import_module\nimport_module('terrazzo.dialects.json')\n",
-        dialects__json="",
+        dialects__registry="from importlib import import_module\nimport_module('terrazzo.dialects.verbs')\n",
+        dialects__verbs="",
     )
     assert _texts(package) == []
-    (package / "dialects" / "json.py").write_text("from terrazzo.dialects import registry\n")
+    (package / "dialects" / "verbs.py").write_text("from terrazzo.dialects import registry\n")
     (finding,) = _texts(package)
     assert "import cycle: " in finding and "registry" in finding
 
