@@ -11,8 +11,8 @@ from terrazzo.cli.shared.verb import Verb
 from terrazzo.errors import BadInput
 
 if TYPE_CHECKING:
-    from terrazzo.dialects.verbs.convert import Conversion
     from terrazzo.dialects.core.dialect import Context, Finding
+    from terrazzo.dialects.verbs.convert import Conversion
     from terrazzo.dialects.verbs.understand import Understood
 
 __all__ = ["config"]
@@ -127,8 +127,8 @@ def convert(  # structure: signature fixed by the command line
     """
     from terrazzo.cli.config import text as shown
     from terrazzo.cli.shared.terminal import say
-    from terrazzo.dialects.verbs.convert import convert as convert_to
     from terrazzo.dialects.registry import dialect
+    from terrazzo.dialects.verbs.convert import convert as convert_to
 
     target = dialect(to)
     if out is not None:

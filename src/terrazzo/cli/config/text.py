@@ -8,14 +8,14 @@ from typing import Any
 
 from terrazzo.cli.shared import terminal
 from terrazzo.cli.shared.terminal import say, say_json
-from terrazzo.dialects.verbs.convert import Conversion
 from terrazzo.dialects.core.description import shown
 from terrazzo.dialects.core.dialect import Context, Finding
+from terrazzo.dialects.core.verdict import KINDS, LOST, Verdict
+from terrazzo.dialects.verbs.convert import Conversion
 from terrazzo.dialects.verbs.diff import Difference
 from terrazzo.dialects.verbs.emit import plain
 from terrazzo.dialects.verbs.explain import Option, Page, origin_words
 from terrazzo.dialects.verbs.precision_table import COLUMNS, Cost, costs, precisions
-from terrazzo.dialects.core.verdict import KINDS, LOST, Verdict
 from terrazzo.errors import printable
 from terrazzo.files import GIB
 
