@@ -26,8 +26,8 @@ from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.loop import Trainer
+from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
-from terrazzo.train.session import open_session
 from tests.helpers.threads import run_in_threads
 
 ROOT = Path(__file__).parents[1]

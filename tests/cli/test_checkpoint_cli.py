@@ -627,7 +627,8 @@ def test_a_failed_save_is_exit_code_1_and_one_paragraph(
 
 def test_progress_adds_up_to_all_bytes(saved: Path, tmp_path: Path) -> None:
     source, counts = checkpoint.open_source(saved / "step-00000001"), list[int]()
-    convert.convert(sources.Watched(source, counts.append), str(tmp_path / "a"))
+    source.advance = counts.append
+    convert.convert(source, str(tmp_path / "a"))
     assert sum(counts) == describe.total_bytes(source)
     counts.clear()
     opened = audit.open_audit(str(tmp_path / "a"))

@@ -65,6 +65,7 @@ def run_in_threads(world_size: int, function: Callable[[int], T], timeout_s: flo
         for thread in threads:
             thread.start()
         stuck = _join(threads, timeout_s)
+        ranks.are_over = True
     if ranks.failures:
         rank, error = ranks.failures[0]
         error.add_note(f"raised on rank {rank} of {world_size}")
@@ -82,6 +83,7 @@ class _Ranks(Generic[T]):
         self.store = dist.HashStore()
         self.results: dict[int, T] = {}
         self.failures: list[tuple[int, BaseException]] = []
+        self.are_over = False  # what a rank that was stuck comes to later is nothing to those of another test
 
     def body(self, rank: int) -> None:
         try:
@@ -92,7 +94,8 @@ class _Ranks(Generic[T]):
             pass  # how the threaded group ends a rank whose peers have failed
         except BaseException as error:
             self.failures.append((rank, error))
-            _wake_others(error)
+            if not self.are_over:
+                _wake_others(error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -25,6 +25,7 @@ from terrazzo.train.folders import make_swap_folders, swap_folders
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
+from terrazzo.train.opening import open_session
 from terrazzo.train.plan import build_offload, build_plan
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight import room as fit
@@ -34,7 +35,6 @@ from terrazzo.train.preflight.swap import check_folders, host_lacks_room, offloa
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned
 from terrazzo.train.promise.summary import bytes_line, summary_lines
-from terrazzo.train.session import open_session
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 

@@ -33,9 +33,10 @@ from terrazzo.train.launch.stop import Notices, StopRequest
 from terrazzo.train.launch.telling import INTERRUPTED
 from terrazzo.train.loop import Trainer, step_on
 from terrazzo.train.objectives import NextToken
+from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
 from terrazzo.train.run import _cut_short
-from terrazzo.train.session import Session, open_session
+from terrazzo.train.session import Session
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
@@ -497,7 +498,7 @@ def test_counters_rate_and_best_are_those_of_the_uninterrupted_run(tmp_path: Pat
 def test_other_ranks_draw_anew_and_say_so(tmp_path: Path) -> None:
     trained(config_in(tmp_path))
     config = config_in(tmp_path, batch={"micro_batch": 1}, train={"steps": 6})
-    for notes in on_ranks_of_a_run(2, config, lambda session: session.resume_notes):
+    for notes in on_ranks_of_a_run(2, config, lambda session: session.notes):
         assert "resume: saved by 1 rank: random generators are seeded anew for 2" in notes
 
 

@@ -20,16 +20,16 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict, load_config
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
-from terrazzo.train import session
+from terrazzo.train import opening
 from terrazzo.train.data import ByteTokenizer, load_data
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.objectives import NextToken
+from terrazzo.train.opening import open_session
 from terrazzo.train.optimizer import learning_rate_share
 from terrazzo.train.preflight import check
-from terrazzo.train.session import open_session
 from tests.helpers.threads import run_in_threads
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -332,7 +332,7 @@ def test_a_run_that_cannot_be_opened_leaves_no_swap_files(
             assert list(swap.iterdir())
             raise BadInput("The weights are of another model.")
 
-        monkeypatch.setattr(session, "clear_checkpoints", fails)
+        monkeypatch.setattr(opening, "clear_checkpoints", fails)
     with pytest.raises(BadInput) as caught:
         trained(config)
     assert list(swap.iterdir()) == [], "while the error still holds everything"
@@ -546,7 +546,7 @@ def test_folders_that_cannot_be_written_are_refused_before_any_work(
         with pytest.raises(BadInput, match=rf"{key}\.folder is '{folder}', .* cannot be .*{why}"):
             check(config_in(tmp_path, **{key: {"folder": folder}}), 1)
     # What has become so since: /proc takes no folders, whatever it says of itself.
-    monkeypatch.setattr(session, "load_data", lambda *_, **__: pytest.fail("work was done"))
+    monkeypatch.setattr(opening, "load_data", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(
         BadInput, match=r"/proc/run.*(cannot be written to|cannot be saved in)|cannot be saved in '/proc/run"
     ):

@@ -21,9 +21,9 @@ from terrazzo.parallel import VocabularyLoss
 from terrazzo.train.data.sequences import SequenceDataset
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.mesh_picture import mesh_picture
+from terrazzo.train.opening import open_session
 from terrazzo.train.parts import Parts
 from terrazzo.train.preflight import check
-from terrazzo.train.session import open_session
 from tests.checkpoint.documented import read_as_documented
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads

@@ -11,7 +11,8 @@ from terrazzo.train.data import Asked, evaluation_batches
 from terrazzo.train.micro_batches import measured
 from terrazzo.train.model.causal_lm import generate
 from terrazzo.train.objectives import Validation, objective_of
-from terrazzo.train.session import Session, evaluation_limit
+from terrazzo.train.opening import evaluation_limit
+from terrazzo.train.session import Session
 
 __all__ = ["evaluate", "sample_text"]
 
@@ -50,9 +51,9 @@ def sample_text(session: Session) -> str:
     Collective.
     """
     train = session.config.train
-    if session.asked is not None:
-        return f"{train.sample_chat} → {_answer(session, session.asked)}"
-    tokens = torch.tensor([session.prompt], device=session.ranks.device)
+    if session.sampling.asked is not None:
+        return f"{train.sample_chat} → {_answer(session, session.sampling.asked)}"
+    tokens = torch.tensor([session.sampling.prompt], device=session.ranks.device)
     generator = torch.Generator().manual_seed(train.seed + session.step)
     with whole_sequences(session.model):
         written = generate(session.model, tokens, train.sample_tokens, temperature=TEMPERATURE, generator=generator)

@@ -136,7 +136,7 @@ class Trainer:
         """Measure and report the validation loss, where there are data for it."""
         found = evaluate(self.session)
         if found is not None:
-            self.session.validated(found.loss)
+            self.session.validations.add(self.session.step, found.loss)
         self.report.validation(found)
 
     def between_steps(self, *, finished: bool, last: bool) -> None:
@@ -153,7 +153,7 @@ class Trainer:
             with self.phases.during("save"):
                 saved = session.save()
             self.report.saved(saved)
-        if session.prompt and (finished or _due(session.step, train.sample_every)):  # nothing is lost to it
+        if session.sampling.prompt and (finished or _due(session.step, train.sample_every)):  # nothing is lost to it
             with self.phases.during("evaluate"):
                 text = sample_text(session)
             self.report.sample(text)

@@ -90,7 +90,7 @@ class Report:
         plan = without_passwords(f"{self._engine.describe()}\n\nmemory of each rank:\n{bill.table()}")
         (log.folder / "plan.txt").write_text(plan + "\n", encoding="utf-8")
         self._metrics_file = JsonLines(log.folder / "metrics.jsonl", session.step)
-        if session.same_evaluation and (line := self._metrics_file.first("validation")) is not None:
+        if session.origin.same_evaluation and (line := self._metrics_file.first("validation")) is not None:
             self._first_validation = line["step"], Validation.from_dict(line)
         title = f"{self._model()}: {self._engine.plan.name}, {_precision(session.config)}"
         details = {"Plan": plan, "Configuration": text}
@@ -139,9 +139,7 @@ class Report:
         self._row("step", f"{batch.global_batch} × {batch.sequence_length} tokens{micro}")
         self._row("memory", f"{self._bill_text()} per rank, beside activations")
         self._row("folder", str(config.log.folder))
-        for note in [*session.notes, *([f"resumed at step {session.step}"] if session.step else [])]:
-            self._note(note)
-        for note in session.resume_notes:
+        for note in session.notes:
             self._note(note)
         if session.step < config.train.steps:
             self._say(f"\n{self._table.header()}")

@@ -21,8 +21,8 @@ from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, r
 from terrazzo.train.launch.stop import Notices, StopRequest, say_now
 from terrazzo.train.launch.telling import PREEMPTED, REPORT
 from terrazzo.train.loop import Trainer
+from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
-from terrazzo.train.session import open_session
 
 __all__ = ["train_command"]
 

@@ -26,7 +26,8 @@ from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.ranks import join
 from terrazzo.train.launch.starting import is_rank, launch_ranks, ranks_to_start
 from terrazzo.train.loop import step_on
-from terrazzo.train.session import Session, open_session
+from terrazzo.train.opening import open_session
+from terrazzo.train.session import Session
 
 __all__ = ["Trial"]
 

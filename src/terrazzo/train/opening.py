@@ -1,0 +1,290 @@
+"""A run opened: its data and model made and sharded, and what the newest checkpoint has of it taken up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+import terrazzo as tz
+from terrazzo import checkpoint
+from terrazzo.checkpoint import Resumed
+from terrazzo.config import Config
+from terrazzo.engine import engine_of
+from terrazzo.errors import BadInput, TerrazzoError
+from terrazzo.exchange import gather_json, on_first, patiently, together
+from terrazzo.parallel import context_of
+from terrazzo.telemetry import Console, resident_bytes
+from terrazzo.train.checkpoints.keeping import Keeper
+from terrazzo.train.checkpoints.resume import (
+    clear_checkpoints,
+    data_changes,
+    is_restored,
+    resume_from,
+    resume_notes,
+    saying_what_differs,
+    seeded_anew,
+)
+from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
+from terrazzo.train.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
+from terrazzo.train.launch.ranks import Ranks, agree_on_data
+from terrazzo.train.model.causal_lm import num_flops_per_token
+from terrazzo.train.model.huggingface import weight_files
+from terrazzo.train.model.parallel import parallelize_model
+from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.objectives import objective_of
+from terrazzo.train.optimizer import build_optimizer, build_schedule, resume_schedule
+from terrazzo.train.parts import parts_of
+from terrazzo.train.plan import build_offload, build_plan, build_precision, mesh_shape
+from terrazzo.train.reference import Due, check_same_initial, compute_reference, initial_model, reference_due
+from terrazzo.train.session import Origin, Sampling, Session
+
+__all__ = ["evaluation_limit", "open_session"]
+
+EXTRA = ("step", "tokens", "best", "schedule", "data", "evaluation", "config")
+"""What a checkpoint of a run has beside model and optimizer, at the least."""
+
+
+def evaluation_limit(config: Config, readers: int) -> int:
+    """Sequences over all ranks that an evaluation reads at most; `readers` do not share theirs with others."""
+    return config.train.eval_batches * config.batch.micro_batch * readers
+
+
+def open_session(config: Config, ranks: Ranks, notes: list[str] | None = None) -> Session:
+    """Build a run, or take up the one that the newest checkpoint holds. Collective.
+
+    Args:
+        notes: what is to be said of it before its first step.
+    """
+    absent = absent_folders(config) if ranks.is_first else []
+    try:
+        on_first(lambda: make_log_folder(config), BadInput)
+        keeper = Keeper(config, ranks)
+        try:
+            begin = _begin(config, ranks)
+            return _build(config, ranks, keeper, begin, list(notes or ()))
+        except BaseException:
+            keeper.abandon()
+            raise
+    except BaseException:
+        remove_empty(absent)
+        raise
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """What is known before there is a model.
+
+    Attributes:
+        newest: the checkpoint that the run continues from; empty for a new run.
+        saved: its extra values, where they hold a reference of DPO.
+        due: pairs whose reference is to be computed before the first step.
+    """
+
+    newest: str
+    data: TokenData
+    asked: Asked | None
+    saved: dict[str, Any]
+    due: list[Due]
+
+
+def _begin(config: Config, ranks: Ranks) -> _Begin:
+    found = together(lambda: resume_from(config) or "", BadInput)
+    newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
+    data = load_data(
+        config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=_saying(ranks)
+    )
+    agree_on_data(data, config.data)
+    limit = evaluation_limit(config, parts_of(config, ranks).readers)
+    _check_validation(data, limit)
+    asked = on_first(lambda: _asked(config, data), BadInput)
+    saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
+    due = reference_due(config, data, limit, saved)
+    check_same_initial(due, config, saved)
+    return _Begin(newest, data, None if asked is None else Asked(*asked), saved, due)
+
+
+def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: list[str]) -> Session:
+    mesh = tz.mesh(**mesh_shape(config.plan.mesh, ranks.world_size), device=ranks.device.type)
+    torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
+    sampling = Sampling(_prompt(config, begin.data, begin.asked), begin.asked)
+    model, flops_per_token = _model(config, begin.data, sampling.prompt)
+    parallelize_model(model, config, mesh)
+    parts = parts_of(config, ranks, context_of(model))
+    loader = Loader(begin.data.train, config, parts.reader, parts.readers, parts.of)
+    make_swap_folders(config)
+    optimizer = build_optimizer(config.optimizer, model)
+    base_bytes = (resident_bytes() or 0) if ranks.device.type == "cpu" else 0  # the model is still without memory
+    model, sharded = tz.shard(
+        model,
+        optimizer,
+        plan=build_plan(config),
+        units=config.plan.units,
+        precision=build_precision(config),
+        mesh=mesh,
+        prefetch=config.plan.prefetch,
+        offload=build_offload(config),
+    )
+    try:
+        session = Session(
+            config=config,
+            ranks=ranks,
+            parts=parts,
+            data=begin.data,
+            loader=loader,
+            model=model,
+            optimizer=sharded,
+            schedule=build_schedule(config.schedule, config.train.steps, sharded),
+            keeper=keeper,
+            sampling=sampling,
+            flops_per_token=flops_per_token,
+            base_bytes=base_bytes,
+            notes=notes,
+            origin=Origin(initial=initial_model(config, begin.saved)),
+        )
+        _fill(session, begin)
+    except BaseException:
+        engine_of(model).close()  # its files would stay: ranks end without the interpreter's help
+        raise
+    return session
+
+
+def _fill(session: Session, begin: _Begin) -> None:
+    """Give the model its weights, the given ones or the checkpoint's, and what follows from the given ones."""
+    config, model = session.config, session.model
+    if begin.due or not begin.newest:
+        _load_pretrained(config, model)
+    if begin.due:
+        if (say := _saying(session.ranks)) is not None:
+            say(f"computing the reference of {sum(len(part.pairs) for part in begin.due):,} pairs ...")
+        compute_reference(begin.due, model, config, session.parts, session.ranks.device)
+    torch.manual_seed(_seed(session, 0))  # dropout must differ between data
+    if begin.newest:
+        _resume(session)
+    else:  # last, so that nothing is lost to a run that cannot start
+        on_first(lambda: clear_checkpoints(config), BadInput)
+
+
+def _resume(session: Session) -> None:
+    """Continue from the newest whole checkpoint. Collective."""
+    config = session.config
+    resumed = _resumed(session)
+    extra = resumed.extra
+    session.step, session.tokens = extra["step"], extra["tokens"]
+    session.validations.best = extra["best"]
+    session.notes.append(f"resumed at step {session.step}")
+    session.notes += [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
+    group = session.optimizer.param_groups[0]
+    due = group["lr"]
+    resume_schedule(session.schedule, extra["schedule"])
+    why = data_changes(config, extra, session.data.files)
+    session.loader.load_state_dict(extra["data"], config.checkpoint.allow_changed_data, why)
+    session.notes += resume_notes(config, extra["config"])
+    goes_on = session.step < config.train.steps
+    if goes_on and not math.isclose(group["lr"], due, rel_tol=1e-9):  # train.steps may stretch a schedule
+        session.notes.append(
+            f"resume: the learning rate goes on at {group['lr']:.1e}, where this schedule has it; it was {due:.1e}"
+        )
+    origin = session.origin
+    origin.optimizer = {key: it for key, it in extra["config"]["optimizer"].items() if is_restored(f"optimizer.{key}")}
+    origin.same_evaluation = session.evaluation == extra["evaluation"]
+    if not origin.same_evaluation:
+        session.notes.append("resume: the validation data are not those of the checkpoint")
+    size, tp = session.ranks.world_size, config.plan.mesh.tp
+    before = extra["config"]["plan"].get("mesh", {}).get("tp", 1)
+    if not resumed.generators or tp != before:  # ranks along tp draw alike, and others did
+        torch.manual_seed(_seed(session, session.step))
+        if goes_on:
+            session.notes.append(seeded_anew((resumed.world_size, before), (size, tp)))
+
+
+def _resumed(session: Session) -> Resumed:
+    """The newest whole checkpoint, once model and optimizer have taken it up; it is one of a run. Collective."""
+    folder = session.keeper.folder
+    with saying_what_differs(session.config, folder):
+        resumed = session.keeper.resume(session.model, session.optimizer)
+    if resumed is None:  # it was there when this run began, and so nothing else has given the model its weights
+        raise BadInput(
+            f"{folder} had a checkpoint when this run began, and has none that can be read now: put it back, or start"
+            " anew with checkpoint.resume=never."
+        )
+    if missing := sorted(set(EXTRA) - resumed.extra.keys()):
+        raise BadInput(
+            f"The newest checkpoint in {folder} is not of 'terrazzo train': its extra has no {', '.join(missing)}. Go"
+            " on with it by tz.checkpoint.load in a loop of your own, or use another checkpoint.folder."
+        )
+    return resumed
+
+
+def _saying(ranks: Ranks) -> Callable[[str], None] | None:
+    return Console().say if ranks.is_first else None
+
+
+def _check_validation(data: TokenData, limit: int) -> None:
+    """Raise `BadInput` where an evaluation would have no token to measure."""
+    dataset = data.validation
+    if dataset is not None and not dataset.valid_tokens(evaluated(dataset, limit)):
+        raise BadInput(
+            f"The validation data have no token to learn in the {min(limit, len(dataset))} of their {len(dataset)}"
+            " sequences that an evaluation reads, so there is no validation loss. Raise train.eval_batches or"
+            " batch.sequence_length, or set data.packing to 'whole' or 'single'."
+        )
+
+
+def _load_pretrained(config: Config, model: nn.Module) -> None:
+    """The weights that a run begins with, where they are given. Collective."""
+    if config.model.weights == "pretrained" and config.model.path is not None:
+        weight_files(config.model.path)
+        objective_of(config).load_pretrained(model, config.model.path)
+
+
+def _asked(config: Config, data: TokenData) -> Asked | None:
+    """The message that samples answer, as the chat template has it."""
+    settings, question = config.data, config.train.sample_chat
+    if question is None:
+        return None
+    return load_chat(data.tokenizer, settings.tokenizer, settings.chat_template, settings.loss_on).ask(question)
+
+
+def _prompt(config: Config, data: TokenData, asked: Asked | None) -> list[int]:
+    """What samples go on from. A score is no text, and a model in stages writes none."""
+    if not config.train.sample_tokens or config.objective.kind.scored or config.plan.mesh.pp > 1:
+        return []
+    if asked is not None:
+        return asked.tokens
+    found: list[int] = data.tokenizer.encode([config.train.sample_prompt])[0].tolist()
+    return found or [data.tokenizer.end_of_document]
+
+
+def _saved_with_reference(path: str) -> dict[str, Any]:
+    """A checkpoint's extra values; nothing where it has no reference, or cannot be read, which `resume` tells of."""
+    try:
+        found = checkpoint.open_source(path).extra
+    except TerrazzoError:
+        return {}
+    return found if found.get("reference") and "config" in found else {}
+
+
+def _seed(session: Session, step: int) -> int:
+    """For what ranks draw each for itself from `step` on; those along tp draw alike, as `Parts.drawer` says."""
+    return session.config.train.seed + 1 + session.parts.drawer + step * 1_000_003
+
+
+def _model(config: Config, data: TokenData, prompt: list[int]) -> tuple[nn.Module, int]:
+    """The model before it is sharded, and what a token costs in floating-point operations."""
+    model = prepare_model(config, data.tokenizer)
+    vocab_size = cast(Any, model).config.vocab_size
+    data.check_vocabulary(vocab_size)
+    if max(prompt, default=0) >= vocab_size:
+        key = "sample_prompt" if config.train.sample_chat is None else "sample_chat"
+        raise BadInput(
+            f"train.{key} has token id {max(prompt)}, but the model's vocabulary has ids 0 to {vocab_size - 1} only."
+            f" Set model.vocab_size to at least {data.tokenizer.vocab_size}, use the model's own tokenizer, or set"
+            " train.sample_tokens to 0."
+        )
+    return model, num_flops_per_token(model, config.batch.sequence_length)
