@@ -13,7 +13,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, Context
 from terrazzo.dialects.core.verdict import Verdict
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.deepspeed.keys import TABLE
-from tests.dialects.peers import assert_lossless
+from tests.dialects.peers import assert_lossless, converted, nested, verdicts
 
 DIALECT = DeepSpeed()
 SIZE = {"train_micro_batch_size_per_gpu": 1}
@@ -318,3 +318,39 @@ def test_an_optimizer_has_its_own_defaults(kind: str, lr: float, betas: Any, eps
 
 def test_reduce_scatter_is_said_to_replace_the_all_reduce() -> None:
     assert "not all-reduced" in DIALECT.meaning("zero_optimization.reduce_scatter")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("moe.num_experts", "model.experts.count"),
+        ("moe.use_residual", "model.experts.shared"),
+        ("ep_size", "plan.mesh.ep"),
+        ("pipeline.num_stages", "plan.mesh.pp"),
+        ("moe.use_tutel", "deepspeed.moe.layer.MoE"),
+    ],
+)
+def test_arguments_of_classes_are_no_keys(key: str, said: str) -> None:
+    verdict = verdicts("deepspeed", nested({key: 2}))[key]
+    assert verdict.kind == "refused"
+    assert said in verdict.why
+
+
+def test_a_pipeline_goes_there_and_back() -> None:
+    pipeline = {"stages": 2, "activation_checkpoint_interval": 1}
+    document = {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "pipeline": pipeline}
+    conversion = converted("deepspeed", "terrazzo", document, world=4)
+    assert {verdict.kind for verdict in conversion.verdicts} == {"renamed"}
+    assert conversion.document["plan"]["mesh"] == {"pp": 2}
+    assert conversion.document["train"]["activation_checkpointing"] == "full"
+    assert converted("terrazzo", "deepspeed", conversion.document, world=4).document["pipeline"] == pipeline
+    assert converted("deepspeed", "deepspeed", document, world=4).document == document
+
+
+def test_what_a_pipeline_of_deepspeed_cannot_say_is_named() -> None:
+    document = {"plan": {"name": "zero1", "mesh": {"pp": 2, "tp": 2}}, "parallel": {"pipeline": {"chunks": 2}}}
+    found = {verdict.key: verdict for verdict in converted("terrazzo", "deepspeed", document).verdicts}
+    assert found["parallel.pipeline.chunks"].kind == "lossy"
+    assert "one stage" in found["parallel.pipeline.chunks"].why
+    interval = {"pipeline": {"stages": 2, "activation_checkpoint_interval": 4}}
+    assert verdicts("deepspeed", interval)["pipeline.activation_checkpoint_interval"].kind == "lossy"

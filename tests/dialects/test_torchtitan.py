@@ -166,14 +166,46 @@ def test_stages_run_the_local_batch_in_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "said"),
-    [("GPipe", "schedule: gpipe"), ("Interleaved1F1B", "chunks: 2"), ("ZBVZeroBubble", "zero_bubble")],
+    ("schedule", "section", "kind"),
+    [
+        ("1F1B", {}, "renamed"),
+        ("GPipe", {"schedule": "gpipe"}, "renamed"),
+        ("Interleaved1F1B", {"chunks": 2}, "renamed"),
+        ("InterleavedZeroBubble", {"schedule": "zero_bubble"}, "lossy"),
+        ("ZBVZeroBubble", {"schedule": "zero_bubble"}, "lossy"),
+        ("LoopedBFS", {}, "lossy"),
+    ],
 )
-def test_schedules_of_stages_name_what_is_nearest(schedule: str, said: str) -> None:
+def test_schedules_of_stages_are_taken_over(schedule: str, section: dict[str, Any], kind: str) -> None:
     document = {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}}
-    verdicts = converted("torchtitan", "terrazzo", document).verdicts
-    (verdict,) = (each for each in verdicts if each.key == "parallelism.pipeline_parallel_schedule")
-    assert verdict.kind == "lossy" and said in verdict.why
+    conversion = converted("torchtitan", "terrazzo", document)
+    (verdict,) = (each for each in conversion.verdicts if each.key == "parallelism.pipeline_parallel_schedule")
+    assert verdict.kind == kind
+    said = conversion.document.get("parallel", {}).get("pipeline", {})
+    usual = {"schedule": "1f1b", "chunks": 1}
+    assert {**usual, **said} == {**usual, **section}
+    back = converted("terrazzo", "torchtitan", conversion.document).document["parallelism"]
+    assert (back.get("pipeline_parallel_schedule", "1F1B") == schedule) is (kind == "renamed" or "Inter" in schedule)
+    assert converted("torchtitan", "torchtitan", document).document == document
+
+
+def test_layers_of_a_stage_say_how_many_a_rank_has() -> None:
+    parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}
+    document = {"parallelism": {**parallelism, "pipeline_parallel_layers_per_stage": 4}}
+    conversion = converted("torchtitan", "terrazzo", document, layers=32)
+    assert conversion.document["parallel"]["pipeline"]["chunks"] == 4
+    back = converted("terrazzo", "torchtitan", conversion.document, layers=32).document
+    assert back["parallelism"]["pipeline_parallel_layers_per_stage"] == 4
+    assert "--model" in str(converted("terrazzo", "torchtitan", conversion.document).verdicts)
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_sequences_between_matrices(said: bool) -> None:
+    document = {"parallelism": {"tensor_parallel_degree": 2, "enable_sequence_parallel": said}}
+    conversion = converted("torchtitan", "terrazzo", document)
+    assert conversion.document.get("parallel", {}).get("tensor", {}).get("sequence", True) is said
+    back = converted("terrazzo", "torchtitan", conversion.document).document["parallelism"]
+    assert back.get("enable_sequence_parallel", True) is said
 
 
 @pytest.mark.parametrize(

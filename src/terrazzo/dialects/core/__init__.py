@@ -1,6 +1,7 @@
 """What every dialect is made of.
 
 verdict        what became of one key
+sections       settings, in the sections of a description
 description    what a configuration asks for, in no dialect's words
 meaning        what settings mean together, and whether two descriptions mean the same
 keys           rows of a dialect's table, and types of values

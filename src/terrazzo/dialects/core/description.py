@@ -7,13 +7,33 @@ Settings that a dialect has no word for are *unset*: the choice is left to code 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, get_type_hints
 
+from terrazzo.dialects.core.sections import (
+    UNSET,
+    ActivationCheckpointing,
+    Batch,
+    Loading,
+    Mesh,
+    Offload,
+    Optimizer,
+    Origin,
+    Parallel,
+    Precision,
+    Prefetch,
+    Saving,
+    Schedule,
+    Setting,
+    Settings,
+    Sharding,
+    Training,
+    Units,
+    keys_in,
+)
 from terrazzo.dialects.core.verdict import Loss
-from terrazzo.engine import PLANS, LossScaling, Place, Plan
+from terrazzo.engine import PLANS, Place, Plan
 
 __all__ = [
     "DATA_AXES",
@@ -41,10 +61,6 @@ __all__ = [
     "shown",
 ]
 
-T = TypeVar("T")
-Origin = Literal["file", "default", "auto", "derived", "unset"]
-"""Who gave a value: the file, the default, a rule that replaced "auto", arithmetic on other values, or nobody."""
-
 STATES = ("weight", "between", "grad", "optim")
 SHARDING = tuple(f"sharding.{state}" for state in STATES)
 TIERS = ("offload.weight", "offload.grad", "offload.optim")
@@ -58,196 +74,6 @@ EVERY_DTYPE = ("weight", "compute", "reduce", "accumulate", "master", "moments",
 """What has a dtype of its own, as `precision` names it."""
 PARAMETER_DTYPES = tuple(name for name in EVERY_DTYPE if name not in ("buffers", "output"))
 """The same of a parameter, its gradient and its optimizer state."""
-
-
-@dataclass(frozen=True)
-class Setting(Generic[T]):
-    """One value.
-
-    Attributes:
-        value: plain, in neutral words: `"bf16"`, `8`, `("LlamaDecoderLayer",)`.
-        origin: who gave it.
-        key: the source's dotted key that it came from; several as `keys_in` splits them; empty where no key gave it.
-    """
-
-    value: T
-    origin: Origin = "file"
-    key: str = ""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        return keys_in(self.key)
-
-    @property
-    def is_set(self) -> bool:
-        return self.origin != "unset"
-
-
-Settings = dict[str, Setting[Any]]
-"""Settings by path."""
-UNSET: Setting[Any] = Setting(None, "unset")
-"""Left to the user's code: the dialect has no such setting, or gives it no default."""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """The row of the table: over which data axes each state is split, as `Place` writes it (`-`, `S`, `S,R`, `D`)."""
-
-    weight: Annotated[Setting[str], "axes that the compute weights are split over, at rest"] = UNSET
-    between: Annotated[Setting[str], "the same, from the end of forward to backward"] = UNSET
-    grad: Annotated[Setting[str], "axes that the reduced gradient is split over"] = UNSET
-    optim: Annotated[Setting[str], "axes that master weights and optimizer state are split over"] = UNSET
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Degrees of parallelism. None: what is left of the world."""
-
-    world: Annotated[Setting[int | None], "number of ranks"] = UNSET
-    dp_replicate: Annotated[Setting[int | None], "replicas (outer data axis, R)"] = UNSET
-    dp_shard: Annotated[Setting[int | None], "ranks per replica (inner data axis, S); none: what is left"] = UNSET
-    tp: Annotated[Setting[int | None], "tensor parallel degree"] = UNSET
-    cp: Annotated[Setting[int | None], "context parallel degree (ring attention)"] = UNSET
-    sp: Annotated[Setting[int | None], "sequence parallel degree (Ulysses)"] = UNSET
-    ep: Annotated[Setting[int | None], "expert parallel degree"] = UNSET
-    pp: Annotated[Setting[int | None], "pipeline parallel degree"] = UNSET
-
-
-@dataclass(frozen=True)
-class Units:
-    """What is gathered and released as one."""
-
-    policy: Annotated[
-        Setting[str], "auto (found by themselves), classes, min_numel, or none (the whole model is one)"
-    ] = UNSET
-    classes: Annotated[Setting[tuple[str, ...]], "classes: class names of the modules"] = UNSET
-    min_numel: Annotated[Setting[int | None], "min_numel: smallest number of elements"] = UNSET
-    ignored: Annotated[Setting[Any], "modules or parameters that are not sharded"] = UNSET
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Every dtype, pinned: one of `DTYPES`; None: "auto", and what fills it is not known."""
-
-    weight: Annotated[Setting[str], "storage of the compute weights at rest"] = UNSET
-    compute: Annotated[Setting[str], "weights inside modules, and activations"] = UNSET
-    reduce: Annotated[Setting[str], "gradients on the wire"] = UNSET
-    accumulate: Annotated[Setting[str], "gradients kept across micro-batches"] = UNSET
-    master: Annotated[Setting[str], "weights that the optimizer updates"] = UNSET
-    moments: Annotated[Setting[str], "the rest of the optimizer's state"] = UNSET
-    buffers: Annotated[Setting[str], "module buffers"] = UNSET
-    output: Annotated[Setting[str], "what the model returns"] = UNSET
-    saved: Annotated[Setting[str], "weights in an exported checkpoint"] = UNSET
-    autocast: Annotated[
-        Setting[bool], "torch.autocast to compute, operator by operator; weights that are not gathered keep their dtype"
-    ] = UNSET
-    loss_scaling: Annotated[Setting[LossScaling | None], "dynamic loss scaling"] = UNSET
-    static_loss_scale: Annotated[Setting[float | None], "fixed loss scale"] = UNSET
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sizes in sequences and tokens."""
-
-    global_batch: Annotated[Setting[int | None], "sequences per optimizer step, over all ranks"] = UNSET
-    micro_batch: Annotated[Setting[int | None], "sequences per forward pass on one rank"] = UNSET
-    accumulation: Annotated[Setting[int | None], "micro-batches per optimizer step"] = UNSET
-    sequence_length: Annotated[Setting[int | None], "tokens per sequence"] = UNSET
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """The optimizer: the class name as in torch.optim where it is one of those."""
-
-    name: Annotated[Setting[str | None], "class, as in torch.optim"] = UNSET
-    lr: Annotated[Setting[float | None], "learning rate (peak)"] = UNSET
-    betas: Annotated[Setting[tuple[float, float] | None], "Adam: decay of the two moments"] = UNSET
-    eps: Annotated[Setting[float | None], "Adam: term added to the denominator"] = UNSET
-    weight_decay: Annotated[Setting[float | None], "weight decay"] = UNSET
-    options: Annotated[Setting[Mapping[str, Any]], "further arguments of the class"] = UNSET
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate over the run."""
-
-    name: Annotated[Setting[str | None], "constant, cosine, linear, wsd, or the source's own name"] = UNSET
-    warmup_steps: Annotated[Setting[int | None], "steps of linear warm-up"] = UNSET
-    warmup_fraction: Annotated[Setting[float | None], "the same as a share of the run"] = UNSET
-    total_steps: Annotated[Setting[int | None], "optimizer steps of the run"] = UNSET
-    decay_steps: Annotated[Setting[int | None], "wsd: length of the final decay"] = UNSET
-    final_fraction: Annotated[Setting[float | None], "share of the peak that is left at the last step"] = UNSET
-    options: Annotated[Setting[Mapping[str, Any]], "further arguments of the schedule"] = UNSET
-
-
-@dataclass(frozen=True)
-class Training:
-    """The loop."""
-
-    clip: Annotated[Setting[float | None], "largest global gradient norm; none: no clipping"] = UNSET
-    compile: Annotated[Setting[bool], "torch.compile"] = UNSET
-    seed: Annotated[Setting[int | None], "seed of the run"] = UNSET
-    device: Annotated[Setting[str | None], "cpu or cuda"] = UNSET
-
-
-@dataclass(frozen=True)
-class Prefetch:
-    """Units gathered ahead of the one that runs."""
-
-    forward: Annotated[Setting[int | None], "in forward"] = UNSET
-    backward: Annotated[Setting[int | None], "in backward"] = UNSET
-
-
-@dataclass(frozen=True)
-class ActivationCheckpointing:
-    """What of the activations is kept."""
-
-    mode: Annotated[Setting[str], "none, full, selective (by operator), every (N-th block)"] = UNSET
-    every: Annotated[Setting[int | None], "every: N"] = UNSET
-    ops: Annotated[Setting[tuple[str, ...] | None], "selective: operators whose results are kept"] = UNSET
-    offload: Annotated[Setting[bool], "what is kept lies in host memory"] = UNSET
-
-
-@dataclass(frozen=True)
-class Offload:
-    """Tiers: `device`, `cpu`, `nvme`, or shares of the units such as `cpu:0.7` (the rest is on the device)."""
-
-    weight: Annotated[Setting[str], "tier of the compute weights"] = UNSET
-    grad: Annotated[Setting[str], "tier of the reduced gradient"] = UNSET
-    optim: Annotated[Setting[str], "tier of master weights and optimizer state"] = UNSET
-    path: Annotated[Setting[tuple[str, ...]], "nvme: folders of the swap files"] = UNSET
-    pin: Annotated[Setting[bool], "host memory is page-locked"] = UNSET
-    buffers: Annotated[Setting[int | None], "staging buffers"] = UNSET
-    step: Annotated[Setting[str | None], "step on the CPU: auto, overlapped, synchronous, backward"] = UNSET
-    threads: Annotated[Setting[int | None], "threads of the step on the CPU, per rank"] = UNSET
-    direct: Annotated[Setting[bool], "nvme: past the page cache (O_DIRECT)"] = UNSET
-    block_bytes: Annotated[Setting[int | None], "nvme: size of one read or write"] = UNSET
-    depth: Annotated[Setting[int | None], "nvme: reads and writes in flight per rank"] = UNSET
-    digest: Annotated[Setting[bool], "nvme: what is read is checked"] = UNSET
-
-
-@dataclass(frozen=True)
-class Loading:
-    """How weights come in."""
-
-    low_memory: Annotated[Setting[bool], "no rank but the first holds the whole model in host memory"] = UNSET
-    broadcast: Annotated[Setting[bool], "rank 0's weights are sent to all"] = UNSET
-
-
-@dataclass(frozen=True)
-class Saving:
-    """What is written."""
-
-    state: Annotated[
-        Setting[str], "training state: sharded (any number of ranks can resume), local, or full (on one rank)"
-    ] = UNSET
-    export: Annotated[Setting[str], "weights beside it: none, full (one state dict), hf (a Hugging Face folder)"] = (
-        UNSET
-    )
-    every: Annotated[Setting[int | None], "optimizer steps between checkpoints"] = UNSET
-    keep_last: Annotated[Setting[int | None], "checkpoints kept; none: all"] = UNSET
-    folder: Annotated[Setting[str | None], "where to"] = UNSET
-    background: Annotated[Setting[bool], "training goes on meanwhile"] = UNSET
 
 
 @dataclass(frozen=True)
@@ -278,19 +104,20 @@ class Description:
     """
 
     dialect: str = ""
-    sharding: Sharding = Sharding()
-    mesh: Mesh = Mesh()
-    units: Units = Units()
-    precision: Precision = Precision()
-    batch: Batch = Batch()
-    optimizer: Optimizer = Optimizer()
-    schedule: Schedule = Schedule()
-    training: Training = Training()
-    prefetch: Prefetch = Prefetch()
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
-    offload: Offload = Offload()
-    loading: Loading = Loading()
-    saving: Saving = Saving()
+    sharding: Sharding = field(default_factory=Sharding)
+    mesh: Mesh = field(default_factory=Mesh)
+    parallel: Parallel = field(default_factory=Parallel)
+    units: Units = field(default_factory=Units)
+    precision: Precision = field(default_factory=Precision)
+    batch: Batch = field(default_factory=Batch)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    schedule: Schedule = field(default_factory=Schedule)
+    training: Training = field(default_factory=Training)
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
+    offload: Offload = field(default_factory=Offload)
+    loading: Loading = field(default_factory=Loading)
+    saving: Saving = field(default_factory=Saving)
     extras: tuple[Extra, ...] = ()
 
     def __getitem__(self, path: str) -> Setting[Any]:
@@ -337,12 +164,6 @@ def build(dialect: str, given: Mapping[str, Setting[Any]], extras: tuple[Extra, 
 def settings(description: Description) -> Iterator[tuple[str, Setting[Any]]]:
     """Every setting with its path, in the order of the sections."""
     return ((path, description[path]) for path in PATHS)
-
-
-def keys_in(text: str) -> tuple[str, ...]:
-    """The keys that `", "` joins; one with a comma of its own has quotes around the name, see `reader.join`."""
-    parts = re.findall(r'(?:^|, )((?:"[^"]*"|(?!, ).)*)', text, re.DOTALL) if '"' in text else text.split(", ")
-    return tuple(part for part in parts if part)
 
 
 def inactive(path: str, value: Any) -> bool:

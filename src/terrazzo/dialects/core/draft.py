@@ -16,6 +16,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description, Setting, inactive, settings, shown
 from terrazzo.dialects.core.dialect import Writing
+from terrazzo.dialects.core.meaning import idle
 from terrazzo.dialects.core.reader import split
 from terrazzo.dialects.core.verdict import Kind, Verdict
 
@@ -118,7 +119,8 @@ class Draft:
         for path, setting in settings(self.description):
             if not setting.is_set or path in self._verdicts:
                 continue
-            if self.own or inactive(path, setting.value) or setting.origin == "derived":  # it follows from what is said
+            follows = setting.origin == "derived" or idle(self.description, path)
+            if self.own or inactive(path, setting.value) or follows:
                 self.implied(path)
             else:
                 self.lossy(path, f"{self.library} has nothing for {path} = {shown(setting.value)}")

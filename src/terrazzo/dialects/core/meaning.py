@@ -34,6 +34,9 @@ ON_CPU = "the optimizer steps on the CPU once backward is done"
 APART = tuple(axis for axis in MODEL_AXES if axis != "ep")
 """Axes whose ranks see the same data. Experts are split over data ranks."""
 
+_OF_AXIS = {"parallel.schedule": "pp", "parallel.chunks": "pp", "parallel.sequence": "tp"}
+"""Settings that say how the ranks of one axis work together."""
+
 
 def degrees(description: Description) -> dict[str, int | None]:
     """Every axis of the mesh with its degree; None where that is not known.
@@ -83,6 +86,8 @@ def extras_by_key(description: Description) -> Mapping[str, Extra]:
 
 def idle(description: Description, path: str) -> bool:
     """Whether a setting says how something is done that is not done here: it has no effect."""
+    if axis := _OF_AXIS.get(path):
+        return description.value(f"mesh.{axis}") in (None, 1)
     if path.startswith("prefetch."):
         return all(description.value(f"sharding.{state}") == "-" for state in ("weight", "between"))
     if not path.startswith("offload.") or path in TIERS:

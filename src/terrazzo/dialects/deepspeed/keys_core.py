@@ -148,11 +148,12 @@ _ACTIVATIONS = {
     "synchronize_checkpoint_boundary": Key(SWITCH, False, "the device is waited for at checkpoints", "harmless"),
     "profile": Key(SWITCH, False, "checkpoints are timed", "harmless"),
 }
+_EVEN = "stages are of as many elements each, the numbers are the same"
 _PIPELINE = {
     "stages": Key(ANY, "auto", "pipeline stages"),
-    "partition": Key(TEXT, "best", "how layers are dealt out to stages", "lossy"),
+    "partition": Key(TEXT, "best", "how layers are dealt out to stages", "lossy", _EVEN),
     "seed_layers": Key(SWITCH, False, "every layer has its own seed", "lossy"),
-    "activation_checkpoint_interval": Key(whole(), 0, "layers per activation checkpoint", "lossy"),
+    "activation_checkpoint_interval": Key(whole(), 0, "layers of a stage between activations kept; 0: all are"),
     "pipe_partitioned": Key(SWITCH, True, "activations between stages are split over ranks", "harmless"),
     "grad_partitioned": Key(SWITCH, True, "gradients between stages are split over ranks", "harmless"),
     "use_reentrant": Key(SWITCH, None, "kind of activation checkpoint", "harmless"),

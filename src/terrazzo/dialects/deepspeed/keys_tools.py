@@ -37,16 +37,18 @@ _COMPILE = {
         offload_parameters="weights are offloaded by a graph pass",
     ),
 }
+_HERE = "of a model that Terrazzo builds it is model.experts.{}"
+_WHOLE = "experts are dealt out whole, over tensor parallel ranks too: raise plan.mesh.ep"
 _EXPERTS = {
     "enabled": Key(SWITCH, False, "experts of Hugging Face's models are dealt out to ranks"),
     "autoep_size": Key(whole(1), 1, "expert parallel degree"),
-    "expert_tensor_parallel_size": Key(whole(), 1, "tensor parallel degree within experts", "lossy"),
+    "expert_tensor_parallel_size": Key(whole(), 1, "tensor parallel degree within experts", "lossy", _WHOLE),
     "use_grouped_mm": Key(SWITCH, True, "one matrix product for all experts", "harmless"),
     "route_scale": Key(number(), 1.0, "factor on the router's weights", "refused"),
     "routed_scaling_factor": Key(ANY, "auto", "factor on the experts' output", "refused"),
-    "top_k": Key(ANY, "auto", "experts per token", "refused"),
-    "score_func": Key(TEXT, "auto", "softmax or sigmoid", "refused"),
-    "score_apply": Key(TEXT, "auto", "scores before or after the experts", "refused"),
+    "top_k": Key(ANY, "auto", "experts per token", "refused", _HERE.format("top_k")),
+    "score_func": Key(TEXT, "auto", "softmax or sigmoid", "refused", _HERE.format("scores")),
+    "score_apply": Key(TEXT, "auto", "scores before or after the experts", "refused", _HERE.format("apply")),
     "combine_impl": Key(TEXT, "auto", "kernel that combines", "harmless"),
     "row_weighting_impl": Key(TEXT, "auto", "kernel that weights rows", "harmless"),
     "gate_up_impl": Key(TEXT, "separate", "gate and up projection apart or as one", "harmless"),

@@ -14,7 +14,7 @@ from terrazzo.dialects.deepspeed.source import Source
 from terrazzo.dialects.deepspeed.versions import REMOVED_OPTIMIZERS
 from terrazzo.errors import did_you_mean
 
-__all__ = ["BUILT_IN", "read_batch", "read_optimizer", "read_training"]
+__all__ = ["BUILT_IN", "INTERVAL", "read_batch", "read_optimizer", "read_training"]
 
 BUILT_IN = {
     "adam": "AdamW",
@@ -30,6 +30,7 @@ BUILT_IN = {
 """The optimizers that DeepSpeed builds itself, by their names in lower case. Its Adam is AdamW unless told."""
 _MISTAKEN = {"deepspeedcpuadam": "AdamW", "fusedadam": "AdamW", "cpuadam": "AdamW", "deepspeedcpuadagrad": "Adagrad"}
 _PARAMS = "optimizer.params"
+INTERVAL = "pipeline.activation_checkpoint_interval"
 _FOR_ADAM = ("adam_w_mode", "fp32_optimizer_states")  # read elsewhere where they have an effect
 
 _OWNER = "DeepSpeed's engine divides the loss by it and steps by itself: the loop does not"
@@ -187,4 +188,17 @@ def read_training(source: Source) -> Settings:
         "training.compile": source.take("compile.deepcompile"),
     }
     cpu = source.boolean("activation_checkpointing.cpu_checkpointing", None)
-    return given | ({"activation_checkpointing.offload": cpu} if cpu.value is not None else {})
+    given |= {"activation_checkpointing.offload": cpu} if cpu.value is not None else {}
+    return given | _layers_kept(source)
+
+
+def _layers_kept(source: Source) -> Settings:
+    """Activation checkpoints of a pipeline's layers, of so many at once."""
+    layers = source.take(INTERVAL)
+    if layers.origin != "file":
+        return {}
+    source.keep_as(INTERVAL, layers.value)
+    if layers.value > 1:
+        why = f"one in {layers.value} layers has its inputs kept there, and each block here"
+        source.say(source.spelled(INTERVAL), "lossy", why)
+    return {"activation_checkpointing.mode": derived("full" if layers.value else "none", layers, origin="file")}

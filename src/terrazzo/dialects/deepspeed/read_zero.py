@@ -96,6 +96,7 @@ def read_mesh(source: Source, group: Setting[Any]) -> Settings:
     }
     if source.raw("pipeline.stages") not in (None, "auto"):
         given["mesh.pp"] = _degree(source, source.integer("pipeline.stages", 1, low=1))
+        given |= {"parallel.schedule": Setting("1f1b", "default"), "parallel.chunks": Setting(1, "default")}
     return given | _data(source, given, group)
 
 

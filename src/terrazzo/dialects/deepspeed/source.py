@@ -12,7 +12,7 @@ from terrazzo.dialects.core.keys import Key, Type, matches
 from terrazzo.dialects.core.reader import Reader, join
 from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL, Auto, resolve
 from terrazzo.dialects.deepspeed.keys import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
-from terrazzo.dialects.deepspeed.versions import GHOSTS, LAST, REMOVED, default_of
+from terrazzo.dialects.deepspeed.versions import CODED, GHOSTS, LAST, REMOVED, default_of
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Source"]
@@ -118,6 +118,8 @@ class Source(Reader):
             return f"it is {ALIASES[key]} by another name, which is there as well: remove one of them"
         if key in GHOSTS:
             return GHOSTS[key]
+        if coded := _coded(key):
+            return coded
         first, _, rest = key.partition(".")
         section = max((name for name in SECTIONS if key.startswith(f"{name}.")), key=len, default="")
         if not section:
@@ -148,6 +150,16 @@ def _open(flat: dict[str, Any]) -> dict[str, Any]:
         else:
             opened[key] = value
     return opened
+
+
+def _coded(key: str) -> str:
+    """Of an argument that is no key, at the top or in a section of its class: what takes it, and what is here."""
+    section, _, name = key.rpartition(".")
+    if name not in CODED or section not in ("", "moe", "pipeline"):
+        return ""
+    owner, here = CODED[name]
+    instead = f"; a Terrazzo configuration has {here}" if here else ""
+    return f"it is an argument of {owner} in your code, and DeepSpeed ignores it in the file{instead}"
 
 
 def _elsewhere(last: str) -> str:

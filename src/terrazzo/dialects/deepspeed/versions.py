@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "CODED",
     "GHOSTS",
     "LAST",
     "REMOVED",
@@ -105,6 +106,25 @@ GHOSTS: Mapping[str, str] = {
     "allgather_size": "DeepSpeed reads it beside 'zero_optimization: true' alone",
 }
 """Keys that look known and are not, and what to write instead."""
+
+_MOE, _PIPE = "deepspeed.moe.layer.MoE", "deepspeed.pipe.PipelineModule"
+CODED: Mapping[str, tuple[str, str]] = {
+    "ep_size": (_MOE, "plan.mesh.ep"),
+    "num_experts": (_MOE, "model.experts.count"),
+    "k": (_MOE, "model.experts.top_k"),
+    "use_residual": (_MOE, "model.experts.shared, an expert beside them that computes every token"),
+    **dict.fromkeys(("capacity_factor", "min_capacity", "drop_tokens"), (_MOE, "experts that drop no token")),
+    "eval_capacity_factor": (_MOE, "experts that drop no token"),
+    **dict.fromkeys(("noisy_gate_policy", "use_rts", "top2_2nd_expert_sampling"), (_MOE, "a router without noise")),
+    "use_tutel": (_MOE, ""),
+    "enable_expert_tensor_parallelism": (_MOE, "plan.mesh.ep, which takes tensor parallel ranks as well"),
+    "num_stages": (_PIPE, "plan.mesh.pp"),
+    "partition_method": (_PIPE, "stages of as many elements each"),
+    "checkpointable_layers": (_PIPE, "train.activation_checkpointing"),
+    **dict.fromkeys(("topology", "num_dp", "num_mp"), (_PIPE, "plan.mesh")),
+    **dict.fromkeys(("base_seed", "dynamic_shape", "loss_fn", "activation_checkpoint_func"), (_PIPE, "")),
+}
+"""Arguments of DeepSpeed's classes, which are no keys of its file: the class, and what there is in Terrazzo's."""
 
 _COMPRESSED = "an optimizer that compresses what it sends"
 REMOVED_OPTIMIZERS: Mapping[str, Removed] = {

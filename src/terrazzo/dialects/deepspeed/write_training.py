@@ -10,7 +10,7 @@ from terrazzo.dialects.core.reader import join
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.keys import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.read_schedule import NEUTRAL
-from terrazzo.dialects.deepspeed.read_training import BUILT_IN
+from terrazzo.dialects.deepspeed.read_training import BUILT_IN, INTERVAL
 from terrazzo.dialects.shared.deepspeed import BY_PARAMETER
 
 __all__ = ["write_batch", "write_optimizer", "write_schedule", "write_training"]
@@ -220,7 +220,9 @@ def write_training(draft: DeepSpeedDraft) -> None:
         draft.say("training.compile", compiled, draft.value("training.compile"))
     elif draft.value("training.compile"):
         draft.lossy("training.compile", "call engine.compile() after deepspeed.initialize")
-    if draft.value("activation_checkpointing.mode", "none") != "none":
+    if not draft.own and draft.has("pipeline.stages") and draft.value("activation_checkpointing.mode") == "full":
+        draft.put("activation_checkpointing.mode", INTERVAL, 1)
+    elif draft.value("activation_checkpointing.mode", "none") != "none":
         why = "the JSON cannot switch it on: call model.gradient_checkpointing_enable() or wrap the blocks"
         paths = [f"activation_checkpointing.{name}" for name in ("mode", "every", "ops")]
         draft.lossy([path for path in paths if not inactive(path, draft.value(path))], why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import MODEL_AXES, SHARDING
-from terrazzo.dialects.core.meaning import ON_CPU, TWO_AXES, tier_and_share
+from terrazzo.dialects.core.meaning import ON_CPU, TWO_AXES, idle, tier_and_share
 from terrazzo.dialects.core.verdict import Kind
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.versions import REMOVED
@@ -84,6 +84,9 @@ def write_mesh(draft: DeepSpeedDraft, stage: int) -> None:
         )
     if degrees["pp"] > 1:
         _pipeline(draft, degrees["pp"], stage)
+        _stages(draft)
+    if not idle(draft.description, "parallel.sequence"):
+        _sequence(draft)
 
 
 def _pipeline(draft: DeepSpeedDraft, stages: int, stage: int) -> None:
@@ -94,6 +97,21 @@ def _pipeline(draft: DeepSpeedDraft, stages: int, stage: int) -> None:
     else:
         why = "the model must be a PipelineModule in the code"
         draft.put("mesh.pp", "pipeline.stages", stages, why, "lossy")
+
+
+def _stages(draft: DeepSpeedDraft) -> None:
+    if draft.value("parallel.schedule", "1f1b") == "1f1b" and draft.value("parallel.chunks", 1) == 1:
+        draft.implied(["parallel.schedule", "parallel.chunks"])
+    else:
+        why = "a PipelineModule has one stage on each rank, and works by 1f1b: the numbers are the same"
+        draft.lossy(["parallel.schedule", "parallel.chunks"], why)
+
+
+def _sequence(draft: DeepSpeedDraft) -> None:
+    if draft.value("parallel.sequence"):
+        draft.lossy("parallel.sequence", "its tensor parallel ranks keep whole sequences: more memory")
+    else:
+        draft.implied("parallel.sequence")
 
 
 # -- offload -------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import inspect
 from terrazzo.config import KEYS
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, shown
 from terrazzo.dialects.core.dialect import Context, Writing
-from terrazzo.dialects.core.meaning import APART, degrees, left
+from terrazzo.dialects.core.meaning import APART, degrees, idle, left
 from terrazzo.dialects.terrazzo.draft import HubDraft
 from terrazzo.dialects.terrazzo.precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS
@@ -16,6 +16,7 @@ __all__ = ["write"]
 
 _OPTIMIZERS = {each.__name__: each for each in sorted(ELEMENTWISE, key=lambda each: each.__name__)}
 _SCHEDULES = KEYS["schedule.name"].choices
+_PIPELINES = KEYS["parallel.pipeline.schedule"].choices
 _ARGUMENTS = ("optimizer.betas", "optimizer.eps", "optimizer.options")
 _MIB = 2**20
 
@@ -138,8 +139,23 @@ def _mesh(draft: HubDraft) -> None:
         draft.put("mesh.world", "launch.ranks", draft.value("mesh.world"), why)
     else:
         draft.carry("mesh.world")
+    _together(draft)
     for axis in others:
         draft.refuse(f"mesh.{axis}", "`terrazzo train` has pp, dp_replicate, dp_shard, cp, tp and ep: set it to 1")
+
+
+def _together(draft: HubDraft) -> None:
+    """How the ranks of an axis work together, where it has more than one."""
+    schedule, chunks = draft.value("parallel.schedule", "1f1b"), draft.value("parallel.chunks", 1)
+    for path in ("parallel.schedule", "parallel.chunks", "parallel.sequence"):
+        if not draft.own and idle(draft.description, path):
+            draft.implied(path)
+        elif path == "parallel.schedule" and schedule not in _PIPELINES:
+            draft.lossy(path, f"there is no order of stages {schedule}: it is 1f1b, the numbers are the same")
+        elif path == "parallel.chunks" and schedule in _PIPELINES[1:] and chunks != 1 and not draft.own:
+            draft.lossy(path, f"by {schedule} each rank has one stage")
+        else:
+            draft.carry(path)
 
 
 def _sequences(draft: HubDraft) -> tuple[str, ...]:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from terrazzo.dialects.core.keys import ANY, SWITCH, TEXT, Key, Rows, number, section, whole, words
 
-__all__ = ["DEGREES", "KEYS", "LOCAL_BATCH", "OPAQUE", "PIPELINED_BATCH", "REMOVED", "SCHEDULES"]
+__all__ = [
+    "DEGREES",
+    "KEYS",
+    "LOCAL_BATCH",
+    "OPAQUE",
+    "PIPELINE",
+    "PIPELINED_BATCH",
+    "REMOVED",
+    "SCHEDULES",
+    "STAGE_LAYERS",
+]
 
 DEGREES = {
     f"mesh.{axis}": f"parallelism.{word}_parallel_degree"
@@ -15,13 +25,17 @@ DEGREES = {
 LOCAL_BATCH, PIPELINED_BATCH = "training.local_batch_size", "parallelism.pipeline_parallel_microbatch_size"
 """Sequences of a data rank in one micro-batch, and, where there are stages, in one pass through them: a part of it."""
 
+PIPELINE, STAGE_LAYERS = (f"parallelism.pipeline_parallel_{word}" for word in ("schedule", "layers_per_stage"))
+"""Order of the stages, and the number of layers of each."""
+
 SCHEDULES = {
-    "gpipe": "schedule: gpipe",
-    "interleaved1f1b": "chunks: 2",
-    "interleavedzerobubble": "schedule: zero_bubble, with one stage on each rank",
-    "zbvzerobubble": "schedule: zero_bubble, with one stage on each rank",
+    "1f1b": ("1f1b", 1),
+    "gpipe": ("gpipe", 1),
+    "interleaved1f1b": ("1f1b", 2),
+    "interleavedzerobubble": ("zero_bubble", 2),
+    "zbvzerobubble": ("zero_bubble", 2),
 }
-"""What is nearest to a schedule under `parallel.pipeline` of a Terrazzo configuration."""
+"""Order of the stages and stages of each rank, where nothing else says them, by the schedule in lower case."""
 
 
 _FLOATS = {"float32": "fp32", "bfloat16": "bf16"}
@@ -41,7 +55,6 @@ _DETAILS = "details of recomputation are the library's"
 _COMPILED = "what is compiled, and by what, the library decides"
 _RESUMED = "how a run starts and resumes is said to the library itself"
 _TRAVEL = "it changes how tensors travel, not what they are"
-_WHOLE = "norms are whole on every rank without it: more memory"
 _TYPED = "torchtitan's own way of typing axes"
 _GRAPHS = "CUDA graphs are torchtitan's; the numbers are the same"
 _FACTORY = "arguments of torchtitan's own optimizers"
@@ -67,16 +80,14 @@ _PARALLELISM: Rows = {
     "fsdp_reshard_after_forward": Key(_RESHARD, "default", "default (always, unless pipelined), always or never"),
     "enable_fsdp_symm_mem": Key(ANY, False, "collectives in symmetric memory", "harmless", _TRAVEL),
     "tensor_parallel_degree": Key(whole(1), 1, "tensor parallel degree"),
-    "enable_sequence_parallel": Key(
-        ANY, True, "norms are split along the sequence under tensor parallelism", "lossy", _WHOLE
-    ),
+    "enable_sequence_parallel": Key(SWITCH, True, "norms are split along the sequence under tensor parallelism"),
     "spmd_backend": Key(ANY, "spmd_types", "how model axes are typed", "harmless", _TYPED),
     "pipeline_parallel_degree": Key(whole(1), 1, "pipeline parallel degree"),
     "module_fqns_per_model_part": (None, "modules of every stage"),
     "pipeline_parallel_first_stage_less_layers": (1, "layers taken from the first stage"),
     "pipeline_parallel_last_stage_less_layers": (1, "layers taken from the last stage"),
-    "pipeline_parallel_layers_per_stage": (None, "layers of one virtual stage"),
-    "pipeline_parallel_schedule": ("1F1B", "pipeline schedule"),
+    "pipeline_parallel_layers_per_stage": Key(whole(1), None, "layers of one stage, of which ranks may have several"),
+    "pipeline_parallel_schedule": Key(TEXT, "1F1B", "order in which stages work"),
     "pipeline_parallel_schedule_csv": ("", "file of a pipeline schedule"),
     "pipeline_parallel_microbatch_size": Key(
         whole(1), 1, "sequences in one pass through the pipeline", "harmless", "without stages it says nothing"

@@ -11,7 +11,17 @@ from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import Reader, derived, given_only
 from terrazzo.dialects.shared.fsdp import offload
 from terrazzo.dialects.shared.rows import row_settings
-from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS, LOCAL_BATCH, OPAQUE, PIPELINED_BATCH, REMOVED, SCHEDULES
+from terrazzo.dialects.torchtitan.keys import (
+    DEGREES,
+    KEYS,
+    LOCAL_BATCH,
+    OPAQUE,
+    PIPELINE,
+    PIPELINED_BATCH,
+    REMOVED,
+    SCHEDULES,
+    STAGE_LAYERS,
+)
 
 __all__ = ["read"]
 
@@ -24,7 +34,7 @@ def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
     reader = Reader(document, "torchtitan", OPAQUE, KEYS)
     reader.keep_nulls()
     given = {
-        **_parallelism(reader),
+        **_parallelism(reader, context),
         **_precision(reader),
         **_batch(reader),
         **_optimizer(reader),
@@ -39,7 +49,7 @@ def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
 # -- plan ----------------------------------------------------------------------------------------------------------
 
 
-def _parallelism(reader: Reader) -> Settings:
+def _parallelism(reader: Reader, context: Context) -> Settings:
     replicas, shards = reader.take("parallelism.data_parallel_replicate_degree"), _shards(reader)
     found = {
         **{path: reader.take(key) for path, key in DEGREES.items()},
@@ -48,16 +58,28 @@ def _parallelism(reader: Reader) -> Settings:
         "prefetch.backward": Setting(1, "default"),
         "loading.low_memory": Setting(True, "default"),
     }
-    found |= _row(reader, found, replicas, shards)
-    _pipeline(reader)
+    found |= _row(reader, found, replicas, shards) | _pipeline(reader, found["mesh.pp"].value, context)
+    found["parallel.sequence"] = reader.take("parallelism.enable_sequence_parallel")
     return {**found, **offload(reader.take("training.enable_cpu_offload"))}
 
 
-def _pipeline(reader: Reader) -> None:
-    key = "parallelism.pipeline_parallel_schedule"
-    nearest = SCHEDULES.get(str(reader.get(key, "1F1B")).lower())
-    if nearest is not None:
-        reader.keep(key, f"in a Terrazzo configuration, say parallel.pipeline.{nearest}")
+def _pipeline(reader: Reader, ranks: int, context: Context) -> Settings:
+    """Order of the stages, and how many each rank has: two where the order is one of several."""
+    said, layers = reader.take(PIPELINE), reader.take(STAGE_LAYERS)
+    order, chunks = SCHEDULES.get(said.value.lower(), (said.value, None))
+    several = chunks != 1
+    if layers.value is not None and several and context.layers is not None:
+        chunks = max(1, -(-context.layers // (ranks * layers.value)))
+    if said.origin == "file":
+        reader.keep_as(said.key, said.value)
+    if layers.origin == "file":
+        reader.keep_as(layers.key, layers.value)
+    if said.value.lower().startswith("zbv"):
+        reader.say(said.key, "lossy", "the two stages of a rank lie as a V there")
+    return {
+        "parallel.schedule": derived(order, said, origin=said.origin),
+        "parallel.chunks": derived(chunks, said, layers, origin=said.origin),
+    }
 
 
 def _shards(reader: Reader) -> Setting[Any]:

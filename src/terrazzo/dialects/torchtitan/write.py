@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING, Description
+from terrazzo.dialects.core.description import LOADED, Description
 from terrazzo.dialects.core.dialect import Context, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.meaning import left
 from terrazzo.dialects.shared.fsdp import TORCH_NAMES, write_offload
-from terrazzo.dialects.shared.rows import HYBRID_ROWS, choose_row
-from terrazzo.dialects.torchtitan.keys import DEGREES, KEYS, LOCAL_BATCH, PIPELINED_BATCH
+from terrazzo.dialects.torchtitan.keys import KEYS, LOCAL_BATCH, PIPELINED_BATCH
+from terrazzo.dialects.torchtitan.write_plan import APART, option, write_plan
 
 __all__ = ["write"]
 
-_ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "zero0")
-_REPLICAS, _SHARDS = (f"parallelism.data_parallel_{word}_degree" for word in ("replicate", "shard"))
-_KEEPS = ("shard_grad_op", "hybrid_shard_zero2")
-_APART = ("tp", "cp", "pp")  # there is no sp
 _NEVER_CLIPS = 1e9
 
 
 def write(description: Description, context: Context) -> Writing:
     """The document; torchtitan's defaults are left out, save where another dialect's differ."""
     pen = Pen(description, "torchtitan", "torchtitan")
-    _plan(pen, context)
+    write_plan(pen, context)
     _units(pen)
     if write_offload(pen, "training.enable_cpu_offload"):
         pen.implied("offload.pin")
@@ -36,96 +30,6 @@ def write(description: Description, context: Context) -> Writing:
     _activations(pen)
     _saving(pen)
     return pen.finish()
-
-
-def _option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None) -> None:
-    """Write a setting unless it is the key's default; the words are those of neutral values."""
-    pen.option(path, key, KEYS[key].default if words is None else KEYS[key].neutral, words)
-
-
-# -- plan ----------------------------------------------------------------------------------------------------------
-
-
-def _plan(pen: Pen, context: Context) -> None:
-    for path, key in DEGREES.items():
-        _option(pen, path, key)
-    if pen.value("mesh.sp", 1) != 1:
-        pen.refuse("mesh.sp", "torchtitan has no Ulysses attention: use context parallelism (mesh.cp)")
-    pen.implied("mesh.world")
-    row, why = choose_row(pen, _ROWS, "zero3, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or zero0")
-    if row is not None:
-        _reshard(pen, row, why)
-        _degrees(pen, row, context)
-
-
-def _reshard(pen: Pen, row: str, why: str) -> None:
-    key = "parallelism.fsdp_reshard_after_forward"
-    pipelined = pen.value("mesh.pp", 1) != 1
-    if row == "zero0":
-        pen.implied(SHARDING, why, _SHARDS)
-        return
-    keeps = row in _KEEPS
-    if pen.own:
-        needed = pen.wanted("sharding.between", None, key) and not pen.kept(key)
-    else:
-        needed = keeps != pipelined
-    if needed:
-        pen.put(SHARDING, key, "never" if keeps else "always", why, "lossy" if why else "applied")
-    elif why:
-        pen.lossy(SHARDING, why)
-    else:
-        pen.implied(SHARDING)
-
-
-def _degrees(pen: Pen, row: str, context: Context) -> None:
-    replicas, shards = pen.value("mesh.dp_replicate", 1), pen.value("mesh.dp_shard")
-    if row == "zero0":
-        _replicated(pen, replicas, shards, context)
-    elif row in HYBRID_ROWS:
-        if pen.value("mesh.dp_replicate") is None:
-            why = "the number of replicas is not known: set it, or every rank is a shard of one replica"
-            pen.refuse((*DATA_AXES, *SHARDING), why)
-            return
-        pen.put("mesh.dp_replicate", _REPLICAS, replicas)
-        _shard_degree(pen, shards)
-    else:
-        _flat(pen, replicas, shards)
-
-
-def _flat(pen: Pen, replicas: int, shards: int | None) -> None:
-    """All data ranks are one axis, whatever axes the source has."""
-    open_ended = pen.is_set("mesh.dp_replicate") and pen.value("mesh.dp_replicate") is None
-    apart = open_ended or replicas != 1
-    if pen.own and _REPLICAS in pen.setting("mesh.dp_replicate").keys:
-        pen.put("mesh.dp_replicate", _REPLICAS, replicas)
-    elif apart:
-        pen.lossy("mesh.dp_replicate", "all data ranks are one axis")
-    else:
-        pen.implied("mesh.dp_replicate")
-    whole = None if open_ended or shards is None else replicas * shards
-    _shard_degree(pen, whole, "all data ranks are one axis" if apart else "")
-
-
-def _shard_degree(pen: Pen, ranks: int | None, why: str = "") -> None:
-    if pen.wanted("mesh.dp_shard", None, _SHARDS):
-        pen.put("mesh.dp_shard", _SHARDS, -1 if ranks is None else ranks, why)
-    else:
-        pen.implied("mesh.dp_shard")
-
-
-def _replicated(pen: Pen, replicas: int, shards: int | None, context: Context) -> None:
-    """Nothing is split: every data rank is a replica."""
-    ranks = replicas * shards if shards else left(pen.description, context.world, _APART) or None
-    if ranks is None:
-        why = "torchtitan counts replicas, and the number of ranks is not known: say --world"
-        pen.refuse((*SHARDING, *DATA_AXES), why)
-        pen.write(_SHARDS, 1)  # so that torchtitan stops at the mesh, and does not shard what was to be whole
-        return
-    if not pen.own or _REPLICAS in pen.setting("mesh.dp_shard").keys:
-        pen.put(DATA_AXES, _REPLICAS, ranks, "nothing is split: every rank is a replica")
-    else:
-        pen.implied(DATA_AXES)
-    pen.write(_SHARDS, 1)
 
 
 def _units(pen: Pen) -> None:
@@ -152,10 +56,10 @@ def _dtypes(pen: Pen) -> None:
     if master == LOADED:
         pen.lossy("precision.master", "the model is built in training.dtype, float32, whatever the weights come in")
     else:
-        _option(pen, "precision.master", "training.dtype", words)
+        option(pen, "precision.master", "training.dtype", words)
     _half(pen, words)
     if pen.value("precision.reduce", "fp32") == "fp32":
-        _option(pen, "precision.reduce", "training.mixed_precision_reduce", words)
+        option(pen, "precision.reduce", "training.mixed_precision_reduce", words)
     elif pen.value("precision.reduce") == LOADED:
         pen.lossy("precision.reduce", "torchtitan reduces in float32, whatever the weights come in")
     else:
@@ -168,7 +72,7 @@ def _dtypes(pen: Pen) -> None:
     if pen.value("precision.saved") == LOADED:
         pen.lossy("precision.saved", "weights are saved in checkpoint.export_dtype, float32")
         return
-    _option(pen, "precision.saved", "checkpoint.export_dtype", {**words, "fp16": "float16"})
+    option(pen, "precision.saved", "checkpoint.export_dtype", {**words, "fp16": "float16"})
 
 
 def _half(pen: Pen, words: dict[str, str]) -> None:
@@ -181,7 +85,7 @@ def _half(pen: Pen, words: dict[str, str]) -> None:
     elif compute == LOADED:
         pen.put("precision.compute", "training.mixed_precision_param", "float32", "say --load-dtype", "lossy")
     else:
-        _option(pen, "precision.compute", "training.mixed_precision_param", words)
+        option(pen, "precision.compute", "training.mixed_precision_param", words)
 
 
 def _states(pen: Pen, master: str) -> None:
@@ -207,11 +111,11 @@ def _states(pen: Pen, master: str) -> None:
 
 def _batch(pen: Pen, context: Context) -> None:
     pipelined = pen.value("mesh.pp", 1) not in (None, 1)
-    _option(pen, "batch.micro_batch", PIPELINED_BATCH if pipelined else LOCAL_BATCH)
-    _option(pen, "batch.sequence_length", "training.seq_len")
+    option(pen, "batch.micro_batch", PIPELINED_BATCH if pipelined else LOCAL_BATCH)
+    option(pen, "batch.sequence_length", "training.seq_len")
     key = "training.global_batch_size"
     micro, count = pen.value("batch.micro_batch"), pen.value("batch.accumulation")
-    ranks = left(pen.description, context.world, _APART)
+    ranks = left(pen.description, context.world, APART)
     if pipelined and not pen.own:
         _local_batch(pen, micro, count, ranks)
         return
@@ -219,7 +123,7 @@ def _batch(pen: Pen, context: Context) -> None:
         if key in pen.setting("batch.accumulation").keys and pen.setting("batch.accumulation").origin == "file":
             pen.put("batch.accumulation", key, -1)
         else:
-            _option(pen, "batch.global_batch", key)
+            option(pen, "batch.global_batch", key)
     elif pen.value("batch.global_batch"):
         pen.put(("batch.global_batch", "batch.accumulation"), key, pen.value("batch.global_batch"))
     elif micro and count and count > 1 and ranks:
@@ -263,7 +167,7 @@ def _optimizer(pen: Pen) -> None:
 
 
 def _schedule(pen: Pen) -> None:
-    _option(pen, "schedule.total_steps", "training.steps")
+    option(pen, "schedule.total_steps", "training.steps")
     _warmup(pen)
     name, total = pen.value("schedule.name"), pen.value("schedule.total_steps")
     kind, ratio = "lr_scheduler.decay_type", "lr_scheduler.decay_ratio"
@@ -283,7 +187,7 @@ def _schedule(pen: Pen) -> None:
     if name == "constant" and not pen.own:
         pen.implied("schedule.final_fraction")
     elif pen.value("schedule.final_fraction") is not None:
-        _option(pen, "schedule.final_fraction", "lr_scheduler.min_lr_factor")
+        option(pen, "schedule.final_fraction", "lr_scheduler.min_lr_factor")
 
 
 def _decay_type(pen: Pen) -> None:
@@ -309,7 +213,7 @@ def _warmup(pen: Pen) -> None:
     elif share:
         pen.lossy("schedule.warmup_fraction", "the length of the run is not known: set lr_scheduler.warmup_steps")
     if pen.value("schedule.warmup_steps") is not None and not share:
-        _option(pen, "schedule.warmup_steps", key)
+        option(pen, "schedule.warmup_steps", key)
 
 
 def _loop(pen: Pen) -> None:
@@ -317,9 +221,9 @@ def _loop(pen: Pen) -> None:
         why = "torchtitan always clips: a norm that no gradient reaches"
         pen.put("training.clip", "training.max_norm", _NEVER_CLIPS, why, "renamed")
     else:
-        _option(pen, "training.clip", "training.max_norm")
-    _option(pen, "training.seed", "debug.seed")
-    _option(pen, "training.compile", "compile.enable")
+        option(pen, "training.clip", "training.max_norm")
+    option(pen, "training.seed", "debug.seed")
+    option(pen, "training.compile", "compile.enable")
     if pen.value("training.device") == "cpu":
         pen.refuse("training.device", "torchtitan trains on GPUs: use comm.mode fake_backend to rehearse without one")
 
@@ -366,7 +270,7 @@ def _saving(pen: Pen) -> None:
     if pen.is_set("saving.keep_last"):
         _keep_last(pen)
     if pen.value("saving.folder") is not None:
-        _option(pen, "saving.folder", "checkpoint.folder")
+        option(pen, "saving.folder", "checkpoint.folder")
     if not pen.kept("checkpoint.async_mode"):
         pen.option("saving.background", "checkpoint.async_mode", False, {True: "async", False: "disabled"})
     else:
