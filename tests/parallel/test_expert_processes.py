@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import terrazzo as tz
+from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import ExpertsConfig
 from tests.helpers.processes import Pool
@@ -44,6 +45,18 @@ def trained(ep: int, tp: int, precision: str):
     return {name: each.clone() for name, each in weights.items()}, losses
 
 
+def drawn(ep: int):
+    """The weights that `tz.shard` draws for a model of transformers on the meta device."""
+    sizes = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_local_experts": 4, "intermediate_size": 8, "num_key_value_heads": 2}
+    model = build_model({"model_type": "mixtral", **sizes, **experts}, device="meta")
+    mesh = tz.mesh(ep=ep, device="cpu")
+    tz.parallelize(model, mesh)
+    torch.manual_seed(7)
+    model, _ = tz.shard(model, None, "zero3", mesh=mesh)
+    return tz.full_state_dict(model, keep=True)
+
+
 def apart(plan: str):
     """How a step ends whose second rank leaves a block out."""
     mesh, rank = tz.mesh(ep=2, device="cpu"), torch.distributed.get_rank()
@@ -73,6 +86,13 @@ def test_initial_values_do_not_depend_on_the_mesh_and_experts_train_on_sockets(p
             assert all(torch.equal(weights[name], whole) for name, whole in expected.items())
             if tp == 1:
                 assert found == pytest.approx((losses, other)[rank], rel=1e-5)
+
+
+def test_so_do_those_of_transformers(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    expected, found = pool.run(drawn, 1)[0], pool.run(drawn, 2)
+    assert all(torch.equal(own[name], whole) for own in found for name, whole in expected.items())
+    assert expected["model.layers.0.mlp.experts.gate_up_proj"].std() == pytest.approx(0.02, rel=0.1)
 
 
 def test_experts_train_in_16_bits_on_sockets(pool: Pool) -> None:

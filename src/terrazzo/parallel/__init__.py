@@ -15,7 +15,7 @@ from terrazzo.parallel.context.context import MODES, Context, Mode
 from terrazzo.parallel.context.registry import KNOWN_TYPES, attention_heads, check_config
 from terrazzo.parallel.context.sharing import context_of, share_sequences, whole_sequences
 from terrazzo.parallel.context.tiles import AttentionMask
-from terrazzo.parallel.expert import ExpertRanks, Experts, permuted
+from terrazzo.parallel.expert.ranks import ExpertRanks, Experts, permuted
 from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.mesh import mesh, mesh_sizes
 from terrazzo.parallel.pipeline.stages import Pipeline, check_line

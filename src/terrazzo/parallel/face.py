@@ -16,7 +16,7 @@ from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.context.chunks import Balance
 from terrazzo.parallel.context.context import Context, Mode
 from terrazzo.parallel.context.sharing import share_sequences
-from terrazzo.parallel.expert import check_experts, share_experts
+from terrazzo.parallel.expert.sharing import check_experts, share_experts
 from terrazzo.parallel.pipeline.stages import Pipeline, line_of, take_stages
 from terrazzo.parallel.tensor.cut import Cuts, TensorPlan, cut_matrices, cuts_of, matching
 from terrazzo.parallel.tensor.plans import own_plan

@@ -87,7 +87,7 @@ ENGINE_RULES = (
             "own decoder."
         ),
         "Plan with it, but run with ep 1, or give your modules use_experts and stacked for tz.parallelize.",
-        "terrazzo.parallel.expert.SharesExperts",
+        "terrazzo.parallel.expert.sharing.SharesExperts",
     ),
     Rule(
         "experts among ranks along tp",

@@ -1,0 +1,1 @@
+"""Experts of the same layers that ranks share along `ep`."""

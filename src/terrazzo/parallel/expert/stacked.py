@@ -1,0 +1,102 @@
+"""Experts of `transformers`, whose matrices are stacked: ranks share them, and the model's own code computes.
+
+Such a module is called with tokens, the numbers of each token's experts, and their weights. In the place of its forward
+each token's rows are brought to the ranks that have its experts; the module computes what has arrived by the forward
+that it has, as if it had this rank's experts and no others, each row for one of them with a weight of 1; rows come
+back, are weighted, and are added up in the order in which the router named their experts.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.parallel.expert.ranks import Experts, permuted
+
+__all__ = ["StackedExperts", "looks_like_experts", "stacked_experts"]
+
+
+class StackedExperts:
+    """A module that transformers' `use_experts_implementation` has decorated, as one that ranks can share."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+
+    def stacked(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self._module.named_parameters(recurse=False))
+
+    def use_experts(self, experts: Experts) -> None:
+        self._module.num_experts = experts.count // experts.ranks.size
+        self._module.forward = _SharedForward(self._module, self._module.forward, experts)
+
+
+def stacked_experts(module: nn.Module) -> StackedExperts | None:
+    """What shares the experts of a module of `transformers`; None for another, and for experts with more than stacks.
+
+    Not those with norms beside the stacks, say, or with buffers: nobody has tried them.
+    """
+    count = getattr(module, "num_experts", None)
+    own = [each.shape[:1] == (count,) for each in module.parameters(recurse=False)]
+    whole = len(own) == len(list(module.parameters())) and not any(True for _ in module.buffers())
+    return StackedExperts(module) if hasattr(module, "_is_expert_parallel") and own and all(own) and whole else None
+
+
+def looks_like_experts(module: nn.Module) -> bool:
+    """Whether a module is a mixture's experts by its name: a class of `Experts` with stacks, or that has a list so."""
+    named = [child for name, child in module.named_children() if name == "experts"]
+    stacks = any(each.dim() > 2 for each in module.parameters(recurse=False))
+    is_stack = stacks and re.search(r"Experts$", type(module).__name__) is not None
+    return is_stack or any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in named)
+
+
+class _SharedForward:
+    """In the place of a module's forward.
+
+    Args:
+        inner: the forward that it had, which computes with the matrices that the module has by then.
+    """
+
+    def __init__(self, module: nn.Module, inner: Callable[..., Tensor], experts: Experts) -> None:
+        self.module, self.inner, self.experts = module, inner, experts
+        self._names = list(inspect.signature(inner).parameters)[:3]
+        # Compiled, it would be a graph for each number of rows.
+        self._run = torch.compiler.disable(self._mix)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SharedForward:
+        return _SharedForward(copy.deepcopy(self.module, memo), copy.deepcopy(self.inner, memo), self.experts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Of tokens `[T, channels]`, int64 numbers of experts and weights, both `[T, top_k]`: `[T, channels]`.
+
+        A number that is none of an expert's has nothing computed, and adds zeros.
+        """
+        mixed: Tensor = self._run(*args, *(kwargs[name] for name in self._names[len(args) :]))
+        return mixed
+
+    def _mix(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        top_k, expert = chosen.shape[-1], chosen.reshape(-1)
+        order = expert.argsort(stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        count = self.experts.count
+        counts = torch.bincount(expert, minlength=count)[:count].cpu()
+        rows = permuted(tokens.repeat_interleave(top_k, dim=0), order, inverse)
+        arrived, route = self.experts.dispatch(rows[: int(counts.sum())], counts)
+        back = self.experts.combine(self._own(arrived, route.counts), route)
+        back = torch.cat([back, back.new_zeros(len(rows) - len(back), *back.shape[1:])])
+        each = permuted(back, inverse, order) * weights.reshape(-1, 1)
+        mixed: Tensor = each.unflatten(0, (len(tokens), top_k)).sum(dim=1)
+        return mixed.to(tokens.dtype)
+
+    def _own(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """What this rank's experts give for `rows` `[rows, channels]`, sorted by expert, `counts` for each."""
+        if not len(rows):  # some of these forwards return what does not depend on anything then
+            return rows + torch.stack([each.reshape(-1)[:0].sum() for each in self.module.parameters()]).sum()
+        expert = torch.arange(len(counts)).repeat_interleave(counts).unsqueeze(-1).to(rows.device)
+        return self.inner(rows, expert, torch.ones_like(expert, dtype=rows.dtype))

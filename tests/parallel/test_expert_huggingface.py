@@ -1,0 +1,242 @@
+"""Models of `transformers` whose experts ranks share, against the same model in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import terrazzo as tz
+from terrazzo.engine import checkpoint_activations
+from tests.helpers.threads import run_in_threads
+
+transformers = pytest.importorskip("transformers")
+
+BODY = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "use_cache": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+    },
+    "deepseek_v3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 2,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 16,
+        "head_dim": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 8,
+    },
+}
+TOP_K = 2
+"""Of more than two, transformers adds up what comes of a token in the order of its experts, not in that of their ranks.
+"""
+
+
+@cache
+def base(kind: str) -> Any:
+    """On CPUs `grouped_mm` is what transformers takes."""
+    config = transformers.AutoConfig.for_model(kind, **BODY | KINDS[kind])
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
+    return model
+
+
+def experts_in(model: nn.Module) -> Any:
+    """The last module of experts: all types have some in their last layer."""
+    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")][-1]
+
+
+Routed = tuple[Tensor, Tensor, Tensor]
+
+
+def routed(route: str, rank: int, ranks: int) -> Routed:
+    """Tokens, numbers of their experts and weights."""
+    draw = torch.Generator().manual_seed(10 * rank)
+    tokens = torch.randn(0 if route == "a rank without tokens" and rank == ranks - 1 else 7, 32, generator=draw)
+    scores = torch.rand(len(tokens), 8, generator=draw)
+    if route == "half of the experts idle":
+        scores[:, :4] = 0
+    weights, chosen = scores.topk(TOP_K, dim=-1)
+    if route == "all to one expert":
+        weights, chosen = weights[:, :1], torch.full_like(chosen[:, :1], 5)
+    return tokens, chosen, weights
+
+
+ROUTES = ["even", "half of the experts idle", "all to one expert", "a rank without tokens"]
+
+
+def computed(module: Any, given: Routed) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, and gradients of tokens and weights, of the sum of squares."""
+    tokens, chosen, weights = given
+    tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+    out: Tensor = module(tokens, chosen, weights)
+    out.square().sum().backward()  # type: ignore[no-untyped-call]
+    assert tokens.grad is not None and weights.grad is not None
+    return out.detach(), tokens.grad, weights.grad
+
+
+@pytest.fixture
+def stable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers sorts rows by expert, those of one in any order, and gradients of matrices are sums over them."""
+    monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
+
+
+@pytest.mark.usefixtures("stable")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_compute_what_they_do_in_one_process_to_the_bit(kind: str, route: str, ranks: int) -> None:
+    """There they are given the tokens of all ranks, one behind another."""
+    whole, all_given = copy.deepcopy(experts_in(base(kind))), [routed(route, rank, ranks) for rank in range(ranks)]
+    together: Any = tuple(torch.cat(each) for each in zip(*all_given, strict=True))
+    lengths = [len(tokens) for tokens, _, _ in all_given]
+    wanted = [each.split(lengths) for each in computed(whole, together)]
+    copies = [copy.deepcopy(base(kind)) for _ in range(ranks)]
+
+    def body(rank: int) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        module = experts_in(tz.parallelize(copies[rank], tz.mesh(ep=ranks)))
+        return computed(module, all_given[rank]), [each.grad for each in module.parameters()]
+
+    for rank, (found, gradients) in enumerate(run_in_threads(ranks, body)):
+        for own, each in zip(found, wanted, strict=True):
+            assert torch.equal(own, each[rank])
+        for own, parameter in zip(gradients, whole.parameters(), strict=True):
+            assert torch.equal(own, parameter.grad.chunk(ranks)[rank])
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randint(61, (1, 12), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(tokens).logits
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+STEPS = 2
+
+
+@cache
+def plain(kind: str, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Mean losses of a step, and weights at the end."""
+    model, losses = copy.deepcopy(base(kind)), []
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        each = [loss_of(model, batch(step, rank)) for rank in range(ranks)]
+        torch.stack(each).mean().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(torch.stack(each).detach().mean()))
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def trained(kind: str, plan: str, ep: int, checkpointing: str, rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    model: Any = copy.deepcopy(base(kind))
+    units = [type(model.model.layers[0])]
+    checkpoint_activations(model, checkpointing, units=units)
+    mesh = tz.mesh(ep=ep, **({"dp_replicate": 2} if plan == "hybrid_shard" else {}))
+    model = copy.deepcopy(tz.parallelize(model, mesh))  # a copy computes with its own experts
+    model, optimizer = tz.shard(model, optimizer_of(model), plan, units=units, mesh=mesh)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, batch(step, rank))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, tz.full_state_dict(model)
+
+
+CASES = [
+    *((kind, "zero3", 2, 2, "none") for kind in KINDS),
+    ("mixtral", "zero2", 4, 4, "full"),
+    ("qwen3_moe", "zero3", 4, 2, "selective"),
+    ("deepseek_v3", "hybrid_shard", 4, 2, "full"),
+    ("gpt_oss", "zero1@cpu", 4, 4, "none"),
+    ("mixtral", "zero0", 2, 2, "none"),
+]
+
+
+@pytest.mark.parametrize(("kind", "plan", "ranks", "ep", "checkpointing"), CASES)
+def test_training_with_shared_experts_is_training(
+    kind: str, plan: str, ranks: int, ep: int, checkpointing: str
+) -> None:
+    losses, weights = plain(kind, ranks)
+    found = run_in_threads(ranks, lambda rank: trained(kind, plan, ep, checkpointing, rank))
+    for step, loss in enumerate(losses):
+        assert sum(own[step] for own, _ in found) / ranks == pytest.approx(loss, rel=2e-6)
+    for name, weight in weights.items():
+        assert (found[0][1][name] - weight).abs().max() < 5e-6 * weight.abs().max(), name
+
+
+def test_whole_experts_are_written_as_transformers_reads_them(tmp_path: Path) -> None:
+    copies = [copy.deepcopy(base("mixtral")) for _ in range(2)]
+
+    def body(rank: int) -> None:
+        mesh = tz.mesh(ep=2)
+        model, _ = tz.shard(tz.parallelize(copies[rank], mesh), None, "zero3", mesh=mesh)
+        whole = tz.full_state_dict(model)
+        if rank == 0:  # each expert's matrices apart, which tz.save_pretrained refuses
+            model.save_pretrained(tmp_path, state_dict=whole)
+
+    run_in_threads(2, body)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    found = dict(loaded.named_parameters())
+    assert all(torch.equal(found[name], each) for name, each in base("mixtral").named_parameters())
+
+
+def refused(match: str, kind: str, sizes: dict[str, Any], ep: int = 2) -> None:
+    config = transformers.AutoConfig.for_model(kind, **BODY | sizes)
+    with torch.device("meta"):
+        models = [transformers.AutoModelForCausalLM.from_config(config) for _ in range(2)]
+    with pytest.raises(tz.BadInput, match=match):
+        run_in_threads(2, lambda rank: tz.parallelize(models[rank], tz.mesh(ep=ep)))
+
+
+def test_experts_that_are_not_understood_are_named() -> None:
+    llama4 = {"num_local_experts": 2, "intermediate_size": 16, "intermediate_size_mlp": 16, "head_dim": 8}
+    refused(r"share the experts of '?model.layers.0.feed_forward.experts.*Llama4TextExperts", "llama4_text", llama4)
+    refused(r"ep 2, and LlamaForCausalLM has no module of experts", "llama", {"intermediate_size": 16})
+    refused(r"gate_up_proj' has 3 experts, of which 2 ranks", "mixtral", KINDS["mixtral"] | {"num_local_experts": 3})
