@@ -129,9 +129,9 @@ ACTS: Mapping[str, Act] = {
     "copy-model": Act("copy.deepcopy(model)", "r", "r", "border/module"),
     "copy-module": Act(
         "copy.deepcopy(model.block)",
-        *("dddddd", "rdrrdd", "loop/hooks", _REFUSED),
+        *("dddddd", "rdrrdd", "loop/forward_hooks", _REFUSED),
         "The copy is an ordinary module.",
     ),
     "buffer": Act("buffer.mul_(0.5)", "d", "d", "torch"),
-    "forward": Act("model(x) under torch.no_grad()", "dddddd", "dddddr", "loop/hooks", _DONE),
+    "forward": Act("model(x) under torch.no_grad()", "dddddd", "dddddr", "loop/forward_hooks", _DONE),
 }

@@ -21,16 +21,16 @@ MUTATIONS = [
     # -- schedule and bucket
     Mutation(
         "backward reads weights that are still on their way",
-        "engine/schedule/schedule.py",
-        "self._ask_for(unit, Purpose.END_OF_BACKWARD)\n        unit.wait()",
-        "self._ask_for(unit, Purpose.END_OF_BACKWARD)",
+        "engine/schedule/backward.py",
+        "self._straying.ask_for(unit, self)\n        unit.wait()",
+        "self._straying.ask_for(unit, self)",
         "engine/test_parity_processes.py",
     ),
     Mutation(
         "one unit less is prefetched in backward",
-        "engine/schedule/schedule.py",
-        "order.backward[step + 1 : step + 1 + self.prefetch]",
-        "order.backward[step + 1 : step + self.prefetch]",
+        "engine/schedule/backward.py",
+        "order.backward[step + 1 : step + 1 + self._weights.prefetch]",
+        "order.backward[step + 1 : step + self._weights.prefetch]",
         "planner/test_memory_engine.py",
     ),
     Mutation(
@@ -92,8 +92,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank does not say that it has come to the end of a forward",
-        "engine/loop/hooks.py",
-        "self._companions.end(Purpose.END_OF_FORWARD)",
+        "engine/loop/forward_hooks.py",
+        "self._exchanges.before_end(forward.end_label)",
         "pass",
         "parallel/test_expert.py",
     ),

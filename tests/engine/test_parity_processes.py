@@ -16,6 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from terrazzo.engine.links.gloo import GlooCollectives
+from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.schedule import Schedule
 from tests.engine.models import base_model, batch, loss_of
 from tests.engine.parity import Case, Runner, assert_parity, axes, run_on_threads
@@ -114,7 +115,7 @@ POINTS: dict[str, tuple[type, str]] = {
     "before gather": (GlooCollectives, "_all_gather"),
     "before reduce": (GlooCollectives, "_reduce_scatter"),
     "before step": (Schedule, "finish"),
-    "before backward of units": (Schedule, "enter_backward"),
+    "before backward of units": (BackwardPass, "enter"),
 }
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from terrazzo.engine.buckets import gradient
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradient import Gradient
-from terrazzo.engine.loop import hooks
+from terrazzo.engine.loop.backward_hooks import BackwardHooks
 from terrazzo.engine.loop.progress import Denominator
 from terrazzo.engine.optim import optimizer
 from terrazzo.engine.sharding import prepare
@@ -101,14 +101,14 @@ def an_edit_is_lost(patch: pytest.MonkeyPatch) -> None:
 
 def a_late_gradient_is_dropped(patch: pytest.MonkeyPatch) -> None:
     """What comes after its unit's reduction has been started is never reduced."""
-    take = hooks.Hooks.accumulate_gradient
+    take = BackwardHooks.accumulate_gradient
 
     def taken(self: Any, unit: int, number: int, index: int, parameter: torch.Tensor) -> None:
-        if unit in self.schedule.closed:
+        if self.schedule.backward is not None and unit in self.schedule.backward.closed:
             parameter.grad = None
         take(self, unit, number, index, parameter)
 
-    patch.setattr(hooks.Hooks, "accumulate_gradient", taken)
+    patch.setattr(BackwardHooks, "accumulate_gradient", taken)
 
 
 def an_absent_gradient_is_stepped_on(patch: pytest.MonkeyPatch) -> None:

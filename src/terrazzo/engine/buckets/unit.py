@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
 from terrazzo.engine.links.label import Label, Purpose, title_of
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computation
@@ -19,7 +20,7 @@ from terrazzo.engine.plan.spec import Pass
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.worker import Job
 
-__all__ = ["Unit", "compilation_of"]
+__all__ = ["Unit", "adopt_edits", "compilation_of"]
 
 
 class Unit:
@@ -260,6 +261,15 @@ class Unit:
             publishing.finish()
             for bucket in (bucket for bucket in self.buckets if bucket.resident):
                 bucket.install()
+
+
+def adopt_edits(units: Iterable[Unit]) -> None:
+    """Take over what the user has written into the weights of a model's units, or refuse it."""
+    with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would answer each question in Python
+        buckets = [bucket for unit in units for bucket in unit.buckets]
+        adopt_displaced(buckets)
+        for bucket in buckets:
+            bucket.adopt_edits()
 
 
 # A unit holds the moves that are under way for it, and they must not hold the unit: it would never be freed without the

@@ -14,11 +14,11 @@ import torch
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meet
 from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.order import Event, Visit, merge
 from terrazzo.engine.schedule.schedule import Schedule
 
@@ -48,35 +48,30 @@ class Agreement:
         own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=device)
         return [[number for number in row if number >= 0] for row in axes.rows(own).tolist()]
 
-    def on_gradients(self, late: Collection[int]) -> None:
+    def on_gradients(self, backward: BackwardPass) -> None:
         """A backward has run its program to the end.
-
-        Args:
-            late: units to which a gradient came after their reduction had been started.
 
         Raises:
             RanksApart: if the ranks have not run the same.
         """
-        schedule = self._schedule
-        if schedule.this_pass is Pass.FINISHES:
-            strayed, any_late, seen = self._flags(late)
+        if backward.this_pass is Pass.FINISHES:
+            strayed, any_late, seen = self._flags(backward)
             left = iter(seen)
             for bucket in _trainable(self._units):
                 bucket.gradient.seen = [bool(flag) for flag in islice(left, len(bucket.members))]
             for unit in (unit for unit in self._units if any_late[unit.index]):
-                schedule.start_reducing(unit)
-            for program in schedule.programs if strayed else ():
+                backward.start_reducing(unit)
+            for program in self._schedule.programs if strayed else ():
                 program.doubt()
-        elif schedule.this_pass is Pass.REDUCES and schedule.meet is None:
-            self._flags(late)  # ranks that have not run the same hear it here
+        elif backward.this_pass is Pass.REDUCES and self._schedule.meet is None:
+            self._flags(backward)  # ranks that have not run the same hear it here
 
-    def _flags(self, late: Collection[int]) -> tuple[int, list[int], list[int]]:
+    def _flags(self, backward: BackwardPass) -> tuple[int, list[int], list[int]]:
         """One small reduction: has any rank left the order, had each unit late, seen a gradient of each parameter?"""
-        own_late = [int(unit.index in late) for unit in self._units]
+        own_late = [int(unit.index in backward.late) for unit in self._units]
         own_seen = [int(flag) for bucket in _trainable(self._units) for flag in bucket.gradient.seen]
-        label = self._schedule.end_of(Purpose.END_OF_BACKWARD)
         own = [int(any(program.strayed for program in self._schedule.programs)), *own_late, *own_seen]
-        strayed, *flags = meet(self._axes, self._progress, label, own)
+        strayed, *flags = meet(self._axes, self._progress, backward.end_label, own)
         return strayed, flags[: len(own_late)], flags[len(own_late) :]
 
 

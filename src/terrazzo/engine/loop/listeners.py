@@ -1,4 +1,4 @@
-"""The functions that torch calls: each reaches whom it tells, the `Hooks` of its model say, through a weak reference.
+"""The functions that torch calls: each reaches whom it tells, hooks of its model say, through a weak reference.
 
 Those of modules stay out of compiled graphs.
 """
@@ -55,19 +55,22 @@ def inside_backward() -> bool:
 
 
 def on_backward(hooks: Any, index: int, generation: int, forward: int | None) -> Callable[[Any], None]:
-    """Tells once per backward pass that it has reached one call of a unit, whichever of its outputs comes first.
+    """Tells `BackwardHooks`, once per backward, that it has reached one call of a unit, whichever of its outputs first.
 
     Args:
         forward: number of the model's forward that the call was in.
     """
-    told, reference = 0, weakref.ref(hooks)
+    reference = weakref.ref(hooks)
+    told: weakref.ref[Any] | None = None  # the last backward of which it has done so
 
     def backward(grads: Any) -> None:
         nonlocal told
-        live = reference()
-        if live is not None and told != live.start_backward():
-            told = live.start_backward()
-            live.before_backward(live.units[index], generation, forward)
+        if (live := reference()) is None:
+            return
+        under_way = live.start()
+        if told is None or told() is not under_way:
+            told = weakref.ref(under_way)
+            live.enter(live.units[index], generation, forward)
 
     return backward
 

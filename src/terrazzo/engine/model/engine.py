@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from terrazzo.ending import require_own
 from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
 from terrazzo.engine.buckets.buffer import Buffer
-from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.transfer import Traffic
 from terrazzo.engine.loop.hooks import Hooks
@@ -135,7 +135,7 @@ class Engine:
             first: number of the first param group of the optimizer that does so.
         """
         progress, which = self.progress, "" if set_to_none else "set_to_none=False"
-        failed = progress.failed or self.schedule.in_backward
+        failed = progress.failed or self.schedule.backward is not None
         if not (set_to_none or failed) and any(bucket.gradient.unfinished for bucket in self.trainable()):
             raise Misuse(
                 "zero_grad(set_to_none=False) was called while gradients were still being accumulated: there are none "
@@ -175,7 +175,7 @@ class Engine:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
         self.require_own_weights("optimizer.step()")
         self._require_whole_gradients("optimizer.step()")
-        self.hooks.adopt_edits()
+        adopt_edits(self.units)
         self.hooks.before_use()
 
     def _require_whole_gradients(self, what: str) -> None:
@@ -184,7 +184,7 @@ class Engine:
         Raises:
             Misuse: there.
         """
-        if self.schedule.in_backward or self.progress.abandoned:
+        if self.schedule.backward is not None or self.progress.abandoned:
             raise Misuse(
                 f"{what} was called after a backward that raised, or inside of one: a part of the parameters have "
                 "gradients, and the others have none. Call optimizer.zero_grad() instead, or leave it out, and run "
@@ -193,7 +193,7 @@ class Engine:
 
     def have_masters(self) -> None:
         """Have all in the master weights: what the user has written into weights, and what updates do to them."""
-        self.hooks.adopt_edits()
+        adopt_edits(self.units)
         self.drivers.catch_up()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -281,7 +281,7 @@ class Engine:
         require_own(self.process)
         if self._gathered == "write" and any(unit.transient for unit in self.units):
             raise Misuse(_INSIDE)
-        self.hooks.adopt_edits()
+        adopt_edits(self.units)
         self.schedule.rest()
         self.catch_up()
         if (queued := Stream.current(self.axes.device).mark()) is not None:

@@ -286,7 +286,7 @@ class OptimizerDriver:
     @property
     def accumulating(self) -> bool:
         """Whether there are gradients of a step's earlier micro-batches, and not of its last."""
-        return self.schedule.in_backward or any(bucket.gradient.unfinished for bucket in self.buckets)
+        return self.schedule.backward is not None or any(bucket.gradient.unfinished for bucket in self.buckets)
 
     def _overflowed(self) -> bool:
         """Whether any rank holds a non-finite gradient."""
@@ -310,7 +310,7 @@ class OptimizerDriver:
         if not self._retired and (model := self._model()) is not None:
             model.note_zeroed(set_to_none, self.groups.start)
         self.forget(set_to_none)
-        if self.schedule.in_backward:  # a backward raised: gradients of all optimizers hold a part of it, or not
+        if self.schedule.backward is not None:  # it raised: gradients of all optimizers hold a part of it, or not
             self.schedule.forget_gradients(set_to_none)
             return
         for bucket, own in self._owned.items():

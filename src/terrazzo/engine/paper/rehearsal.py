@@ -93,24 +93,24 @@ def parameters_of(unit: Unit) -> list[str]:
 
 def _forward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
     inside: list[PaperUnit] = []
-    schedule.begin_forward(training=True)
+    forward = schedule.begin_forward(training=True)
     for unit in paper:
         while inside and not contains(inside[-1], unit):
-            schedule.leave_forward(inside.pop(), training=True)
-        schedule.enter_forward(unit)
+            forward.leave(inside.pop())
+        forward.enter(unit)
         inside.append(unit)
     for unit in reversed(inside):
-        schedule.leave_forward(unit, training=True)
+        forward.leave(unit)
     schedule.end_forward()
 
 
 def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
-    schedule.begin_backward()
+    backward = schedule.begin_backward()
     for index in schedule.order.backward:
-        schedule.enter_backward(paper[index])
+        backward.enter(paper[index])
         paper[index].accumulate_gradients(schedule.this_pass)
-        schedule.halfway()
-    schedule.end_backward()
+        backward.gradient_came(paper[index])
+    backward.end()
     schedule.finish()
 
 
@@ -148,6 +148,10 @@ class PaperUnit:
         self.has_gradients = any(bucket.trainable for bucket in buckets)
         self.regathered = any(bucket.regathered for bucket in buckets)
         self.fills_gradually = self.has_gradients and not compiled
+
+    @property
+    def half_filled(self) -> bool:
+        return True  # its gradients come all at once
 
     @property
     def at_hand(self) -> bool:

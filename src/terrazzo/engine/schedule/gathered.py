@@ -1,9 +1,12 @@
-"""Which units' weights a schedule has here, and what becomes of them as forwards and backwards go by."""
+"""Which units' weights the program has here, from pass to pass, and what becomes of them as units end."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterable, Sequence
 
+from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.schedule.runnable import Runnable
 
@@ -11,55 +14,124 @@ __all__ = ["GatheredWeights"]
 
 
 class GatheredWeights:
-    """The schedule alone calls this.
+    """The schedule and its passes alone call this.
+
+    Args:
+        units: in registration order.
+        prefetch: how many units ahead of the running one are gathered.
 
     Attributes:
         here: gathered, and not put down yet, by the program: the same on every rank.
-        awaited: units whose backward will be announced.
-        until_end: of these, whose weights stay until backward ends.
-        lasts: whether this is a step of several micro-batches in flight: between its first forward and its last
-            backward weights stay at the plan's `between`, and never go back to `weight`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, units: Sequence[Runnable], prefetch: int) -> None:
+        self.units, self.prefetch = units, prefetch
         self.here: set[int] = set()
-        self.awaited: set[int] = set()
-        self.until_end: set[int] = set()
-        self.lasts = False
+        self._awaited: set[int] = set()  # units whose backward will be announced, or comes with any
+        self._until_end: set[int] = set()  # of these, whose weights stay until backward ends
+        self._lasts = False  # whether a step of several micro-batches is in flight
+        self._names = tuple(unit.name for unit in units)
 
-    def forget(self) -> None:
-        """Every unit goes back to the plan's `weight` place, and a step is over."""
-        self.lasts = False
-        for units in (self.awaited, self.until_end, self.here):
-            units.clear()
+    def label(self, purpose: Purpose, index: int = 0, number: int = 0) -> Label:
+        """What an exchange of a unit's weights or gradients is for, in the pass of that number."""
+        return Label(purpose, index, number, self._names)
 
-    def forward_ended(self, unit: Runnable, awaited: bool) -> None:
-        """A forward of `unit` has ended; `awaited` if a backward follows."""
-        if unit.index not in self.until_end:
-            unit.rest_between() if awaited else unit.release()
+    def gather(self, indices: Iterable[int], purpose: Purpose, number: int = 0) -> None:
+        """The program comes to these units: start gathering those that it does not have here."""
+        for index in indices:
+            if index in self.here:
+                self.units[index].advance()
+            else:
+                self.here.add(index)
+                self.units[index].gather(self.label(purpose, index, number))
 
-    def leave_forward(self, left: Iterable[Runnable], training: bool) -> None:
+    def gather_ahead(self, count: int) -> None:
+        """From now on, at least so many units ahead of the running one."""
+        self.prefetch = max(self.prefetch, count)
+
+    # -- backwards to come -------------------------------------------------------------------------------------
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the backward of an earlier forward has not come, or raised."""
+        return bool(self._awaited) and not self._lasts
+
+    def expect_backward(self, unit: Runnable) -> None:
+        """A forward of `unit` has ended, and its backward will be announced."""
+        self._awaited.add(unit.index)
+
+    def keep_until_backward_ends(self, unit: Runnable) -> None:
+        """A forward of `unit` has ended, and nothing will tell when its backward begins."""
+        self._awaited.add(unit.index)
+        self._until_end.add(unit.index)
+
+    def backward_came(self, unit: Runnable) -> None:
+        self._awaited.discard(unit.index)
+
+    # -- weights that are put down -----------------------------------------------------------------------------
+
+    def put_down(self, unit: Runnable, backward_follows: bool) -> None:
+        """A forward of `unit` has ended."""
+        if unit.index not in self._until_end:
+            unit.rest_between() if backward_follows else unit.release()
+
+    def leave_forward(self, left: Iterable[int], backward_follows: bool) -> None:
         """The program has left these units in a forward."""
-        self.here.difference_update(unit.index for unit in left if not training or unit.regathered)
+        self.here.difference_update(index for index in left if not backward_follows or self.units[index].regathered)
+
+    def end_forward(self, backward_follows: bool) -> None:
+        """A forward has ended everywhere: put down what no announced backward will."""
+        left = [unit for unit in self.units if not backward_follows or unit.index not in self._awaited]
+        do_all(functools.partial(self.put_down, unit, backward_follows) for unit in left)
+
+    def abandon_forward(self) -> None:
+        """A forward raised."""
+        self.here.clear()
+        for unit in (unit for unit in self.units if unit.index not in self._until_end):
+            with contextlib.suppress(RuntimeError, OSError):  # a gather that failed does so again
+                unit.release()
 
     def leave_backward(self, unit: Runnable, is_over: bool) -> None:
         """The program has left `unit` in a backward; `is_over` if this rank has, too."""
-        if not self.lasts or unit.regathered:
+        if not self._lasts or unit.regathered:
             self.here.discard(unit.index)
-        if self.lasts and is_over:
-            self.forward_ended(unit, awaited=True)
-        elif unit.index not in self.awaited and is_over:
+        if self._lasts and is_over:
+            self.put_down(unit, backward_follows=True)
+        elif unit.index not in self._awaited and is_over:
             unit.rest()
 
-    def end_backward(self, units: Sequence[Runnable]) -> None:
+    def end_backward(self) -> None:
         """A backward has ended everywhere."""
-        if self.lasts:
-            for unit in units:
+        if self._lasts:
+            for unit in self.units:
                 self.leave_backward(unit, is_over=True)
         else:
-            self.rest(units)
+            self.rest()
 
-    def rest(self, units: Sequence[Runnable]) -> None:
-        """Every unit back to the plan's `weight` place."""
-        self.forget()
-        do_all(unit.rest for unit in units)
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    @property
+    def lasts(self) -> bool:
+        """Whether this is a step of several micro-batches in flight, from its first forward to its last backward."""
+        return self._lasts
+
+    def begin_step(self) -> None:
+        """In such a step, weights stay at the plan's `between`, and never go back to `weight`."""
+        self._lasts = True
+
+    def rest(self) -> None:
+        """A step is over: every unit back to the plan's `weight` place."""
+        self._clear()
+        do_all(unit.rest for unit in self.units)
+
+    def abandon_step(self) -> None:
+        """The same where a pass of it raised."""
+        self._clear()
+        for unit in self.units:
+            with contextlib.suppress(RuntimeError, OSError):
+                unit.rest()
+
+    def _clear(self) -> None:
+        self._lasts = False
+        for units in (self._awaited, self._until_end, self.here):
+            units.clear()

@@ -39,6 +39,10 @@ class Runnable(Protocol):
         """Whether gradients come one after the other while its backward runs, and not all at its end."""
 
     @property
+    def half_filled(self) -> bool:
+        """Whether gradients for half of its trainable elements, or more, are here."""
+
+    @property
     def side(self) -> Side | None:
         """Where its chains of collectives run; None where the host waits for each."""
 

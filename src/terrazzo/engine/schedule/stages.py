@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.order import Program
 from terrazzo.engine.schedule.reductions import Divisor
 from terrazzo.engine.schedule.runnable import Runnable
-from terrazzo.engine.schedule.schedule import Meet, Schedule
+from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.engine.schedule.straying import Meet
 
 __all__ = ["StagedSchedule"]
 
@@ -47,15 +49,16 @@ class StagedSchedule(Schedule):
     def begin_step(self) -> None:
         """Until `end_step`, forwards and backwards of several micro-batches take turns."""
         self.set_pass(Pass.ADDS)
-        self._gathered.lasts = True
+        self._weights.begin_step()
 
-    def end_step(self) -> None:
-        """Every micro-batch has run: start summing what they have added up. `finish` must follow."""
+    def end_step(self) -> BackwardPass:
+        """Every micro-batch has run: start summing what they have added up, as one backward. `finish` must follow."""
         self.rest()
         self.set_pass(Pass.FINISHES)
-        self.begin_backward()
+        backward = self.begin_backward()
         for unit in self.units:  # nothing of another kind is under way: what stages share waits for other ranks
             unit.add_stages()
         for unit in reversed(self.units):
-            self._close([unit])
+            backward.close([unit])
             self._reductions.make_room()
+        return backward

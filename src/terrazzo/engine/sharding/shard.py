@@ -36,8 +36,9 @@ from terrazzo.engine.plan.partition import Units
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.runtime.pages import keep_freed, return_freed
-from terrazzo.engine.schedule.schedule import Meet, Schedule
+from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.schedule.stages import StagedSchedule
+from terrazzo.engine.schedule.straying import Meet
 from terrazzo.engine.sharding.attach import put_on
 from terrazzo.engine.sharding.parts import exchanged_along
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare

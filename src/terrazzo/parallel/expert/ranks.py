@@ -71,7 +71,7 @@ class ExpertRanks(Peers):
         """Be told the names of the units before whose weights the ranks meet."""
         self._units = units
 
-    def pass_by(self, label: Label) -> None:
+    def meet_before(self, label: Label) -> None:
         """Meet where nothing is exchanged: before weights are waited for, and at the end of a pass. Collective.
 
         Raises:

@@ -222,7 +222,7 @@ class _Run:
     def _backward(self, action: Action, grad: Tensor | None) -> None:
         received, result, aside = self._kept.pop((action.stage, action.micro_batch))
         if grad is not None:
-            self.engine.hooks.loss_scale.gradient_has_it()  # it comes from the last stage
+            self.engine.progress.denominator.loss_scale.gradient_has_it()  # it comes from the last stage
         torch.autograd.backward((result, *aside), (grad, *(None for _ in aside)))
         if received is not None:
             self.messages.send(action._replace(stage=action.stage - 1), _gradient_of(received))

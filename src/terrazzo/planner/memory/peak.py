@@ -22,13 +22,13 @@ FORMULAS = {
     "memory.gathered": Formula(
         "full weights of the units that run or are gathered ahead (1 + prefetch), the root's from forward to backward, "
         "and what `between` keeps of the others",
-        "arXiv 2304.11277, section 3; terrazzo/engine/schedule/schedule.py",
+        "arXiv 2304.11277, section 3; terrazzo/engine/schedule/gathered.py",
     ),
     "memory.unreduced": Formula(
         "gradients that autograd has made and no collective has taken yet: of the running unit and the root, of every "
         "unit while micro-batches only add up; and sums of earlier micro-batches at the `grad` place. Upper: 16-bit "
         "gradients beside fp32 sums, as Megatron-DeepSpeed and nanotron keep them",
-        "terrazzo/engine/schedule/schedule.py",
+        "terrazzo/engine/schedule/backward.py",
     ),
     "memory.staging": Formula(
         "inputs of two blocks that activation offload moves: on their way to the host, and waited for",

@@ -148,7 +148,7 @@ class _Player:
         self._moment, self._live = "forward", self._trace.buffer_bytes
         for unit in self._paper:
             unit.filled_numel = 0
-        schedule.begin_forward(training=True)
+        self._forward = schedule.begin_forward(training=True)
         for event in self._trace.events:
             self._hold(event.rise)
             self._live += event.change
@@ -157,27 +157,22 @@ class _Player:
     def _happen(self, event: Event) -> None:
         schedule, unit = self._schedule, self._paper[self._index[event.unit]]
         if event.kind == "enter":
-            schedule.enter_forward(unit)
+            self._forward.enter(unit)
         elif event.kind == "leave":
-            schedule.leave_forward(unit, training=True)
+            self._forward.leave(unit)
             if unit.index == 0:
                 schedule.end_forward()
-        elif event.kind == "end":
-            schedule.end_backward()
-            schedule.finish()
         else:
-            self._begin_backward()
-            if event.kind == "backward":
-                schedule.enter_backward(unit)
-            else:
-                unit.accumulate(event.numel, schedule.this_pass)
-                if schedule.awaits_half_of(unit) and unit.half_filled:
-                    schedule.halfway()
-
-    def _begin_backward(self) -> None:
-        if not self._schedule.in_backward:
             self._moment = "backward"
-            self._schedule.begin_backward()
+            backward = schedule.backward or schedule.begin_backward()
+            if event.kind == "backward":
+                backward.enter(unit)
+            elif event.kind == "end":
+                backward.end()
+                schedule.finish()
+            else:
+                unit.accumulate(event.numel, backward.this_pass)
+                backward.gradient_came(unit)
 
     def _hold(self, rise: int = 0) -> None:
         held = (self._sums.live_bytes, self._ledger.live_bytes, self._live + rise)

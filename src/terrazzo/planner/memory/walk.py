@@ -1,6 +1,6 @@
 """A training step on paper: when weights, gradients and activations come and go, and the most that is held at once.
 
-The order of events is that of `terrazzo.engine.schedule.schedule`: gathers with prefetch, reductions behind backward.
+The order of events is that of `terrazzo.engine.schedule`: gathers with prefetch, reductions behind backward.
 It is described a second time here because a search would be slower on the schedule itself; tests hold both equal.
 Forward takes activations, backward gives them back. Units in the middle of a long row of equal ones do the same as
 their neighbours, so a row is shortened to a few, of which one stands for all that were left out: what is held changes

@@ -11,11 +11,11 @@ from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.plan.family import SHARES_EXPERTS
 from terrazzo.engine.schedule.schedule import Schedule
 
-__all__ = ["Companions"]
+__all__ = ["RowExchanges"]
 
 
-class Companion(Protocol):
-    """What a module that shares experts has been given: ranks that wait for each other inside of modules.
+class _ExpertRanks(Protocol):
+    """What modules that share experts exchange rows through: ranks that wait for each other inside of modules.
 
     A rank that has gone elsewhere may wait for what those in a module would send later: weights, or the end of a pass.
     So all meet before that too, and whoever finds others at another place raises.
@@ -24,7 +24,7 @@ class Companion(Protocol):
     def join(self, units: tuple[str, ...]) -> None:
         """Be told the names of a model's units."""
 
-    def pass_by(self, label: Label) -> None:
+    def meet_before(self, label: Label) -> None:
         """Meet before what `label` says is waited for. Collective.
 
         Raises:
@@ -32,28 +32,24 @@ class Companion(Protocol):
         """
 
 
-class Companions:
-    """Those of one model."""
+class RowExchanges:
+    """Those of one model; most have none."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._all: list[Companion] = []
+        self._among: list[_ExpertRanks] = []
 
     def find(self, model: nn.Module, units: tuple[str, ...]) -> None:
-        self._all = [*SHARES_EXPERTS.all_in(model)]
-        for companion in self._all:
-            companion.join(units)
+        self._among = [*SHARES_EXPERTS.all_in(model)]
+        for ranks in self._among:
+            ranks.join(units)
 
-    def come_to(self, unit: Unit, purpose: Purpose) -> None:
-        """Weights of `unit` may have to be waited for. Collective where there are companions."""
-        if self._all and self._schedule.meet is not None:
-            self._pass_by(Label(purpose, unit.index, names=unit.names))
+    def before_weights(self, unit: Unit, purpose: Purpose) -> None:
+        """Weights of `unit` may have to be waited for. Collective where modules exchange rows."""
+        if self._among and self._schedule.meet is not None:
+            self.before_end(Label(purpose, unit.index, names=unit.names))
 
-    def end(self, purpose: Purpose) -> None:
-        """A forward or backward ends. Collective where there are companions."""
-        if self._all:
-            self._pass_by(self._schedule.end_of(purpose))
-
-    def _pass_by(self, label: Label) -> None:
-        for companion in self._all:
-            companion.pass_by(label)
+    def before_end(self, label: Label) -> None:
+        """A forward or backward ends, at that label. Collective where modules exchange rows."""
+        for ranks in self._among:
+            ranks.meet_before(label)

@@ -1,0 +1,193 @@
+"""One backward along the program.
+
+Backward of a unit begins: release the units that have ended, gather this one, start reducing the ended ones, start
+gathering the next ones, wait. Half of its gradient is there: gather what was postponed. Backward ends: reduce the rest.
+
+Three units' worth of memory is in use: the weights and the gradient of the running unit, and either the gradient that
+is being reduced or the weights that come next. Where the host waits for a reduction, the next gather is therefore
+postponed until half of the running unit's gradient is there. Beside the computation it comes right behind the
+reduction, on the same stream, and has the memory that this gives back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+
+from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.schedule.gathered import GatheredWeights
+from terrazzo.engine.schedule.order import Program, position_from
+from terrazzo.engine.schedule.reductions import Reductions
+from terrazzo.engine.schedule.runnable import Runnable
+from terrazzo.engine.schedule.straying import Straying
+
+__all__ = ["BackwardPass"]
+
+
+class BackwardPass:
+    """A backward, from its begin until its last reduction has ended; one that raised stays until gradients are
+    forgotten. `Schedule.begin_backward` makes it.
+
+    Args:
+        program: what all ranks run.
+        number: of this backward, counted from 1.
+
+    Attributes:
+        this_pass: what becomes of its gradients.
+        closed: units whose gradients are being reduced, or are complete.
+        late: of these, to which a gradient has come after that.
+        of_forward: number of the forward that the running unit was in, 0 where nobody knows; None for the last one.
+    """
+
+    backward_follows = True
+
+    def __init__(
+        self,
+        program: Program,
+        weights: GatheredWeights,
+        straying: Straying,
+        reductions: Reductions,
+        number: int,
+        this_pass: Pass,
+    ) -> None:
+        self.program, self._order, self._weights, self._straying = program, program.order, weights, straying
+        self._reductions, self._number, self.this_pass = reductions, number, this_pass
+        self.closed: set[int] = set()
+        self.late: set[int] = set()
+        self.of_forward: int | None = None
+        self._running = -1  # the unit that was announced last
+        self._cursor = 0  # the position of the program that comes next
+        self._postponed: Sequence[int] = ()  # units whose gathers wait for half of a gradient
+
+    @property
+    def end_label(self) -> Label:
+        """At which ranks meet when it ends."""
+        return self._weights.label(Purpose.END_OF_BACKWARD, number=self._number)
+
+    # -- what torch comes to -----------------------------------------------------------------------------------
+
+    def enter(self, unit: Runnable, forward: int | None = None) -> None:
+        """Backward of `unit` begins; returns once its weights may be read. `forward` as for `Program.is_over`."""
+        self._weights.backward_came(unit)
+        self._running, self.of_forward = unit.index, forward
+        if (position := position_from(self._cursor, self._order.backward, unit.index)) is not None:
+            self._go_on_to(position)
+        self._await(unit)
+
+    def recompute(self, unit: Runnable) -> None:
+        """Forward of `unit` runs again, perhaps long before its own backward.
+
+        The program is run up to what it does not know to be recomputed so early: gradients between come late this time.
+        """
+        cursor, backward = self._cursor, self._order.backward
+        if unit.index not in self._weights.here:
+            self.halfway()
+            position = position_from(cursor, backward, unit.index)
+            if position is not None and position > self._order.region_ends[cursor]:
+                self.program.stray()
+                self.program.join((backward[cursor], other) for other in backward[cursor + 1 : position + 1])
+                self._go_on_to(position)
+            elif position is not None:
+                self._gather(backward[cursor : self._order.region_ends[cursor] + 1])
+        self._await(unit)
+
+    def expect(self, unit: Runnable) -> None:
+        """Forward of `unit` has run again, and its backward will be announced."""
+        self._weights.expect_backward(unit)
+
+    def _await(self, unit: Runnable) -> None:
+        if not unit.at_hand:
+            self._straying.ask_for(unit, self)
+        unit.wait()
+
+    def gradient_came(self, unit: Runnable) -> None:
+        """To a parameter of `unit`."""
+        if self._postponed and self._order.backward[self._cursor - 1] == unit.index and unit.half_filled:
+            self.halfway()
+        if unit.index in self.closed:
+            self.late.add(unit.index)
+
+    def end(self) -> None:
+        """Autograd is done: run the program to its end. `Schedule.finish` must follow."""
+        self.run_to_end()
+        self._straying.serve(self)
+        self._weights.end_backward()
+        self.close(self._weights.units[index] for index in self._order.remaining)
+
+    # -- along the program -------------------------------------------------------------------------------------
+
+    def run_to_end(self) -> None:
+        """Take part in what is left of the program."""
+        last = len(self._order.backward) - 1
+        if self._cursor <= last:
+            self._go_on_to(last)
+            self._weights.units[self._order.backward[last]].wait()
+
+    def _go_on_to(self, position: int) -> None:
+        """Run the program up to `position`: the same calls in the same order on every rank."""
+        order, units = self._order, self._weights.units
+        for step in range(self._cursor, position + 1):
+            self.halfway()  # where this rank's data has not led there
+            ended = [units[index] for index in order.closes[step]]
+            for unit in ended:
+                is_over = self.program.is_over(unit.index, self._running, self.of_forward)
+                self._weights.leave_backward(unit, is_over)
+            running = units[order.backward[step]]
+            self._gather(order.backward[step : order.region_ends[step] + 1])
+            ahead = order.backward[step + 1 : step + 1 + self._weights.prefetch]
+            ahead = tuple(index for index in ahead if units[index].regathered)
+            go_on = self._go_on_in_step if running.side is None else self._go_on_beside
+            go_on(running, ended, ahead)
+            if step < position:
+                running.wait()
+        self._cursor = position + 1
+
+    def _go_on_beside(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
+        """Reductions run beside the computation: gathers of what comes next follow right behind them."""
+        running.wait()  # its gradient's memory comes behind what has had a unit's time, and no more
+        self._reductions.advance()
+        running.expect_gradients(self.this_pass)
+        self.close(ended)
+        self._postponed = ahead
+        self.halfway()
+
+    def _go_on_in_step(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
+        """The host waits for reductions: gathers of what comes next wait for half of the running unit's gradient."""
+        self.close(ended)
+        self._postponed = ahead
+        if not (self._reductions.under_way and running.fills_gradually):
+            self._gather_postponed()
+
+    def halfway(self) -> None:
+        """Half of the running unit's gradient is there, or the program goes on: make room, and gather what is next."""
+        if self._postponed:
+            self._reductions.make_room()
+        self._gather_postponed()
+
+    def _gather_postponed(self) -> None:
+        postponed, self._postponed = self._postponed, ()
+        self._gather(postponed)
+
+    def _gather(self, indices: Sequence[int]) -> None:
+        self._weights.gather(indices, Purpose.BACKWARD, self._number)
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    def close(self, units: Iterable[Runnable]) -> None:
+        """The gradients of units are complete: start summing them over ranks, unless this micro-batch only adds."""
+        for unit in units:
+            self.closed.add(unit.index)
+            if unit.has_gradients and self.this_pass is not Pass.ADDS:
+                self.start_reducing(unit)
+
+    def start_reducing(self, unit: Runnable) -> None:
+        """Start summing a unit's gradients over ranks."""
+        purpose = Purpose.GRADIENT if self.this_pass is Pass.FINISHES else Purpose.PARTIAL
+        self._reductions.start(unit, self._weights.label(purpose, unit.index, self._number))
+
+    def abandon(self) -> None:
+        """It raised, here and on every other rank: let go of what is under way."""
+        self._reductions.abandon()
+        with contextlib.suppress(RuntimeError, OSError):
+            self._gather_postponed()  # a rank that came a little further has done so

@@ -1,0 +1,75 @@
+"""Units that a rank needs where the program does not have them: the rank strays.
+
+It takes part in the rest of the program, and then asks; the others hear it at the end of their own pass. Those whose
+data has led them along the program gather what is asked for with it, until nobody asks for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.schedule.gathered import GatheredWeights
+from terrazzo.engine.schedule.order import Program
+from terrazzo.engine.schedule.runnable import Runnable
+
+__all__ = ["Meet", "Straying"]
+
+Meet = Callable[[Label, int], int]
+
+
+class _Pass(Protocol):
+    """A forward or a backward, as far as straying in it goes."""
+
+    @property
+    def program(self) -> Program:
+        """What all ranks run."""
+
+    @property
+    def end_label(self) -> Label:
+        """At which ranks meet when it ends."""
+
+    @property
+    def backward_follows(self) -> bool:
+        """Whether weights that it puts down will be read again in a backward."""
+
+    def run_to_end(self) -> None:
+        """Take part in what is left of the program."""
+
+
+class Straying:
+    """Gathers that the program does not have.
+
+    Args:
+        meet: the highest of the numbers that ranks bring to the end of a pass; None where none needs another's weights.
+    """
+
+    def __init__(self, weights: GatheredWeights, meet: Meet | None) -> None:
+        self._weights, self._meet = weights, meet
+
+    def ask_for(self, unit: Runnable, during: _Pass) -> None:
+        """Gather a unit that the program does not have here, together with all ranks, when they have ended theirs."""
+        during.program.stray()
+        if self._meet is not None:
+            during.run_to_end()
+            while (asked := self._meet(during.end_label, unit.index + 1)) != unit.index + 1:
+                self._gather_for_others(asked, during)
+        self._gather(unit)
+
+    def serve(self, during: _Pass) -> None:
+        """Take part, at the end of a pass, in the gathers of what other ranks ask for, until no one does."""
+        while self._meet is not None and (asked := self._meet(during.end_label, 0)):
+            during.program.stray()
+            self._gather_for_others(asked, during)
+
+    def _gather_for_others(self, asked: int, during: _Pass) -> None:
+        unit = self._weights.units[asked - 1]
+        was_at_hand = unit.at_hand
+        self._gather(unit)
+        unit.wait()
+        if not was_at_hand:
+            self._weights.put_down(unit, during.backward_follows)
+
+    def _gather(self, unit: Runnable) -> None:
+        unit.gather(self._weights.label(Purpose.STRAY, unit.index), from_rest=True)
