@@ -13,7 +13,7 @@ from terrazzo.config.files import load
 from terrazzo.errors import BadInput
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.optimizer import check_settings, optimizer_class
-from terrazzo.train.plan import build_plan, mesh_shape, micro_batches_per_rank
+from terrazzo.train.plan import build_plan, empty_rows, filling_note, mesh_shape, micro_batches_per_rank
 from terrazzo.train.preflight import check
 
 JARGON = ("pydantic", "validation error", "extra_forbidden", "input_value", "type=", "Extra inputs")
@@ -298,8 +298,13 @@ def test_flatten_lists_every_key_and_tells_settings_apart() -> None:
 
 def test_batch_arithmetic_is_shown_when_it_does_not_come_out_whole() -> None:
     assert micro_batches_per_rank(BatchConfig(global_batch=32, micro_batch=4), 2) == 4
-    with pytest.raises(BadInput, match=r"100 / 32 = 3\.125.*Use global_batch 96 or 128"):
-        micro_batches_per_rank(BatchConfig(global_batch=100, micro_batch=8), 4)
+    assert filling_note(BatchConfig(global_batch=32, micro_batch=4), 2) is None
+    uneven = BatchConfig(global_batch=100, micro_batch=8)
+    assert (micro_batches_per_rank(uneven, 4), empty_rows(uneven, 4)) == (4, 28)
+    note = filling_note(uneven, 4)
+    assert note is not None and "28 of 128 rows of a step are empty, 22%" in note
+    assert "batch.global_batch=96 or 128" in note
+    assert empty_rows(uneven, 12, MeshConfig(tp=4)) == empty_rows(uneven, 3) == 20
 
 
 def test_mesh_must_make_up_the_world() -> None:

@@ -113,6 +113,24 @@ def test_global_batches_do_not_depend_on_world_size_or_micro_batch(
     assert len({str(loader.state_dict()) for loader in [*single, *many]}) == 1
 
 
+@pytest.mark.parametrize(("world_size", "micro_batch"), [(1, 5), (5, 1), (7, 1), (3, 3), (16, 2)])
+def test_rows_without_targets_fill_up_what_does_not_divide(
+    dataset: SequenceDataset, world_size: int, micro_batch: int
+) -> None:
+    single = loaders(dataset, 1, global_batch=12, micro_batch=12, seed=3)
+    many = loaders(dataset, world_size, global_batch=12, micro_batch=micro_batch, seed=3)
+    for _ in range(8):
+        (whole,), steps = [one.next_step() for one in single], [one.next_step() for one in many]
+        assert {(step.valid_tokens, step.samples) for step in steps} == {(whole.valid_tokens, whole.samples)}
+        parts = [batch for step in steps for batch in step.micro_batches]
+        assert {batch.inputs.shape for batch in parts} == {(micro_batch, LENGTH)}
+        assert len({len(step.micro_batches) for step in steps}) == 1
+        assert sum(batch.valid_tokens for batch in parts) == whole.valid_tokens
+        learnt = [batch.inputs[(batch.targets != IGNORED).any(dim=1)] for batch in parts]
+        assert torch.equal(torch.cat(learnt), whole.micro_batches[0].inputs)
+    assert len({str(loader.state_dict()) for loader in [*single, *many]}) == 1
+
+
 def test_an_epoch_holds_every_target_once(dataset: SequenceDataset) -> None:
     ranks = loaders(dataset, 2, global_batch=2, micro_batch=1, seed=1)
     steps = [rows(ranks) for _ in range(29)]  # two epochs of 29 sequences

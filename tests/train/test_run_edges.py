@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -148,6 +149,43 @@ def test_ranks_with_nothing_to_learn_count_for_nothing(tmp_path: Path, empty: tu
         assert (norm == 0.0) is (len(empty) == 2)
         assert all(torch.isfinite(value) for value in moved.values())
         assert any(value > 0 for value in moved.values()) is (len(empty) == 1)
+
+
+@pytest.mark.parametrize(("ranks", "plan"), [(3, "zero2"), (5, "zero3")])
+def test_a_batch_that_does_not_divide_is_the_same_on_any_number_of_ranks(tmp_path: Path, ranks: int, plan: str) -> None:
+    """Five ranks have a sequence each, and one has none; three have two, and the last one only rows of nothing."""
+
+    def steps(session: Session) -> list[tuple[float, float]]:
+        found = []
+        for _ in range(3):
+            batch = session.loader.next_step()
+            total, norm = step_on(session, batch)
+            found.append((float(session.parts.total(total.clone())) / batch.samples, float(norm)))
+        return found
+
+    def found_on(count: int) -> list[list[tuple[float, float]]]:
+        """From the weights of one and the same checkpoint: threads draw from one generator."""
+        shutil.copytree(tmp_path / "run", folder := tmp_path / f"on-{count}")
+        batch, train = {"global_batch": 4, "micro_batch": 1}, {"steps": 9}
+        log = {"folder": str(folder)}
+        return on_ranks_of_a_run(
+            count, config_in(tmp_path, batch=batch, train=train, log=log, plan={"name": plan}), steps
+        )
+
+    trained(config_in(tmp_path, train={"steps": 1}))
+    (alone,) = found_on(1)
+    for found in found_on(ranks):
+        assert found == [pytest.approx(step, rel=1e-5) for step in alone]
+
+
+def test_empty_rows_are_told_of_and_refused_where_routers_would_count_them(tmp_path: Path) -> None:
+    batch = {"batch": {"global_batch": 4, "micro_batch": 1}}
+    assert any("2 of 6 rows of a step are empty" in note for note in check(config_in(tmp_path, **batch), 3))
+    experts = {"model": {"dim": 16, "layers": 1, "heads": 2, "experts": {"count": 4}}}
+    with pytest.raises(BadInput, match=r"2 of 6 rows.*batch\.global_batch=3 or 6.*routers would count them"):
+        check(config_in(tmp_path, **batch, **experts), 3)
+    experts["model"]["experts"] = {"count": 4, "balance": "none"}
+    assert any("2 of 6" in note for note in check(config_in(tmp_path, **batch, **experts), 3))
 
 
 def test_slow_data_are_waited_for_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,15 @@ from terrazzo.engine import DTYPE_FIELDS, OFFLOADS, PLANS, Offload, Plan, Precis
 from terrazzo.errors import BadInput
 from terrazzo.parallel import mesh_sizes
 
-__all__ = ["build_offload", "build_plan", "build_precision", "mesh_shape", "micro_batches_per_rank"]
+__all__ = [
+    "build_offload",
+    "build_plan",
+    "build_precision",
+    "empty_rows",
+    "filling_note",
+    "mesh_shape",
+    "micro_batches_per_rank",
+]
 
 OFFLOADED_STATES = ("weight", "grad", "optim")
 _ALONE = MeshConfig()
@@ -93,19 +101,32 @@ def mesh_shape(mesh: MeshConfig, world_size: int) -> dict[str, int]:
 
 
 def micro_batches_per_rank(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> int:
-    """Micro-batches per step on each rank; raises `BadInput` with the arithmetic when they do not come out whole."""
-    readers = mesh.readers(world_size)
-    at_once = batch.micro_batch * readers
-    if batch.global_batch % at_once:
-        below = batch.global_batch // at_once * at_once
-        options = [str(size) for size in (below, below + at_once) if size]
-        shared = {axis: size for axis in ("pp", "cp", "tp") if (size := getattr(mesh, axis)) > 1}
-        sharing = "".join(f" / plan.mesh.{axis} {size}" for axis, size in shared.items())
-        who = f"({world_size} ranks{sharing})" if sharing else f"{world_size} ranks"
-        raise BadInput(
-            f"batch.global_batch {batch.global_batch} does not divide: batch.micro_batch {batch.micro_batch} ×"
-            f" {who} = {at_once} sequences at once, and {batch.global_batch} / {at_once} ="
-            f" {batch.global_batch / at_once:.4g} micro-batches. Use global_batch {' or '.join(options)}, or another"
-            " micro_batch or number of ranks."
-        )
-    return batch.global_batch // at_once
+    """Micro-batches per step on each rank: as many as hold the global batch, the last ones with empty rows if need be.
+
+    Also where ranks that are gone have left another number than the one that the batch was made for.
+    """
+    return -(-batch.global_batch // (batch.micro_batch * mesh.readers(world_size)))
+
+
+def empty_rows(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> int:
+    """Sequences of a step, over all ranks, that fill micro-batches up and have nothing to learn."""
+    at_once = batch.micro_batch * mesh.readers(world_size)
+    return micro_batches_per_rank(batch, world_size, mesh) * at_once - batch.global_batch
+
+
+def filling_note(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> str | None:
+    """What empty rows cost and what to do about them, in a line; None where there are none."""
+    empty = empty_rows(batch, world_size, mesh)
+    if not empty:
+        return None
+    at_once = batch.micro_batch * mesh.readers(world_size)
+    rows = batch.global_batch + empty
+    options = [str(size) for size in (batch.global_batch // at_once * at_once, rows) if size]
+    shared = {axis: size for axis in ("pp", "cp", "tp") if (size := getattr(mesh, axis)) > 1}
+    sharing = "".join(f" / plan.mesh.{axis} {size}" for axis, size in shared.items())
+    who = f"({world_size} ranks{sharing})" if sharing else f"{world_size} ranks"
+    return (
+        f"batch: {empty} of {rows} rows of a step are empty, {empty / rows:.0%} of its computing: batch.global_batch"
+        f" {batch.global_batch} does not divide by batch.micro_batch {batch.micro_batch} × {who}. What is learnt is the"
+        f" same; batch.global_batch={' or '.join(options)}, or another micro_batch, has no empty rows"
+    )

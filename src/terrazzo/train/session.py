@@ -16,7 +16,7 @@ from terrazzo.train.checkpoints.resume import stamps
 from terrazzo.train.data import Asked, Loader, TokenData
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.parts import Parts
-from terrazzo.train.plan import micro_batches_per_rank
+from terrazzo.train.plan import empty_rows, micro_batches_per_rank
 from terrazzo.train.reference import reference_state
 
 __all__ = ["Origin", "Sampling", "Session", "Validations"]
@@ -99,7 +99,9 @@ class Session:
     @property
     def places_per_step(self) -> int:
         """Tokens that go through the model in a step over all ranks, learnt or not."""
-        return self.config.batch.global_batch * self.config.sequences_per_sample * self.config.batch.sequence_length
+        config, size = self.config, self.ranks.world_size
+        rows = config.batch.global_batch + empty_rows(config.batch, size, config.plan.mesh)
+        return rows * config.sequences_per_sample * config.batch.sequence_length
 
     @property
     def evaluation(self) -> str | None:

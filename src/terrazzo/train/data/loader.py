@@ -3,7 +3,8 @@
 Number the samples of all epochs on: sample `g` is entry `g mod N` of the permutation of epoch `g // N`, for N
 sequences. Step `s` takes samples `[s G, (s + 1) G)` for a global batch of G. Neither world size nor
 micro-batch enters, an epoch ends in the middle of a step where it must, and no sample is ever skipped or
-repeated within an epoch. The cursor (epoch, samples consumed in it) is therefore all there is to save.
+repeated within an epoch. The cursor (epoch, samples consumed in it) is therefore all there is to save. Where a global
+batch does not divide among ranks and micro-batches, rows without targets fill it up.
 """
 
 from __future__ import annotations
@@ -78,9 +79,8 @@ _SAME = "Resume with the data, tokenizer, sequence_length, split, seed and numpy
 class Loader:
     """Endless steps over a dataset, from a cursor that counts only what `next_step` has returned.
 
-    Sizes are those of section `batch`, of which `micro_batches_per_rank` is whole with `world_size` ranks; `rank` says
-    whose share is read, and `train.seed` draws the order. Ranks that share sequences count as one here, and `part`
-    gives each its own part of a micro-batch.
+    Sizes are those of section `batch`; `rank` says whose share is read, and `train.seed` draws the order. Ranks that
+    share sequences count as one here, and `part` gives each its own part of a micro-batch.
 
     Raises:
         BadInput: the dataset holds fewer sequences than one global batch.
@@ -119,7 +119,8 @@ class Loader:
     def read(self, cursor: Cursor) -> tuple[GlobalBatch, Cursor]:
         """The step at `cursor`, and the cursor after it."""
         indices, following = self.order.take(cursor, self.batch.global_batch)
-        share = indices.reshape(self.world_size, -1, self.batch.micro_batch)[self.rank]
+        share = filled(indices, self.batch.micro_batch * self.world_size)
+        share = share.reshape(self.world_size, -1, self.batch.micro_batch)[self.rank]
         micro_batches = tuple(self.part(self.dataset.batch(one)) for one in share)
         totals = self.dataset.valid_tokens(indices), self.dataset.samples(indices)
         return GlobalBatch(micro_batches, *totals), following
@@ -192,7 +193,9 @@ def evaluation_batches(
 
 def rounds(chosen: Indices, micro_batch: int, rank: int = 0, world_size: int = 1) -> Iterator[Indices]:
     """This rank's share of the `chosen` sequences, as many micro-batches on every rank; `NO_SEQUENCE` fills them."""
-    per_round = micro_batch * world_size
-    padded = np.full(-(-len(chosen) // per_round) * per_round, NO_SEQUENCE, dtype=np.int64)
-    padded[: len(chosen)] = chosen
-    yield from padded.reshape(-1, world_size, micro_batch)[:, rank]
+    yield from filled(chosen, micro_batch * world_size).reshape(-1, world_size, micro_batch)[:, rank]
+
+
+def filled(chosen: Indices, multiple: int) -> Indices:
+    """The `chosen` sequences, and `NO_SEQUENCE` behind them up to a multiple."""
+    return np.pad(chosen, (0, -len(chosen) % multiple), constant_values=NO_SEQUENCE)
