@@ -11,7 +11,8 @@ from torch import Tensor
 from terrazzo.engine.links.collectives import Collectives, all_gather_single
 from terrazzo.engine.links.label import moving
 from terrazzo.engine.links.sums import add_in_order
-from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
+from terrazzo.engine.links.traffic import Ledger, Traffic
+from terrazzo.engine.links.transfer import Handle, Moves
 
 __all__ = ["ThreadedCollectives"]
 

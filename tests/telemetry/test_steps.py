@@ -18,7 +18,7 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.times import Moments, Times
-from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.links.traffic import Traffic
 from terrazzo.telemetry import StepRecorder, lines_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import ExpertsConfig

@@ -36,7 +36,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
 from terrazzo.engine.border.methods import register_forward_method
 from terrazzo.engine.border.module import ShardedModule
 from terrazzo.engine.buckets.parameter import Zeros
-from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.loop.listeners import inside_backward
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine, engine_of

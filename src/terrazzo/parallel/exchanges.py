@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.links.transfer import Handle, Ledger, Traffic, Transfer
+from terrazzo.engine.links.traffic import Ledger, Traffic
+from terrazzo.engine.links.transfer import Handle, Transfer
 
 __all__ = ["Move", "Peers", "exchange"]
 

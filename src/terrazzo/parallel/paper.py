@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.gloo import NEAR_BLOCK_BYTES
-from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
+from terrazzo.engine.links.traffic import Ledger, Traffic
+from terrazzo.engine.links.transfer import Handle, Moves
 from terrazzo.parallel.context.chunks import Run
 from terrazzo.parallel.context.context import Context
 from terrazzo.parallel.context.tiles import AttentionMask

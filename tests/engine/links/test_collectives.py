@@ -15,7 +15,8 @@ from terrazzo.engine.links import backends
 from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.transfer import Handle, Ledger, Traffic, Transfer
+from terrazzo.engine.links.traffic import Ledger, Traffic
+from terrazzo.engine.links.transfer import Handle, Transfer
 from terrazzo.engine.plan.axes import Axes
 from tests.engine.toys import on_ranks
 from tests.helpers.fake import fake_group

@@ -19,7 +19,8 @@ from terrazzo.engine.links.columns import ROUNDS, Columns, columns_of
 from terrazzo.engine.links.gloo import GlooCollectives
 from terrazzo.engine.links.label import Label, Stamp
 from terrazzo.engine.links.peers import Memory, find_neighbours
-from terrazzo.engine.links.transfer import Ledger, Traffic, Transfer
+from terrazzo.engine.links.traffic import Ledger, Traffic
+from terrazzo.engine.links.transfer import Transfer
 from tests.engine.links.test_collectives import check_everything
 from tests.helpers.processes import Pool
 from tests.helpers.threads import in_threads

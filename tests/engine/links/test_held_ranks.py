@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.links.transfer import Ledger, Traffic, Transfer
+from terrazzo.engine.links.traffic import Ledger, Traffic
+from terrazzo.engine.links.transfer import Transfer
 from tests.helpers.processes import Pool
 
 pytestmark = pytest.mark.processes

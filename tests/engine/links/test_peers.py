@@ -21,7 +21,8 @@ from terrazzo.engine.links import peers
 from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.gloo import GlooCollectives
 from terrazzo.engine.links.peers import Memory, find_neighbours
-from terrazzo.engine.links.transfer import Ledger, Traffic, Transfer
+from terrazzo.engine.links.traffic import Ledger, Traffic
+from terrazzo.engine.links.transfer import Transfer
 from tests.engine.links.test_collectives import (
     check_all_gather,
     check_all_reduce,

@@ -14,7 +14,8 @@ from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, adopt_
 from terrazzo.engine.buckets.edits import Edits, Watched, adopt_data
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.buckets.parameter import Guard, Link
-from terrazzo.engine.links.transfer import Ledger, Moves
+from terrazzo.engine.links.traffic import Ledger
+from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.layout import Layout, Slot
 from terrazzo.engine.plan.partition import Member

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, view
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.links.sums import divide
-from terrazzo.engine.links.transfer import Ledger, Moves, Released, branching, converted, for_computation, further
+from terrazzo.engine.links.traffic import Ledger
+from terrazzo.engine.links.transfer import Moves, Released, branching, converted, for_computation, further
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.recipe import Recipe

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from terrazzo.engine.links.collectives import Collectives, NativeCollectives
 from terrazzo.engine.links.gloo import GlooCollectives
-from terrazzo.engine.links.transfer import Ledger, Traffic
+from terrazzo.engine.links.traffic import Ledger, Traffic
 from terrazzo.errors import BadInput
 
 __all__ = ["KINDS", "backend_of", "collectives_for"]

@@ -23,7 +23,8 @@ from torch import Tensor
 from terrazzo.ending import leaves_to_parent, require_own
 from terrazzo.engine.links.label import moving
 from terrazzo.engine.links.sums import divide
-from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic, converted, for_computation, further
+from terrazzo.engine.links.traffic import Ledger, Traffic
+from terrazzo.engine.links.transfer import Handle, Moves, converted, for_computation, further
 
 __all__ = ["TRAIL", "Collectives", "NativeCollectives", "all_gather_single"]
 

@@ -21,7 +21,8 @@ from terrazzo.engine.links.label import Stamp, moving
 from terrazzo.engine.links.peers import Memory, Neighbour, find_neighbours
 from terrazzo.engine.links.sums import add_in_order, divide
 from terrazzo.engine.links.times import Moments, Times
-from terrazzo.engine.links.transfer import Handle, Ledger, Moves, Traffic
+from terrazzo.engine.links.traffic import Ledger, Traffic
+from terrazzo.engine.links.transfer import Handle, Moves
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Worker
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.links.traffic import Traffic
 
 __all__ = ["Phases"]
 

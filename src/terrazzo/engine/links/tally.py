@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from terrazzo.engine.links.phases import Phases
-from terrazzo.engine.links.transfer import Ledger, Traffic
+from terrazzo.engine.links.traffic import Ledger, Traffic
 
 __all__ = ["Tally"]
 

@@ -17,7 +17,7 @@ from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
 from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.transfer import Traffic
+from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.model.alike import broadcast_first, compare_written

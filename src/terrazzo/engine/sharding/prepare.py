@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit, compilation_of
 from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.transfer import Ledger
+from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.settings import Offload

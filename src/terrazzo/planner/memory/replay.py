@@ -14,7 +14,8 @@ import torch
 
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.transfer import Ledger, Moves, Released
+from terrazzo.engine.links.traffic import Ledger
+from terrazzo.engine.links.transfer import Moves, Released
 from terrazzo.engine.paper.rehearsal import PaperUnit
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.plan.spec import Pass, resting_bytes
