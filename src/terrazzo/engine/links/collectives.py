@@ -80,24 +80,24 @@ class Collectives(ABC):
 
     def maximum(self, values: Tensor) -> Tensor:
         """The elementwise maximum over the ranks, for small control data; blocks."""
+        self.traffic.record("control", values.nbytes, axis=self.axis)
         with self._meeting("control"):
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        self.traffic.record("control", values.nbytes, axis=self.axis)
         return values
 
     def gather_rows(self, values: Tensor) -> Tensor:
         """Every rank's `values`, stacked in rank order along a new first dim, for small control data; blocks."""
         rows = values.new_empty((self.size, values.numel()))
+        self.traffic.record("control", values.nbytes, axis=self.axis)
         with self._meeting("control"):
             all_gather_single(rows.view(-1), values.reshape(-1), group=self.group)
-        self.traffic.record("control", values.nbytes, axis=self.axis)
         return rows.view(self.size, *values.shape)
 
     def broadcast(self, values: Tensor, source: int = 0) -> None:
         """Overwrite `values` with those of one rank of the axis, by default of the first; blocks."""
+        self.traffic.record("broadcast", values.nbytes if self.rank == source else 0, axis=self.axis)
         with self._meeting("broadcast"):
             dist.broadcast(_carried(values), group=self.group, group_src=source)
-        self.traffic.record("broadcast", values.nbytes if self.rank == source else 0, axis=self.axis)
 
     @contextlib.contextmanager
     def _meeting(self, kind: str) -> Iterator[None]:

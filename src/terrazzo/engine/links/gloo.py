@@ -191,10 +191,10 @@ class GlooCollectives(Collectives):
 
     def _errand(self, kind: str, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times) -> Handle:
         """Have the thread for `kind` do `exchange`; a failure is one for the neighbours as well."""
-        moments = Moments()
+        moments, ordinal = Moments(), times.ordinal
 
         def job() -> None:
-            moments.begun = time.perf_counter()
+            moments.begun = begun = time.perf_counter()
             try:
                 exchange(moments)
             except BaseException:
@@ -202,6 +202,7 @@ class GlooCollectives(Collectives):
                     neighbour.hang_up()
                 raise
             moments.done = time.perf_counter()
+            times.recorder.done(times.track, ordinal, begun, moments.ready)
 
         return Handle([self._workers[kind].submit(job)], keep, times, moments=moments)
 

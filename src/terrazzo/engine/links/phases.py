@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from terrazzo.engine.links.recorder import SILENT, Recorder
 from terrazzo.engine.links.traffic import Traffic
 
 __all__ = ["Phases"]
@@ -23,10 +24,12 @@ class Phases:
     Attributes:
         seconds: by phase, of those that have ended.
         waited: of these, that the host stood waiting for other ranks.
+        recorder: who hears of each as it begins.
     """
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
+        self.recorder: Recorder = SILENT
         self._now, self._since, self._waited_before, self._fixed = "other", time.perf_counter(), 0.0, False
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.waited: defaultdict[str, float] = defaultdict(float)
@@ -57,6 +60,8 @@ class Phases:
 
     def _turn(self, phase: str) -> None:
         now, waited = time.perf_counter(), self._traffic.waited_ever_s
+        if phase != self._now:
+            self.recorder.phase(phase)
         self.seconds[self._now] += now - self._since
         self.waited[self._now] += waited - self._waited_before
         self._now, self._since, self._waited_before = phase, now, waited

@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from terrazzo.engine.links.recorder import SILENT, Recorder
 
 __all__ = ["Moments", "Times"]
 
@@ -38,6 +40,8 @@ class Times:
         exposed_s: that the host stood waiting.
         late_s: of `exposed_s` while not all other ranks were there.
         ever_s: as `exposed_s`, from the start: `clear` leaves it.
+        ordinal: of the newest, counted from 1 on; likewise.
+        recorder, track: who hears of them, and by which number it knows them.
     """
 
     count: int = 0
@@ -46,6 +50,9 @@ class Times:
     exposed_s: float = 0.0
     late_s: float = 0.0
     ever_s: float = 0.0
+    ordinal: int = 0
+    recorder: Recorder = field(default=SILENT, repr=False)
+    track: int = 0
 
     def waited(self, start: float, end: float, moments: Moments | None = None) -> None:
         """The host has waited from `start` to `end` for an exchange with these moments, if they are noted."""
@@ -60,11 +67,13 @@ class Times:
     @contextmanager
     def waiting(self, *, late: bool = False) -> Iterator[None]:
         """What is inside blocks; if `late`, until the last rank is there: what it moves takes no time beside that."""
-        start = time.perf_counter()
+        start, ordinal = time.perf_counter(), self.ordinal
+        self.recorder.waits(self.track, ordinal)
         try:
             yield
         finally:
             took = time.perf_counter() - start
+            self.recorder.waited(self.track, ordinal, start)
             self._stood(took)
             self.total_s += took
             self.late_s += took if late else 0.0

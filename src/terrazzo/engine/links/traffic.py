@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from terrazzo.engine.links.label import moving
+from terrazzo.engine.links.recorder import SILENT, Recorder
 from terrazzo.engine.links.times import Times
 
 __all__ = ["Ledger", "Traffic"]
@@ -24,8 +26,10 @@ class Traffic:
 
     count: Counter[str] = field(default_factory=Counter)
     bytes: Counter[str] = field(default_factory=Counter)
-    times: defaultdict[tuple[str, str], Times] = field(default_factory=lambda: defaultdict(Times))
+    times: dict[tuple[str, str], Times] = field(default_factory=dict)
     along: dict[str, Traffic] = field(default_factory=dict)
+    _recorder: Recorder = field(default=SILENT, repr=False)
+    _activations_along: str | None = None
 
     def record(self, kind: str, sent_bytes: int, count: int = 1, axis: str = "") -> None:
         self.count[kind] += count
@@ -33,10 +37,32 @@ class Traffic:
         times = self.times_of(axis, kind)
         times.count += count
         times.sent_bytes += sent_bytes
+        times.ordinal += count
+        times.recorder.issued(times.track, times.ordinal, moving.get(), sent_bytes)
 
     def times_of(self, axis: str, kind: str) -> Times:
         """Where waits for exchanges of that kind along that axis are counted."""
-        return self.times[axis, kind]
+        if (times := self.times.get((axis, kind))) is None:
+            times = self.times[axis, kind] = Times()
+            self._tell(axis, kind, times)
+        return times
+
+    def tell(self, recorder: Recorder, activations_along: str | None = None) -> None:
+        """Have `recorder` hear of what is exchanged from now on.
+
+        Args:
+            activations_along: the axis, where this counts what modules exchange.
+        """
+        self._recorder, self._activations_along = recorder, activations_along
+        for (axis, kind), times in self.times.items():
+            self._tell(axis, kind, times)
+        for axis, each in self.along.items():
+            each.tell(recorder, axis)
+
+    def _tell(self, axis: str, kind: str, times: Times) -> None:
+        along = self._activations_along
+        times.recorder = self._recorder
+        times.track = self._recorder.track(axis if along is None else along, kind, along is not None)
 
     def reset(self) -> None:
         self.count.clear()

@@ -61,16 +61,22 @@ class Handle:
         moments: Moments | None = None,
     ) -> None:
         self._works, self._keep, self._times, self._moments, self.queued = works, keep, times, moments, queued
+        self._ordinal = times.ordinal if times is not None else 0
 
     def wait(self) -> None:
         """Return once the results may be used: by the host for gloo, by the current stream for NCCL."""
-        start = time.perf_counter()
+        times, start = self._times, time.perf_counter()
+        stands = times is not None and not self.queued and (self._moments is None or self._moments.done is None)
+        if times is not None and stands:
+            times.recorder.waits(times.track, self._ordinal)
         for work in self._works:
             if work is not None:
                 work.wait()
         self._works, self._keep = (), ()
-        if self._times is not None:
-            self._times.waited(start, time.perf_counter(), self._moments)
+        if times is not None:
+            times.waited(start, time.perf_counter(), self._moments)
+            if stands:
+                times.recorder.waited(times.track, self._ordinal, start)
 
 
 class Released:

@@ -44,7 +44,7 @@ class BackwardHooks:
     ) -> None:
         self.units, self.schedule, self._progress = units, schedule, progress
         self._agreement, self._exchanges = Agreement(units, schedule, recipe.axes, progress), exchanges
-        self._phases = recipe.axes.tally.phases
+        self._tally, self._phases = recipe.axes.tally, recipe.axes.tally.phases
         self.tell_of_gradients(begun=do_nothing, ended=do_nothing)
         self.surprised = False
 
@@ -97,12 +97,14 @@ class BackwardHooks:
             )
         self._exchanges.before_weights(unit, Purpose.BACKWARD)
         self.start().enter(unit, forward)
+        self._tally.recorder.unit_begins(unit.index, "backward")
 
     def recompute(self, unit: Unit) -> None:
         """The forward of `unit` is about to run again."""
         backward = self.start()
         self._exchanges.before_weights(unit, Purpose.BACKWARD)
         backward.recompute(unit)
+        self._tally.recorder.unit_begins(unit.index, "recompute")
 
     def use_saved(self, index: int) -> None:
         """A part of backward is about to read the weights of a unit."""

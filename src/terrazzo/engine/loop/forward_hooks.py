@@ -57,7 +57,7 @@ class ForwardHooks:
     ) -> None:
         self._units, self._schedule, self._progress, self._backward = units, schedule, progress, backward
         self._agreement, self._exchanges = Agreement(units, schedule, recipe.axes, progress), exchanges
-        self._phases = recipe.axes.tally.phases
+        self._tally, self._phases = recipe.axes.tally, recipe.axes.tally.phases
         self._compute, self._alone = recipe.precision.compute, recipe.axes.size() == 1
         self.refuse(None)
         self._runs: list[_Run] = []  # under way, outermost first
@@ -189,6 +189,7 @@ class ForwardHooks:
             self._schedule.program.join([pair])
         self._exchanges.before_weights(unit, Purpose.FORWARD)
         self._schedule.enter_alone(unit) if forward is None else forward.enter(unit)
+        self._tally.recorder.unit_begins(index, "forward")
 
     def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward of a unit has returned `output`, through whose tensors its backward will be announced.
@@ -199,6 +200,7 @@ class ForwardHooks:
         unit = self._units[index]
         if not self._runs_here(unit, module):
             return output
+        self._tally.recorder.unit_ends(index)
         output = self._copies.of_output(output)
         if inside_backward():
             if is_differentiated() and self._watch(unit, output)[0]:

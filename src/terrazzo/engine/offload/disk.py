@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.ending import Ending, leaves_to_parent, require_own
+from terrazzo.engine.links.recorder import SILENT, Recorder
 from terrazzo.engine.offload.disk_file import SwapFile, lost, sweep
 from terrazzo.engine.offload.disk_folder import mount_of
 from terrazzo.engine.offload.settings import Offload
@@ -35,12 +36,16 @@ __all__ = ["Disk", "DiskTraffic", "Pending", "page_aligned"]
 
 @dataclass
 class DiskTraffic:
-    """Bytes moved, and seconds of wall time with at least one such transfer in flight."""
+    """Bytes moved, and seconds of wall time with at least one such transfer in flight.
+
+    `recorder` hears of each block.
+    """
 
     read_bytes: int = 0
     written_bytes: int = 0
     read_s: float = 0.0
     write_s: float = 0.0
+    recorder: Recorder = field(default=SILENT, repr=False)
     _blocks: list[int] = field(default_factory=lambda: [0, 0], repr=False)  # in flight, of reads and of writes
     _since: list[float] = field(default_factory=lambda: [0.0, 0.0], repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -193,7 +198,7 @@ class Disk:
 
     def _move(self, writes: bool, block: _Block) -> None:
         """One block, on an I/O thread. A failure is kept: nobody may have waited for this one."""
-        moved_bytes = 0
+        moved_bytes, since = 0, time.perf_counter()
         try:
             if writes:
                 self._write(block)
@@ -205,6 +210,7 @@ class Disk:
             raise
         finally:
             self.traffic.end(writes, moved_bytes)
+            self.traffic.recorder.moved("write" if writes else "read", since, moved_bytes)
 
     def _write(self, block: _Block) -> None:
         digest = zlib.crc32(block.data) if self._settings.digest else 0

@@ -6,15 +6,17 @@ once; nothing is allocated in a step.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.buffer import Buffer, Resting, Space
+from terrazzo.engine.links.recorder import SILENT, Recorder
 from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
@@ -31,10 +33,17 @@ __all__ = ["Steps", "Store"]
 
 @dataclass
 class Steps:
-    """What updates on the CPU have done: elements stepped and the seconds it took."""
+    """What updates on the CPU have done: elements stepped and the seconds it took; `recorder` hears of each."""
 
     numel: int = 0
     seconds: float = 0.0
+    recorder: Recorder = field(default=SILENT, repr=False)
+
+    def took(self, values: Tensor, since: float) -> None:
+        """`values` have been updated, from `since` until now."""
+        self.numel += values.numel()
+        self.seconds += time.perf_counter() - since
+        self.recorder.moved("update", since, values.nbytes)
 
 
 class Store:
@@ -131,6 +140,12 @@ class Store:
         if not cell_bytes:
             return []
         return [self.host(padded_bytes(cell_bytes)) for _ in range(staging_count(self.settings))]
+
+    def tell(self, recorder: Recorder) -> None:
+        """Have `recorder` hear of updates, and of what is read from files and written to them."""
+        self.steps.recorder = recorder
+        if self.drive is not None:
+            self.drive.disk.traffic.recorder = recorder
 
     def usage(self) -> dict[str, float]:
         """Bytes held beside the device, bytes read and written so far and seconds with such transfers under way,

@@ -227,8 +227,7 @@ class _Carrier:
         if weight is not None and (task.staging is None or "weight" not in task.staging):
             with weight.opened(segment.range, "replace") as own:
                 self._store.sending.copy(values, own)
-        self._store.steps.numel += values.numel()
-        self._store.steps.seconds += time.perf_counter() - started
+        self._store.steps.took(values, started)
 
     def _gradient(self, segment: Segment, task: _Task) -> Tensor:
         if task.staging is None or "grad" not in task.staging:
