@@ -25,6 +25,7 @@ from terrazzo.cli.report import report
 from terrazzo.cli.run import SETTINGS, run
 from terrazzo.cli.shared.unread import ending_unread
 from terrazzo.cli.shared.verb import Verb, answering, as_setting, in_the_file, of_torchrun
+from terrazzo.cli.trace import trace
 from terrazzo.cli.train import train
 from terrazzo.cli.verdict import verdict
 from terrazzo.cli.watch import watch
@@ -65,6 +66,7 @@ app.command(cls=answering(as_setting))(plan)
 app.command(cls=Verb)(verdict)
 app.command(cls=Verb)(report)
 app.command(cls=Verb)(watch)
+app.command(cls=Verb)(trace)
 app.command(cls=Verb)(bench)
 app.add_typer(checkpoint, name="checkpoint")
 app.add_typer(config, name="config")

@@ -1,6 +1,8 @@
 """Where the time and the memory of a run went: metrics of a step, and the places they are written to."""
 
 from terrazzo.telemetry.attach import Telemetry, attach
+from terrazzo.telemetry.flight.folder import BlackBox, flights_of, save_flight
+from terrazzo.telemetry.flight.trace import trace_of
 from terrazzo.telemetry.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
 from terrazzo.telemetry.metrics import StepMetrics, Stopwatch
 from terrazzo.telemetry.page import VERDICT, ReportPage, page_of
@@ -14,6 +16,7 @@ from terrazzo.telemetry.verdict import Verdict, verdict_of
 
 __all__ = [
     "VERDICT",
+    "BlackBox",
     "Console",
     "JsonLines",
     "PeakMemory",
@@ -31,14 +34,17 @@ __all__ = [
     "attach",
     "available_host_bytes",
     "duration",
+    "flights_of",
     "has_ended",
     "lines_of",
     "page_of",
     "resident_bytes",
     "rows_of",
     "run_lines",
+    "save_flight",
     "screen_of",
     "steps_of",
     "tables_of",
+    "trace_of",
     "verdict_of",
 ]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import on_first
+from terrazzo.telemetry.flight.folder import BlackBox
 from terrazzo.telemetry.records import METRICS, lines_of, steps_of
 from terrazzo.telemetry.sinks import JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.steps import StepRecorder
@@ -28,10 +29,11 @@ class Telemetry:
         sinks: where records go.
         every: steps between two records.
         first_step: steps that were made before.
+        box: where each exchange is recorded, on all ranks.
     """
 
-    def __init__(self, recorder: StepRecorder, sinks: list[Sink], every: int, first_step: int) -> None:
-        self._recorder, self._sinks, self._every, self._step = recorder, sinks, every, first_step
+    def __init__(self, recorder: StepRecorder, sinks: list[Sink], every: int, first_step: int, box: BlackBox) -> None:
+        self._recorder, self._sinks, self._every, self._step, self._box = recorder, sinks, every, first_step, box
         self._handle: Any = None
         self._path = next((sink.path for sink in sinks if isinstance(sink, JsonLines)), None)
 
@@ -42,6 +44,7 @@ class Telemetry:
     def _step_done(self) -> None:
         self._step += 1
         self._recorder.step_done()
+        self._box.recorder.step_done(self._step)
         if self._step % self._every == 0:
             record = self._recorder.record()
             for sink in self._sinks:
@@ -64,6 +67,7 @@ class Telemetry:
         for sink in self._sinks:
             sink.close()
         self._sinks = []
+        self._box.close()
 
 
 def attach(
@@ -76,6 +80,9 @@ def attach(
     tensorboard: bool = False,
 ) -> Telemetry:
     """Write a record of where the time of steps goes into `folder/metrics.jsonl`, on rank 0. Collective.
+
+    Each rank also records the newest exchanges in memory, for `terrazzo trace folder`, and leaves them in
+    `folder/flight` when it ends.
 
     A step ends when the model's optimizer has stepped, the last of several. The record is the mean of the steps since
     the last one; `docs/concepts/step-record.md` has its fields. Nothing of what the model computes changes, and ranks
@@ -114,7 +121,9 @@ def attach(
     sinks: list[Sink] = []
     if dist.get_rank() == 0:
         sinks = [JsonLines(path, first_step), *([TensorBoard(Path(folder) / "tensorboard")] if tensorboard else [])]
-    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step)
+    box = BlackBox(dist.get_rank(), dist.get_world_size())
+    box.follow(engine, Path(folder))
+    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step, box)
     telemetry.follow(engine.optimizers[-1])
     return telemetry
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -28,10 +29,16 @@ __all__ = ["Trainer", "step_on"]
 
 
 class Trainer:
-    """Runs a session to its last step, or until it is asked to stop."""
+    """Runs a session to its last step, or until it is asked to stop; `ended` is called behind each step."""
 
-    def __init__(self, session: Session, stop: StopRequest, command: Command | None = None) -> None:
-        self.session, self.stop = session, stop
+    def __init__(
+        self,
+        session: Session,
+        stop: StopRequest,
+        command: Command | None = None,
+        ended: Callable[[int], object] = lambda step: None,
+    ) -> None:
+        self.session, self.stop, self.ended = session, stop, ended
         self.engine = engine_of(session.model)
         self.report = Report(session, command or Command())
         self.watch = Stopwatch()
@@ -81,9 +88,10 @@ class Trainer:
             self.recorder.take()
             if logs:
                 self.report.step_record(self.recorder.record() | {"skew": self.recorder.skew(self.skew)})
-        session.keeper.finish()
-        if session.step == train.steps and session.config.checkpoint.save_format == "hf":
-            self.report.exported(export(session, trained=session.step > first_step))
+        with self.phases.during("save"):
+            session.keeper.finish()
+            if session.step == train.steps and session.config.checkpoint.save_format == "hf":
+                self.report.exported(export(session, trained=session.step > first_step))
         self.report.end(stopped=stopped and session.step < train.steps)
         return PREEMPTED if stopped and session.step < train.steps else 0
 
@@ -111,6 +119,7 @@ class Trainer:
         traffic = self.engine.traffic
         self.wait_s += traffic.total_wait_s + traffic.control_wait_s
         self.recorder.step_done()
+        self.ended(self.session.step)
 
     def log(self) -> None:
         """Check the losses and report the newest, with what was measured since the last log step."""

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from terrazzo.checkpoint import latest
 from terrazzo.config import Config, LaunchConfig, load_config, without_passwords
+from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import together
-from terrazzo.telemetry import Console
+from terrazzo.telemetry import BlackBox, Console
 from terrazzo.train.command import Command
 from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
@@ -73,11 +74,17 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
         if ranks.is_first:
             say_now(STAYS_STOPPED)
         return PREEMPTED
+    box = BlackBox(ranks.rank, ranks.world_size)
+    box.recorder.phase("setup")
     config = together(lambda: load_config(path, overrides), TerrazzoError)
     agree_on_config(config)
     notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
     with open_session(config, ranks, notes) as session:
-        code = Trainer(session, stop, command).run()
+        box.follow(engine_of(session.model), config.log.folder)
+        try:
+            code = Trainer(session, stop, command, box.recorder.step_done).run()
+        finally:
+            box.close()
     dist.destroy_process_group()
     return code
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SYS", "control_groups", "is_ending", "is_stopped", "oom_kills", "text_of"]
+__all__ = ["SYS", "boot_id", "control_groups", "is_ending", "is_stopped", "oom_kills", "text_of"]
 
 SYS = Path("/sys")
 
@@ -22,6 +22,11 @@ def text_of(path: Path) -> str:
         return path.read_text(errors="surrogateescape").strip()
     except OSError:
         return ""
+
+
+def boot_id(root: Path = SYS) -> str:
+    """Another one on each machine and after each start, the same in its containers; empty where there is none."""
+    return text_of(root.parent / "proc/sys/kernel/random/boot_id")
 
 
 def control_groups(*controllers: str, root: Path = SYS) -> Iterator[Path]:

@@ -1,0 +1,40 @@
+"""`terrazzo trace RUN`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from terrazzo.cli.shared.arguments import Run
+
+__all__ = ["trace"]
+
+
+def trace(
+    run: Run,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="the last ones, as far as they are recorded")] = 5,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="where to; default: trace.json in RUN")] = None,
+) -> None:
+    """Write the last steps of all ranks, exchange by exchange, for https://ui.perfetto.dev, and print the file's path.
+
+    Units, gathers, reductions, moves between tiers, waits, input, checkpoints and transient memory; each rank is a
+    process. The run may go on meanwhile. Ranks record all the time: the last 32,000 events each, which is a few steps
+    of a large model and many of a small one.
+    """
+    import json
+
+    from terrazzo.cli.shared.terminal import say
+    from terrazzo.errors import BadInput
+    from terrazzo.telemetry import flights_of, trace_of
+
+    found = trace_of(flights_of(run), steps)
+    path = out or run / "trace.json"
+    try:
+        path.write_text(json.dumps(found), encoding="utf-8")
+    except OSError as error:
+        raise BadInput(
+            f"'{path}' cannot be written ({error.strerror or error}): name another file by --out."
+        ) from error
+    say(str(path))

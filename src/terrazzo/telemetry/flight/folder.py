@@ -1,0 +1,128 @@
+"""Where the rings of a run are: in memory of its ranks while it goes on, in files of its folder when it has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from terrazzo.ending import Ending
+from terrazzo.engine import Engine
+from terrazzo.engine.runtime.system import boot_id
+from terrazzo.errors import BadInput
+from terrazzo.telemetry.flight.recorder import Recorded
+from terrazzo.telemetry.flight.ring import Flight, Ring, Tail, read_flight
+
+__all__ = ["BlackBox", "flights_of", "save_flight"]
+
+_FOLDER = "flight"
+
+
+class BlackBox:
+    """One rank's ring, and the recorder that writes it.
+
+    Args:
+        rank: of this process, among `world`.
+        given: the descriptor of a ring whose memory outlives this process; None for one of its own, which is put into
+            the run's folder when this object is closed or gone, or the process exits.
+    """
+
+    def __init__(self, rank: int, world: int, given: int | None = None) -> None:
+        descriptor = Ring.memory() if given is None else given
+        os.set_inheritable(descriptor, False)
+        self.recorder, self._rank, self._own = Recorded(Ring(descriptor), rank, world), rank, given is None
+        self._descriptor = descriptor
+        self._saving: Ending | None = None
+
+    def follow(self, engine: Engine, folder: Path) -> None:
+        """Record what this engine does, for a run of this folder. What an earlier run has left there is removed."""
+        folder = folder.absolute()
+        self.recorder.follow(engine, folder=str(folder))
+        with contextlib.suppress(OSError):  # a full disk: the run goes on
+            _clear(folder, self.recorder.table)
+            live = {"pid": os.getpid(), "descriptor": self._descriptor, "boot": boot_id()}
+            _live(folder, self._rank).write_text(json.dumps(live))
+        if self._own:
+            self._saving = Ending(self, functools.partial(_save, self._descriptor))
+
+    def close(self) -> None:
+        """Nothing more is recorded of this run; where nobody else does so, what has been is put into its folder."""
+        if self._saving is not None:
+            self._saving()
+
+
+def _save(descriptor: int) -> None:
+    save_flight(Tail(descriptor).flight())
+
+
+def save_flight(flight: Flight) -> None:
+    """Put it into the run's folder, which its table names; nothing where it names none yet, or the disk is full."""
+    if (folder := flight.table.get("folder")) is None:
+        return
+    rank = flight.table["rank"]
+    with contextlib.suppress(OSError):
+        part = _ended(Path(folder), rank).with_suffix(".part")
+        part.write_bytes(flight.saved())
+        part.rename(_ended(Path(folder), rank))
+        _live(Path(folder), rank).unlink(missing_ok=True)
+
+
+def flights_of(run: Path) -> list[Flight]:
+    """What the ranks of a run have recorded so far, in their order.
+
+    Args:
+        run: its folder.
+
+    Raises:
+        BadInput: there is nothing.
+    """
+    found = {}
+    for path in sorted((run / _FOLDER).glob("rank-*.*")):
+        with contextlib.suppress(OSError):
+            if path.suffix == ".live":
+                flight = _read_live(path)
+            elif path.suffix == ".ended":
+                flight = read_flight(path)
+            else:
+                continue
+            if flight is not None and flight.table:
+                found[flight.table["rank"]] = flight
+    if not found:
+        raise BadInput(
+            f"'{run}' has no flight record: give the folder of a run of `terrazzo train`, which log.folder names, or of"
+            " tz.telemetry.attach. Of ranks that torchrun or srun has started, those that were killed leave none."
+        )
+    return [found[rank] for rank in sorted(found)]
+
+
+def _read_live(path: Path) -> Flight | None:
+    """From the memory of a process that goes on; None where it is another machine's, or there is none any more."""
+    live = json.loads(path.read_text())
+    if live["boot"] != boot_id():
+        return None
+    with contextlib.suppress(BadInput):  # another process has that number now
+        return read_flight(Path(f"/proc/{live['pid']}/fd/{live['descriptor']}"))
+    return None
+
+
+def _clear(folder: Path, table: Mapping[str, Any]) -> None:
+    """Remove what this rank has left in an earlier run; the first one does so of ranks that there are no more."""
+    (folder / _FOLDER).mkdir(parents=True, exist_ok=True)
+    for path in (folder / _FOLDER).glob("rank-*.*"):
+        number = path.stem.removeprefix("rank-")
+        if number.isdecimal() and (
+            int(number) == table["rank"] or (table["rank"] == 0 and int(number) >= table["world"])
+        ):
+            path.unlink(missing_ok=True)
+
+
+def _live(folder: Path, rank: int) -> Path:
+    return folder / _FOLDER / f"rank-{rank:05}.live"
+
+
+def _ended(folder: Path, rank: int) -> Path:
+    return folder / _FOLDER / f"rank-{rank:05}.ended"

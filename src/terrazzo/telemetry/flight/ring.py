@@ -1,0 +1,230 @@
+"""A ring of records of 64 bytes in shared memory: what a rank did last, for whoever has the memory when it is gone.
+
+Behind a page of numbers stand two places for a table of names, of which one holds at a time, and then the records. A
+record is torn while it is written: its number stands in it twice, first and last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from terrazzo.errors import BadInput
+
+__all__ = ["CAPACITY", "Flight", "Ring", "Tail", "Told", "What", "read_flight"]
+
+CAPACITY = 1 << 15
+"""Records: 2 MiB, a few steps of a large model and many of a small one."""
+
+_LAST = CAPACITY - 1
+_MAGIC, _VERSION = b"TZFLIGHT", 1
+_HEAD = struct.Struct("<8sIIQ")  # magic, version, bytes of a record, capacity
+_PLACE = struct.Struct("<Q")  # of the table: where it is, and how long
+_PLACE_AT, _PAGE, _TABLE_BYTES = 64, 4096, 512 << 10
+_RECORDS_AT = _PAGE + 2 * _TABLE_BYTES
+_RECORD = struct.Struct("<QQQQQQIIBBBBHH")
+_pack, _now = _RECORD.pack_into, time.monotonic_ns
+_DTYPE = np.dtype(
+    [
+        *[(name, "<u8") for name in ("time", "sequence", "ordinal", "since", "value", "live")],
+        *[("unit", "<u4"), ("number", "<u4"), ("purpose", "u1"), ("event", "u1"), ("track", "u1"), ("spare", "u1")],
+        *[("micro", "<u2"), ("check", "<u2")],
+    ]
+)
+
+
+class What(IntEnum):
+    """What a record is of."""
+
+    ISSUED = 1
+    DONE = 2
+    WAITS = 3
+    WAITED = 4
+    PHASE = 5
+    BEGINS = 6
+    ENDS = 7
+    MOVED = 8
+    STEP = 9
+
+
+class Told(NamedTuple):
+    """One event of a rank. Times are nanoseconds of CLOCK_MONOTONIC, which ranks of a machine share.
+
+    Attributes:
+        time: when it was.
+        sequence: number among all records of the rank, from 1 on.
+        ordinal: of an exchange, on its track; of a step, its number.
+        since: when that had begun which ends here; 0 if nothing does.
+        value: bytes sent, moved, or of a step resident; of an exchange that is done, when all ranks were there.
+        live: bytes of transient memory.
+        unit: of what is exchanged, or of what runs.
+        number: of the forward or backward that an exchange is for.
+        purpose: of an exchange, as in its `Label`.
+        event: a `What`.
+        track: of an exchange; of all other records a name, as in the table.
+        micro: forwards so far in this step.
+    """
+
+    time: int
+    sequence: int
+    ordinal: int
+    since: int
+    value: int
+    live: int
+    unit: int
+    number: int
+    purpose: int
+    event: int
+    track: int
+    spare: int
+    micro: int
+    check: int
+
+
+class Ring:
+    """One rank's records, the newest in the place of the oldest.
+
+    Args:
+        descriptor: of shared memory, as `Ring.memory` makes it.
+
+    Attributes:
+        micro: what is written into each record.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, _RECORDS_AT + CAPACITY * _RECORD.size)
+        _HEAD.pack_into(self._memory, 0, _MAGIC, _VERSION, _RECORD.size, CAPACITY)
+        self._next, self._place = itertools.count(1).__next__, 1
+        self.micro = 0
+
+    @staticmethod
+    def memory() -> int:
+        """A descriptor of new shared memory, of which only what is written takes room."""
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create("terrazzo-flight")
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        os.ftruncate(descriptor, _RECORDS_AT + CAPACITY * _RECORD.size)
+        return descriptor
+
+    def describe(self, table: Mapping[str, Any]) -> None:
+        """Put down the table of names, in the place of the one before."""
+        text = json.dumps(table).encode()
+        if len(text) > _TABLE_BYTES:  # units of such a model are shown by their numbers
+            text = json.dumps({**table, "units": []}).encode()
+        self._place = 1 - self._place
+        start = _PAGE + self._place * _TABLE_BYTES
+        self._memory[start : start + len(text)] = text
+        _PLACE.pack_into(self._memory, _PLACE_AT, start << 32 | len(text))
+
+    def write(
+        self,
+        event: int,
+        track: int,
+        numbers: tuple[int, int, int] = (0, 0, 0),
+        live: int = 0,
+        of: tuple[int, int, int] = (0, 0, 0),
+    ) -> None:
+        """Append a record of now; any thread may.
+
+        Args:
+            numbers: its `ordinal`, `since` and `value`.
+            of: its `unit`, `number` and `purpose`.
+        """
+        sequence = self._next()
+        at, check = _RECORDS_AT + (sequence & _LAST) * 64, sequence & 0xFFFF
+        _pack(self._memory, at, _now(), sequence, *numbers, live, *of, event, track, 0, self.micro, check)
+
+
+class Flight(NamedTuple):
+    """What one rank has recorded: its table, and its records, oldest first."""
+
+    table: Mapping[str, Any]
+    records: list[Told]
+
+    def saved(self) -> bytes:
+        """As `read_flight` reads it."""
+        text = json.dumps(self.table).encode()
+        head = _HEAD.pack(_MAGIC, _VERSION, _RECORD.size, 0) + struct.pack("<I", len(text))
+        return b"".join([head, text, *(_RECORD.pack(*record) for record in self.records)])
+
+
+class Tail:
+    """Reads a ring that is written meanwhile: each record once.
+
+    Args:
+        descriptor: of its memory.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+        self._seen = 0
+
+    @property
+    def table(self) -> Mapping[str, Any]:
+        """Empty before there is one."""
+        for _ in range(3):  # it may be replaced twice while it is read
+            (place,) = _PLACE.unpack_from(self._memory, _PLACE_AT)
+            text = self._memory[place >> 32 : (place >> 32) + (place & 0xFFFFFFFF)]
+            try:
+                return dict(json.loads(text)) if text else {}
+            except ValueError:
+                continue
+        return {}
+
+    def new(self) -> list[Told]:
+        """Those since the last call, as far as they are still there, oldest first."""
+        found = []
+        while (record := self._at(self._seen + 1)).sequence == self._seen + 1:
+            found.append(record)
+            self._seen += 1
+        if record.sequence > self._seen + 1:  # overtaken
+            found += [each for each in _whole(self._memory[_RECORDS_AT:]) if each.sequence > self._seen]
+            self._seen = found[-1].sequence if found else self._seen
+        return found
+
+    def flight(self) -> Flight:
+        """All of it."""
+        return Flight(self.table, _whole(self._memory[_RECORDS_AT:]))
+
+    def _at(self, sequence: int) -> Told:
+        found = Told._make(_RECORD.unpack_from(self._memory, _RECORDS_AT + sequence % CAPACITY * 64))
+        return found if found.check == found.sequence & 0xFFFF else found._replace(sequence=0)
+
+
+def read_flight(path: Path) -> Flight:
+    """What a rank has left in a file, or in the memory that it writes to.
+
+    Raises:
+        BadInput: it is something else.
+        OSError: it is gone.
+    """
+    with path.open("rb") as file:
+        head = file.read(_HEAD.size)
+        magic, version, size, capacity = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0, 0)
+        if (magic, version, size) != (_MAGIC, _VERSION, _RECORD.size):
+            raise BadInput(f"'{path}' is not a flight record of this version of Terrazzo: remove it.")
+        if capacity:
+            return Tail(file.fileno()).flight()
+        (length,) = struct.unpack("<I", file.read(4))
+        return Flight(json.loads(file.read(length)), _whole(file.read()))
+
+
+def _whole(data: bytes) -> list[Told]:
+    """Records that are not torn, oldest first."""
+    rows = np.frombuffer(data[: len(data) // _RECORD.size * _RECORD.size], _DTYPE)
+    rows = rows[(rows["sequence"] > 0) & (rows["sequence"] & 0xFFFF == rows["check"])]
+    return [Told._make(row) for row in rows[np.argsort(rows["sequence"])].tolist()]

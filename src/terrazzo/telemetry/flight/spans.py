@@ -1,0 +1,160 @@
+"""Records as what began and ended: steps, phases, units, waits, exchanges, moves between tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from terrazzo.engine.links.label import Purpose
+from terrazzo.telemetry.flight.ring import Flight, Told, What
+
+__all__ = ["GROUPS", "Bar", "Names", "bars_of"]
+
+GROUPS = ("step", "phase", "unit", "wait", "exchange", "tier")
+"""Of bars. Phases and units have one row: units may be inside of each other, and nothing else overlaps there."""
+
+_AROUND = {Purpose.SMALL, Purpose.END_OF_FORWARD, Purpose.END_OF_BACKWARD}
+"""Purposes of exchanges that move nothing of a unit."""
+
+
+class Bar(NamedTuple):
+    """What took from `start` to `end`, in nanoseconds of CLOCK_MONOTONIC; `more` is by name, in words and numbers."""
+
+    group: str
+    name: str
+    start: int
+    end: int
+    more: Mapping[str, Any]
+
+
+class Names:
+    """The words of a rank's table."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self._table = table
+
+    def name(self, told: Told) -> str:
+        """Of a record that is of no exchange."""
+        return self._of("names", told.track)
+
+    def unit(self, index: int) -> str:
+        return (self._of("units", index) or "the root unit") if index < len(self._table["units"]) else f"unit {index}"
+
+    def track(self, number: int) -> tuple[str, str, bool]:
+        """Axis, kind, and whether modules exchange."""
+        tracks = self._table["tracks"]
+        return tuple(tracks[number]) if number < len(tracks) else ("", "exchange", False)
+
+    def ranks(self, track: int) -> list[int]:
+        """Who exchanges there."""
+        groups = self._table["groups"]
+        return list(groups.get(self.track(track)[0], groups[""]))
+
+    def moved(self, told: Told) -> str | None:
+        """The unit that an exchange moves."""
+        return None if told.purpose in _AROUND else self.unit(told.unit)
+
+    def _of(self, field: str, number: int) -> str:
+        names = self._table[field]
+        return str(names[number]) if number < len(names) else str(number)
+
+
+def bars_of(flight: Flight) -> list[Bar]:
+    """All bars of one rank, in the order of their ends. What has not ended yet lasts until the newest record."""
+    found = _Bars(Names(flight.table))
+    for told in flight.records:
+        found.take(told)
+    if flight.records:
+        found.close(max(told.time for told in flight.records))
+    return found.bars
+
+
+class _Bars:
+    def __init__(self, names: Names) -> None:
+        self._names, self.bars = names, list[Bar]()
+        self._step: int | None = None
+        self._phase: Told | None = None
+        self._units: list[Told] = []
+        self._issued: dict[tuple[int, int], Told] = {}
+        self._waits: dict[tuple[int, int], Told] = {}
+
+    def take(self, told: Told) -> None:
+        key = (told.track, told.ordinal)
+        if self._step is None:
+            self._step = told.time
+        if told.event == What.ISSUED:
+            self._issued[key] = told
+        elif told.event == What.DONE:
+            self._exchange(told, self._issued.get(key))
+        elif told.event == What.WAITS:
+            self._waits[key] = told
+        elif told.event == What.WAITED:
+            self._waits.pop(key, None)
+            self._wait(told, told.since, told.time)
+        elif told.event == What.PHASE:
+            self._turn(told)
+        elif told.event == What.BEGINS:
+            self._begin(told)
+        elif told.event == What.ENDS:
+            self._end(told)
+        elif told.event == What.MOVED:
+            self._add("tier", self._names.name(told), told.since, told.time, bytes=told.value)
+        elif told.event == What.STEP:
+            self._end_units(told.time)
+            self._add("step", f"step {told.ordinal}", self._step, told.time, step=told.ordinal, resident=told.value)
+            self._step = told.time
+
+    def close(self, now: int) -> None:
+        """Nothing follows."""
+        self._end_units(now)
+        for told in self._waits.values():
+            self._wait(told, told.time, now, unfinished=True)
+        if self._phase is not None:
+            self._add("phase", self._names.name(self._phase), self._phase.time, now)
+
+    def _exchange(self, told: Told, issued: Told | None) -> None:
+        axis, kind, activations = self._names.track(told.track)
+        more: dict[str, Any] = {"axis": axis, "n": told.ordinal}
+        if told.value:
+            more["all_there_after_us"] = max(0, told.value - told.since) / 1e3
+        if issued is not None:
+            more |= {"sent_bytes": issued.value, "issued": issued.time}
+            if (unit := self._names.moved(issued)) is not None and not activations:
+                more |= {"unit": unit, "purpose": Purpose(issued.purpose).name.lower()}
+        self._add("exchange", f"{axis} {kind}".strip(), told.since, told.time, **more)
+
+    def _wait(self, told: Told, start: int, end: int, **more: Any) -> None:
+        axis, kind, _ = self._names.track(told.track)
+        name = "an update" if kind == "update" else f"{axis} {kind}".strip()
+        self._add("wait", f"wait for {name}", start, end, n=told.ordinal, **more)
+
+    def _turn(self, told: Told) -> None:
+        self._end_units(told.time)
+        if self._phase is not None:
+            self._add("phase", self._names.name(self._phase), self._phase.time, told.time)
+        self._phase = told
+
+    def _begin(self, told: Told) -> None:
+        if self._units and self._names.name(self._units[-1]) == "backward":
+            self._end_units(told.time)  # the next one begins
+        self._units.append(told)
+
+    def _end(self, told: Told) -> None:
+        """Those inside of it that have raised end with it; of one that is not known nothing is."""
+        if told.unit in [each.unit for each in self._units]:
+            while self._close_unit(told.time).unit != told.unit:
+                pass
+
+    def _end_units(self, now: int) -> None:
+        while self._units:
+            self._close_unit(now)
+
+    def _close_unit(self, now: int) -> Told:
+        begun = self._units.pop()
+        doing = self._names.name(begun)
+        more = {"doing": doing, "micro_batch": begun.micro}
+        self._add("unit", f"{self._names.unit(begun.unit)} {doing}", begun.time, now, **more)
+        return begun
+
+    def _add(self, group: str, name: str, start: int, end: int, **more: Any) -> None:
+        self.bars.append(Bar(group, name, start, max(start, end), more))

@@ -1,0 +1,129 @@
+"""The flights of all ranks on one line of time, in Chrome's trace format, which https://ui.perfetto.dev shows.
+
+A rank is a process there, and rows are its threads. Nothing overlaps on a row but units, which are inside of each
+other: what goes on at the same time, such as a gather and a reduction, has rows of its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from terrazzo.telemetry.flight.ring import Flight, What
+from terrazzo.telemetry.flight.spans import GROUPS, Bar, bars_of
+
+__all__ = ["trace_of"]
+
+_ROWS = 100
+"""Numbers of threads that a group may have."""
+
+_TITLES = {
+    "step": "steps",
+    "phase": "phases",
+    "unit": "units",
+    "wait": "waits",
+    "exchange": "exchanges",
+    "tier": "tiers",
+}
+
+
+def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
+    """The last `steps` steps, and what follows them, as the object of a JSON file.
+
+    Ranks of one machine share a clock. Those of others are moved so that steps end at the same time, in the median:
+    the ranks have just agreed on something there.
+
+    Args:
+        flights: of ranks of one run.
+        steps: as many as there are, if there are fewer.
+    """
+    moved = _clocks(flights)
+    bars = [bars_of(flight) for flight in flights]
+    begins = _begin_of(bars, steps)
+    kept = [[bar for bar in own if bar.end > begins.get(index, 0)] for index, own in enumerate(bars)]
+    origin = min((bar.start + moved[index] for index, own in enumerate(kept) for bar in own), default=0)
+    events: list[dict[str, Any]] = []
+    for index, (flight, own) in enumerate(zip(flights, kept, strict=True)):
+        shift = moved[index] - origin
+        events += _of_rank(flight, own, shift)
+        first = min((bar.start for bar in own), default=0)
+        events += _counters(flight, first, shift)
+    hosts = sorted({flight.table["host"] for flight in flights})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ranks": len(flights), "hosts": hosts}}
+
+
+def _clocks(flights: Sequence[Flight]) -> list[int]:
+    """What is added to the times of each rank."""
+    ends = [{told.ordinal: told.time for told in flight.records if told.event == What.STEP} for flight in flights]
+    found = []
+    for flight, own in zip(flights, ends, strict=True):
+        shared = own.keys() & ends[0].keys()
+        apart = flight.table["boot"] != flights[0].table["boot"] and shared
+        found.append(int(median(ends[0][step] - own[step] for step in shared)) if apart else 0)
+    return found
+
+
+def _begin_of(bars: Sequence[Sequence[Bar]], steps: int) -> dict[int, int]:
+    """By rank, when the first of the last steps began; a rank that has not recorded it is shown as a whole."""
+    last = max((bar.more["step"] for own in bars for bar in own if bar.group == "step"), default=0)
+    first = last - steps + 1
+    return {
+        index: bar.start
+        for index, own in enumerate(bars)
+        for bar in own
+        if bar.group == "step" and bar.more["step"] == first
+    }
+
+
+def _of_rank(flight: Flight, bars: Sequence[Bar], shift: int) -> Iterator[dict[str, Any]]:
+    rank, table = flight.table["rank"], flight.table
+    name = f"rank {rank} (host {table['host']}, pid {table['pid']})"
+    yield _about("process_name", rank, 0, name=name)
+    yield _about("process_sort_index", rank, 0, sort_index=rank)
+    by_group: Mapping[str, list[Bar]] = defaultdict(list)
+    for bar in bars:
+        by_group[bar.group].append(bar)
+    for number, group in enumerate(GROUPS):
+        rows = [by_group[group]] if group == "unit" else _apart(by_group[group])
+        for row, content in enumerate(rows[:_ROWS]):
+            thread = number * _ROWS + row
+            if content:
+                title = _TITLES[group] + (f" {row + 1}" if len(rows) > 1 else "")
+                yield _about("thread_name", rank, thread, name=title)
+                yield _about("thread_sort_index", rank, thread, sort_index=thread)
+            for bar in content:
+                more = {key: value for key, value in bar.more.items() if key != "issued"}
+                at = {"ts": (bar.start + shift) / 1e3, "dur": (bar.end - bar.start) / 1e3}
+                yield {"name": bar.name, "cat": group, "ph": "X", "pid": rank, "tid": thread, **at, "args": more}
+
+
+def _apart(bars: Iterable[Bar]) -> list[list[Bar]]:
+    """In rows on which nothing overlaps."""
+    rows: list[list[Bar]] = []
+    for bar in sorted(bars, key=lambda each: (each.start, each.end)):
+        row = next((row for row in rows if row[-1].end <= bar.start), None)
+        if row is None:
+            rows.append([bar])
+        else:
+            row.append(bar)
+    return rows
+
+
+def _counters(flight: Flight, first: int, shift: int) -> Iterator[dict[str, Any]]:
+    """Bytes of transient memory wherever they change, and resident ones at the end of steps."""
+    before = -1
+    for told in flight.records:
+        if told.time < first:
+            continue
+        at = {"ph": "C", "pid": flight.table["rank"], "ts": (told.time + shift) / 1e3}
+        if told.event in (What.ISSUED, What.DONE, What.BEGINS, What.ENDS) and told.live != before:
+            before = told.live
+            yield {"name": "transient memory", **at, "args": {"bytes": told.live}}
+        elif told.event == What.STEP and told.value:
+            yield {"name": "resident memory", **at, "args": {"bytes": told.value}}
+
+
+def _about(what: str, rank: int, thread: int, **values: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": thread, "args": values}

@@ -1,0 +1,289 @@
+"""The flight recorder: what is written while ranks train, what is read back, and the trace that is drawn of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from typer.testing import CliRunner
+
+import terrazzo as tz
+from terrazzo import cli
+from terrazzo.errors import BadInput
+from terrazzo.telemetry import flights_of, save_flight, trace_of
+from terrazzo.telemetry.flight import folder, ring
+from terrazzo.telemetry.flight.ring import CAPACITY, Flight, Ring, Tail, What
+from terrazzo.telemetry.flight.spans import bars_of
+from tests.checkpoint.faults import reap, spawn_child
+from tests.helpers.processes import Pool
+
+TABLE: dict[str, Any] = {
+    "rank": 0,
+    "world": 1,
+    "pid": 1,
+    "host": "a",
+    "boot": "b",
+    "groups": {"": [0]},
+    "units": ["", "one", "two"],
+    "names": ["forward", "backward", "recompute", "other"],
+    "tracks": [],
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x
+
+
+def trained(plan: str, run: str | None, offload: Mapping[str, Any] | None = None, steps: int = 3) -> list[float]:
+    """Losses of so many steps of two micro-batches."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    more = {"offload": tz.Offload(**offload)} if offload is not None else {}
+    model, optimizer = tz.shard(model, optimizer, plan=plan, units=[nn.Linear], **more)
+    telemetry = tz.telemetry.attach(model, run) if run is not None else None
+    losses = []
+    for step in range(steps):
+        for _ in range(2):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step * 2 + dist.get_rank()))
+            loss = model(x).square().mean()
+            loss.backward()
+        tz.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if telemetry is not None:
+        telemetry.close()
+    return losses
+
+
+@pytest.fixture
+def flights(two_processes: Pool, tmp_path: Path) -> list[Flight]:
+    two_processes.run(trained, "zero3", str(tmp_path))
+    return flights_of(tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_losses_are_the_same_to_the_bit_with_and_without(two_processes: Pool, tmp_path: Path, plan: str) -> None:
+    plain = two_processes.run(trained, plan, None)
+    assert two_processes.run(trained, plan, str(tmp_path)) == plain
+    assert [flight.table["rank"] for flight in flights_of(tmp_path)] == [0, 1]
+
+
+@pytest.mark.processes
+def test_every_exchange_is_there_and_ranks_have_issued_the_same(flights: list[Flight]) -> None:
+    """A step of two micro-batches: three units are gathered for forward and backward, and reduced, each time."""
+    one, other = ([told for told in flight.records if told.event == What.ISSUED] for flight in flights)
+    tracks = flights[0].table["tracks"]
+    assert tracks == flights[1].table["tracks"]
+    for mine, theirs in zip(one, other, strict=True):
+        fields = ("track", "ordinal", "unit", "number", "purpose", "value")
+        assert [getattr(mine, name) for name in fields] == [getattr(theirs, name) for name in fields]
+    counts = [sum(tracks[told.track][1] == kind for told in one) for kind in ("all_gather", "reduce_scatter")]
+    assert counts[1] == 3 * 3 * 2  # steps, units, micro-batches
+    assert 3 * 3 * 2 < counts[0] <= 2 * 3 * 3 * 2  # what backward begins with is here still
+    unit_bytes = (32 * 32 + 128) // 2 * 4  # of the flat space, padded to 128 elements: half of it is sent
+    assert {told.value for told in one if tracks[told.track][1] == "reduce_scatter"} == {unit_bytes}
+    steps = [told.ordinal for told in flights[0].records if told.event == What.STEP]
+    assert steps == [1, 2, 3]
+    micro = {told.micro for told in one if tracks[told.track][1] == "reduce_scatter"}
+    assert micro == {1, 2}
+
+
+@pytest.mark.processes
+def test_no_exchange_ends_before_its_last_rank_has_come(flights: list[Flight]) -> None:
+    issued: dict[Any, int] = defaultdict(int)
+    for flight in flights:
+        for told in flight.records:
+            if told.event == What.ISSUED:
+                issued[told.track, told.ordinal] = max(issued[told.track, told.ordinal], told.time)
+    done = [told for flight in flights for told in flight.records if told.event == What.DONE]
+    assert len(done) >= 2 * (3 * 3 * 2 + 3 * 3 * 2)
+    for told in done:
+        assert issued[told.track, told.ordinal] <= told.time
+        assert told.since <= told.value <= told.time
+
+
+def rows_of(trace: Mapping[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    rows: dict[Any, list[Any]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            rows[event["pid"], event["tid"]].append(event)
+    for row in rows.values():
+        yield row[0]["cat"], sorted(row, key=lambda event: (event["ts"], -event["dur"]))
+
+
+@pytest.mark.processes
+def test_nothing_overlaps_on_a_row_of_the_trace_but_units_inside_of_units(flights: list[Flight]) -> None:
+    trace = json.loads(json.dumps(trace_of(flights, 2)))
+    seen = set()
+    for group, row in rows_of(trace):
+        seen.add(group)
+        ends: list[float] = []
+        for event in row:
+            while ends and ends[-1] <= event["ts"] + 1e-3:
+                ends.pop()
+            assert not ends or (group == "unit" and event["ts"] + event["dur"] <= ends[-1] + 1e-3)
+            ends.append(event["ts"] + event["dur"])
+    assert seen == {"step", "phase", "unit", "wait", "exchange"}
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert min(event["ts"] for event in events) == 0
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["name"] for event in events if event["cat"] == "step"} == {"step 2", "step 3"}
+    units = {event["name"] for event in events if event["cat"] == "unit"}
+    assert {f"blocks.{index} {doing}" for index in range(3) for doing in ("forward", "backward")} <= units
+    assert {"dp_shard all_gather", "dp_shard reduce_scatter"} <= {e["name"] for e in events if e["cat"] == "exchange"}
+    assert {"forward", "backward", "clip", "update"} <= {e["name"] for e in events if e["cat"] == "phase"}
+    memory = [event["args"]["bytes"] for event in trace["traceEvents"] if event["name"] == "transient memory"]
+    assert max(memory) > 0 and len(memory) > 10
+
+
+@pytest.mark.processes
+def test_moves_between_tiers_are_drawn(two_processes: Pool, tmp_path: Path) -> None:
+    two_processes.run(trained, "zero3@nvme", str(tmp_path / "run"), {"path": str(tmp_path)})
+    for flight in flights_of(tmp_path / "run"):
+        names = {bar.name for bar in bars_of(flight) if bar.group == "tier"}
+        assert names == {"update", "read", "write"}
+
+
+# -- the ring ------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_records_are_kept_and_a_follower_that_was_overtaken_goes_on() -> None:
+    written = Ring(Ring.memory())
+    tail = Tail(written.descriptor)
+    assert tail.new() == [] and tail.table == {}
+    written.describe(TABLE)
+    for number in range(1, 4):
+        written.write(What.STEP, 0, (number, 0, 0))
+    assert [told.ordinal for told in tail.new()] == [1, 2, 3]
+    assert tail.new() == [] and tail.table == TABLE
+    for number in range(4, CAPACITY + 10):
+        written.write(What.STEP, 0, (number, 0, 0))
+    seen = [told.ordinal for told in tail.new()]
+    assert len(seen) >= CAPACITY - 1
+    assert seen == list(range(CAPACITY + 10 - len(seen), CAPACITY + 10))
+    assert [told.ordinal for told in tail.flight().records] == list(range(10, CAPACITY + 10))
+    written.write(What.STEP, 0, (7, 0, 0))
+    assert [told.ordinal for told in tail.new()] == [7]
+
+
+def test_a_record_that_is_torn_is_left_out() -> None:
+    written = Ring(Ring.memory())
+    written.describe(TABLE)
+    for number in range(1, 4):
+        written.write(What.STEP, 0, (number, 0, 0))
+    at = ring._RECORDS_AT + 2 * 64
+    written._memory[at + 62 : at + 64] = b"\x07\x07"
+    tail = Tail(written.descriptor)
+    assert [told.ordinal for told in tail.flight().records] == [1, 3]
+    assert [told.ordinal for told in tail.new()] == [1]  # it may be written now
+
+
+def test_the_memory_of_a_rank_that_was_killed_is_there(tmp_path: Path) -> None:
+    descriptor = Ring.memory()
+
+    def body() -> None:
+        written = Ring(descriptor)
+        written.describe(TABLE | {"folder": str(tmp_path)})
+        written.write(What.STEP, 0, (5, 0, 0))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert reap(spawn_child(body)) == -signal.SIGKILL
+    (tmp_path / "flight").mkdir()
+    save_flight(Tail(descriptor).flight())
+    (flight,) = flights_of(tmp_path)
+    assert [told.ordinal for told in flight.records] == [5]
+    os.close(descriptor)
+
+
+def test_names_that_have_no_room_are_left_out() -> None:
+    written = Ring(Ring.memory())
+    written.describe(TABLE | {"units": ["x" * 100] * 6000})
+    assert Tail(written.descriptor).table == TABLE | {"units": []}
+
+
+# -- what is drawn of it -------------------------------------------------------------------------------------------
+
+
+def flight_of(*records: tuple[Any, ...], **table: Any) -> Flight:
+    """Of (time, event, track, unit, ordinal)."""
+    found = []
+    for number, (at, event, track, *rest) in enumerate(records):
+        unit, ordinal = (*rest, 0, 0)[:2]
+        found.append(ring.Told(at, number + 1, ordinal, 0, 0, 0, unit, 0, 0, event, track, 0, 0, number + 1))
+    return Flight(TABLE | table, found)
+
+
+def test_a_backward_lasts_until_the_next_one_and_what_has_raised_ends_with_what_is_around_it() -> None:
+    flight = flight_of(
+        (10, What.BEGINS, 0, 0),
+        (20, What.BEGINS, 0, 1),  # never ends: its forward raised
+        (30, What.ENDS, 0, 0),
+        (40, What.BEGINS, 1, 2),
+        (50, What.BEGINS, 2, 1),
+        (60, What.ENDS, 0, 1),
+        (70, What.BEGINS, 1, 1),
+        (80, What.PHASE, 3),
+        (90, What.ENDS, 0, 2),  # whose beginning is lost
+    )
+    bars = [(bar.name, bar.start, bar.end) for bar in bars_of(flight) if bar.group == "unit"]
+    assert bars == [
+        ("one forward", 20, 30),
+        ("the root unit forward", 10, 30),
+        ("two backward", 40, 50),
+        ("one recompute", 50, 60),
+        ("one backward", 70, 80),
+    ]
+
+
+def test_clocks_of_other_machines_are_moved_to_where_steps_end() -> None:
+    own = flight_of(*((100 * step, What.STEP, 0, 0, step) for step in (1, 2, 3)))
+    apart = 5_000_000
+    other = flight_of(*((100 * step + apart, What.STEP, 0, 0, step) for step in (2, 3, 4)), rank=1, boot="c")
+    events = [event for event in trace_of([own, other], 9)["traceEvents"] if event["ph"] == "X"]
+    ends = {(event["pid"], event["name"]): event["ts"] + event["dur"] for event in events}
+    assert ends[0, "step 3"] == pytest.approx(ends[1, "step 3"])
+    assert ends[1, "step 4"] == pytest.approx(ends[1, "step 3"] + 0.1)
+
+
+def test_a_run_that_has_recorded_nothing_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="has no flight record"):
+        flights_of(tmp_path)
+    (tmp_path / "flight").mkdir()
+    (tmp_path / "flight" / "rank-00000.ended").write_bytes(b"of something else")
+    with pytest.raises(BadInput, match="is not a flight record of this version"):
+        flights_of(tmp_path)
+
+
+def test_a_run_that_goes_on_is_read_from_its_memory_and_one_of_another_machine_is_not(tmp_path: Path) -> None:
+    written = Ring(Ring.memory())
+    written.describe(TABLE)
+    written.write(What.STEP, 0, (5, 0, 0))
+    live = {"pid": os.getpid(), "descriptor": written.descriptor, "boot": folder.boot_id()}
+    (tmp_path / "flight").mkdir()
+    (tmp_path / "flight" / "rank-00000.live").write_text(json.dumps(live))
+    assert [told.ordinal for told in flights_of(tmp_path)[0].records] == [5]
+    result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--out", str(tmp_path / "it.json")])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "it.json").read_text())["otherData"] == {"ranks": 1, "hosts": ["a"]}
+    (tmp_path / "flight" / "rank-00000.live").write_text(json.dumps(live | {"boot": "another"}))
+    with pytest.raises(BadInput, match="has no flight record"):
+        flights_of(tmp_path)
