@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -11,7 +12,7 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline.order import Action, Kind, actions_of, forwards_of
+from terrazzo.parallel.pipeline.order import SCHEDULES, Action, Kind, actions_of, balanced, forwards_of
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.stages import in_flight
 
@@ -81,7 +82,11 @@ def test_interleaved(ranks, chunks, micro_batches):
 def test_a_plan_counts_the_micro_batches_that_wait_in_torchs_order(schedule, ranks, chunks, micro_batches):
     """Those that have gone forward and not back, at their most, in parts of a rank's stages."""
     planned = SimpleNamespace(
-        mesh=Mesh(pp=ranks), micro_batches=micro_batches, virtual_stages=chunks, pipeline=schedule
+        mesh=Mesh(pp=ranks),
+        micro_batches=micro_batches,
+        virtual_stages=chunks,
+        pipeline=schedule,
+        as_megatron=False,
     )
     for rank in range(ranks):
         if chunks > 1:
@@ -91,6 +96,52 @@ def test_a_plan_counts_the_micro_batches_that_wait_in_torchs_order(schedule, ran
             ran = run_by_torch(kind, rank, ranks, micro_batches)
         waiting = itertools.accumulate(1 if each.kind is Kind.FORWARD else -1 for each in ran)
         assert in_flight(planned, rank) == pytest.approx(max(waiting) / chunks)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_a_plan_counts_what_waits_in_every_list_of_actions(schedule: str, chunks: int) -> None:
+    """Until its backward, or where weights' gradients are put off until these."""
+    ends = Kind.WEIGHT if schedule == "zero_bubble" else Kind.BACKWARD
+    for ranks, micro_batches in itertools.product((2, 3, 4, 8), range(2, 26)):
+        made = SimpleNamespace(
+            mesh=Mesh(pp=ranks),
+            micro_batches=micro_batches,
+            virtual_stages=chunks,
+            pipeline=schedule,
+            as_megatron=False,
+        )
+        try:
+            orders = actions_of(schedule, ranks, chunks, micro_batches)
+        except tz.BadInput:
+            continue
+        for rank, order in enumerate(orders):
+            steps = ({Kind.FORWARD: 1, ends: -1}.get(each.kind, 0) for each in order)
+            assert in_flight(made, rank) == pytest.approx(max(itertools.accumulate(steps)) / chunks)
+
+
+def test_stages_are_balanced_as_well_as_can_be_and_begin_early() -> None:
+    """Against all cuts there are: the least of the highest cost, then for the last stage the earliest begin, and so on
+    for what is before it.
+    """
+    generator = random.Random(1)
+
+    def best(costs: list[int], stages: int) -> list[int]:
+        if stages == 1:
+            return [0]
+        cuts = range(stages - 1, len(costs))
+        worst = {cut: max(lowest(costs[:cut], stages - 1), sum(costs[cut:])) for cut in cuts}
+        begin = min(cuts, key=lambda cut: (worst[cut], cut))
+        return [*best(costs[:begin], stages - 1), begin]
+
+    def lowest(costs: list[int], stages: int) -> int:
+        ends = itertools.combinations(range(1, len(costs)), stages - 1)
+        return min(max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *cut, len(costs)])) for cut in ends)
+
+    for _ in range(200):
+        costs = generator.choices([0, 0, 1, 2, 3, 7, 20], k=generator.randint(1, 8))
+        stages = generator.randint(1, len(costs))
+        assert balanced(costs, stages) == best(costs, stages), (costs, stages)
 
 
 def test_without_backwards_each_micro_batch_goes_through_all_stages_before_the_next():

@@ -149,19 +149,19 @@ def test_an_update_is_fused_where_the_engine_takes_the_fused_kernel(recipe: Opti
     assert planned is bool(optimizer.param_groups[0].get("fused"))
 
 
-def test_a_request_under_pipeline_parallelism_means_megatron_and_says_so() -> None:
-    """Under tensor parallelism it means the engine."""
-    meshes: list[dict[str, int]] = [{"pp": 2}, {"tp": 2}, {}]
-    made, cut, plain = (build_setup(Request("llama3-8b", 8, strategy="zero1", **axes)) for axes in meshes)
+def test_a_request_means_the_engine_unless_megatron_is_asked_for_and_that_is_said() -> None:
+    meshes: list[dict[str, Any]] = [{"pp": 2, "as_megatron": True}, {"tp": 2}, {"pp": 2}]
+    made, cut, staged = (build_setup(Request("llama3-8b", 8, strategy="zero1", **axes)) for axes in meshes)
     assert (made.whole_gradients, made.fused_update, made.loss) == (True, True, "fused")
     assert (cut.whole_gradients, cut.fused_update, cut.loss) == (False, True, "parts")
-    assert (plain.whole_gradients, plain.fused_update, plain.loss) == (False, True, "full")
-    asked = Request("llama3-8b", 8, strategy="zero1", pp=2, loss="full")
+    assert (staged.whole_gradients, staged.fused_update, staged.loss) == (False, True, "full")
+    asked = Request("llama3-8b", 8, strategy="zero1", pp=2, loss="full", as_megatron=True)
     assert build_setup(asked).loss == "full"
     said = [note for note in estimate_request(asked).warnings if "Megatron-core" in note]
     assert len(said) == 1
     assert "fused loss" not in said[0]
-    assert not any("Megatron" in note for note in estimate_request(replace(asked, pp=1, tp=2)).warnings)
+    for other in (replace(asked, pp=1), replace(asked, as_megatron=False)):
+        assert not any("Megatron" in note for note in estimate_request(other).warnings)
 
 
 def test_zero_offload_trains_thirteen_billion_on_one_v100() -> None:
@@ -298,7 +298,7 @@ def test_pipeline_stages_hold_what_runs_on_them() -> None:
     model = llama(10, 512, 1408, 8, 2, 32_000)
     made = setup(model, "zero0", mesh=Mesh(pp=4), sequence=512, micro_batches=8)
     stages = [stage_units(made, stage) for stage in range(4)]
-    assert [sum(count for unit, count in units if unit.block) for units in stages] == [3, 3, 2, 2]
+    assert [sum(count for unit, count in units if unit.block) for units in stages] == [3, 3, 4, 0]
     named = [[tensor.role for unit, _ in units if not unit.block for tensor in unit.tensors] for units in stages]
     assert named == [["embedding"], [], [], ["vector", "head"]]
     total = sum(unit.numel * count for units in stages for unit, count in units)

@@ -32,7 +32,7 @@ def zebra() -> ModelShape:
 MODELS = {"deepseek-v3": model_shape("deepseek-v3"), "zebra": zebra()}
 
 
-def setup(model: str, strategy: str, pp: int, chunks: int, micro_batches: int = 64) -> Setup:
+def setup(model: str, strategy: str, pp: int, chunks: int, micro_batches: int = 80) -> Setup:
     request = Request(
         MODELS[model], pp * 16, strategy=strategy, pp=pp, virtual_stages=chunks, ep=2, micro_batches=micro_batches,
         disk_bandwidth=1e10,
@@ -42,7 +42,10 @@ def setup(model: str, strategy: str, pp: int, chunks: int, micro_batches: int = 
 
 def sent(setup: Setup, stage: int) -> float:
     """Bytes that a rank of a stage sends in a step."""
-    repeats, total = repetitions(setup), sum(move.sent_bytes for move in pipeline_moves(setup)) * setup.micro_batches
+    repeats, total = (
+        repetitions(setup),
+        sum(move.sent_bytes for move in pipeline_moves(setup, stage)) * setup.micro_batches,
+    )
     for unit, count, placement in placed_units(setup, stage):
         for move in (*unit_moves(setup, unit, placement), *unit_copies(unit, placement)):
             total += move.sent_bytes * count * repeats[move.when]
@@ -79,7 +82,8 @@ def test_what_each_stage_holds(model: str, strategy: str, pp: int, chunks: int, 
 
 
 def test_a_model_of_equal_layers_asks_for_no_more_stages() -> None:
-    found = build_setup(Request("llama3-70b", 512, strategy="zero1", pp=32))
+    found = build_setup(Request("llama3-70b", 512, strategy="zero1", pp=32, as_megatron=True))
     assert set(stand_ins(found)) == {0, 31}
     assert set(stand_ins(found, 1)) == {0, 1, 31}
+    assert len(set(stand_ins(replace(found, whole_gradients=False)))) == 3  # some have a layer more, the head's none
     assert stand_ins(replace(found, mesh=replace(found.mesh, pp=1, dp_shard=512)), 1) == (0,)

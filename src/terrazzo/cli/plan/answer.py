@@ -106,7 +106,7 @@ def _answer(source: str, asked: Asked, framework: Framework) -> Answer | BareAns
 
 
 def _of_model(asked: Asked, framework: Framework) -> Answer:
-    request = _request(asked)
+    request = replace(_request(asked), as_megatron=framework.name == "megatron")
     if asked["min_gpus"] or (request.gpus is None and request.strategy is None):
         sizing = min_gpus(request, framework=framework)
         if not sizing.steps:

@@ -42,7 +42,7 @@ class Messages:
         self._collectives, self._stages = collectives, stages
         self.size, self.rank = collectives.size, collectives.rank
         self._known: dict[tuple[int, Form], tuple[tuple[int, ...], torch.dtype]] = {}
-        self._sent: list[Handle] = []
+        self._sent: dict[tuple[Action, bool], Handle] = {}
         self._asked: dict[Action, Callable[[], Tensor]] = {}
 
     def ask_for(self, action: Action, like: Tensor | Form) -> None:
@@ -62,11 +62,17 @@ class Messages:
             self._asked[action] = lambda: self._receive_new(action, like, source)
 
     def take(self, action: Action) -> Tensor:
-        """What has been asked for; waits."""
-        return self._asked.pop(action)()
+        """What has been asked for; waits. A gradient tells that the activations which it is of have come."""
+        values = self._asked.pop(action)()
+        if action.kind is Kind.BACKWARD:
+            following = Action(action.stage + 1, Kind.FORWARD, action.micro_batch)
+            for header in (False, True):
+                if (sent := self._sent.pop((following, header), None)) is not None:
+                    sent.wait()
+        return values
 
     def send(self, action: Action, values: Tensor, form: Form | None = None) -> None:
-        """Start sending what an action of another rank begins with.
+        """Start sending what an action of another rank begins with; it is kept until it is known to have come.
 
         Args:
             form: of the micro-batch, for activations.
@@ -76,18 +82,19 @@ class Messages:
             here = tuple(values.shape), values.dtype
             known = self._known.setdefault((action.stage, form), here)
             if known is here:
-                self._sent.append(self._collectives.send(_written(*here), to, self._tag(action, header=True)))
+                sent = self._collectives.send(_written(*here), to, self._tag(action, header=True))
+                self._sent[action, True] = sent
             elif known != here:
                 raise BadInput(
                     f"A stage of the pipeline returned activations of shape {list(here[0])} and {here[1]}, and before, "
                     f"for inputs of the same shapes, {list(known[0])} and {known[1]}: the next stage expects those. "
                     "Have shapes inside of the model follow from the shapes of its inputs, and not from their values."
                 )
-        self._sent.append(self._collectives.send(values, to, self._tag(action)))
+        self._sent[action, False] = self._collectives.send(values, to, self._tag(action))
 
     def finish(self) -> None:
         """Wait until all that was sent has been."""
-        for handle in self._sent:
+        for handle in self._sent.values():
             handle.wait()
         self._sent.clear()
 

@@ -8,13 +8,14 @@ gradients add up as they do in a plain loop. Integers only: no communication.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["SCHEDULES", "Action", "Kind", "actions_of", "check_schedule", "forwards_of"]
+__all__ = ["SCHEDULES", "Action", "Kind", "actions_of", "balanced", "check_schedule", "forwards_of", "rounds_of"]
 
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
 """Their names; `1f1b` with several chunks is the interleaved one."""
@@ -81,15 +82,24 @@ def actions_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> li
         return [_zero_bubble(rank, ranks, micro_batches) for rank in range(ranks)]
     if chunks == 1:
         return [_one_by_one(_plain(rank, micro_batches), ranks - 1 - rank) for rank in range(ranks)]
+    size = rounds_of(ranks, micro_batches)
+    runs = [_interleaved(rank, ranks, chunks, micro_batches, size) for rank in range(ranks)]
+    return [_one_by_one(run, (chunks - 1) * size + 2 * (ranks - 1 - rank)) for rank, run in enumerate(runs)]
+
+
+def rounds_of(ranks: int, micro_batches: int) -> int:
+    """How many micro-batches an interleaved pipeline runs through one chunk before the next one does.
+
+    Raises:
+        BadInput: a number that makes no rounds of one size.
+    """
     rounds = micro_batches // ranks
     if micro_batches % rounds:
         raise BadInput(
             f"An interleaved pipeline of {ranks} ranks runs micro-batches in rounds of {ranks} or a little more, all "
             f"of the same size, which {micro_batches} do not make: give a multiple of {ranks}."
         )
-    size = micro_batches // rounds
-    runs = [_interleaved(rank, ranks, chunks, micro_batches, size) for rank in range(ranks)]
-    return [_one_by_one(run, (chunks - 1) * size + 2 * (ranks - 1 - rank)) for rank, run in enumerate(runs)]
+    return micro_batches // rounds
 
 
 def forwards_of(ranks: int, chunks: int, micro_batches: int) -> list[list[Action]]:
@@ -151,3 +161,54 @@ def _one_by_one(run: _Run, ahead: int) -> list[Action]:
     backwards = [Action(stage, Kind.BACKWARD, number) for stage, number in run.backwards]
     turns = [each for pair in zip(forwards[ahead:], backwards, strict=False) for each in pair]
     return [*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :]]
+
+
+def balanced(costs: Sequence[int], stages: int) -> list[int]:
+    """Where each stage begins so that the highest cost of one is as low as can be; the earlier the better.
+
+    Args:
+        costs: of the modules, in their order.
+
+    Raises:
+        BadInput: fewer modules than stages.
+    """
+    if len(costs) < stages:
+        raise BadInput(
+            f"The pipeline's line has {len(costs)} modules, too few for {stages} stages (pp × chunks): take fewer, or "
+            "name smaller modules in tz.Pipeline(line=[...])."
+        )
+    before = [0, *itertools.accumulate(costs)]
+    highest: list[float] = [math.inf, *before[1:]]
+    cuts = [[0] * len(before)]
+    for _ in range(stages - 1):
+        highest, found = _one_stage_more(before, highest)
+        cuts.append(found)
+    begins = [len(costs)]
+    for found in reversed(cuts):
+        begins.append(found[begins[-1]])
+    return begins[:0:-1]
+
+
+def _one_stage_more(before: Sequence[int], highest: Sequence[float]) -> tuple[list[float], list[int]]:
+    """For each number of modules the highest cost with one stage more than `highest` has, and where that one begins.
+
+    The later a stage begins, the less it costs and the more those before it may: the best is where the two meet, which
+    only moves on with the number of modules.
+    """
+    values: list[float] = [math.inf]
+    cuts, cut = [0], 0
+    for end in range(1, len(before)):
+        while cut < end - 1 and not _earlier_cost_more(before, highest, cut, end):
+            cut += 1
+        first = max(0, cut - 1)
+        value, begin = min((max(highest[at], before[end] - before[at]), at) for at in range(first, cut + 1))
+        while begin and max(highest[begin - 1], before[end] - before[begin - 1]) == value:
+            begin -= 1
+        values.append(value)
+        cuts.append(begin)
+    return values, cuts
+
+
+def _earlier_cost_more(before: Sequence[int], highest: Sequence[float], cut: int, end: int) -> bool:
+    """Whether the stages before `cut` cost as much as the one from there to `end`, or there are too few modules."""
+    return highest[cut] >= before[end] - before[cut] and highest[cut] != math.inf

@@ -6,7 +6,6 @@ All is read and checked before anything is changed. Modules of other ranks stay,
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.adapters import adapted
 from terrazzo.parallel.pipeline.line import Line, put_in_line
-from terrazzo.parallel.pipeline.order import check_schedule
+from terrazzo.parallel.pipeline.order import balanced, check_schedule
 from terrazzo.parallel.tensor.cut import matching
 
 __all__ = ["Pipeline", "check_line", "line_of", "take_stages"]
@@ -228,7 +227,7 @@ def _bounds_of(model: nn.Module, names: Sequence[str], pipeline: Pipeline, stage
     if pipeline.split is not None:
         begins = _begins(names, pipeline.split, stages)
     else:
-        begins = _balanced([_cost(model.get_submodule(name)) for name in names], stages)
+        begins = balanced([_cost(model.get_submodule(name)) for name in names], stages)
     bounds = tuple(itertools.pairwise([*begins, len(names)]))
     trained = [any(p.requires_grad for p in model.get_submodule(name).parameters()) for name in names]
     for number, (begin, end) in enumerate(bounds):
@@ -262,24 +261,3 @@ def _cost(module: nn.Module) -> int:
         for parameter in inner.parameters(recurse=False)
         if parameter.dim() > 1
     )
-
-
-def _balanced(costs: Sequence[int], stages: int) -> list[int]:
-    """Where each stage begins so that the highest cost of one is as low as can be; the earlier the better."""
-    if len(costs) < stages:
-        raise BadInput(
-            f"The pipeline's line has {len(costs)} modules, too few for {stages} stages (pp × chunks): take fewer, or "
-            "name smaller modules in tz.Pipeline(line=[...])."
-        )
-    before = [0, *itertools.accumulate(costs)]
-    best: list[list[tuple[float, int]]] = [[(0.0 if end == 0 else math.inf, 0) for end in range(len(before))]]
-    for _ in range(stages):
-        row = [
-            min(((max(best[-1][cut][0], before[end] - before[cut]), cut) for cut in range(end)), default=(math.inf, 0))
-            for end in range(len(before))
-        ]
-        best.append(row)
-    begins = [len(costs)]
-    for row in reversed(best[1:]):
-        begins.append(row[begins[-1]][1])
-    return begins[:0:-1]

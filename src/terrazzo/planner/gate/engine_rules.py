@@ -69,6 +69,15 @@ ENGINE_RULES = (
         "terrazzo.engine.plan.place",
     ),
     Rule(
+        "stages without a micro-batch",
+        ("terrazzo",),
+        "refuse",
+        lambda setup, _: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
+        lambda it: f"{it.micro_batches} micro-batches do not fill {it.pp} stages, of which some would always wait.",
+        lambda it: f"Use {it.pp} micro-batches or more: a larger global batch, a smaller micro-batch, or a smaller pp.",
+        "terrazzo.parallel.pipeline.order.actions_of",
+    ),
+    Rule(
         "stages of another's model",
         ("terrazzo",),
         "planned",

@@ -223,7 +223,7 @@ RULES = (
     ),
     Rule(
         "fewer micro-batches than stages",
-        (),
+        OTHERS,
         "warn",
         lambda setup, _: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
         lambda it: (

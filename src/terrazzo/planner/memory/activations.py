@@ -286,11 +286,13 @@ class HeadActivations:
         loss: inputs of the last norm and the head, logits, and what the loss keeps and makes of them, at most;
             `loss_upper` for a loss that fuses nothing.
         logits: of these, what is there in the head's backward: its inputs and the gradient of the logits.
+        saved: of these, what waits for a backward that does not follow at once.
     """
 
     loss: float
     loss_upper: float
     logits: float
+    saved: float
 
 
 def head_activations(setup: Setup) -> HeadActivations:
@@ -306,4 +308,5 @@ def head_activations(setup: Setup) -> HeadActivations:
         loss=inputs + logits * (item + FP32_BYTES if copied or setup.compile else plain),
         loss_upper=inputs + logits * (item + FP32_BYTES if copied else plain),
         logits=inputs + logits * item,
+        saved=inputs + logits * FP32_BYTES,
     )

@@ -21,13 +21,13 @@ __all__ = ["PlannedBucket", "buckets"]
 def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
     """Of one such unit: trainable tensors and frozen ones apart, and experts that ranks share out among them.
 
-    Likewise what tensor-parallel ranks have parts of, and what all of them have whole.
+    Likewise what tensor-parallel ranks have parts of, and what all of them have whole; and what several stages have.
     """
-    groups: dict[tuple[bool, bool, bool], list[TensorShape]] = {}
+    groups: dict[tuple[bool, bool, bool, int], list[TensorShape]] = {}
     for tensor in unit.tensors:
         dealt_out = placement.ep > 1 and tensor.role == "expert"
         is_shared = placement.padded and placement.tp > 1 and not _is_cut(tensor, unit.block, placement)
-        groups.setdefault((not tensor.trainable, is_shared, dealt_out), []).append(tensor)
+        groups.setdefault((not tensor.trainable, is_shared, dealt_out, tensor.copies), []).append(tensor)
     return tuple(PlannedBucket(groups[key], placement, unit.is_root, shared=key[1]) for key in sorted(groups))
 
 
@@ -69,6 +69,7 @@ class PlannedBucket(BucketSpec):
             tensors[0].trainable,
             keep,
             on_host=placement.host > 0,
+            stages=tuple(range(tensors[0].copies)) if tensors[0].copies > 1 else (),
         )
         each = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
         self.moments = [each] * recipe.moments

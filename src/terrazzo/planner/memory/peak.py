@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from terrazzo.planner.figures import Memory
@@ -33,6 +33,11 @@ FORMULAS = {
     "memory.staging": Formula(
         "inputs of two blocks that activation offload moves: on their way to the host, and waited for",
         "terrazzo/engine/offload/activations.py",
+    ),
+    "memory.messages": Formula(
+        "tokens x hidden x bytes of an element, whole over tp: what a stage has made of each micro-batch in flight, "
+        "gradients that it has sent back, until the step ends, and two messages that it has asked for",
+        "terrazzo/parallel/pipeline/step.py and messages.py",
     ),
     "memory.receive": Formula(
         "gradients under way to their ranks, and on CPU what arrives from the others",
@@ -76,10 +81,11 @@ def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_r
 
 
 def _per_stage(setup: Setup, stand: Sequence[int], totals: Mapping[int, float]) -> tuple[float, ...]:
-    """Each as the one that stands for it, with fewer micro-batches in flight; no other difference is counted."""
+    """Each as the one that stands for it, with its own micro-batches in flight; no other difference is counted."""
     saved = {other: _saved_bytes(setup, other) for other in totals}
+    sent = [sum(term.value for term in _messages(setup, stage)) for stage in range(setup.mesh.pp)]
     return tuple(
-        totals[other] - (in_flight(setup, other) - in_flight(setup, stage)) * saved[other]
+        totals[other] - (in_flight(setup, other) - in_flight(setup, stage)) * saved[other] - sent[other] + sent[stage]
         for stage, other in enumerate(stand)
     )
 
@@ -123,12 +129,25 @@ def _moving_term(setup: Setup, stage: int, name: str, value: float, extra: float
 
 def _around(setup: Setup, stage: int) -> tuple[Term, ...]:
     moved, workspace = moved_activations(setup, stage), float(workspace_bytes(setup))
-    terms = []
+    terms = [*_messages(setup, stage)]
     if moved:
         terms.append(Term("staging", 2 * moved, 2 * moved, "memory.staging", {"inputs of one block": moved}))
     if workspace:
         terms.append(Term("workspace", workspace, workspace, "memory.workspace", {"bytes each": workspace / 2}))
     return tuple(terms)
+
+
+def _messages(setup: Setup, stage: int) -> Iterator[Term]:
+    """What stages of the engine hand each other, and the sender keeps."""
+    if not setup.staged or not setup.model.computes:
+        return
+    chunks, ranks = setup.virtual_stages, setup.mesh.pp
+    one = setup.tokens / setup.mesh.cp * setup.model.hidden * setup.precision.compute.itemsize
+    onward = in_flight(setup, stage) * (chunks - (stage == ranks - 1))
+    back = float(setup.micro_batches * (chunks - (stage == 0)))
+    value = (onward + back + 2) * one
+    inputs = {"bytes of one": one, "activations": onward, "gradients": back, "asked for": 2.0}
+    yield Term("messages", value, value, "memory.messages", inputs)
 
 
 def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
@@ -142,6 +161,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         has_root=parts[0][1].is_root,
         prefetch=setup.prefetch,
         micro_batches=setup.micro_batches,
+        staged=setup.staged,
         local=setup.sums_locally,
         whole=setup.whole_gradients,
         gradual=not setup.compile,
@@ -162,7 +182,8 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         plain,
         loss=head.loss * is_last,
         logits=head.logits * is_last,
-        in_flight=(in_flight(setup, stage) - 1) * _saved_bytes(setup, stage),
+        in_flight=(in_flight(setup, stage) - 1) * _saved_bytes(setup, stage)
+        + (in_flight(setup, stage) - 1) * head.saved * (is_last and setup.pipeline != "1f1b"),
         update=_update_bytes(setup, stage),
     )
     return peak_of(units, settings)

@@ -14,7 +14,7 @@ from terrazzo.engine.links.columns import MANY_FAR, ROUNDS
 from terrazzo.engine.links.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.memory.stages import stage_units, units_of_stage
+from terrazzo.planner.memory.stages import Cut, cut_of, stage_units, units_of_stage
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.setup import Setup
@@ -164,20 +164,20 @@ def stand_ins(setup: Setup, *kept: int) -> tuple[int, ...]:
     last with the head, and so do those `kept`.
     """
     places = (setup.plan.weight, setup.plan.grad, setup.plan.optim)
-    return _stand_ins(setup.model.units, setup.model.tied, setup.mesh.pp, places, kept)
+    return _stand_ins(setup.model.units, setup.model.tied, cut_of(setup), places, kept)
 
 
 @lru_cache(maxsize=4096)
 def _stand_ins(
-    units: tuple[UnitShape, ...], tied: bool, stages: int, places: tuple[Place, ...], kept: tuple[int, ...]
+    units: tuple[UnitShape, ...], tied: bool, cut: Cut, places: tuple[Place, ...], kept: tuple[int, ...]
 ) -> tuple[int, ...]:
     chosen: dict[int, Counter[tuple[UnitShape, Tiers]]] = {}
     found = []
-    for stage in range(stages):
+    for stage in range(cut.ranks):
         held = Counter[tuple[UnitShape, Tiers]]()
-        for unit, count, tiers in _cut(units_of_stage(units, tied, stages, stage), places):
+        for unit, count, tiers in _cut(units_of_stage(units, tied, cut, stage), places):
             held[unit, tiers] += count
-        own = stage in (stages - 1, *kept)
+        own = stage in (cut.ranks - 1, *kept)
         fuller = [other for other, more in chosen.items() if held <= more and not own]
         if not fuller:
             chosen[stage] = held

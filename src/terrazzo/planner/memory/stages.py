@@ -1,51 +1,100 @@
-"""Pipeline stages: which units each holds, and how many micro-batches wait on it for their backward."""
+"""Pipeline stages: which units the ranks of each hold, and how many micro-batches wait on it for their backward."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
+from terrazzo.parallel.pipeline.order import balanced, rounds_of
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["in_flight", "stage_units", "units_of_stage"]
+__all__ = ["Cut", "cut_of", "in_flight", "stage_units", "units_of_stage"]
+
+
+class Cut(NamedTuple):
+    """How a model is cut into stages.
+
+    Attributes:
+        ranks: along the pipeline. `chunks`: stages of each.
+        even: as many layers on each rank, as Megatron-core has it; else stages are balanced by what matrices cost, as
+            the engine has it, and rank r has the stages r, ranks + r and so on.
+    """
+
+    ranks: int
+    chunks: int = 1
+    even: bool = False
+
+
+def cut_of(setup: Setup) -> Cut:
+    """That of a setup."""
+    return Cut(setup.mesh.pp, setup.virtual_stages, setup.as_megatron or not setup.model.layers)
 
 
 @lru_cache(maxsize=4096)
-def units_of_stage(
-    units: tuple[UnitShape, ...], tied: bool, stages: int, stage: int
-) -> tuple[tuple[UnitShape, int], ...]:
+def units_of_stage(units: tuple[UnitShape, ...], tied: bool, cut: Cut, rank: int) -> tuple[tuple[UnitShape, int], ...]:
     """`stage_units` of what it depends on."""
     root, blocks = units[0], units[1:]
+    if cut.ranks == 1:
+        return ((root, 1), *((unit, unit.count) for unit in blocks))
     own: list[tuple[UnitShape, int]] = []
-    tensors = _root_tensors(root, tied, stages, stage)
+    tensors = _root_tensors(root, tied, cut.even, cut.ranks, rank)
     if tensors:
-        own.append((root if tensors == root.tensors else UnitShape(root.name, tensors), 1))
-    layers = sum(unit.count for unit in blocks)
-    share, extra = divmod(layers, stages)
-    start = stage * share + min(stage, extra)
-    stop = start + share + (stage < extra)
-    position = 0
-    for unit in blocks:
-        count = max(0, min(stop, position + unit.count) - max(start, position))
-        if count:
-            own.append((unit, count))
-        position += unit.count
+        own.append((UnitShape(root.name, tensors), 1))
+    row = [unit for unit in blocks for _ in range(unit.count)]
+    places = [place for begin, end in _bounds(units, cut)[rank :: cut.ranks] for place in range(begin, end)]
+    held = [row[place - 1] for place in places if 0 < place <= len(row)]
+    own += [(unit, len(list(equal))) for unit, equal in groupby(held)]
     return tuple(own)
 
 
-def stage_units(setup: Setup, stage: int) -> tuple[tuple[UnitShape, int], ...]:
-    """The units of a pipeline stage with their counts, its part of the root first if it has one.
+@lru_cache(maxsize=4096)
+def _bounds(units: tuple[UnitShape, ...], cut: Cut) -> tuple[tuple[int, int], ...]:
+    """The half-open interval of each stage of the embeddings, the layers, the last norm, and the head if there is one.
 
-    The first stage holds the embeddings and learned positions; the last one the head and what is left, a tied head as
+    Raises:
+        BadInput: fewer of these than stages.
+    """
+    layers, matrices = (
+        sum(unit.count for unit in units[1:]),
+        [each for each in units[0].tensors if not _looked_up(each)],
+    )
+    costs = [0, *(_cost(unit.tensors) for unit in units[1:] for _ in range(unit.count)), 0]
+    costs += [tensor.numel for tensor in matrices if len(tensor.shape) > 1]
+    if cut.even:
+        share, extra = divmod(layers, cut.ranks)
+        begins = [0, *(1 + rank * share + min(rank, extra) for rank in range(1, cut.ranks))]
+    else:
+        begins = balanced(costs, cut.ranks * cut.chunks)
+    return tuple(zip(begins, [*begins[1:], len(costs)], strict=True))
+
+
+def _cost(tensors: tuple[TensorShape, ...]) -> int:
+    return sum(tensor.numel for tensor in tensors if len(tensor.shape) > 1)
+
+
+def stage_units(setup: Setup, stage: int) -> tuple[tuple[UnitShape, int], ...]:
+    """The units of a pipeline's rank with their counts, its part of the root first if it has one.
+
+    The first rank holds the embeddings and learned positions; the last one the head and what is left, a tied head as
     a copy of its own.
     """
-    return units_of_stage(setup.model.units, setup.model.tied, setup.mesh.pp, stage)
+    return units_of_stage(setup.model.units, setup.model.tied, cut_of(setup), stage)
 
 
-def _root_tensors(root: UnitShape, tied: bool, stages: int, stage: int) -> tuple[TensorShape, ...]:
+def _root_tensors(root: UnitShape, tied: bool, even: bool, stages: int, stage: int) -> tuple[TensorShape, ...]:
     if stages == 1:
         return root.tensors
     first = tuple(tensor for tensor in root.tensors if _looked_up(tensor))
+    if tied and not even:
+        place = next((index for index, tensor in enumerate(first) if tensor.role == "embedding"), len(first))
+        first = (
+            *first[:place],
+            *(replace(tensor, copies=2) for tensor in first[place : place + 1]),
+            *first[place + 1 :],
+        )
     if stage == 0:
         return first
     if stage < stages - 1:
@@ -60,18 +109,20 @@ def _looked_up(tensor: TensorShape) -> bool:
 
 
 def in_flight(setup: Setup, stage: int) -> float:
-    """Micro-batches whose activations a stage holds at once, in units of all its blocks.
+    """Micro-batches whose activations a rank of the pipeline holds at once, in units of all its blocks.
 
-    Of 1F1B as many as stages are left (arXiv 2104.04473, section 2.2), interleaved on the first stage
+    As many as have gone forward and not back in the engine's lists of actions (`parallel.pipeline.order`), which tests
+    compare: of 1F1B as many as stages are left (arXiv 2104.04473, section 2.2), interleaved on the first stage
     1 + (p - 1) / (p v) times as many (arXiv 2205.05198, section 4.2.3), of GPipe all (arXiv 1811.06965), of ZB-H1 as
     many as there are stages, inputs of linear maps alone of those whose backward has run (arXiv 2401.10241).
     """
-    stages, chunks = setup.mesh.pp, setup.virtual_stages
+    stages, chunks, micro_batches = setup.mesh.pp, setup.virtual_stages, setup.micro_batches
     if setup.pipeline == "gpipe" and stages > 1:
-        return float(setup.micro_batches)
+        return float(micro_batches)
     if setup.pipeline == "zero_bubble":
-        return float(min(stages, setup.micro_batches))
+        return float(min(stages, micro_batches))
     if chunks == 1 or stages == 1:
-        return float(min(stages - stage, setup.micro_batches))
-    warm_up = 2 * (stages - stage - 1) + (chunks - 1) * stages + 1
-    return min(warm_up, setup.micro_batches * chunks) / chunks
+        return float(min(stages - stage, micro_batches))
+    size = stages if setup.as_megatron or micro_batches < stages else rounds_of(stages, micro_batches)
+    ahead = 2 * (stages - stage - 1) + (chunks - 1) * size + 1
+    return min(ahead, micro_batches * chunks) / chunks

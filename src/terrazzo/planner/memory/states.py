@@ -56,6 +56,7 @@ class UnitStates:
             while it is in flight, and bytes held beside. `early_reduction`: of an earlier micro-batch.
         largest_grad: of a single parameter, as autograd makes it.
         optim_numel: trainable elements that this rank updates.
+        copied: the gradients of other stages that have the same parameters, as they come to be added.
         apart: new weights that are gathered on the device on their way to where they rest, of one space at a time.
     """
 
@@ -73,6 +74,7 @@ class UnitStates:
     optim_numel: int
     trainable: bool
     apart: int = 0
+    copied: int = 0
 
 
 @lru_cache(maxsize=8192)
@@ -97,6 +99,7 @@ def unit_states(unit: UnitShape, placement: Placement) -> UnitStates:
         optim_numel=owned,
         trainable=bool(trained),
         apart=max(bucket.apart_bytes for bucket in found),
+        copied=sum(bucket.pending_bytes(Pass.ADDS) * max(0, len(bucket.stages) - 1) for bucket in trained),
     )
 
 

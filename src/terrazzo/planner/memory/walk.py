@@ -2,9 +2,8 @@
 
 The order of events is that of `terrazzo.engine.schedule`: gathers with prefetch, reductions behind backward.
 It is described a second time here because a search would be slower on the schedule itself; tests hold both equal.
-Forward takes activations, backward gives them back. Units in the middle of a long row of equal ones do the same as
-their neighbours, so a row is shortened to a few, of which one stands for all that were left out: what is held changes
-evenly along a row, and is most at one of its ends.
+Units in the middle of a long row of equal ones do the same as their neighbours, so a row is shortened to a few, of
+which one stands for all that were left out: what is held changes evenly along a row, and is most at one of its ends.
 """
 
 from __future__ import annotations
@@ -56,16 +55,18 @@ class StepSettings:
         loss: bytes of logits and of what the loss makes of them, at most.
         logits: of these, bytes that are there in the head's backward: the gradient of the logits.
         in_flight: activations of earlier micro-batches that wait for their backward, bytes.
+        staged: gradients are reduced, and what stays between forward and backward goes, when every backward has run.
         local: micro-batches before the last only add gradients. whole: what these add up to stays from step to step.
         gradual: gradients come one after the other while a unit's backward runs.
         beside: chains of collectives run beside the computation, which waits for their ends alone: ranks on CUDA.
         with_gradients: count finished gradients that stay on the device too.
-        update: bytes that the optimizer step needs for itself.
+        update: bytes that the optimizer step needs.
     """
 
     has_root: bool = True
     prefetch: int = 1
     micro_batches: int = 1
+    staged: bool = False
     local: bool = False
     whole: bool = False
     gradual: bool = True
@@ -88,7 +89,9 @@ def peak_of(units: Sequence[StepUnit], settings: StepSettings) -> Peak:
     walk.begin()
     if settings.micro_batches > 2:
         walk.micro_batch(last=False)
-    walk.micro_batch(last=True)
+    walk.micro_batch(last=not settings.staged)
+    if settings.staged:
+        walk.end_step()
     walk.update()
     return Peak(tuple(walk.best), walk.moment)
 
@@ -146,6 +149,21 @@ class _Walk:
         self.last = last
         self.forward()
         self.backward()
+
+    def end_step(self) -> None:
+        """In stages: weights go, and the gradients of all micro-batches are reduced, unit by unit."""
+        for index in range(len(self.units)):
+            self.release(index)
+        self.last = True
+        for unit in self.units:
+            self.now[RECEIVE] += unit.states.copied
+            self.note("while stages add what they share")
+            self.now[RECEIVE] -= unit.states.copied
+        for index in range(len(self.units) - 1, -1, -1):
+            self.close(index)
+            self.make_room()
+            self.leave_gradients(self.units[index].states, self.units[index].count - 1)
+        self.finish()
 
     def update(self) -> None:
         self.now[WORKING] += self.settings.update
@@ -280,8 +298,9 @@ class _Walk:
             self.now[UNREDUCED] += self.pending[index]
 
     def leave(self, index: int) -> None:
-        """Backward of the unit has ended: its weights go."""
-        self.release(index)
+        """Backward of the unit has ended: its weights go, but for what other micro-batches in flight find."""
+        if not self.settings.staged or self.units[index].states.regathered:
+            self.release(index)
 
     def close(self, index: int) -> None:
         states = self.units[index].states

@@ -28,13 +28,14 @@ are put together, and each rank takes its part of what goes into `row_splits`; s
 
 @dataclass(frozen=True)
 class TensorShape:
-    """One parameter. `name` is relative to its unit."""
+    """One parameter. `name` is relative to its unit; `copies` is how many ranks of a pipeline have it."""
 
     name: str
     shape: tuple[int, ...]
     role: Role = "matrix"
     split: Split = "none"
     trainable: bool = True
+    copies: int = 1
 
     @cached_property
     def numel(self) -> int:

@@ -34,7 +34,12 @@ KINDS = (
     Kind("weights", "#1f4e82", "w", ("weights",)),
     Kind("gradients", "#4a86c5", "g", ("gradients",)),
     Kind("optimizer", "#8fb8de", "s", ("master", "moments")),
-    Kind("gathered weights, buffers", "#3f8f6b", "t", ("gathered", "unreduced", "receive", "staging", "transient")),
+    Kind(
+        "gathered weights, buffers",
+        "#3f8f6b",
+        "t",
+        ("gathered", "unreduced", "receive", "staging", "messages", "transient"),
+    ),
     Kind("activations", "#dd8a2e", "a", ("activations", "working")),
     Kind("logits and loss", "#f2c572", "l", ("logits",)),
     OTHER,

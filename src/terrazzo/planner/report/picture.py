@@ -27,7 +27,12 @@ SUFFIXES = (".png", ".svg")
 WIDTH, MARGIN, BAR, GAP, ROOM = 1000, 28, 26, 14, 190
 INK, GREY, GRID, PAPER, LIMIT = "#23262b", "#6d6f76", "#e4e6ea", "#ffffff", "#c0392b"
 TITLE, TEXT, SMALL = 21, 14, 12
-FORWARD, BACKWARD, ROW = "#4a86c5", "#dd8a2e", 22
+FORWARD, BACKWARD, WEIGHT, ROW = "#4a86c5", "#dd8a2e", "#5b9a68", 22
+PASSES = {
+    Kind.FORWARD: (FORWARD, "forward"),
+    Kind.BACKWARD: (BACKWARD, "backward"),
+    Kind.WEIGHT: (WEIGHT, "weights' gradients"),
+}
 SCALE = 2
 """Pixels of a PNG for each unit of the layout."""
 
@@ -137,13 +142,8 @@ def _pipeline(step: Timeline, top: float) -> tuple[list[Shape], float]:
     scale = (WIDTH - MARGIN - left - 90) / step.seconds
     idle = sum(map(step.idle_share, ranks)) / len(ranks)
     count = 1 + max(span.action.micro_batch for span in step.ranks[0])
-    shapes: list[Shape] = [
-        Label(MARGIN, top + TITLE, f"A step of {count} micro-batches: {idle:.0%} of it idle", TITLE - 4, bold=True),
-        Box(MARGIN, top + 40, 13, 13, FORWARD),
-        Label(MARGIN + 20, top + 51, "forward", SMALL),
-        Box(MARGIN + 90, top + 40, 13, 13, BACKWARD),
-        Label(MARGIN + 110, top + 51, "backward of a micro-batch; sums over ranks and the update follow", SMALL),
-    ]
+    title = f"A step of {count} micro-batches: {idle:.0%} of it idle"
+    shapes: list[Shape] = [Label(MARGIN, top + TITLE, title, TITLE - 4, bold=True), *_passes(step, top + 40)]
     top += 70
     for rank, spans in enumerate(step.ranks):
         y = top + rank * (ROW + 4)
@@ -159,13 +159,23 @@ def _pipeline(step: Timeline, top: float) -> tuple[list[Shape], float]:
     return shapes, bottom + 18 + MARGIN
 
 
+def _passes(step: Timeline, y: float) -> Iterator[Shape]:
+    """A swatch for each kind of pass that the step has, and what no pass is."""
+    x: float = MARGIN
+    for kind in dict.fromkeys(span.action.kind for span in step.ranks[0]):
+        colour, name = PASSES[kind]
+        yield Box(x, y, 13, 13, colour)
+        yield Label(x + 20, y + 11, name, SMALL)
+        x += 20 + _text_width(name, SMALL) * 1.08 + 22
+    yield Label(x, y + 11, "of a micro-batch; sums over ranks and the update follow", SMALL, GREY)
+
+
 def _span(span: Span, left: float, y: float, scale: float, room: float) -> Iterator[Shape]:
     """One pass of one micro-batch, with its number where all numbers have room."""
-    forward, number = span.action.kind is Kind.FORWARD, str(span.action.micro_batch)
+    (colour, way), number = PASSES[span.action.kind], str(span.action.micro_batch)
     x, width = left + span.start_s * scale, (span.end_s - span.start_s) * scale
-    way = "forward" if forward else "backward"
     hint = f"{way} of micro-batch {number} through stage {span.action.stage}: {span.end_s - span.start_s:.3g} s"
-    yield Box(x, y, max(width - min(1.0, width / 4), 0), ROW, FORWARD if forward else BACKWARD, hint)
+    yield Box(x, y, max(width - min(1.0, width / 4), 0), ROW, colour, hint)
     if width > room:
         yield Label(x + width / 2, y + ROW - 7, number, SMALL, PAPER, "middle")
 

@@ -24,7 +24,7 @@ AMOUNTS = (
     "memory_bandwidth", "scaleup_bandwidth", "internode_bandwidth", "pcie_bandwidth",
 )  # fmt: skip
 LEAST = {"prefetch": 0, "price_per_hour": 0, "memory_bytes": 1, "host_memory_bytes": 1, "disk_bytes": 1}
-FLAGS = ("sequence_parallel", "compile", "parallel", "offload", "accumulate_locally")
+FLAGS = ("sequence_parallel", "compile", "parallel", "offload", "accumulate_locally", "as_megatron")
 NAMES = ("strategy", "gpu", "checkpointing", "precision", "optimizer")
 CHOICES: Mapping[str, Any] = {
     "attention": Attention,

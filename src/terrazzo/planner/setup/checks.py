@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
+from terrazzo.parallel.pipeline.order import rounds_of
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import BlockShape, ModelShape
 from terrazzo.planner.setup.setup import Setup
@@ -160,6 +161,8 @@ def _check_pipeline(setup: Setup) -> None:
         )
     if virtual == 1:
         return
+    if setup.staged and setup.micro_batches >= mesh.pp:
+        rounds_of(mesh.pp, setup.micro_batches)
     if setup.pipeline != "1f1b":
         raise BadInput(
             f"virtual_stages {virtual} interleave 1f1b, not {setup.pipeline}: take pipeline 1f1b, or leave it out."

@@ -55,8 +55,8 @@ class Request:
         micro_batch: sequences per forward pass and data rank, by default 1.
         global_batch: sequences per optimizer step; micro_batches: forward passes per step and data rank. At most one of
             them; by default one micro-batch, or 8 per pipeline stage.
-        loss: `full`, `fused`, `chunked` or `parts`, by default `full`; `fused` under pipeline parallelism; `parts`
-            where ranks along tp have parts of the vocabulary, as in `terrazzo train`.
+        loss: `full`, `fused`, `chunked` or `parts`, by default `full`; `parts` where ranks along tp have parts of the
+            vocabulary, as in `terrazzo train`; `fused` as in Megatron-core.
         checkpointing: of activations: `none` (default), `selective`, `full`, `every_N`.
         precision, optimizer: names in `recipes` and `optimizers`, by default `bf16` and `adamw`.
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.
@@ -64,6 +64,7 @@ class Request:
         memory_bytes, per_node, peak_flops, memory_bandwidth, scaleup_bandwidth, internode_bandwidth, pcie_bandwidth: in
             place of the device's own, in B, FLOP/s and B/s; the peak is that of the format that products run in.
         price_per_hour: of one device. host_memory_bytes, disk_bytes, disk_bandwidth: per host.
+        as_megatron: tensor and pipeline parallelism are Megatron-core's, and not the engine's.
         parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
         rank: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
 
@@ -96,6 +97,7 @@ class Request:
     loss: Loss | None = None
     prefetch: int = 1
     accumulate_locally: bool | None = None
+    as_megatron: bool = False
     memory_bytes: float | None = None
     per_node: int | None = None
     peak_flops: float | None = None
@@ -136,7 +138,7 @@ def build_setup(request: Request) -> Setup:
     mesh = _mesh(request, cluster, plan)
     precision, matmul = recipes.precision(request.precision or PRECISION)
     mode, every = recipes.checkpointing(request.checkpointing or "none")
-    micro_batch, megatron = request.micro_batch or 1, mesh.pp > 1
+    micro_batch, megatron = request.micro_batch or 1, request.as_megatron and mesh.tp * mesh.pp > 1
     recipe = optimizer(request.optimizer or OPTIMIZER)
     return Setup(
         model=model,
@@ -153,7 +155,7 @@ def build_setup(request: Request) -> Setup:
         every=every,
         compile=request.compile,
         attention=request.attention,
-        loss=request.loss or _loss(model, mesh),
+        loss=request.loss or _loss(model, mesh, megatron),
         prefetch=request.prefetch,
         accumulate_locally=not plan.grad.axes if request.accumulate_locally is None else request.accumulate_locally,
         sequence_parallel=request.sequence_parallel,
@@ -184,8 +186,8 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
     if setup.model.layers and setup.as_megatron:
         fused = " and a fused loss" if request.loss is None else ""
         notes.append(
-            f"Under pipeline parallelism memory is counted as Megatron-core takes it: buffers of whole "
-            f"gradients that stay allocated, a fused optimizer update{fused}."
+            f"Memory is counted as Megatron-core takes it: buffers of whole gradients that stay allocated, a fused "
+            f"optimizer update{fused}."
         )
     return tuple(notes)
 
@@ -318,9 +320,9 @@ def _mesh(request: Request, cluster: Cluster, plan: Plan) -> Mesh:
     return replace(mesh, dp_replicate=replicas, dp_shard=data_ranks // replicas)
 
 
-def _loss(model: ModelShape, mesh: Mesh) -> Loss:
-    """What `terrazzo train` takes; under pipeline parallelism, which it has not, what Megatron-core takes."""
-    return "fused" if mesh.pp > 1 else "parts" if mesh.tp > 1 and model.family else "full"
+def _loss(model: ModelShape, mesh: Mesh, megatron: bool) -> Loss:
+    """What `terrazzo train` takes, or Megatron-core."""
+    return "fused" if megatron else "parts" if mesh.tp > 1 and model.family else "full"
 
 
 def _sequence(request: Request, model: ModelShape) -> int:

@@ -76,8 +76,15 @@ class Setup:
 
     @property
     def sums_locally(self) -> bool:
-        """Whether micro-batches before the last only add up on each rank: asked for, or gradients are not split."""
-        return self.accumulate_locally or not self.plan.grad.among(self.mesh.sizes())
+        """Whether micro-batches only add up on each rank: asked for, gradients are not split, or in stages."""
+        return self.accumulate_locally or self.staged or not self.plan.grad.among(self.mesh.sizes())
+
+    @property
+    def staged(self) -> bool:
+        """Whether it is a pipeline of the engine's, which sums over ranks at the end of a step, and gathers once what
+        stays between forward and backward.
+        """
+        return self.mesh.pp > 1 and not self.as_megatron
 
     @property
     def as_megatron(self) -> bool:

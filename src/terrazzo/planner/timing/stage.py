@@ -126,7 +126,13 @@ class Stage:
     @property
     def send_s(self) -> float:
         """Until the next stage has what this one made of a micro-batch."""
-        return self._sends()["send_s"] / (2 * self._setup.virtual_stages)
+        moves = [move for move in self._messages if move.kind == "send"]
+        return sum(map(self._network.move_s, moves)) / (sum(move.messages for move in moves) or 1)
+
+    @property
+    def _messages(self) -> list[Transfer]:
+        """Of a rank in the middle: all others wait for what it sends."""
+        return list(pipeline_moves(self._setup, min(1, max(0, self._setup.mesh.pp - 2))))
 
     @cached_property
     def _root_waits(self) -> tuple[float, float]:
@@ -139,9 +145,13 @@ class Stage:
         root = Exposure(0.0, 0.0)
         for unit, _, placement in self._roots:
             root += root_exposure(self._unit_moves(unit, placement), self._repeats)
-        rows = [
-            BlockRow(part.count, *part.passes, self._unit_moves(part.unit, part.placement)) for part in self._blocks
-        ]
+        rows = []
+        for part in self._blocks:
+            moves = self._unit_moves(part.unit, part.placement)
+            if self._setup.staged:  # sums over ranks come when all has run
+                alone = part.count * moves.pop("last", 0.0)
+                root += Exposure(alone, alone)
+            rows.append(BlockRow(part.count, *part.passes, moves))
         beside = self._setup.cluster.device.kind != "cpu"
         return root + block_exposure(rows, self._repeats, self._setup.prefetch, beside)
 
@@ -233,7 +243,7 @@ class Stage:
         return self._setup.micro_batches * self._sends()["send_s"]
 
     def _sends(self) -> dict[str, float]:
-        moves = list(pipeline_moves(self._setup))
+        moves = self._messages
         spent, sent = sum(map(self._network.move_s, moves)), sum(move.sent_bytes for move in moves)
         return {"micro_batches": self._setup.micro_batches, "send_s": spent, "bytes": sent}
 

@@ -49,7 +49,8 @@ def pipeline_step(setup: Setup) -> Timeline:
     """
     made = {index: Stage(setup, index) for index in set(stand_ins(setup))}
     stages = [made[index] for index in stand_ins(setup)]
-    return timeline_of("1f1b", setup.micro_batches, [each.passes for each in stages], stages[0].send_s)
+    passes = [each.passes for each in stages]
+    return timeline_of(setup.pipeline, setup.micro_batches, passes, stages[0].send_s)
 
 
 def timeline_of(
@@ -81,15 +82,24 @@ def timeline_of(
                     break
                 arrived = 0.0 if before is None else ended[before] + send_s * (before.stage != action.stage)
                 start = max(arrived, done[-1].end_s if done else 0.0)
-                forward_s, backward_s = own[action.stage // ranks]
-                ended[action] = start + (forward_s if action.kind is Kind.FORWARD else backward_s)
+                ended[action] = start + _seconds(action, own[action.stage // ranks], schedule)
                 done.append(Span(action, start, ended[action]))
     return Timeline(tuple(map(tuple, spans)))
+
+
+def _seconds(action: Action, passes: tuple[float, float], schedule: str) -> float:
+    """Where gradients of weights are put off, they take half of a backward (arXiv 2401.10241, section 2)."""
+    forward_s, backward_s = passes
+    if action.kind is Kind.FORWARD:
+        return forward_s
+    return backward_s / 2 if schedule == "zero_bubble" else backward_s
 
 
 def _before(action: Action, last_stage: int) -> Action | None:
     """Whose result an action needs."""
     stage, kind, number = action
+    if kind is Kind.WEIGHT:
+        return Action(stage, Kind.BACKWARD, number)
     if kind is Kind.FORWARD:
         return Action(stage - 1, kind, number) if stage else None
     return Action(stage, Kind.FORWARD, number) if stage == last_stage else Action(stage + 1, kind, number)

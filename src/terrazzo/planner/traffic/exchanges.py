@@ -1,7 +1,7 @@
 """What ranks beside the data axes exchange of activations, from shapes alone.
 
 Along `tp` and `cp` it is what the engine's modules count, to the byte (`parallel.tensor.ranks`, `parallel.exchanges`),
-of a model whose parameters all train; along `ep` it is that if all experts are as busy. Pipelines follow their paper.
+of a model whose parameters all train, and along `pp`; along `ep` it is that if all experts are as busy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["FORMULAS", "model_parallel_moves", "pipeline_moves"]
+__all__ = ["FORMULAS", "model_parallel_moves", "pipeline_moves", "shared_gradients"]
 
 FORMULAS = {
     "traffic.tensor": Formula(
@@ -33,8 +33,9 @@ FORMULAS = {
         "engine's count",
     ),
     "traffic.pipeline": Formula(
-        "boundaries * micro_batches * tokens * hidden * bytes_per_element / tp, activations onward and gradients back",
-        "Megatron-LM, arXiv 2104.04473 sections 2.2 and 4.1",
+        "boundaries * micro_batches * tokens * hidden * bytes_per_element, activations onward from each stage but the "
+        "last, gradients back from each but the first; in Megatron-core / tp",
+        "Megatron-LM, arXiv 2104.04473 sections 2.2 and 4.1; equals the engine's count",
     ),
     "traffic.expert": Formula(
         "per block and micro-batch, tokens * active_experts * hidden * bytes_per_element * (ep - 1) / ep, for dispatch "
@@ -136,6 +137,10 @@ class _TensorMoves:
         padded = -(-tokens // size) * WIDE_BYTES
         yield self._move("all_reduce", "forward", 2 * padded * (size - 1), 2, "numbers of the loss")
 
+    def put_together(self, when: str, count: int) -> Transfer:
+        """Sequences, so many times."""
+        return self._gathered(when, self._residual, count)
+
     def _share(self, numel: int) -> int:
         """Bytes of all parts but one."""
         return -(-numel // self._group.size) * self._itemsize * (self._group.size - 1)
@@ -211,14 +216,28 @@ def _activation_bytes(setup: Setup) -> float:
     return setup.tokens / setup.mesh.cp * setup.model.hidden * setup.precision.compute.itemsize
 
 
-def pipeline_moves(setup: Setup) -> Iterator[Transfer]:
-    """What a middle stage sends of each micro-batch: activations onward, their gradients back."""
-    stages = setup.mesh.pp
-    if stages == 1:
+def pipeline_moves(setup: Setup, stage: int) -> Iterator[Transfer]:
+    """What a rank of `stage` sends of each micro-batch: activations onward, and their gradients back.
+
+    Nothing comes behind the last of all stages, and nothing before the first. The engine's stages send whole sequences,
+    which ranks along tp put together first.
+    """
+    ranks, chunks = setup.mesh.pp, setup.virtual_stages
+    if ranks == 1:
         return
     group = group_of(setup.mesh, "pp")
     neighbours = Group("pp", 2, group.stride)
-    once = _activation_bytes(setup) / setup.mesh.tp * setup.virtual_stages
-    link = Network(setup.cluster.device).link(neighbours)
-    for when in ("forward", "backward") if stages > 2 or setup.virtual_stages > 1 else ("forward",):
-        yield Transfer("send", "pipeline activations", "pipeline", when, once, neighbours, link)
+    parts, link = setup.mesh.tp if setup.as_megatron else 1, Network(setup.cluster.device).link(neighbours)
+    once = _activation_bytes(setup) / parts
+    for when, count in (("forward", chunks - (stage == ranks - 1)), ("backward", chunks - (stage == 0))):
+        if count:
+            yield Transfer("send", "pipeline activations", "pipeline", when, once * count, neighbours, link, count)
+            if setup.mesh.tp > 1 and setup.sequence_parallel and setup.staged:
+                yield _TensorMoves(setup).put_together(when, count)
+
+
+def shared_gradients(setup: Setup, copied_bytes: int) -> Transfer:
+    """What a rank of a pipeline sends once in a step of parameters that another stage has, too."""
+    group = group_of(setup.mesh, "pp")
+    link = Network(setup.cluster.device).link(group)
+    return Transfer("send", "gradients that stages share", "pipeline", "last", copied_bytes, group, link)

@@ -13,10 +13,11 @@ from terrazzo.planner.formulas import Formula
 from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
 from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
+from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.copies import copies
-from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
+from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves, shared_gradients
 
 __all__ = [
     "FORMULAS",
@@ -61,13 +62,16 @@ def traffic_of(setup: Setup) -> Traffic:
     return Traffic(tuple(terms), {link: sent for link, sent in by_link.items() if sent})
 
 
-def expected_exchanges(setup: Setup) -> dict[str, int]:
-    """What modules send of activations along `tp` and `cp` in a step, in bytes, by the names of `Traffic.by_name`."""
-    axes, found = {"tensor": "tp", "context": "cp"}, dict[str, int]()
-    for term in traffic_of(setup).collectives:
-        if (axis := axes.get(term.purpose)) is not None:
-            name = f"{axis} {term.name.split()[0]}"
-            found[name] = found.get(name, 0) + round(term.value)
+def expected_exchanges(setup: Setup, stage: int = 0) -> dict[str, int]:
+    """What a rank of `stage` sends of activations along `tp`, `cp` and `pp` in a step, in bytes.
+
+    By the names of `Traffic.by_name`.
+    """
+    axes, found = {"tensor": "tp ", "context": "cp ", "pipeline": ""}, dict[str, int]()
+    for move, links in _collect(setup, stage).values():
+        if (axis := axes.get(move.purpose)) is not None:
+            name = f"{axis}{move.kind}"
+            found[name] = found.get(name, 0) + round(sum(links.values()))
     return found
 
 
@@ -93,17 +97,19 @@ def _collect(setup: Setup, stage: int) -> Collected:
             add(move, count * repeats[move.when])
         for move in model_parallel_moves(setup, unit):
             add(move, count * setup.micro_batches)
-    for move in pipeline_moves(setup):
+        if copied_bytes := unit_states(unit, placement).copied:
+            add(shared_gradients(setup, copied_bytes), count)
+    for move in pipeline_moves(setup, stage):
         add(move, setup.micro_batches)
     return found
 
 
 def repetitions(setup: Setup) -> dict[str, int]:
     """How often each kind of move happens in a step."""
-    micro_batches = setup.micro_batches
+    micro_batches, first = setup.micro_batches, 1 if setup.staged else setup.micro_batches
     return {
-        "forward": micro_batches,
-        "backward": micro_batches,
+        "forward": first,  # in stages, what comes again has been put where it stays between forward and backward
+        "backward": 2 * micro_batches - first,
         "reduce": 0 if setup.sums_locally else micro_batches - 1,
         "last": 1,
         "update": 1,

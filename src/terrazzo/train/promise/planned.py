@@ -87,17 +87,18 @@ def traced_memory(config: Config, setup: Setup) -> Memory | None:
     return replace(memory, host=(*memory.host, *update))
 
 
-def exchanges_of(config: Config, setup: Setup) -> dict[str, int]:
-    """What a step sends of activations along tp and cp, in bytes, by the names of `Traffic.by_name`.
+def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int]:
+    """What a rank sends in a step of activations along tp, cp and pp, in bytes, by the names of `Traffic.by_name`.
 
     By formulas; where some weights are frozen, gradients of activations end where nothing trains before them, and the
     model's own operators are counted on paper: nothing where these depend on values, which they do not have. Nor of
-    stages, whose ranks send different amounts.
+    stages then.
     """
-    if setup.mesh.pp > 1:
+    mesh = setup.mesh
+    if mesh.tp * mesh.cp * mesh.pp == 1 or setup.model.trainable_numel == setup.model.numel:
+        return expected_exchanges(setup, rank * mesh.pp // mesh.world_size)
+    if mesh.pp > 1:
         return {}
-    if setup.mesh.tp * setup.mesh.cp == 1 or setup.model.trainable_numel == setup.model.numel:
-        return expected_exchanges(setup)
     model = prepare_model(_traced(config, setup, shortened=False))
     found = _trace_of(model, config, setup, find_units(model, None)[0])
     return {} if found is None else {name: sent * setup.micro_batches for name, sent in found[1].items()}

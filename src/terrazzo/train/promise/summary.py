@@ -59,7 +59,7 @@ def summarize(
     estimate, why = _promise(session)
     sent = {kind: count for kind, count in expected.bytes.items() if kind != "control"}  # flags and norms: a few bytes
     if estimate:
-        sent |= exchanges_of(session.config, estimate.setup)
+        sent |= exchanges_of(session.config, estimate.setup, session.ranks.rank)
     return {
         "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes,
         "state_bytes_measured": engine.state_bytes(),
