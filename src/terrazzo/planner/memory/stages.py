@@ -100,6 +100,8 @@ def _root_tensors(root: UnitShape, tied: bool, even: bool, stages: int, stage: i
     if stage < stages - 1:
         return ()
     head = tuple(tensor for tensor in first if tensor.role == "embedding")[:1] if tied else ()
+    if not even:
+        head = tuple(replace(tensor, role="head") for tensor in head)
     return tuple(tensor for tensor in root.tensors if not _looked_up(tensor)) + head
 
 
