@@ -21,7 +21,8 @@ from terrazzo.train.evaluate import evaluate, sample_text
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.micro_batches import learnt
-from terrazzo.train.model.experts import Load, balance_experts
+from terrazzo.train.model.experts import balance_experts
+from terrazzo.train.model.load import Load
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 

@@ -25,7 +25,7 @@ from terrazzo.telemetry import Console, JsonLines, ReportPage, Sink, StepMetrics
 from terrazzo.train.command import Command, folded, program
 from terrazzo.train.look import verdict_on
 from terrazzo.train.mesh_picture import mesh_picture
-from terrazzo.train.model.experts import Load
+from terrazzo.train.model.load import Load, counters_of
 from terrazzo.train.objectives import Validation
 from terrazzo.train.plan import build_precision, mesh_shape
 from terrazzo.train.promise.as_setup import matmul_format
@@ -102,11 +102,12 @@ class Report:
     def _known(self) -> set[str]:
         """The optional metrics that this run has: what a device does not tell, or a plan does not do, has no column."""
         tiers = {tier for unit in self._engine.units for tier in unit.buckets[0].tiers}
+        session = self._session
         has = {
             "mfu": self._peak_flops is not None,
             "tflops": self._on_cuda and self._peak_flops is None,
             "communication": not self._on_cuda and self._session.ranks.world_size > 1,
-            "expert_imbalance": self._session.config.model.experts.count is not None,
+            "expert_imbalance": session.config.model.experts.count is not None or any(counters_of(session.model)),
             "skipped_steps": bool(self._session.optimizer.scaler_state()),
             "disk_read_gb_s": "nvme" in tiers,
             "disk_write_gb_s": "nvme" in tiers,
@@ -340,12 +341,12 @@ class Report:
 
 
 def _expert_load(load: Mapping[str, Load]) -> dict[str, float]:
-    """Of all routers the worst imbalance and the mean entropy; nothing without experts."""
+    """Of all routers the worst imbalance and the mean entropy, of those that tell; nothing without experts."""
     if not load:
         return {}
-    entropy = sum(each.entropy for each in load.values()) / len(load)
-    imbalance = max(each.imbalance for each in load.values())
-    return {"expert_imbalance": imbalance, "router_entropy": entropy}
+    entropies = [each.entropy for each in load.values() if each.entropy is not None]
+    entropy = {"router_entropy": sum(entropies) / len(entropies)} if entropies else {}
+    return {"expert_imbalance": max(each.imbalance for each in load.values()), **entropy}
 
 
 def _precision(config: Config) -> str:
