@@ -74,7 +74,7 @@ class Report:
         self._start = time.perf_counter()
         self._traffic: dict[str, int] = {}  # bytes of the newest step, as `Traffic.by_name`
         self._pace, self._peak_bytes = Pace(), 0
-        self._usage = self._engine.usage()  # of memory and files beside the device, at the last log step
+        self._usage = self._engine.store.usage()  # of memory and files beside the device, at the last log step
         self._first_validation: tuple[int, Validation] | None = None  # of the run, where its metrics are here
         self._last_validation: Validation | None = None
         self._last_sample = ""
@@ -86,7 +86,7 @@ class Report:
         config = without_passwords(session.config.model_dump(mode="json"))
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (log.folder / "config.json").write_text(text + "\n", encoding="utf-8")
-        bill = self._engine.memory_bill(session.micro_batches)
+        bill = self._engine.promise.memory(session.micro_batches)
         plan = without_passwords(f"{self._engine.describe()}\n\nmemory of each rank:\n{bill.table()}")
         (log.folder / "plan.txt").write_text(plan + "\n", encoding="utf-8")
         self._metrics_file = JsonLines(log.folder / "metrics.jsonl", session.step)
@@ -273,7 +273,7 @@ class Report:
         return f"{type(self._session.model).__name__}, {numel / 1e6:.2f} M parameters{of_them}"
 
     def _bill_text(self) -> str:
-        bill = self._engine.memory_bill(self._session.micro_batches)
+        bill = self._engine.promise.memory(self._session.micro_batches)
         parts = {"": bill.total_bytes, " of the host": bill.host_bytes, " in files": bill.disk_bytes}
         return ", ".join(f"{count / 2**20:,.1f} MiB{where}" for where, count in parts.items() if count or not where)
 
@@ -305,7 +305,7 @@ class Report:
 
     def _offload_rates(self) -> dict[str, float | None]:
         """Of drives and of updates on the CPU since the last log step; None where there were none."""
-        before, self._usage = self._usage, self._engine.usage()
+        before, self._usage = self._usage, self._engine.store.usage()
 
         def rate(amount: str, seconds: str) -> float | None:
             spent = self._usage[seconds] - before[seconds]

@@ -53,9 +53,9 @@ def summarize(
         peak_flops: of the device, for MFU.
     """
     engine = engine_of(session.model)
-    bill = engine.memory_bill(session.micro_batches)
-    expected = engine.expected_traffic(micro_batches=session.micro_batches)
-    usage = engine.usage()
+    bill = engine.promise.memory(session.micro_batches)
+    expected = engine.promise.traffic(micro_batches=session.micro_batches)
+    usage = engine.store.usage()
     estimate, why = _promise(session)
     sent = {kind: count for kind, count in expected.bytes.items() if kind != "control"}  # flags and norms: a few bytes
     if estimate:
