@@ -188,8 +188,13 @@ def opposite(step: int, rank: int) -> list[int]:
     return list(range(DEPTH)) if rank % 2 else list(reversed(range(DEPTH)))
 
 
+def thrice(step: int, rank: int) -> list[int]:
+    """One call against three of the same block, which nobody calls in every other step."""
+    return [0, *([1] * (3 if rank else 1) if step % 2 else []), 2]
+
+
 @pytest.mark.cover(plan=places)
-@pytest.mark.parametrize("route", [later, dropped, shuffled, early, opposite])
+@pytest.mark.parametrize("route", [later, dropped, shuffled, early, opposite, thrice])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_units_that_come_as_they_like(plan: str, route: Route) -> None:
     follows(route, plan, world=world_of(plan))

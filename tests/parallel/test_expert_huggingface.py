@@ -142,6 +142,46 @@ def test_experts_compute_what_they_do_in_one_process_to_the_bit(kind: str, route
             assert torch.equal(own, parameter.grad.chunk(ranks)[rank])
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])
+def test_a_number_that_is_no_experts_has_nothing_computed(kind: str) -> None:
+    """So tokens skip a layer, some or, on the last rank, all of them; transformers' own loop leaves them out too."""
+    whole, given = copy.deepcopy(experts_in(base(kind))), []
+    whole.config = copy.deepcopy(whole.config)
+    whole.config._experts_implementation = "eager"
+    for rank in range(2):
+        tokens, chosen, weights = routed("even", rank, 2)
+        given.append((tokens, chosen.masked_fill((chosen % 3 == 0) | (rank == 1), 8), weights))
+    copies = [copy.deepcopy(base(kind)) for _ in range(2)]
+
+    def body(rank: int) -> tuple[Tensor, ...]:
+        return computed(experts_in(tz.parallelize(copies[rank], tz.mesh(ep=2))), given[rank])
+
+    for own, each in zip(run_in_threads(2, body, timeout_s=20)[0], computed(whole, given[0]), strict=True):
+        assert torch.equal(own, each)
+
+
+WAYS: dict[str, Any] = {
+    "one call against three": lambda module, given, rank: [module(*given) for _ in range(3 if rank else 1)],
+    "one calls none": lambda module, given, rank: [module(*given)] if rank else [given[0]],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_call_experts_otherwise_hear_it(way: str) -> None:
+    copies = [copy.deepcopy(base("mixtral")) for _ in range(2)]
+
+    def body(rank: int) -> None:
+        mesh = tz.mesh(ep=2)
+        model, experts = copies[rank], experts_in(copies[rank])
+        model.forward = lambda *given: torch.stack(WAYS[way](experts, given, rank)).sum()
+        model, _ = tz.shard(tz.parallelize(model, mesh), None, "zero3", units=[type(experts)], mesh=mesh)
+        tokens, chosen, weights = routed("even", rank, 2)
+        model(tokens.requires_grad_(), chosen, weights).backward()
+
+    with pytest.raises(tz.RanksApart, match="share experts have not run the same"):
+        run_in_threads(2, body, timeout_s=20)
+
+
 def batch(step: int, rank: int) -> Tensor:
     return torch.randint(61, (1, 12), generator=torch.Generator().manual_seed(100 * step + rank))
 
