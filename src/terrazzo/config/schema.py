@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from terrazzo.config.axes import ParallelConfig
+from terrazzo.config.guard import GuardConfig
 from terrazzo.config.section import Named, Section
 from terrazzo.config.task import DataConfig, LoraConfig, ModelConfig, ObjectiveConfig
 from terrazzo.engine import DTYPE_FIELDS, TIERS, Place, dtype_named, preset_named
@@ -298,6 +299,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
+    guard: GuardConfig = GuardConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     launch: LaunchConfig = LaunchConfig()
     log: LogConfig = LogConfig()

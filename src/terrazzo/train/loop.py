@@ -18,11 +18,11 @@ from terrazzo.train.command import Command
 from terrazzo.train.data import GlobalBatch
 from terrazzo.train.divergence import DivergenceWatch
 from terrazzo.train.evaluate import evaluate, sample_text
+from terrazzo.train.guard import Guard
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.micro_batches import learnt
-from terrazzo.train.model.experts import balance_experts
-from terrazzo.train.model.load import Load
+from terrazzo.train.model.experts import Load, balance_experts, forget_load
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 
@@ -44,7 +44,7 @@ class Trainer:
         self.report = Report(session, command or Command())
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
-        self.divergence = DivergenceWatch(session)
+        self.divergence, self.guard = DivergenceWatch(session), Guard(session)
         self.recorder = StepRecorder(self.engine, session.micro_batches)
         self.skew: list[list[float]] = []  # what ranks told at the last log step
         self.wait_s, self.learning_rate = 0.0, 0.0
@@ -69,6 +69,7 @@ class Trainer:
         self.recorder.begin()
         stopped = False
         while session.step < train.steps and not stopped:
+            before = session.step
             self.train_step()
             lost = session.keeper.lost() or self.report.lost()
             self.engine.traffic.record("control", self.stop.NBYTES)
@@ -78,8 +79,11 @@ class Trainer:
                 refuse_lost(lost)
                 session.keeper.wait()
             self.count_waits()
+            if session.step <= before:  # back at a checkpoint, which has all that is due there
+                self.begin_anew()
+                continue
             last = stopped or session.step == train.steps
-            logs = last or session.step % session.config.log.every == 0
+            logs = self.divergence.has_unseen and (last or session.step % session.config.log.every == 0)
             if logs:
                 self.log()
             if stopped and session.step < train.steps:
@@ -106,7 +110,11 @@ class Trainer:
         with self.watch.measure(), self.phases.during("input"):
             batch = session.loader.next_step()
         total, norm = backward_on(session, batch)
-        self.divergence.add(total / max(1, batch.samples), norm)
+        loss = total / max(1, batch.samples)
+        if (why := self.guard.objection(loss, norm)) is not None:
+            self.left_out(why)
+            return
+        self.divergence.add(loss, norm)
         update(session)
         self.load = balance_experts(session.model)
         self.learning_rate = session.optimizer.param_groups[0]["lr"]  # what the step was taken with
@@ -114,6 +122,23 @@ class Trainer:
         session.step += 1
         session.tokens += batch.valid_tokens
         self.report.step_done(self.engine.traffic)
+
+    def left_out(self, why: str) -> None:
+        """The step that is under way is not taken."""
+        session, before = self.session, self.session.step
+        forget_load(session.model)
+        done = self.guard.act(why)
+        if session.step <= before:  # the step before may have been saved
+            self.report.back()
+        self.report.left_out(done, session.skipped[-1])
+
+    def begin_anew(self) -> None:
+        """Forget what was measured of steps that are done again."""
+        session = self.session
+        self.divergence = DivergenceWatch(session)
+        self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.tokens, 0.0
+        self.watch.reset()
+        self.recorder.begin()
 
     def count_waits(self) -> None:
         """A step has ended, the ranks' agreement on what comes next included."""

@@ -35,7 +35,6 @@ from terrazzo.train.folders import absent_folders, make_log_folder, make_swap_fo
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
-from terrazzo.train.model.load import count_rows
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
@@ -45,7 +44,7 @@ from terrazzo.train.plan import build_offload, build_plan, build_precision, mesh
 from terrazzo.train.reference import Due, check_same_initial, compute_reference, initial_model, reference_due
 from terrazzo.train.session import Origin, Sampling, Session
 
-__all__ = ["evaluation_limit", "open_session"]
+__all__ = ["evaluation_limit", "open_session", "resume"]
 
 EXTRA = ("step", "tokens", "best", "schedule", "data", "evaluation", "config")
 """What a checkpoint of a run has beside model and optimizer, at the least."""
@@ -115,7 +114,6 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: l
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     sampling = Sampling(_prompt(config, begin.data, begin.asked), begin.asked)
     model, flops_per_token = _model(config, begin.data, sampling.prompt)
-    count_rows(model)
     parallelize_model(model, config, mesh)
     parts = parts_of(config, ranks, context_of(model))
     loader = Loader(begin.data.train, config, parts.reader, parts.readers, parts.of)
@@ -167,17 +165,18 @@ def _fill(session: Session, begin: _Begin) -> None:
         compute_reference(begin.due, model, config, session.parts, session.ranks.device)
     torch.manual_seed(_seed(session, 0))  # dropout must differ between data
     if begin.newest:
-        _resume(session)
+        resume(session)
     else:  # last, so that nothing is lost to a run that cannot start
         on_first(lambda: clear_checkpoints(config), BadInput)
 
 
-def _resume(session: Session) -> None:
+def resume(session: Session) -> None:
     """Continue from the newest whole checkpoint. Collective."""
     config = session.config
     resumed = _resumed(session)
     extra = resumed.extra
     session.step, session.tokens = extra["step"], extra["tokens"]
+    session.skipped = list(extra.get("skipped", ()))
     session.validations.best = extra["best"]
     session.notes.append(f"resumed at step {session.step}")
     session.notes += [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]

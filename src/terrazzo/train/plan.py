@@ -61,11 +61,12 @@ def build_offload(config: Config) -> Offload:
     section = config.offload
     scaled = build_precision(config).loss_scaling is not None
     obstacle = "clips gradients (train.clip)" if config.train.clip else "scales the loss (precision)" if scaled else ""
+    obstacle = obstacle or ("judges each step before its update (guard)" if config.guard.acts else "")
     if section.step == "backward" and obstacle:
         raise BadInput(
             f"offload.step is 'backward', which updates each unit before the others' gradients exist, but this run"
             f" {obstacle}, which needs all of them first: use offload.step=overlapped, which is exact too, or"
-            f" {'train.clip=null' if config.train.clip else 'another precision'}."
+            f" {'train.clip=null' if config.train.clip else 'another precision' if scaled else 'no guard'}."
         )
     step = ("overlapped" if obstacle else "backward") if section.step == "auto" else section.step
     return Offload(

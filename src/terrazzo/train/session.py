@@ -71,6 +71,7 @@ class Session:
         notes: what is to be said of it before the first step, in lines.
         step: finished optimizer steps.
         tokens: targets trained on.
+        skipped: what the guard has left out: at which `step`, how many `batches`, and `why`.
     """
 
     config: Config
@@ -89,6 +90,7 @@ class Session:
     origin: Origin
     step: int = 0
     tokens: int = 0
+    skipped: list[dict[str, Any]] = field(default_factory=list)
     validations: Validations = field(default_factory=Validations)
 
     @property
@@ -120,6 +122,7 @@ class Session:
         return {
             "step": self.step,
             "tokens": self.tokens,
+            "skipped": self.skipped,
             "metric": self.validations.of(self.step),
             "best": self.validations.best,
             "schedule": self.schedule.state_dict(),

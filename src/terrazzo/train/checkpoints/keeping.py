@@ -84,6 +84,11 @@ class Keeper:
         """Whether a save in the background is known to have failed on this rank."""
         return self._saver is not None and self._saver.failed()
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint of this run to go back to."""
+        return bool(self.saved_step or self._saving_step)
+
     def wait(self) -> None:
         """Wait for a save in the background; raises `SaveFailed` on all ranks when it failed on one. Collective."""
         if self._saver is not None:

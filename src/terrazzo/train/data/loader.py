@@ -161,6 +161,12 @@ class Loader:
         epochs, samples = divmod(cursor.samples, self.order.num_sequences)  # 0 epochs, unless the data are fewer now
         self.ahead, self.cursor = None, Cursor(cursor.epoch + epochs, samples)
 
+    def skip(self, steps: int) -> None:
+        """Leave out so many steps."""
+        self.ahead = None
+        for _ in range(steps):
+            _, self.cursor = self.order.take(self.cursor, self.batch.global_batch)
+
     def close(self) -> None:
         """Ends the reading thread; the loader can still be used, without reading ahead."""
         if self.thread is not None:

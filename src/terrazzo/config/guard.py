@@ -1,0 +1,41 @@
+"""What is done about a step that is not like those before it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from terrazzo.config.section import Section
+
+__all__ = ["GuardConfig"]
+
+
+class GuardConfig(Section):
+    """What is done about a step whose loss or gradients are not finite, or a spike."""
+
+    action: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="`stop`: end the run; `skip`: leave the weights as they are and go on with the next batch; "
+        "`rollback`: go back to the newest checkpoint, and around the batches since",
+    )
+    spike: float | None = Field(
+        None,
+        gt=0,
+        description="a loss or a norm is a spike so many deviations above the median of the steps before it; null: "
+        "only what is not finite counts",
+    )
+    window: int = Field(100, ge=8, description="spike: steps before it that it is compared with, at least 8")
+    skip_batches: int = Field(0, ge=0, description="rollback: batches behind that of the spike that are left out too")
+    limit: int = Field(10, gt=0, description="skips and rollbacks of a run; one more ends it")
+
+    @property
+    def acts(self) -> bool:
+        """Whether steps are judged before their update, beyond what ends a run in any case."""
+        return self.action != "stop" or self.spike is not None
+
+    def _agrees(self) -> None:
+        if self.skip_batches and self.action != "rollback":
+            raise ValueError(f"skip_batches belongs to action 'rollback', and this one is '{self.action}': remove it")
+        if self.window != type(self).model_fields["window"].default and self.spike is None:
+            raise ValueError("window without spike: set guard.spike, such as 8, or remove it")

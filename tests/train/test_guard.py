@@ -1,0 +1,142 @@
+"""Steps that are not like those before them: left out, or gone back from, on all ranks alike, or the end of a run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from terrazzo.checkpoint import latest, open_source
+from terrazzo.errors import BadInput, Diverged
+from terrazzo.train.guard import spike_above
+from terrazzo.train.loop import Trainer
+from terrazzo.train.objectives import NextToken
+from terrazzo.train.plan import build_offload
+from tests.train.test_run_edges import on_ranks_of_a_run
+from tests.train.test_session import StopAfter, config_in, equal, final_state, metrics, trained
+
+REAL = NextToken.loss_of
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, calls: dict[int, float]) -> None:
+    """Losses of some calls of the objective, counted from 1, times a number."""
+    count = itertools.count(1)
+
+    def spoilt(objective: Any, model: Any, *arguments: Any) -> Tensor:
+        return REAL(objective, model, *arguments) * calls.get(next(count), 1.0)
+
+    monkeypatch.setattr(NextToken, "loss_of", spoilt)
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    found = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if line["kind"] == kind]
+
+
+def test_a_spike_is_far_above_the_median_of_enough_steps() -> None:
+    assert spike_above([1.0] * 7, 3.0) == math.inf
+    calm = [2.0, 2.1, 1.9, 2.0, 2.2, 1.8, 2.0, 2.1]
+    assert 2.2 < spike_above(calm, 4.0) < 3.0
+    assert spike_above([*calm, 1e9], 4.0) < 3.0, "a spike in the window hides no other"
+    assert spike_above([5.0] * 8, 10.0) == pytest.approx(5.5)
+
+
+def test_a_step_that_is_left_out_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle is the run in which the loop gives that step no gradients to learn from, and no decay."""
+    spoil(monkeypatch, {3: math.nan})
+    config = config_in(tmp_path, guard={"action": "skip"}, train={"steps": 3}, schedule={"name": "constant"})
+    assert trained(config) == 0
+    skipped = final_state(tmp_path)
+    assert [(line["step"], line["batches"]) for line in lines(tmp_path, "guard")] == [(3, 1)]
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2]
+    extra = open_source(str(latest(str(tmp_path / "run" / "checkpoints")))).extra
+    assert extra["skipped"] == [{"step": 3, "batches": 1, "why": "its loss is nan"}]
+    other = tmp_path / "other"
+    other.mkdir()
+    spoil(monkeypatch, {})
+    assert trained(config_in(other, train={"steps": 2}, schedule={"name": "constant"})) == 0
+    assert equal(skipped, final_state(other))
+
+
+@pytest.mark.parametrize("more", [0, 2])
+def test_after_a_spike_the_run_goes_back_and_around_the_batches_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    """The oracle goes on from the same checkpoint, once its cursor has been moved by hand."""
+    spoil(monkeypatch, {12: 100.0})
+    guard = {"action": "rollback", "spike": 8.0, "skip_batches": more}
+    sections: dict[str, Any] = {"checkpoint": {"every": 5}, "schedule": {"name": "constant"}, "log": {"every": 1}}
+    assert trained(config_in(tmp_path, guard=guard, train={"steps": 14}, **sections)) == 0
+    (line,) = lines(tmp_path, "guard")
+    assert [line[key] for key in ("step", "not_taken", "batches")] == [10, 12, 2 + more]
+    assert [each["step"] for each in metrics(tmp_path)] == list(range(1, 15))
+
+    other = tmp_path / "other"
+    other.mkdir()
+    spoil(monkeypatch, {})
+    assert trained(config_in(other, train={"steps": 10}, **sections)) == 0
+    config = config_in(other, train={"steps": 14}, **sections)
+
+    def moved(session: Any) -> None:
+        session.loader.skip(2 + more)
+        Trainer(session, StopAfter(None)).run()
+
+    on_ranks_of_a_run(1, config, moved)
+    assert equal(final_state(tmp_path), final_state(other))
+
+
+def test_two_ranks_decide_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's micro-batch is bad; both leave the step out."""
+
+    def spoilt(objective: Any, model: Any, *arguments: Any) -> Tensor:
+        loss = REAL(objective, model, *arguments)
+        model.calls += 1
+        return loss * math.inf if torch.distributed.get_rank() == 1 and model.calls == 2 else loss
+
+    def work(session: Any) -> tuple[int, list[dict[str, Any]]]:
+        session.model.calls = 0
+        Trainer(session, StopAfter(None)).run()
+        return session.step, session.skipped
+
+    monkeypatch.setattr(NextToken, "loss_of", spoilt)
+    config = config_in(tmp_path, guard={"action": "skip"}, batch={"micro_batch": 1})
+    one, other = on_ranks_of_a_run(2, config, work)
+    assert one == other == (4, [{"step": 2, "batches": 1, "why": "its loss is inf"}])
+
+
+@pytest.mark.parametrize(
+    ("guard", "every", "calls", "match"),
+    [
+        ({"spike": 8.0}, None, {10: 50.0}, r"Step 10 was not taken: its loss is .* is a spike.*guard\.action=skip"),
+        ({"action": "rollback"}, None, {2: math.nan}, "no checkpoint to go back to"),
+        (
+            {"action": "skip", "limit": 1},
+            None,
+            {2: math.nan, 4: math.nan},
+            r"guard\.limit 1.*before: steps 2\.",
+        ),
+        ({"action": "rollback", "limit": 2}, 1, dict.fromkeys(range(3, 9), math.nan), r"limit 2.*steps 3, 3\."),
+    ],
+)
+def test_what_cannot_go_on_ends_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guard: dict[str, Any], every: int | None, calls: Any, match: str
+) -> None:
+    spoil(monkeypatch, calls)
+    with pytest.raises(Diverged, match=match):
+        trained(config_in(tmp_path, guard=guard, checkpoint={"every": every}, train={"steps": 12}))
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="skip_batches belongs to action 'rollback'"):
+        config_in(tmp_path, guard={"skip_batches": 3})
+    with pytest.raises(BadInput, match="window without spike"):
+        config_in(tmp_path, guard={"window": 20})
+    offload = {"offload": {"optim": "cpu", "step": "backward"}, "train": {"clip": None}}
+    with pytest.raises(BadInput, match=r"judges each step before its update \(guard\).*no guard"):
+        build_offload(config_in(tmp_path, guard={"action": "skip"}, **offload))
