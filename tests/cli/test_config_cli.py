@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from terrazzo import cli
 from terrazzo.config import config_from_dict
+from terrazzo.config.files import format_of, parse
 from terrazzo.dialects.registry import NAMES, dialect, recognise
 from terrazzo.errors import BadInput
 
@@ -333,6 +334,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "trainer": {"output_dir": "out", "per_device_train_batch_size": 2, "bf16": True},
     "lightning": {"strategy": "fsdp", "devices": 8, "precision": "bf16-mixed"},
     "torchtitan": {"parallelism": {"data_parallel_shard_degree": -1}, "training": {"local_batch_size": 2}},
+    "megatron": {"use-distributed-optimizer": True, "micro-batch-size": 2, "bf16": True},
     "terrazzo": {"plan": "zero3", "batch": {"micro_batch": 2}},
 }
 
@@ -351,7 +353,7 @@ def test_every_verb_works_for_every_dialect(tmp_path: Path, source: str, target:
     path = _file(tmp_path, "a.json", json.dumps(SAMPLES[source]))
     result = run("convert", path, "--to", target, "--world", 8, "--partial")
     assert result.exit_code == 0, result.output
-    written = json.loads(result.stdout) if target == "deepspeed" else yaml.safe_load(result.stdout)
+    written = parse(result.stdout, format_of(Path(f"x{dialect(target).suffix}")))
     assert recognise(written, "what is written").name == target
     assert dialect(source).title in run("explain", path).output
     checked = json.loads(run("check", path, "--json").stdout)

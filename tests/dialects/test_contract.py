@@ -135,7 +135,7 @@ def test_every_key_alone_and_with_its_section_with_every_kind_of_value(name: str
             assert_promises(dialect(name), nested([(key, value) for key in keys]), CONTEXTS[1])
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "accelerate", "trainer", "lightning", "torchtitan"])
+@pytest.mark.parametrize("name", ["deepspeed", "accelerate", "trainer", "lightning", "torchtitan", "megatron"])
 def test_a_number_as_text_means_the_number(name: str) -> None:
     """YAML 1.1 takes `1e-3` for text. Who computes with it must take it as what it means."""
     numbers = 0
@@ -219,7 +219,7 @@ WITHOUT_MEANING = {
 def test_every_key_has_a_meaning_or_is_a_pattern(name: str) -> None:
     found = dialect(name)
     assert found.title
-    assert found.suffix in (".json", ".yaml")
+    assert found.suffix in (".json", ".yaml", ".sh")
     silent = [key for key in found.keys if not found.meaning(key) and not key.endswith(("*", ">"))]
     assert {key.partition(".")[0] for key in silent} <= WITHOUT_MEANING.get(name, set())
 

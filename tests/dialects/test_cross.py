@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from terrazzo.config import config_from_dict
-from terrazzo.config.files import Loaded, parse
+from terrazzo.config.files import Loaded, format_of, parse
 from terrazzo.dialects.core.description import Description, inactive
 from terrazzo.dialects.core.description import settings as settings_of
 from terrazzo.dialects.core.dialect import Context, Dialect, Reading
@@ -42,9 +42,9 @@ def sample(name: str, label: str) -> Reading:
 def through(source: Dialect, reading: Reading, target: Dialect) -> tuple[Conversion, dict[str, Any]]:
     """A conversion, and its document as it is in a file."""
     conversion = convert_reading(source, reading, target, CONTEXT)
-    kind = "json" if target.suffix == ".json" else "yaml"
-    text = to_text(conversion.document, kind, Loaded(Path("x.json"), {}, "", "json"), conversion.verdicts)  # type: ignore[arg-type]
-    return conversion, parse(text, kind) if conversion.document else {}  # type: ignore[arg-type]
+    kind = format_of(Path(f"x{target.suffix}"))
+    text = to_text(conversion.document, kind, Loaded(Path("x.json"), {}, "", "json"), conversion.verdicts)
+    return conversion, parse(text, kind) if conversion.document else {}
 
 
 def test_every_dialect_has_samples() -> None:
@@ -204,6 +204,28 @@ LOSSLESS: dict[str, set[str]] = {
     "lightning": {"strategy", "devices", "gradient_clip_val", "precision"},
     "fsdp1": {"sharding_strategy", "mixed_precision.param_dtype", "mixed_precision.reduce_dtype"},
     "fsdp2": {"reshard_after_forward", "mp_policy.param_dtype", "mp_policy.reduce_dtype"},
+    "megatron": {
+        "use-distributed-optimizer",
+        "tensor-model-parallel-size",
+        "pipeline-model-parallel-size",
+        "num-virtual-stages-per-pipeline-rank",
+        "sequence-parallel",
+        "bf16",
+        "micro-batch-size",
+        "global-batch-size",
+        "seq-length",
+        "lr",
+        "min-lr",
+        "weight-decay",
+        "adam-beta1",
+        "lr-decay-style",
+        "lr-warmup-iters",
+        "train-iters",
+        "clip-grad",
+        "recompute-granularity",
+        "save",
+        "save-interval",
+    },
     "torchtitan": {
         "parallelism.data_parallel_replicate_degree",
         "training.local_batch_size",

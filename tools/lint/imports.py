@@ -31,7 +31,7 @@ INNER_LAYERS = {
     "checkpoint": ("format", "storage", CORE, "importers", "saving", "loading", "exporters", "upkeep", ""),
     "dialects": (
         *("core", "shared", "deepspeed", "fsdp1", "nested"),
-        *("accelerate", "fsdp2", "lightning", "terrazzo", "torchtitan", "trainer", "registry", "verbs", ""),
+        *("accelerate", "fsdp2", "lightning", "megatron", "terrazzo", "torchtitan", "trainer", "registry", "verbs", ""),
     ),
     "engine": (
         *("runtime", "links", "plan", "buckets", "schedule", "loop", "optim", "offload", "paper", "model", "states"),

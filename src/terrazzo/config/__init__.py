@@ -2,7 +2,7 @@
 
 Open to other packages:
 
-    files   any configuration's file as plain data, for those who read other libraries'
+    arguments, files   any configuration's file as plain data, for those who read other libraries'
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
 """Loading a stranger's file: plain data or `BadInput`, quickly, and nothing that a string names is run.
 
-JSON, YAML and TOML. What is refused: more than 1 MiB, nesting deeper than 32, more than 20,000 values once aliases are
-expanded, cycles, keys given twice, NaN and infinities, numbers beyond 64 bits, YAML's numbers in base 8 (`010`) and 60
-(`1:30`), other encodings than UTF-8, control characters, YAML tags for anything but plain values, several documents in
-one file, and what is no regular file.
+JSON, YAML, TOML, and shell scripts that start a program with arguments (see `arguments`). What is refused: more than
+1 MiB, nesting deeper than 32, more than 20,000 values once aliases are expanded, cycles, keys given twice, NaN and
+infinities, numbers beyond 64 bits, YAML's numbers in base 8 (`010`) and 60 (`1:30`), other encodings than UTF-8,
+control characters, YAML tags for anything but plain values, several documents in one file, and what is no regular file.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any, Literal, NoReturn
 
 import yaml
 
+from terrazzo.config.arguments import parse_arguments
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import brackets, is_deeper, read_plain
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "Format", "Loaded", "load", "parse", "parse_value", "read_text"]
+__all__ = ["MAX_BYTES", "MAX_DEPTH", "Format", "Loaded", "format_of", "load", "parse", "parse_value", "read_text"]
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
@@ -33,8 +34,8 @@ _MAX_VALUES = 20_000
 _MAX_NUMBER = 2**63
 _MAX_DIGITS = 100  # YAML's numbers in base 60 take quadratic time
 
-Format = Literal["json", "yaml", "toml"]
-_FORMATS: dict[str, Format] = {".json": "json", ".toml": "toml"}
+Format = Literal["json", "yaml", "toml", "arguments"]
+_FORMATS: dict[str, Format] = {".json": "json", ".toml": "toml", ".sh": "arguments", ".args": "arguments"}
 _Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's where it is there: 10 times faster
 
 
@@ -56,15 +57,23 @@ class Loaded:
 
 
 def load(path: str | Path) -> Loaded:
-    """Read a file: JSON or TOML if its name ends so, else YAML. Raises: `BadInput` for all that the module refuses."""
+    """Read a file: JSON, TOML or arguments if its name ends so, else YAML.
+
+    Raises: `BadInput` for all that the module refuses.
+    """
     path = Path(path)
     text, kind = read_text(path)
     return Loaded(path, parse(text, kind, str(path)), text, kind, kind == "json" and _strict(text) != text)
 
 
+def format_of(path: Path) -> Format:
+    """What a file's name says."""
+    return _FORMATS.get(path.suffix.lower(), "yaml")
+
+
 def read_text(path: Path) -> tuple[str, Format]:
     """A file's text, and the format that its name says."""
-    return _decode(_read(path), str(path)), _FORMATS.get(path.suffix.lower(), "yaml")
+    return _decode(_read(path), str(path)), format_of(path)
 
 
 def parse(text: str, kind: Format, origin: str = "the text") -> dict[str, Any]:
@@ -320,7 +329,12 @@ def _dates_as_text(value: Any) -> Any:
     return value.isoformat() if isinstance(value, datetime.date | datetime.time) else value
 
 
-_READERS: dict[Format, Callable[[str, str], Any]] = {"json": _json, "yaml": _yaml, "toml": _toml}
+_READERS: dict[Format, Callable[[str, str], Any]] = {
+    "json": _json,
+    "yaml": _yaml,
+    "toml": _toml,
+    "arguments": parse_arguments,
+}
 
 
 # -- all ------------------------------------------------------------------------------------------------------------

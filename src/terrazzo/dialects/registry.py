@@ -15,6 +15,7 @@ _CLASSES = {
     "accelerate": "terrazzo.dialects.accelerate.Accelerate",
     "deepspeed": "terrazzo.dialects.deepspeed.DeepSpeed",
     "torchtitan": "terrazzo.dialects.torchtitan.Torchtitan",
+    "megatron": "terrazzo.dialects.megatron.Megatron",
     "terrazzo": "terrazzo.dialects.terrazzo.Terrazzo",
     "lightning": "terrazzo.dialects.lightning.Lightning",
     "trainer": "terrazzo.dialects.trainer.TrainingArguments",

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["config"]
 
 Option = typer.Option
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A configuration in YAML, JSON or TOML.")]
+File = Annotated[
+    Path, typer.Argument(metavar="FILE", help="A configuration in YAML, JSON or TOML, or a script of arguments.")
+]
 From = Annotated[str | None, Option("--from", metavar="DIALECT", help="the file's dialect; default: as it looks")]
 WITH = "What the file does not say"
 World = Annotated[int | None, Option(min=1, help="number of ranks", rich_help_panel=WITH)]
@@ -44,7 +46,8 @@ AsJson = Annotated[bool, Option("--json", help="print JSON")]
 
 LOAD_DTYPES = ("fp32", "bf16", "fp16")
 HELP = (
-    "Explain, check, convert and compare configurations: DeepSpeed, FSDP, Accelerate, Trainer, Lightning, torchtitan."
+    "Explain, check, convert and compare configurations: DeepSpeed, FSDP, Accelerate, Trainer, Lightning, torchtitan,"
+    " Megatron-LM."
 )
 
 config = typer.Typer(no_args_is_help=True, help=HELP)
@@ -263,10 +266,12 @@ def _check_out(out: Path) -> None:
 
 
 def _text(conversion: Conversion, understood: Understood, out: Path | None) -> str:
+    from terrazzo.config.files import format_of
     from terrazzo.dialects.verbs.emit import to_text
 
-    suffix = (out.suffix.lower() if out is not None else "") or conversion.target.suffix
-    return to_text(conversion.document, "json" if suffix == ".json" else "yaml", understood.loaded, conversion.verdicts)
+    named = out if out is not None and out.suffix else Path(f"document{conversion.target.suffix}")
+    kind = format_of(named)
+    return to_text(conversion.document, kind, understood.loaded, conversion.verdicts)
 
 
 def _write(out: Path, text: str) -> None:

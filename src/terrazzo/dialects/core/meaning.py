@@ -116,6 +116,8 @@ def agree(path: str, one: Description, other: Description) -> bool:
     """Whether two descriptions mean the same by a setting, as far as both say it."""
     if not one[path].is_set or not other[path].is_set or same(path, one.value(path), other.value(path)):
         return True
+    if idle(one, path) and idle(other, path):
+        return True
     axis = path.removeprefix("mesh.")
     if axis in ("dp_shard", "dp_replicate"):  # one may say what the other leaves to the world
         known = {degrees(one)[axis], degrees(other)[axis]}

@@ -195,6 +195,10 @@ class Reader:
         self._extras = [extra for extra in self._extras if extra.key != key]
         self._extras.append(Extra(key, value, why, loss="harmless"))
 
+    def kept(self) -> frozenset[str]:
+        """Keys of which a value is kept."""
+        return frozenset(extra.key for extra in self._extras)
+
     def keep_nulls(self) -> None:
         """Keep known keys that say nothing, so that the same document can be written again."""
         for key in [key for key, value in self.flat.items() if value is None or value == {}]:

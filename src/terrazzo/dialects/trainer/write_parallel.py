@@ -25,7 +25,9 @@ def write_ddp(pen: Pen) -> None:
         pen.implied([path for path in PATHS if path.startswith("offload.")])
     _axes(pen, {})
     _checkpointing(pen, "activation_checkpointing")
-    pen.implied(("loading.low_memory", "loading.broadcast", "saving.state", "saving.export"))
+    pen.implied(("loading.low_memory", "loading.broadcast", "saving.export"))
+    whole = "" if pen.value("saving.state", "full") == "full" else "every rank has the whole state, and saves so"
+    pen.implied("saving.state", whole)
 
 
 def write_fsdp(pen: Pen, context: Context) -> None:

@@ -33,7 +33,7 @@ def compare(a: Description, b: Description) -> list[Difference]:
     for path in PATHS:
         one, other = a[path], b[path]
         if one.is_set and other.is_set:
-            if not agree(path, a, b) and not (idle(a, path) and idle(b, path)):
+            if not agree(path, a, b):
                 found.append(Difference(path, MEANING[path], "value", one, other))
         elif one.is_set != other.is_set:
             said = one if one.is_set else other

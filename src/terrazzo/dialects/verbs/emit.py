@@ -1,4 +1,4 @@
-"""A converted document as text: YAML with the source's comments at the keys that they spoke of, or JSON."""
+"""A converted document as text: YAML with the source's comments at the keys that they spoke of, JSON, or arguments."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from terrazzo.config.arguments import write_arguments
 from terrazzo.config.files import Format, Loaded
 from terrazzo.dialects.core.description import keys_in
 from terrazzo.dialects.core.verdict import Verdict
@@ -38,6 +39,8 @@ def to_text(document: Mapping[str, Any], kind: Format, source: Loaded, verdicts:
         verdicts: those of the conversion: they say what each key of the source has become.
     """
     values = plain(document)
+    if kind == "arguments":
+        return write_arguments(values)
     if kind == "json":
         return json.dumps(values, indent=2) + "\n"
     text = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

@@ -1,0 +1,44 @@
+"""Megatron-LM's arguments, as a shell script gives them to its programs, or as keys of YAML.
+
+A key is an argument without its dashes, `tensor-model-parallel-size`; `--tensor-model-parallel-size` and
+`tensor_model_parallel_size` are read as the same. What torchrun is given before the program is below `torchrun`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.megatron.findings import findings
+from terrazzo.dialects.megatron.keys import KEYS, LAUNCHER, canonical
+from terrazzo.dialects.megatron.read import read
+from terrazzo.dialects.megatron.write import write
+
+__all__ = ["Megatron"]
+
+_SHARED = {"bf16", "fp16", "seed", "optimizer", "lr", "save", "load", "spec", "profile", "replication", "split", "sft"}
+"""Arguments whose names are keys elsewhere, too."""
+
+
+class Megatron(Dialect):
+    """The arguments of `pretrain_gpt.py` and its kin."""
+
+    name = "megatron"
+    title = "Megatron-LM arguments"
+    suffix = ".sh"
+    keys = KEYS
+
+    def recognises(self, document: Document) -> bool:
+        """By more arguments than strangers, of which one at least is no other library's."""
+        known = {canonical(str(key)) for key in document} & (set(KEYS) | {LAUNCHER})
+        return bool(known - _SHARED) and 2 * len(known) > len(document)
+
+    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+        return read(document, context)
+
+    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+        return write(description, context)
+
+    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+        return findings(document, reading)

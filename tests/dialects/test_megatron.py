@@ -1,0 +1,273 @@
+"""Megatron-LM's arguments: what they mean there, and what becomes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.config import config_from_dict
+from terrazzo.config.arguments import write_arguments
+from terrazzo.dialects.megatron.keys import KEYS, REMOVED, canonical
+from terrazzo.dialects.verbs.understand import understand
+from terrazzo.engine import LossScaling
+from tests.dialects.peers import assert_lossless, converted, described, found, inventory, precision, verdicts
+
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "stages": {"pipeline-model-parallel-size": 2, "num-layers": 32, "num-layers-per-virtual-pipeline-stage": 4},
+    "launched": {"torchrun": {"nproc-per-node": 8, "nnodes": 2, "rdzv-id": "x"}, "bf16": True},
+    "ulysses": {"context-parallel-size": 4, "cp-comm-type": "a2a"},
+    "fsdp": {"use-megatron-fsdp": True, "num-distributed-optimizer-instances": 2, "bf16": True},
+    "offload": {"optimizer-cpu-offload": True, "optimizer-offload-fraction": 0.5, "bf16": True},
+    "wsd": {"lr-decay-style": "WSD", "lr-wsd-decay-iters": 10, "train-iters": 100, "lr": 1e-3, "min-lr": 1e-4},
+    "sgd": {"optimizer": "sgd", "sgd-momentum": 0.5, "adam-beta1": 0.9},
+    "others": {"moe-grouped-gemm": True, "data-path": ["0.5", "a"], "fp8-format": "hybrid", "no-rope-fusion": True},
+}
+
+
+@pytest.mark.parametrize("label", DOCUMENTS)
+@pytest.mark.parametrize("world", [None, 16])
+def test_round_trip(label: str, world: int | None) -> None:
+    assert_lossless("megatron", DOCUMENTS[label], world=world)
+
+
+def test_every_argument_is_known() -> None:
+    """All that version 0.20 takes, and those that it stops at."""
+    names = inventory("megatron")
+    assert len(names) > 850
+    for name in names:
+        assert canonical(name) in KEYS or name in REMOVED, name
+    assert {key for key in KEYS if not key.startswith("torchrun.")} <= set(names)
+
+
+@pytest.mark.parametrize("key", ["micro-batch-size", "--micro-batch-size", "micro_batch_size"])
+def test_an_argument_is_read_however_it_is_spelt(key: str) -> None:
+    assert described("megatron", {key: 4}).value("batch.micro_batch") == 4
+
+
+@pytest.mark.parametrize("key", sorted(REMOVED))
+def test_what_it_stops_at_is_explained(key: str) -> None:
+    said = verdicts("megatron", {key: 2})[key]
+    assert (said.kind, REMOVED[key] in said.why) == ("refused", True)
+
+
+def test_what_it_does_not_know_is_refused_with_the_nearest() -> None:
+    assert "'micro-batch-size'" in verdicts("megatron", {"micro-batch-sise": 2})["micro-batch-sise"].why
+
+
+@pytest.mark.parametrize(
+    ("arguments", "row", "replicas"),
+    [
+        ({}, "zero0", 1),
+        ({"use-distributed-optimizer": True}, "zero1", 1),
+        ({"use-torch-fsdp2": True}, "zero3", 1),
+        ({"use-torch-fsdp2": True, "torch-fsdp2-no-reshard-after-forward": True}, "shard_grad_op", 1),
+        ({"use-megatron-fsdp": True}, "zero3", 1),
+        ({"use-megatron-fsdp": True, "data-parallel-sharding-strategy": "no_shard"}, "zero0", 1),
+        ({"use-megatron-fsdp": True, "data-parallel-sharding-strategy": "optim"}, "zero1", 1),
+        ({"use-megatron-fsdp": True, "data-parallel-sharding-strategy": "optim_grads"}, "zero2", 1),
+        ({"use-megatron-fsdp": True, "num-distributed-optimizer-instances": 2}, "hybrid_shard", 2),
+        ({"use-megatron-fsdp": True, "num-distributed-optimizer-instances": 2, "outer-dp-sharding-strategy": "optim"},
+         "hfsdp", 2),
+        ({"use-distributed-optimizer": True, "num-distributed-optimizer-instances": 2}, None, 2),
+    ],
+)  # fmt: skip
+def test_rows(arguments: dict[str, Any], row: str | None, replicas: int) -> None:
+    description = described("megatron", {"bf16": True, **arguments})
+    assert (description.row, description.value("mesh.dp_replicate")) == (row, replicas)
+    if row is None:
+        assert description.value("sharding.optim") == "S"
+    conversion = converted("megatron", "terrazzo", {"bf16": True, **arguments}, world=8)
+    config_from_dict(conversion.document)
+    back = converted("terrazzo", "megatron", conversion.document, world=8)
+    assert [back.after.value(f"sharding.{state}") for state in ("weight", "between", "grad", "optim")] == [
+        description.value(f"sharding.{state}") for state in ("weight", "between", "grad", "optim")
+    ]
+
+
+# storage, compute, reduce, accumulate, master, saved
+@pytest.mark.parametrize(
+    ("arguments", "row"),
+    [
+        ({}, ["fp32"] * 6),
+        ({"bf16": True}, ["bf16", "bf16", "fp32", "fp32", "fp32", "bf16"]),
+        ({"bf16": True, "grad-reduce-in-bf16": True}, ["bf16", "bf16", "bf16", "bf16", "fp32", "bf16"]),
+        ({"fp16": True}, ["fp16", "fp16", "fp16", "fp16", "fp32", "fp16"]),
+        (
+            {"fp16": True, "accumulate-allreduce-grads-in-fp32": True},
+            ["fp16", "fp16", "fp32", "fp32", "fp32", "fp16"],
+        ),
+        ({"bf16": True, "main-grads-dtype": "bf16"}, ["bf16", "bf16", "bf16", "bf16", "fp32", "bf16"]),
+    ],
+)
+def test_precision_is_pinned(arguments: dict[str, Any], row: list[str]) -> None:
+    assert precision("megatron", arguments) == row
+
+
+def test_bf16_is_the_preset_of_that_name() -> None:
+    """fp32 sums and masters beside bf16 weights, which is what `precision: bf16` is."""
+    document = converted("megatron", "terrazzo", {"bf16": True}).document
+    assert document["precision"] == {"name": "bf16"}
+
+
+def test_the_loss_scale_of_fp16_is_said() -> None:
+    description = described("megatron", {"fp16": True, "hysteresis": 1})
+    assert description.value("precision.loss_scaling") == LossScaling(init=2.0**32, interval=1000, hysteresis=1)
+    fixed = described("megatron", {"fp16": True, "loss-scale": 1024})
+    assert (fixed.value("precision.loss_scaling"), fixed.value("precision.static_loss_scale")) == (None, 1024)
+    written = converted("terrazzo", "megatron", {"precision": "fp16"}).document
+    assert {key: written[key] for key in ("initial-loss-scale", "loss-scale-window", "hysteresis")} == {
+        "initial-loss-scale": 65536.0,
+        "loss-scale-window": 2000,
+        "hysteresis": 1,
+    }
+
+
+def test_axes_go_there_and_back() -> None:
+    arguments = {
+        "torchrun": {"nproc-per-node": 32},
+        "tensor-model-parallel-size": 2,
+        "pipeline-model-parallel-size": 2,
+        "context-parallel-size": 2,
+        "expert-model-parallel-size": 4,
+        "sequence-parallel": True,
+        "num-virtual-stages-per-pipeline-rank": 2,
+        "use-distributed-optimizer": True,
+        "micro-batch-size": 1,
+        "global-batch-size": 64,
+    }
+    conversion = converted("megatron", "terrazzo", arguments)
+    assert {verdict.kind for verdict in conversion.verdicts} == {"renamed"}
+    assert conversion.document["plan"] == {"name": "zero1", "mesh": {"tp": 2, "ep": 4, "pp": 2, "cp": 2}}
+    assert conversion.document["parallel"]["pipeline"]["chunks"] == 2
+    assert conversion.after.value("batch.accumulation") == 16
+    back = converted("terrazzo", "megatron", conversion.document).document
+    assert {key: back.get(key) for key in arguments} == arguments
+
+
+def test_stages_of_a_rank_follow_from_layers() -> None:
+    arguments = {"pipeline-model-parallel-size": 4, "num-layers-per-virtual-pipeline-stage": 2}
+    assert described("megatron", {**arguments, "num-layers": 32}).value("parallel.chunks") == 4
+    assert described("megatron", arguments, layers=16).value("parallel.chunks") == 2
+    said = converted("megatron", "terrazzo", arguments).verdicts[1]
+    assert (said.kind, "--model" in said.why) == ("lossy", True)
+
+
+@pytest.mark.parametrize("mode", ["a2a", "p2p", "allgather", "a2a+p2p"])
+def test_ways_to_share_a_sequence(mode: str) -> None:
+    arguments = {"context-parallel-size": 4, "cp-comm-type": mode}
+    description = described("megatron", arguments)
+    assert (description.value("mesh.sp"), description.value("mesh.cp")) == ((4, 1) if mode == "a2a" else (1, 4))
+    kind = {"a2a": "renamed", "a2a+p2p": "lossy"}.get(mode, "defaulted")
+    assert {each.key: each.kind for each in converted("megatron", "terrazzo", arguments).verdicts}[
+        "cp-comm-type"
+    ] == kind
+
+
+def test_schedule_and_optimizer() -> None:
+    arguments = {
+        "lr": 1e-3, "min-lr": 1e-4, "lr-decay-style": "cosine", "lr-warmup-fraction": 0.1, "lr-decay-iters": 1000,
+        "train-iters": 2000, "weight-decay": 0.1, "adam-beta2": 0.95, "clip-grad": 0.0, "seed": 7,
+    }  # fmt: skip
+    conversion = converted("megatron", "terrazzo", arguments)
+    assert conversion.document["schedule"] == {"name": "cosine", "warmup_steps": 100, "final_fraction": 0.1}
+    train = conversion.document["train"]
+    assert {key: train[key] for key in ("steps", "clip", "seed")} == {"steps": 2000, "clip": None, "seed": 7}
+    assert conversion.document["optimizer"]["options"]["betas"] == [0.9, 0.95]
+    assert {each.key for each in conversion.verdicts if each.kind == "lossy"} == {"lr-decay-iters"}
+    back = converted("terrazzo", "megatron", conversion.document).document
+    assert (back["min-lr"], back["lr-warmup-iters"], back["clip-grad"]) == (pytest.approx(1e-4), 100, 0.0)
+
+
+def test_lengths_in_sequences_are_steps_of_the_batch() -> None:
+    arguments = {"train-samples": 6400, "lr-warmup-samples": 640, "global-batch-size": 64}
+    description = described("megatron", arguments)
+    assert (description.value("schedule.total_steps"), description.value("schedule.warmup_steps")) == (100, 10)
+    assert verdicts("megatron", {"train-samples": 6400})["train-samples"].kind == "applied"
+    assert converted("megatron", "terrazzo", {"train-samples": 6400}).verdicts[0].kind == "lossy"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mode", "lossy"),
+    [
+        ({"recompute-activations": True}, "selective", False),
+        ({"recompute-granularity": "selective"}, "selective", False),
+        ({"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}, "full", False),
+        ({"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 4}, "full", True),
+        ({"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": 1}, "full", True),
+    ],
+)
+def test_activations(arguments: dict[str, Any], mode: str, lossy: bool) -> None:
+    conversion = converted("megatron", "terrazzo", arguments)
+    assert conversion.document["train"]["activation_checkpointing"] == mode
+    assert any(each.kind == "lossy" for each in conversion.verdicts) is lossy
+    assert converted("terrazzo", "megatron", conversion.document).after.value("activation_checkpointing.mode") == mode
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "words"),
+    [
+        ("fp8-format", "hybrid", "refused", "Transformer Engine"),
+        ("rampup-batch-size", [32, 32, 1000], "refused", "one size"),
+        ("decoupled-lr", 1e-4, "refused", "one learning rate"),
+        ("qk-clip", True, "refused", "the numbers are others"),
+        ("perform-rl-step", True, "refused", "supervised"),
+        ("num-experts", 8, "lossy", "model.experts.count"),
+        ("hidden-size", 4096, "lossy", "model.dim"),
+        ("expert-tensor-parallel-size", 1, "lossy", "plan.mesh.ep"),
+        ("load", "out", "lossy", "starts from"),
+        ("overlap-grad-reduce", True, "defaulted", ""),
+        ("moe-grouped-gemm", True, "defaulted", ""),
+        ("inference-max-requests", 4, "defaulted", ""),
+    ],
+)
+def test_what_becomes_of_others(key: str, value: Any, kind: str, words: str) -> None:
+    (said,) = converted("megatron", "terrazzo", {key: value}).verdicts
+    assert (said.kind, words in said.why) == (kind, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ({"bf16": True, "fp16": True}, "bf16"),
+        ({"use-torch-fsdp2": True, "use-distributed-optimizer": True}, "use-torch-fsdp2"),
+        ({"use-torch-fsdp2": True, "pipeline-model-parallel-size": 2}, "pipeline-model-parallel-size"),
+        ({"overlap-param-gather": True, "use-distributed-optimizer": True}, "overlap-param-gather"),
+        ({"num-virtual-stages-per-pipeline-rank": 2}, "num-virtual-stages-per-pipeline-rank"),
+        ({"num-layers": 30, "pipeline-model-parallel-size": 4}, "num-layers"),
+        ({"num-experts": 8, "tensor-model-parallel-size": 2}, "num-experts"),
+        ({"seq-length": 1022, "context-parallel-size": 2}, "seq-length"),
+        ({"use-megatron-fsdp": True}, "use-megatron-fsdp"),
+        ({"save": "out"}, "save"),
+        ({"recompute-granularity": "full"}, "recompute-granularity"),
+        ({"train-iters": 1, "train-samples": 1}, "train-samples"),
+        ({"optimizer-cpu-offload": True}, "optimizer-cpu-offload"),
+    ],
+)
+def test_findings(arguments: dict[str, Any], key: str) -> None:
+    assert found("megatron", arguments)[key].level == "error"
+
+
+def test_what_it_cannot_do_is_refused_or_lost_by_name() -> None:
+    document = {"plan": "zero3@nvme", "offload": {"path": "/x"}, "optimizer": {"name": "Adagrad"}}
+    said = {each.key: each.kind for each in converted("terrazzo", "megatron", document, world=8).verdicts}
+    assert said["optimizer.name"] == "refused"
+    assert said["offload.path"] == "lossy"
+    (verdict,) = converted("terrazzo", "megatron", {"plan": {"name": "hpz", "mesh": {"dp_replicate": 2}}}).verdicts[:1]
+    assert verdict.kind == "lossy"
+
+
+def test_a_script_is_read_and_one_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "pretrain.sh"
+    file.write_text(
+        "ARGS=(--bf16 --lr 1e-4)\ntorchrun --nproc_per_node 8 pretrain_gpt.py ${ARGS[@]} --micro-batch-size 2\n"
+    )
+    understood = understand(file)
+    assert understood.dialect.name == "megatron"
+    assert understood.description.value("mesh.world") == 8
+    conversion = converted("terrazzo", "megatron", {"plan": "zero1", "precision": "bf16", "launch": {"ranks": 4}})
+    out = tmp_path / "run.sh"
+    out.write_text(write_arguments(conversion.document))
+    again = understand(out).description
+    assert (again.row, again.value("mesh.world"), again.value("precision.compute")) == ("zero1", 4, "bf16")
