@@ -269,7 +269,7 @@ def predicted_bytes(engine: Engine) -> int:
         plan = engine.recipe.plan
         between = Place() if bucket.keep else plan.between
         sent += sent_by_axis(Plan(plan.weight, between, plan.grad, plan.optim), bucket.space.layout.numel, sizes)
-    promised = engine.expected_traffic().bytes
+    promised = engine.promise.traffic().bytes
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         found = sum(count for (of_kind, _), count in sent.items() if of_kind == kind)
         if found != promised[kind]:

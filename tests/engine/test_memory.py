@@ -145,7 +145,7 @@ def _step(model: Any, optimizer: Any, micro_batches: int, local: bool | None) ->
 def _peak_and_promise(model: Any, optimizer: Any, micro_batches: int, local: bool | None) -> tuple[int, int]:
     _step(model, optimizer, micro_batches, local)
     engine = engine_of(model)
-    return engine.peak_transient_bytes, engine.memory_bill(micro_batches, local).transient_bytes
+    return engine.peak_transient_bytes, engine.promise.memory(micro_batches, local).transient_bytes
 
 
 @pytest.mark.cover(plan=places)

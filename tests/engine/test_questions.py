@@ -86,19 +86,19 @@ def test_gradients_and_bytes(plan: str) -> None:
     def run(rank: int) -> None:
         model, optimizer = sharded(Net(), plan)
         engine = engine_of(model)
-        assert units.reduces(engine) and not engine.has_gradients
+        assert units.reduces(engine) and not engine.gradients.finished
         with tz.accumulate(model):
             assert not units.reduces(engine)
             loss_of(model, batch(0, rank)).backward()
-        assert units.reduces(engine) and not engine.has_gradients
+        assert units.reduces(engine) and not engine.gradients.finished
         loss_of(model, batch(1, rank)).backward()
-        assert engine.has_gradients
+        assert engine.gradients.finished
         optimizer.step()
         optimizer.zero_grad()
-        assert not engine.has_gradients
+        assert not engine.gradients.finished
         bill = engine.bill
         assert engine.state_bytes() == bill.weight_bytes + bill.master_bytes + bill.moments_bytes
-        assert engine.usage()["host_bytes"] == 0
+        assert engine.store.usage()["host_bytes"] == 0
 
     on_ranks(2, run)
 

@@ -170,7 +170,7 @@ def test_the_engine_promises_what_it_sends(plan: str) -> None:
         for micro_batches, local in [*CASES, (2, None)]:
             if local is False and plan in ("zero0", "zero1"):
                 continue
-            told = engine_of(model).expected_traffic(micro_batches=micro_batches, local=local)
+            told = engine_of(model).promise.traffic(micro_batches=micro_batches, local=local)
             found = one_step(model, optimizer, micro_batches, local)
             assert by_kind(told.count) == by_kind(found.count), (micro_batches, local)
             assert by_kind(told.bytes) == by_kind(found.bytes), (micro_batches, local)
@@ -196,7 +196,7 @@ def test_bytes_follow_the_dtypes(plan: str, precision: Any, itemsizes: tuple[int
         wanted = promised(plan, sizes_for(plan, 8), model, 2, True, itemsizes)
         assert by_kind(found.count) == by_kind(wanted.count)
         assert by_kind(found.bytes) == by_kind(wanted.bytes)
-        told = engine_of(model).expected_traffic(micro_batches=2, local=True)
+        told = engine_of(model).promise.traffic(micro_batches=2, local=True)
         assert by_kind(told.bytes) == by_kind(found.bytes)
 
 

@@ -198,7 +198,7 @@ def train(case: Case, device: str, folder: str) -> Outcome:
         for _ in range(STEPS):
             losses += step(case, model, optimizer, data, device)
     with report.phase("after"):
-        bill = engine_of(model).memory_bill(case.micro, case.local or None).transient_bytes
+        bill = engine_of(model).promise.memory(case.micro, case.local or None).transient_bytes
         outcome = Outcome({}, [], bill, engine_of(model).peak_transient_bytes)
     if case.resumed:
         losses += save(case, model, optimizer, data.clone_state(), device, f"{folder}/{device}")

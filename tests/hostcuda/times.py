@@ -101,5 +101,5 @@ def updates_on_the_host(precision: str) -> tuple[int, int, bool]:
     (bucket,) = engine.buckets()
     whole, host = bucket.space.layout.whole, torch.device("cpu")
     weights, masters = bucket.weight.copied(whole, host), bucket.master.copied(whole, host)
-    billed = engine.bill.host_bytes == engine.usage()["host_bytes"]
+    billed = engine.bill.host_bytes == engine.store.usage()["host_bytes"]
     return moved, whole.numel, billed and torch.equal(weights, masters.to(weights.dtype))

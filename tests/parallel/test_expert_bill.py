@@ -61,7 +61,7 @@ def test_a_step_sends_and_needs_what_was_promised(plan: str, mesh: dict[str, int
             optimizer.step()
             optimizer.zero_grad()
         engine.settle()
-        sent, promised = engine.traffic, engine.expected_traffic()
+        sent, promised = engine.traffic, engine.promise.traffic()
         kinds = ("all_gather", "reduce_scatter", "all_reduce")
         return (
             [(kind, sent.count[kind], sent.bytes[kind]) for kind in kinds],

@@ -244,9 +244,9 @@ def promised_and_measured(case: Case, rank: int):
         optimizer.zero_grad()
     told, found = (
         {kind: (each.count[kind], sent) for kind, sent in each.bytes.items() if kind not in ("control", "send")}
-        for each in (engine.expected_traffic(case.micro_batches), engine.traffic)
+        for each in (engine.promise.traffic(case.micro_batches), engine.traffic)
     )
-    return (told, engine.memory_bill(case.micro_batches).transient_bytes), (found, engine.peak_transient_bytes)
+    return (told, engine.promise.memory(case.micro_batches).transient_bytes), (found, engine.peak_transient_bytes)
 
 
 PLANS = ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "hpz", "zero3@cpu", "zero3@cpu-all"]

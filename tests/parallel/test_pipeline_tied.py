@@ -197,7 +197,7 @@ def test_the_bill_of_what_stages_share() -> None:
         engine = engine_of(model)
         for step in range(2):
             one_step(model, optimizer, step, rank % 2)
-        return engine.memory_bill(4).transient_bytes, engine.peak_transient_bytes
+        return engine.promise.memory(4).transient_bytes, engine.peak_transient_bytes
 
     whole(TIED.config)
     for promised, measured in run_in_threads(4, body):

@@ -274,7 +274,7 @@ def test_transient_memory_is_that_of_the_engines_own_bill(
     with fake_group(8):
         model = built(name)
         model, _ = tz.shard(model, adamw(model), plan, precision=kind, mesh=device_mesh(plan, 8))
-        bill = engine_of(model).memory_bill(micro_batches, local)
+        bill = engine_of(model).promise.memory(micro_batches, local)
     options = {"micro_batches": micro_batches, "accumulate_locally": local is True}
     setup = setup_of(model_shape(CONFIGS[name]), plan, kind, 8, **options)
     setup = replace(setup, cluster=Cluster(Device("device"), 8))

@@ -103,7 +103,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     ),
     "pipeline parallelism": ("terrazzo", {"pp": 2}, "megatron", {"pp": 2}),
     "stages of another's model": ("terrazzo", {"pp": 2}, "terrazzo", {"pp": 2, "model": OURS}),
-    "experts that ranks cannot share": ("terrazzo", {"model": MOE, "ep": 2}, "terrazzo", {"model": MOE}),
     "experts among ranks along tp": (
         "terrazzo", {"model": MOE, "ep": 2, "tp": 2}, "terrazzo", {"model": MOE, "ep": 2},
     ),

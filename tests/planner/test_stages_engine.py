@@ -124,7 +124,7 @@ def run(case: Case, rank: int) -> Rank:
         optimizer.step()
         optimizer.zero_grad()
     engine.settle()
-    bill, line = engine.memory_bill(case.micro_batches), stages_of(model)
+    bill, line = engine.promise.memory(case.micro_batches), stages_of(model)
     assert bill.transient_bytes == engine.peak_transient_bytes and line is not None
     return Rank(
         sum(name.startswith("blocks") for chunk in line.chunks for name in chunk),

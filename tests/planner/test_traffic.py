@@ -118,7 +118,7 @@ def test_bytes_are_what_the_engine_expects_on_any_mesh(plan: str, mesh: Mesh) ->
         ranks = device_mesh(mesh)
         model, _ = tz.shard(sharing(model, ranks), adamw(trainable), plan, mesh=ranks, precision="bf16")
         setup = setup_of(model, plan, mesh, PRECISIONS["bf16"], 3, None)
-        told = engine_of(model).expected_traffic(micro_batches=3)
+        told = engine_of(model).promise.traffic(micro_batches=3)
         assert planned(setup) == Counter({kind: told.bytes[kind] for kind in KINDS})
 
 

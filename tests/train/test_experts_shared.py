@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from terrazzo.train.mesh_picture import mesh_picture
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight import check
+from terrazzo.train.preflight.axes import check_axes
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
 from tests.train.test_preferences import lines, train
@@ -140,3 +142,66 @@ def test_the_picture_says_who_divides_experts() -> None:
     picture, signs = mesh_picture({"dp_shard": 4, "ep": 2})
     assert picture == "[0] [1] [2] [3]   dp_shard 4"
     assert signs.endswith("each 2 neighbours divide experts (ep 2)")
+
+
+QWEN = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
+
+
+def of_transformers(folder: Path, mesh: dict[str, int], **changes: Any) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(QWEN | changes))
+    values = settings(folder, mesh, 2) | {"model": {"kind": "huggingface", "path": str(folder)}}
+    values["train"] |= {"steps": 2}
+    return values
+
+
+def test_so_do_models_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    whole, shared = (of_transformers(tmp_path, mesh) for mesh in ({}, {"ep": 2}))
+    check(config_from_dict(shared), 2)
+    train(whole)
+    first = "checkpoints/step-00000001"
+    shutil.copytree(run_folder(whole) / first, run_folder(shared) / first)
+    train(shared)
+    names = ("loss", "grad_norm", "tokens", "expert_imbalance", "dropped_rows")
+    (found,), (_, expected) = (
+        [[line[name] for name in names] for line in lines(run_folder(each), "train")] for each in (shared, whole)
+    )
+    assert found == pytest.approx(expected, rel=1e-5)
+    (line,) = lines(run_folder(shared), "experts")
+    assert line == lines(run_folder(whole), "experts")[1]
+    assert [sum(line[f"model.layers.{layer}.mlp.experts"]) for layer in (0, 1)] == [4 * 32 * 3] * 2
+    (summary,) = lines(run_folder(shared), "summary")
+    for kind in ("state_bytes", "transient_bytes", "traffic_bytes"):
+        assert summary[f"{kind}_promised"] == summary[f"{kind}_measured"]
+    assert summary["routed_bytes_measured"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        ({"num_experts": 3}, {}, r"plan\.mesh\.ep 2: .*gate_up_proj' has 3 experts, of which 2 ranks"),
+        ({"mlp_only_layers": [0, 1]}, {}, r"plan\.mesh\.ep 2: .*Qwen3MoeForCausalLM has no module of experts"),
+        ({}, {"objective": {"name": "dpo"}}, r"objective 'dpo' has not been tried with experts"),
+    ],
+)
+def test_experts_of_transformers_that_ranks_cannot_share_are_refused_before_work_starts(
+    tmp_path: Path, changes: dict[str, Any], more: dict[str, Any], message: str
+) -> None:
+    pytest.importorskip("transformers")
+    values = of_transformers(tmp_path, {"ep": 2}, **changes) | more
+    with pytest.raises(BadInput, match=message):
+        check_axes(config_from_dict(values))

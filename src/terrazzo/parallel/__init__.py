@@ -16,6 +16,8 @@ from terrazzo.parallel.context.registry import KNOWN_TYPES, attention_heads, che
 from terrazzo.parallel.context.sharing import context_of, share_sequences, whole_sequences
 from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.expert.ranks import ExpertRanks, Experts, permuted
+from terrazzo.parallel.expert.sharing import check_experts
+from terrazzo.parallel.expert.stacked import stacked_experts
 from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.mesh import mesh, mesh_sizes
 from terrazzo.parallel.pipeline.stages import Pipeline, check_line
@@ -52,6 +54,7 @@ __all__ = [
     "attention_heads",
     "check",
     "check_config",
+    "check_experts",
     "check_line",
     "check_styles",
     "context_of",
@@ -62,6 +65,7 @@ __all__ = [
     "parallelize",
     "permuted",
     "share_sequences",
+    "stacked_experts",
     "step",
     "style_of",
     "vocabulary_of",

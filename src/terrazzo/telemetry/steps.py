@@ -70,8 +70,8 @@ class StepRecorder:
     def __init__(self, engine: Engine, micro_batches: int = 1) -> None:
         self._tally, self._device = engine.tally, engine.axes.device
         self._on_cuda, self._peak = devices.is_cuda(self._device), PeakMemory(self._device)
-        bill = engine.memory_bill(micro_batches)
-        sent = engine.expected_traffic(micro_batches).by_name()
+        bill = engine.promise.memory(micro_batches)
+        sent = engine.promise.traffic(micro_batches).by_name()
         self._at_rest = {
             "weight": bill.weight_bytes,
             "master": bill.master_bytes,

@@ -22,7 +22,8 @@ from terrazzo.train.guard import Guard
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.micro_batches import learnt
-from terrazzo.train.model.experts import Load, balance_experts, forget_load
+from terrazzo.train.model.experts import balance_experts, forget_load
+from terrazzo.train.model.load import Load
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 

@@ -35,6 +35,7 @@ from terrazzo.train.folders import absent_folders, make_log_folder, make_swap_fo
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
+from terrazzo.train.model.load import count_rows
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
@@ -114,6 +115,7 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: l
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     sampling = Sampling(_prompt(config, begin.data, begin.asked), begin.asked)
     model, flops_per_token = _model(config, begin.data, sampling.prompt)
+    count_rows(model)
     parallelize_model(model, config, mesh)
     parts = parts_of(config, ranks, context_of(model))
     loader = Loader(begin.data.train, config, parts.reader, parts.readers, parts.of)

@@ -25,7 +25,7 @@ from terrazzo.telemetry import Console, JsonLines, ReportPage, Sink, StepMetrics
 from terrazzo.train.command import Command, folded, program
 from terrazzo.train.look import verdict_on
 from terrazzo.train.mesh_picture import mesh_picture
-from terrazzo.train.model.experts import Load
+from terrazzo.train.model.load import Load, counters_of
 from terrazzo.train.objectives import Validation
 from terrazzo.train.plan import build_precision, mesh_shape
 from terrazzo.train.promise.as_setup import matmul_format
@@ -74,7 +74,7 @@ class Report:
         self._start = time.perf_counter()
         self._traffic: dict[str, int] = {}  # bytes of the newest step, as `Traffic.by_name`
         self._pace, self._peak_bytes = Pace(), 0
-        self._usage = self._engine.usage()  # of memory and files beside the device, at the last log step
+        self._usage = self._engine.store.usage()  # of memory and files beside the device, at the last log step
         self._first_validation: tuple[int, Validation] | None = None  # of the run, where its metrics are here
         self._last_validation: Validation | None = None
         self._last_sample = ""
@@ -86,7 +86,7 @@ class Report:
         config = without_passwords(session.config.model_dump(mode="json"))
         text = json.dumps(config, indent=2, ensure_ascii=False)
         (log.folder / "config.json").write_text(text + "\n", encoding="utf-8")
-        bill = self._engine.memory_bill(session.micro_batches)
+        bill = self._engine.promise.memory(session.micro_batches)
         plan = without_passwords(f"{self._engine.describe()}\n\nmemory of each rank:\n{bill.table()}")
         (log.folder / "plan.txt").write_text(plan + "\n", encoding="utf-8")
         self._metrics_file = JsonLines(log.folder / "metrics.jsonl", session.step)
@@ -102,11 +102,12 @@ class Report:
     def _known(self) -> set[str]:
         """The optional metrics that this run has: what a device does not tell, or a plan does not do, has no column."""
         tiers = {tier for unit in self._engine.units for tier in unit.buckets[0].tiers}
+        session = self._session
         has = {
             "mfu": self._peak_flops is not None,
             "tflops": self._on_cuda and self._peak_flops is None,
             "communication": not self._on_cuda and self._session.ranks.world_size > 1,
-            "expert_imbalance": self._session.config.model.experts.count is not None,
+            "expert_imbalance": session.config.model.experts.count is not None or any(counters_of(session.model)),
             "skipped_steps": bool(self._session.optimizer.scaler_state()),
             "disk_read_gb_s": "nvme" in tiers,
             "disk_write_gb_s": "nvme" in tiers,
@@ -285,7 +286,7 @@ class Report:
         return f"{type(self._session.model).__name__}, {numel / 1e6:.2f} M parameters{of_them}"
 
     def _bill_text(self) -> str:
-        bill = self._engine.memory_bill(self._session.micro_batches)
+        bill = self._engine.promise.memory(self._session.micro_batches)
         parts = {"": bill.total_bytes, " of the host": bill.host_bytes, " in files": bill.disk_bytes}
         return ", ".join(f"{count / 2**20:,.1f} MiB{where}" for where, count in parts.items() if count or not where)
 
@@ -317,7 +318,7 @@ class Report:
 
     def _offload_rates(self) -> dict[str, float | None]:
         """Of drives and of updates on the CPU since the last log step; None where there were none."""
-        before, self._usage = self._usage, self._engine.usage()
+        before, self._usage = self._usage, self._engine.store.usage()
 
         def rate(amount: str, seconds: str) -> float | None:
             spent = self._usage[seconds] - before[seconds]
@@ -353,12 +354,12 @@ class Report:
 
 
 def _expert_load(load: Mapping[str, Load]) -> dict[str, float]:
-    """Of all routers the worst imbalance and the mean entropy; nothing without experts."""
+    """Of all routers the worst imbalance and the mean entropy, of those that tell; nothing without experts."""
     if not load:
         return {}
-    entropy = sum(each.entropy for each in load.values()) / len(load)
-    imbalance = max(each.imbalance for each in load.values())
-    return {"expert_imbalance": imbalance, "router_entropy": entropy}
+    entropies = [each.entropy for each in load.values() if each.entropy is not None]
+    entropy = {"router_entropy": sum(entropies) / len(entropies)} if entropies else {}
+    return {"expert_imbalance": max(each.imbalance for each in load.values()), **entropy}
 
 
 def _precision(config: Config) -> str:

@@ -135,8 +135,8 @@ def test_the_transient_peak_and_the_traffic_are_as_promised(
                 continue
             model, optimizer = built(Net(), plan, tiers, tmp_path, precision=PRECISIONS[precision])
             engine = engine_of(model)
-            bill = engine.memory_bill(micro_batches, local)
-            told = engine.expected_traffic(micro_batches=micro_batches, local=local)
+            bill = engine.promise.memory(micro_batches, local)
+            told = engine.promise.traffic(micro_batches=micro_batches, local=local)
             a_step(model, optimizer, micro_batches, local)  # in the first step ranks also agree on an order
             engine.traffic.reset()
             a_step(model, optimizer, micro_batches, local)

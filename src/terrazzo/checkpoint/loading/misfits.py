@@ -108,7 +108,8 @@ def _buffer_misfits(source: Source, model: torch.nn.Module, cast: bool) -> Itera
 
 def _state_misfits(source: Source, model: torch.nn.Module, with_optimizer: bool, cast: bool) -> Iterator[str]:
     """What is wrong with the states of each parameter, seen from what they are to become."""
-    averaged = {slot.name for bucket in engine_of(model).averages for slot in bucket.slots} if with_optimizer else set()
+    averages = engine_of(model).average.buffers if with_optimizer else ()
+    averaged = {slot.name for bucket in averages for slot in bucket.slots}
     for kept in ModelState(model).parameters():
         if (name := source.resolve(kept.names)) is None:
             continue

@@ -200,7 +200,7 @@ class _ShownGradients:
         if not names:
             return
         if all(len(indices) == sum(bucket.gradient.seen) for bucket, indices in dropped):
-            self._engine.zero_grad(set_to_none=True)
+            self._engine.gradients.zero(set_to_none=True)
             return
         self._prepare_change(names[0])
         for name in names:

@@ -41,7 +41,7 @@ class ShardedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, as the optimizer's `zero_grad` does."""
-        self._terrazzo.zero_grad(set_to_none)
+        self._terrazzo.gradients.zero(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """`tz.accumulate`, under the name that DDP and FSDP have for it; the forward may stand outside."""

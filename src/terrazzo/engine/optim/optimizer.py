@@ -26,6 +26,7 @@ from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.optim.stock import Templates, hyper_parameters, move_step_hooks
+from terrazzo.engine.optim.zeroing import note_zeroed
 from terrazzo.engine.runtime.callers import is_inside_own_step
 from terrazzo.engine.runtime.weak import model_gone, weakly
 from terrazzo.errors import Misuse
@@ -308,7 +309,8 @@ class OptimizerDriver:
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients of its own parameters, or set finished ones to zero."""
         if not self._retired and (model := self._model()) is not None:
-            model.note_zeroed(set_to_none, self.groups.start)
+            trainable = (bucket for unit in model.units for bucket in unit.trainable())
+            note_zeroed(trainable, self.schedule, self.progress, set_to_none, self.groups.start)
         self.forget(set_to_none)
         if self.schedule.backward is not None:  # it raised: gradients of all optimizers hold a part of it, or not
             self.schedule.forget_gradients(set_to_none)

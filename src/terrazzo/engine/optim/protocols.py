@@ -25,9 +25,6 @@ class Driven(Protocol):
     def prepare_step(self) -> None:
         """Gradients are about to be taken, and master weights to be changed."""
 
-    def note_zeroed(self, set_to_none: bool, first: int) -> None:
-        """Gradients of the optimizer with this first param group are about to be forgotten, or set to zero."""
-
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Bring compute weights of some buckets in line with updated master weights."""
 

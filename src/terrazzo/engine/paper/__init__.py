@@ -1,4 +1,4 @@
 """A step on paper: memory and traffic, known before anything is allocated or sent.
 
-Read rehearsal, bill, in that order.
+Read rehearsal, bill, promise, in that order.
 """

@@ -245,8 +245,10 @@ class PaperBucket:
             self._ledger.acquire(self._pending_bytes)
 
     def add_stages(self) -> None:
-        self._ledger.acquire(received := self._pending_bytes * max(0, len(self.spec.stages) - 1))
-        self._ledger.release(received)
+        others = max(0, len(self.spec.stages) - 1)
+        with self._ledger.holding(self._pending_bytes * others):
+            for _ in range(others):
+                self._traffic.record("send", self._pending_bytes)
 
     def reduce(self, last: bool) -> Moves[None]:
         held_bytes, self._pending_bytes = self._pending_bytes, 0

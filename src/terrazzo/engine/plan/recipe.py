@@ -11,6 +11,8 @@ from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.family import Family
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
+from terrazzo.engine.plan.spec import Pass
+from terrazzo.errors import BadInput
 
 __all__ = ["Recipe"]
 
@@ -38,6 +40,24 @@ class Recipe:
     def _over(self, family: Family) -> Plan:
         axes = self.axes.of(family)
         return self.asked.along(family.renamed).over(axes.live(axes.names))
+
+    def pass_of(self, last: bool, local: bool | None = None) -> Pass:
+        """What becomes of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.
+
+        Default by plan: where `grad` is not split, sums stay local, which sends fewer bytes; where it is split, each
+        micro-batch is reduced, which keeps less memory.
+
+        Raises:
+            BadInput: `local=False` under a plan that keeps whole gradients.
+        """
+        if last:
+            return Pass.FINISHES
+        if local is False and not self.asked.grad.axes:
+            raise BadInput(
+                f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.asked.name} keeps whole "
+                "gradients on every rank. Leave 'local' out, or use zero2."
+            )
+        return Pass.ADDS if local or not self.plan.grad.axes else Pass.REDUCES
 
     @cached_property
     def ranks(self) -> Mapping[str, Collectives]:

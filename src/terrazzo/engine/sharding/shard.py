@@ -191,7 +191,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_ with max_norm {max_norm!r} and norm_type {norm_type!r}: both must be positive numbers; "
             "float('inf') as norm_type takes the maximum."
         )
-    return engine.clip(max_norm, float(norm_type), error_if_nonfinite)
+    return engine.gradients.clip(max_norm, float(norm_type), error_if_nonfinite)
 
 
 @contextlib.contextmanager

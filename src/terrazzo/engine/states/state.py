@@ -105,14 +105,14 @@ class ModelState:
         """
         engine = self._engine
         if with_optimizer:
-            engine.require_own_weights("Saving the optimizer's state")
-            if engine.average is not None:
-                engine.average.compare(engine.axes)
+            engine.average.require_own_weights("Saving the optimizer's state")
+            if engine.average.kept is not None:
+                engine.average.kept.compare(engine.axes)
         engine.settle()
         yield from model_pieces(engine.buckets())
         for driver in engine.drivers.stepping() if with_optimizer else ():
             yield from optimizer_pieces(driver)
-        yield from average_pieces(engine.averages) if with_optimizer else ()
+        yield from average_pieces(engine.average.buffers) if with_optimizer else ()
 
     def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
         """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
@@ -134,11 +134,11 @@ class ModelState:
     def _fill(self, read: Read, with_optimizer: bool) -> None:
         """This rank's own ranges; weights at rest have to follow, on all ranks."""
         engine = self._engine
-        engine.require_own_weights("Loading a checkpoint")
+        engine.average.require_own_weights("Loading a checkpoint")
         engine.settle()
         with torch.no_grad():
             restore_model(engine.buckets(), read)
-            restore_averages(engine.averages if with_optimizer else {}, read)
+            restore_averages(engine.average.buffers if with_optimizer else {}, read)
             for driver in engine.drivers:
                 driver.restored()
                 if with_optimizer and driver.reference() is not None:
@@ -167,7 +167,7 @@ class ModelState:
             RanksApart: on every rank, if other names are found on another, before anything is changed, or other values.
         """
         engine = self._engine
-        engine.require_own_weights("load_state_dict()")
+        engine.average.require_own_weights("load_state_dict()")
         slots = [(b, slot, _name_in(state, slot.names)) for b in engine.buckets() for slot in b.slots]
         found = [(bucket, slot, name) for bucket, slot, name in slots if name is not None]
         kept = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
@@ -199,7 +199,7 @@ class ModelState:
 
         with torch.no_grad():
             hashes = all_or_none(engine.axes, write)
-        engine.show_changed()
+        engine.blocks.show_changed()
         stages, differing = engine.axes.stages, engine.axes.differing(hashes)
         if engine.axes.maximum(torch.tensor([len(differing)], device=engine.axes.control_device), stages).item():
             raise RanksApart(

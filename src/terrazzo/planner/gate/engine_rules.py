@@ -87,18 +87,6 @@ ENGINE_RULES = (
         "terrazzo.train.preflight.axes",
     ),
     Rule(
-        "experts that ranks cannot share",
-        ("terrazzo",),
-        "planned",
-        lambda setup, _: setup.mesh.ep > 1 and setup.model.family != BUILT_IN,
-        lambda it: (
-            f"Of {it.model} Terrazzo does not know how ranks share the experts (ep {it.ep}): it knows those of its "
-            "own decoder."
-        ),
-        "Plan with it, but run with ep 1, or give your modules use_experts and stacked for tz.parallelize.",
-        "terrazzo.parallel.expert.sharing.SharesExperts",
-    ),
-    Rule(
         "experts among ranks along tp",
         ("terrazzo",),
         "planned",

@@ -38,7 +38,7 @@ def units_of_stage(units: tuple[UnitShape, ...], tied: bool, cut: Cut, rank: int
     """`stage_units` of what it depends on."""
     root, blocks = units[0], units[1:]
     if cut.ranks == 1:
-        return ((root, 1), *((unit, unit.count) for unit in blocks))
+        return tuple((unit, unit.count) for unit in units if unit.tensors)
     own: list[tuple[UnitShape, int]] = []
     tensors = _root_tensors(root, tied, cut.even, cut.ranks, rank)
     if tensors:
@@ -100,6 +100,8 @@ def _root_tensors(root: UnitShape, tied: bool, even: bool, stages: int, stage: i
     if stage < stages - 1:
         return ()
     head = tuple(tensor for tensor in first if tensor.role == "embedding")[:1] if tied else ()
+    if not even:
+        head = tuple(replace(tensor, role="head") for tensor in head)
     return tuple(tensor for tensor in root.tensors if not _looked_up(tensor)) + head
 
 

@@ -120,7 +120,7 @@ class _TensorMoves:
                 yield self._reduced("forward", self._residual)
             if setup.sequence_parallel:
                 yield self._gathered("backward", self._residual)
-        if "head" in roles or (setup.model.tied and "embedding" in roles):
+        if "head" in roles or (setup.model.tied and "embedding" in roles and not setup.staged):
             if setup.sequence_parallel:
                 yield self._gathered("forward", self._residual)
             yield self._reduced("backward", self._residual)
@@ -240,4 +240,4 @@ def shared_gradients(setup: Setup, copied_bytes: int) -> Transfer:
     """What a rank of a pipeline sends once in a step of parameters that another stage has, too."""
     group = group_of(setup.mesh, "pp")
     link = Network(setup.cluster.device).link(group)
-    return Transfer("send", "gradients that stages share", "pipeline", "last", copied_bytes, group, link)
+    return Transfer("send", "gradients that stages share", "data", "last", copied_bytes, group, link)

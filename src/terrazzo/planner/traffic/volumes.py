@@ -42,6 +42,10 @@ FORMULAS = {
         "sum over units and axes of n ranks: 2 * elements * bytes_per_element * (n - 1) / n",
         "ring all-reduce; equals the engine's count",
     ),
+    "traffic.send": Formula(
+        "elements * bytes_per_element of unreduced gradients, once in a step, of a tied matrix that two stages have",
+        "terrazzo/engine/buckets/gradient.py; equals the engine's count",
+    ),
     "traffic.offload": Formula(
         "elements of this rank's shard * bytes_per_element, for each copy between device, host and disk",
         "ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857; terrazzo/engine/offload/update.py",

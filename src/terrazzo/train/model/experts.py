@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from terrazzo.engine import engine_of, inside_backward
 from terrazzo.errors import BadInput
 from terrazzo.parallel import Experts, permuted
+from terrazzo.train.model.load import Load, counters_of, load_of
 
 __all__ = [
     "ExpertsConfig",
     "GroupedFeedForward",
-    "Load",
     "MixtureOfExperts",
     "Router",
     "auxiliary_loss",
@@ -246,23 +246,10 @@ def auxiliary_loss(model: nn.Module) -> Tensor | None:
     return torch.stack(losses).sum() if losses else None
 
 
-@dataclass(frozen=True)
-class Load:
-    """How busy the experts of one router have been, over all ranks.
-
-    Attributes:
-        counts: rows that each has computed; none is ever dropped.
-        imbalance: those of the busiest, as a multiple of the mean; 1 where all are alike.
-        entropy: mean of the entropy of tokens' scores, in nats.
-    """
-
-    counts: tuple[int, ...]
-    imbalance: float
-    entropy: float
-
-
 def forget_load(model: nn.Module) -> None:
     """Count anew: what experts have computed since the last `balance_experts` was of a step that is not taken."""
+    for _, counter in counters_of(model):
+        counter.forget()
     for _, router in routers_of(model):
         router.load.zero_()
         router.entropy.zero_()
@@ -277,17 +264,16 @@ def balance_experts(model: nn.Module) -> dict[str, Load]:
         model: sharded.
 
     Returns:
-        By name of the router, equal on all ranks.
+        By name of the router, or of the experts where `count_rows` has them counted; equal on all ranks.
     """
-    routers, axes, found = dict(routers_of(model)), engine_of(model).axes, {}
-    for name, router in routers.items():
+    axes = engine_of(model).axes
+    found = {name: load_of(counter.take(axes), None) for name, counter in counters_of(model)}
+    for name, router in routers_of(model):
         load, entropy = (axes.total(each, axes.with_stages) for each in (router.load, router.entropy))
-        mean = load.double().mean()
-        imbalance = float(load.max() / mean) if mean else 1.0
-        found[name] = Load(tuple(load.tolist()), imbalance, float(entropy[0] / entropy[1].clamp(min=1)))
+        found[name] = load_of(load, float(entropy[0] / entropy[1].clamp(min=1)))
         with torch.no_grad():
             if router.config.balance == "bias":
-                router.bias += router.config.bias_rate * torch.sign(mean - load).float()
+                router.bias += router.config.bias_rate * torch.sign(load.double().mean() - load).float()
                 router.bias -= router.bias.mean()
             router.load.zero_()
             router.entropy.zero_()

@@ -10,7 +10,7 @@ from typing import Any
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.parallel import Chunks, attention_heads, check_config, check_line, check_styles
+from terrazzo.parallel import Chunks, attention_heads, check_config, check_experts, check_line, check_styles
 from terrazzo.parallel.paper import cut_on_paper
 from terrazzo.train.model.huggingface import read_config, tensor_styles
 from terrazzo.train.model.prepare import prepare_model
@@ -65,11 +65,12 @@ def _check_pipeline(config: Config) -> None:
 
 def _check_experts(config: Config) -> None:
     mesh, count, tensor = config.plan.mesh, config.model.experts.count, config.parallel.tensor
-    if mesh.ep > 1 and count is None:
-        remedy = "Set model.experts.count, or" if config.model.kind == "decoder" else "Set"
+    if mesh.ep > 1 and config.model.kind != "decoder":
+        _check_their_experts(config)
+    elif mesh.ep > 1 and count is None:
         raise BadInput(
-            f"plan.mesh.ep is {mesh.ep}, and the model has no experts that ranks can share, as those of the built-in"
-            f" decoder (model.experts). {remedy} plan.mesh.ep=1."
+            f"plan.mesh.ep is {mesh.ep}, and the model has no experts that ranks can share. Set model.experts.count, or"
+            " plan.mesh.ep=1."
         )
     if count is not None and count % mesh.ep:
         raise BadInput(
@@ -88,6 +89,20 @@ def _check_experts(config: Config) -> None:
             f"plan.mesh.tp is {mesh.tp}, and its ranks would all give the experts (model.experts) the same tokens, or"
             f" may: each would count as often. Use {key}, or plan.mesh.tp=1."
         )
+
+
+def _check_their_experts(config: Config) -> None:
+    """Those of a model of transformers, looked at without memory."""
+    shared = config.plan.mesh.ep
+    if config.objective.kind.of_pairs:
+        raise BadInput(
+            f"plan.mesh.ep is {shared}, and objective '{config.objective.name}' has not been tried with experts that"
+            " ranks share. Set plan.mesh.ep=1, or objective=next_token."
+        )
+    try:
+        check_experts(prepare_model(config), shared)
+    except BadInput as error:
+        raise BadInput(f"plan.mesh.ep {shared}: {error}") from None
 
 
 def _check_lengths(config: Config) -> None:

@@ -53,13 +53,14 @@ def summarize(
         peak_flops: of the device, for MFU.
     """
     engine = engine_of(session.model)
-    bill = engine.memory_bill(session.micro_batches)
-    expected = engine.expected_traffic(micro_batches=session.micro_batches)
-    usage = engine.usage()
+    bill = engine.promise.memory(session.micro_batches)
+    expected = engine.promise.traffic(micro_batches=session.micro_batches)
+    usage = engine.store.usage()
     estimate, why = _promise(session)
     sent = {kind: count for kind, count in expected.bytes.items() if kind != "control"}  # flags and norms: a few bytes
     if estimate:
-        sent |= exchanges_of(session.config, estimate.setup, session.ranks.rank)
+        for name, count in exchanges_of(session.config, estimate.setup, session.ranks.rank).items():
+            sent[name] = sent.get(name, 0) + count
     return {
         "state_bytes_promised": bill.weight_bytes + bill.master_bytes + bill.moments_bytes,
         "state_bytes_measured": engine.state_bytes(),

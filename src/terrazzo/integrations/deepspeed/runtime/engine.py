@@ -113,7 +113,7 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
     def _take_step(self, optimizer: Any, lr_kwargs: dict[str, Any]) -> None:
         skipped = optimizer.skipped_steps
         norm = tz.clip_grad_norm_(self.module, self.configuration.setup.clip or math.inf)
-        if not engine_of(self.module).has_gradients:
+        if not engine_of(self.module).gradients.finished:
             raise Misuse("engine.step() has nothing to update with: call engine.backward(loss) before it.")
         self._global_grad_norm = float(norm)
         if self._leaves_out(self._global_grad_norm):

@@ -1,0 +1,110 @@
+"""Blocks inside which the user has the full weights of a model, to read them or to write them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
+from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.loop.hooks import Hooks
+from terrazzo.engine.model.alike import broadcast_first, compare_written
+from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.errors import Misuse
+
+__all__ = ["GatheredBlocks", "Write"]
+
+Write = bool | Literal["first rank"]
+
+_INSIDE = (
+    "A forward, load_state_dict() or another call that moves weights came inside 'with tz.gathered(model, "
+    "write=True):', under a plan that splits them: what has been written would be lost. End the block before it."
+)
+
+
+class GatheredBlocks:
+    """Those of one model; one may be in another."""
+
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, hooks: Hooks, axes: Axes) -> None:
+        self._units, self._schedule, self._hooks, self._axes = units, schedule, hooks, axes
+        self._buckets: list[Bucket] = [bucket for unit in units for bucket in unit.buckets]
+        self._inside: Literal["read", "write"] | None = None
+
+    def require_unwritten(self) -> None:
+        """Refuse to move weights inside a block that writes them.
+
+        Raises:
+            Misuse: there.
+        """
+        if self._inside == "write" and any(unit.transient for unit in self._units):
+            raise Misuse(_INSIDE)
+
+    def show_changed(self) -> None:
+        """Weights at rest have changed: inside a block that only reads, full ones follow. Collective."""
+        if self._inside == "read":
+            self._schedule.gather_all()
+
+    @contextlib.contextmanager
+    def block(
+        self, write: Write, settle: Callable[[], None], publish: Callable[[], None]
+    ) -> Iterator[dict[str, Tensor]]:
+        """See `tz.gathered`.
+
+        Args:
+            settle: brings every state to rest, before anything is gathered.
+            publish: brings resting weights in line with master weights that have been written.
+        """
+        outer = self._inside
+        members = [member for bucket in self._buckets for member in bucket.members]
+        named: dict[str, Tensor] = {name: member.parameter for member in members for name in member.names}
+        if outer is not None and (outer == "write" or not write) and all(unit.present for unit in self._units):
+            yield named  # who began takes over what is written
+            if write == "first rank":
+                self._agree_on_written(write)
+            return
+        settle()
+        for bucket in self._buckets:
+            bucket.refuse_lost_edits()  # through views that have been kept
+        self._schedule.gather_all()
+        self._enter("write" if write else "read")
+        try:
+            yield named
+            if write:
+                self._adopt_written(write)
+        except BaseException:
+            for bucket in self._buckets:
+                bucket.forget_edits()
+            if outer is not None:  # whose weights have what was written
+                self._schedule.gather_all()
+            raise
+        finally:
+            self._enter(outer)
+            if outer is None:
+                for bucket in self._buckets:
+                    bucket.free_storage()
+            self._schedule.rest()
+        if write:
+            publish()
+
+    @torch.no_grad()
+    def _adopt_written(self, write: Literal[True, "first rank"]) -> None:
+        self._agree_on_written(write)
+        for bucket in self._buckets:
+            bucket.adopt_written()
+
+    @torch.no_grad()
+    def _agree_on_written(self, write: Literal[True, "first rank"]) -> None:
+        """Compare what ranks have written into gathered weights, or take what the first one has."""
+        adopt_displaced(self._buckets)
+        broadcast_first(self._buckets) if write == "first rank" else compare_written(self._axes, self._buckets)
+
+    def _enter(self, inside: Literal["read", "write"] | None) -> None:
+        self._inside = inside
+        self._hooks.refuse_forwards(_INSIDE if inside == "write" else None)
+        for bucket in self._buckets:
+            bucket.pinned = inside == "read"

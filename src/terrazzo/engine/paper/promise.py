@@ -1,0 +1,64 @@
+"""What steps of a sharded model will need and send, asked of it by the numbers of their micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.links.traffic import Traffic
+from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.optim.stock import Templates
+from terrazzo.engine.paper.bill import MemoryBill, memory_bill
+from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
+from terrazzo.engine.plan.elsewhere import Stages
+from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.schedule.schedule import Schedule
+
+__all__ = ["Promise"]
+
+
+@dataclass(frozen=True)
+class Promise:
+    """On this rank, before a step runs: memory, and what is sent.
+
+    Attributes:
+        templates: gives what is kept for a parameter of each param group.
+        stages: of the model that this rank runs; None for a whole one.
+    """
+
+    units: Sequence[Unit]
+    schedule: Schedule
+    templates: Callable[[], Templates]
+    offload: Offload
+    stages: Stages | None
+
+    def memory(self, micro_batches: int | None = None, local: bool | None = None) -> MemoryBill:
+        """Promised memory of a step.
+
+        Args:
+            micro_batches: in the step; by default one, or of a model in stages as many as ranks have some, which are
+                the fewest.
+            local: as for `tz.accumulate`.
+
+        Raises:
+            BadInput: too few micro-batches for a pipeline.
+        """
+        if micro_batches is None:
+            micro_batches = 1 if self.stages is None else self.stages.ranks
+        return memory_bill(self.units, self.templates(), self.offload, self._step(micro_batches, local))
+
+    def traffic(self, micro_batches: int = 1, local: bool | None = None) -> Traffic:
+        """What one step sends from this rank, in exact counts and bytes; clipping adds its one scalar per rank.
+
+        What modules send of activations, and stages each other, is beside this: see `Traffic`.
+
+        Args:
+            micro_batches: in the step.
+            local: as for `tz.accumulate`.
+        """
+        return rehearse(self.units, self._step(micro_batches, local)).traffic
+
+    def _step(self, micro_batches: int, local: bool | None) -> PaperStep:
+        adds = self.stages is not None or self.units[0].recipe.pass_of(False, local) is Pass.ADDS
+        return PaperStep(self.schedule.prefetch, micro_batches, adds, self.stages)
