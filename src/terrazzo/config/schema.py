@@ -268,6 +268,11 @@ class LaunchConfig(Section):
     timeout_s: float = Field(
         600.0, gt=0, description="longest wait for another rank, and for a background save that stands still"
     )
+    stall_s: float = Field(
+        20.0,
+        gt=0,
+        description="seconds in which nothing happens, and five times a phase's longest, after which a run hangs",
+    )
     threads: int | None = Field(None, gt=0, description="CPU threads per rank; default: cores divided by ranks")
     ignore_planner: bool = Field(False, description="start a run that the planner refuses: memory, known-bad settings")
 

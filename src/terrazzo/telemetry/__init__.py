@@ -1,4 +1,9 @@
-"""Where the time and the memory of a run went: metrics of a step, and the places they are written to."""
+"""Where the time and the memory of a run went: metrics of a step, and the places they are written to.
+
+Open to other packages:
+
+    flight      what each rank has recorded, for whoever looks after ranks
+"""
 
 from terrazzo.telemetry.attach import Telemetry, attach
 from terrazzo.telemetry.flight.folder import BlackBox, flights_of, save_flight

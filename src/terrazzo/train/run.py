@@ -12,15 +12,17 @@ from terrazzo.config import Config, LaunchConfig, load_config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import together
-from terrazzo.telemetry import BlackBox, Console
+from terrazzo.telemetry import Console
 from terrazzo.train.command import Command
 from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.preempted import STAYS_STOPPED, stays_stopped
 from terrazzo.train.launch.ranks import agree_on_config, join
+from terrazzo.train.launch.recording import black_box
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
 from terrazzo.train.launch.stop import Notices, StopRequest, say_now
 from terrazzo.train.launch.telling import PREEMPTED, REPORT
+from terrazzo.train.launch.watchdog import Patience
 from terrazzo.train.loop import Trainer
 from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
@@ -46,7 +48,9 @@ def train_command(path: Path, overrides: list[str]) -> int:
         check(config, ranks)
         Console().say(f"starting {ranks} {resolve_device(config.launch).upper()} rank{'s' if ranks > 1 else ''} ...")
         if ranks > 1:
-            return launch_ranks(ranks, ["-m", "terrazzo", "train", str(path), *overrides], notices=notices)
+            words = ["-m", "terrazzo", "train", str(path), *overrides]
+            patience = Patience(config.launch.stall_s, config.launch.timeout_s)
+            return launch_ranks(ranks, words, notices=notices, patience=patience)
         os.environ.update(ALONE, MASTER_ADDR="localhost", MASTER_PORT="0")
     rank = int(os.environ["RANK"])
     stop = StopRequest(notices if rank == 0 and not launched else None)
@@ -74,7 +78,7 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
         if ranks.is_first:
             say_now(STAYS_STOPPED)
         return PREEMPTED
-    box = BlackBox(ranks.rank, ranks.world_size)
+    box = black_box(ranks.rank, ranks.world_size)
     box.recorder.phase("setup")
     config = together(lambda: load_config(path, overrides), TerrazzoError)
     agree_on_config(config)

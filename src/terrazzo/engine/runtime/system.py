@@ -5,10 +5,22 @@ Whoever asks may name another folder for `/sys`, as tests do; `proc` is beside i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["SYS", "boot_id", "control_groups", "is_ending", "is_stopped", "oom_kills", "text_of"]
+__all__ = [
+    "SYS",
+    "boot_id",
+    "control_groups",
+    "is_ending",
+    "is_stopped",
+    "is_traced",
+    "oom_kills",
+    "processor_s",
+    "state_of",
+    "text_of",
+]
 
 SYS = Path("/sys")
 
@@ -52,7 +64,26 @@ def is_ending(pid: int, root: Path = SYS) -> bool:
 
 def is_stopped(pid: int, root: Path = SYS) -> bool:
     """Whether a process stands still until it is told to go on: by SIGSTOP, Ctrl-Z in its shell, or a debugger."""
-    return _stat(pid, root)[:1] in (["T"], ["t"])
+    return state_of(pid, root) in ("T", "t")
+
+
+def state_of(pid: int, root: Path = SYS) -> str:
+    """The letter of a process's state; empty where there is no such process."""
+    return "".join(_stat(pid, root)[:1])
+
+
+def is_traced(pid: int, root: Path = SYS) -> bool:
+    """Whether a debugger holds a process."""
+    lines = text_of(root.parent / f"proc/{pid}/status").splitlines()
+    return any(line.startswith("TracerPid:") and line.split()[1:] != ["0"] for line in lines)
+
+
+def processor_s(pid: int, root: Path = SYS) -> float:
+    """Seconds that a process has used of processors, with all that it has started, as far as these are there still."""
+    words = _stat(pid, root)
+    own = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK") if len(words) > 15 else 0.0
+    children = " ".join(text_of(task / "children") for task in (root.parent / f"proc/{pid}/task").glob("*"))
+    return own + sum(processor_s(int(child), root) for child in children.split())
 
 
 def oom_kills(root: Path = SYS) -> int | None:

@@ -18,10 +18,13 @@ from types import FrameType
 import torch.distributed as dist
 
 from terrazzo.engine.runtime.system import is_ending, is_stopped, oom_kills
+from terrazzo.telemetry.flight.stall import Stall
 from terrazzo.tether import tethered
 from terrazzo.train.launch.failure import SIBLING_GRACE_S
 from terrazzo.train.launch.labelled import Labelled
+from terrazzo.train.launch.recording import GIVEN, Recording
 from terrazzo.train.launch.telling import PREEMPTED, REPORT, Failure
+from terrazzo.train.launch.watchdog import Patience, Watchdog
 
 __all__ = ["RUN_ID", "LocalRank", "LocalRanks", "Signals"]
 
@@ -65,7 +68,12 @@ class LocalRank:
     """
 
     def __init__(
-        self, rank: int, environment: Mapping[str, str], arguments: Sequence[str], outputs: Sequence[Labelled] = ()
+        self,
+        rank: int,
+        environment: Mapping[str, str],
+        arguments: Sequence[str],
+        outputs: Sequence[Labelled] = (),
+        recording: Recording | None = None,
     ) -> None:
         self.rank, self.outputs, self.begun, self.ended_by_us = rank, outputs, False, False
         self.stopped = False
@@ -75,13 +83,15 @@ class LocalRank:
         self.line, theirs = os.pipe()
         self._unread = b""
         numbers = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+        given = recording.descriptors if recording is not None else ()
+        recorded = {GIVEN: ",".join(map(str, given))} if given else {}
         stdout, stderr = [output.theirs for output in outputs] or (None, None)
         try:
             os.set_blocking(self.line, False)
             self._process = subprocess.Popen(
                 tethered(*arguments),
-                env={**environment, **numbers, REPORT: str(theirs)},
-                pass_fds=[theirs],
+                env={**environment, **numbers, **recorded, REPORT: str(theirs)},
+                pass_fds=[theirs, *given],
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on
                 stdout=stdout,
                 stderr=stderr,
@@ -149,10 +159,20 @@ class LocalRanks:
     Args:
         defaults: of their environment, where that of this process has nothing.
         labelled: lines of all ranks but the first begin with the rank's number.
+        patience: with ranks that stand still, which record what they do; None: nobody looks after them.
+
+    Attributes:
+        stall: why they stood still, where `wait` has come back for that.
     """
 
     def __init__(
-        self, count: int, arguments: Sequence[str], defaults: Mapping[str, str], *, labelled: bool = False
+        self,
+        count: int,
+        arguments: Sequence[str],
+        defaults: Mapping[str, str],
+        *,
+        labelled: bool = False,
+        patience: Patience | None = None,
     ) -> None:
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         environment = {
@@ -171,17 +191,22 @@ class LocalRanks:
         }
         self._oom_kills = oom_kills()
         self.ranks: list[LocalRank] = []
+        self.stall: Stall | None = None
+        self.recordings = [Recording() for _ in range(count if patience is not None else 0)]
         self._lines = selectors.DefaultSelector()
         try:
             for number in range(count):
                 outputs = [Labelled(f"[rank {number}] ", fd) for fd in (1, 2)] if labelled and number else []
-                self.ranks.append(rank := LocalRank(number, environment, arguments, outputs))
+                recording = self.recordings[number] if self.recordings else None
+                self.ranks.append(rank := LocalRank(number, environment, arguments, outputs, recording))
                 self._lines.register(rank.line, selectors.EVENT_READ, rank)
                 for output in outputs:
                     self._lines.register(output.line, selectors.EVENT_READ, output)
         except BaseException:
             self.end()
             raise
+        tails, pids = [each.tail for each in self.recordings], [rank.pid for rank in self.ranks]
+        self._watchdog = Watchdog(tails, pids, patience) if patience is not None else None
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -212,9 +237,16 @@ class LocalRanks:
                 saying = any(rank.begun and rank.code is None for rank in self.ranks)  # others have nothing to say yet
                 grace_s = _STOPPING_S if heeded else SIBLING_GRACE_S
                 deadline = time.monotonic() + (grace_s if saying else 0.0)
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._stands_still():
                 break
         return None
+
+    def _stands_still(self) -> bool:
+        """For good; what its ranks were doing has been kept."""
+        if self._watchdog is None or any(rank.failed or rank.code is not None for rank in self.ranks):
+            return False
+        self.stall = self._watchdog.look()
+        return self.stall is not None
 
     @property
     def oom_kills(self) -> int | None:
@@ -235,6 +267,8 @@ class LocalRanks:
             os.close(rank.line)
             for output in rank.outputs:
                 output.close()
+        for recording in self.recordings:
+            recording.close()
 
     def _pass_on(self, number: int) -> None:
         """To those that have begun: others would die of it, and of the trainer's ranks one is enough."""

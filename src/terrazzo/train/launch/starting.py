@@ -16,10 +16,13 @@ from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload.topology import cpus_of_a_rank
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
+from terrazzo.telemetry.flight.stall import Stall
+from terrazzo.train.launch.evidence import keep_evidence
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks, Signals
 from terrazzo.train.launch.stop import Notices, say_now
-from terrazzo.train.launch.telling import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, Failure, first_failure
+from terrazzo.train.launch.telling import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED, Failure, first_failure
+from terrazzo.train.launch.watchdog import Patience
 
 __all__ = ["adopt_slurm", "first_host", "is_rank", "launch_ranks", "ranks_to_start"]
 
@@ -95,6 +98,7 @@ def launch_ranks(
     *,
     labelled: bool = False,
     notices: Notices | None = None,
+    patience: Patience | None = None,
 ) -> int:
     """Run `python ARGUMENTS` as `ranks` local ranks; returns the exit code for this process.
 
@@ -102,14 +106,17 @@ def launch_ranks(
 
     Args:
         defaults: of their environment; by default `environment_of` the trainer's ranks.
-        labelled: as for `LocalRanks`.
+        labelled, patience: as for `LocalRanks`.
         notices: what is said as soon as a signal comes.
     """
     defaults = environment_of(ranks) if defaults is None else defaults
     signals = Signals()
     try:
-        with LocalRanks(ranks, arguments, defaults, labelled=labelled) as started:
+        with LocalRanks(ranks, arguments, defaults, labelled=labelled, patience=patience) as started:
             stopped_by = started.wait(signals, lambda: say_now(notices.asked) if notices is not None else None)
+            kept = keep_evidence(started) if started.stall is not None else ""
+        if started.stall is not None:
+            return _stalled(started.stall, kept, notices)
         if stopped_by is None:
             return _report(started.ranks, next(iter(signals.received), None), started.oom_kills)
         if notices is not None:
@@ -118,6 +125,13 @@ def launch_ranks(
         return 128 + stopped_by
     finally:
         signals.restore()
+
+
+def _stalled(stall: Stall, kept: str, notices: Notices | None) -> int:
+    print(f"{stall.text}\n{kept}", file=sys.stderr)
+    if notices is not None:
+        say_now(notices.cut_short())
+    return STALLED
 
 
 def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int | None = None) -> int:

@@ -10,10 +10,21 @@ import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "PREEMPTED", "REPORT", "Failure", "ToLauncher", "first_failure"]
+__all__ = [
+    "BAD_INPUT",
+    "FAILED",
+    "INTERRUPTED",
+    "PREEMPTED",
+    "REPORT",
+    "STALLED",
+    "Failure",
+    "ToLauncher",
+    "first_failure",
+]
 
 FAILED = 1
 BAD_INPUT = 2
+STALLED = 81  # ranks stood still, and were ended
 PREEMPTED = 75  # EX_TEMPFAIL: asked to stop, saved, start again to continue
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 

@@ -1,0 +1,176 @@
+"""Why a run stands still: which rank it is, what became of it, and which exchange it is missing from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from terrazzo.engine.links.label import RUN_THE_SAME
+from terrazzo.errors import listed
+from terrazzo.telemetry.flight.standing import Key, Standing
+
+__all__ = ["Cause", "Fact", "Stall", "find_stall"]
+
+Cause = Literal["died", "stopped", "slow", "input", "stuck", "desynchronised", "lost"]
+"""
+died             its process is gone
+stopped          a signal has stopped it
+slow             it computes: nobody need be ended for it
+input            it waits for its data, which may still come
+stuck            it does nothing, and waits for no other rank
+desynchronised   ranks wait for each other in different exchanges
+lost             all are in one exchange, which does not end
+"""
+
+_UNMATCHED = ("send", "all_to_all")
+"""Kinds whose ordinals ranks do not share, or that not all of an axis take part in."""
+
+
+class Fact(NamedTuple):
+    """What the system says of a rank's process.
+
+    Attributes:
+        state: as in `/proc/PID/stat`; empty for none.
+        busy: whether it, or what it has started, has had processors since the run stands still.
+        traced: by a debugger.
+    """
+
+    state: str
+    busy: bool
+    traced: bool = False
+
+    @property
+    def gone(self) -> bool:
+        return self.state in ("", "Z", "X")
+
+    @property
+    def stopped(self) -> bool:
+        return self.state in ("T", "t") and not self.traced
+
+
+class Stall(NamedTuple):
+    """Why, the ranks it lies with, and a sentence or three."""
+
+    cause: Cause
+    ranks: Sequence[int]
+    text: str
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing will come of waiting longer."""
+        return self.cause not in ("slow", "input")
+
+
+def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: int) -> Stall:
+    """Of a run in which nothing has happened for long enough; see `Cause`.
+
+    Args:
+        ranks: by number.
+        now: nanoseconds of CLOCK_MONOTONIC.
+    """
+    waits = {rank: standing.waits for rank, standing in ranks.items()}
+    for cause in ("died", "stopped"):
+        found = [rank for rank in ranks if (facts[rank].gone if cause == "died" else facts[rank].stopped)]
+        if found:
+            return _of_some(cause, found, ranks, now)
+    absent = [rank for rank in ranks if not waits[rank]]
+    busy = [rank for rank in absent if facts[rank].busy]
+    if busy:
+        return _of_some("slow", busy, ranks, now)
+    if reading := [rank for rank in absent if ranks[rank].phase == "input"]:
+        return _of_some("input", reading, ranks, now)
+    if absent:
+        return _of_some("stuck", absent, ranks, now)
+    return _apart(ranks, now)
+
+
+_WORDS = {
+    "died": "{has} ended",
+    "stopped": "{is_} stopped (SIGSTOP)",
+    "slow": "{is_} still at work, and {is_} not ended for it",
+    "input": "{waits} for data",
+    "stuck": "{does} nothing, and {waits} for no other rank",
+}
+
+
+def _of_some(cause: Cause, found: Sequence[int], ranks: Mapping[int, Standing], now: int) -> Stall:
+    many = len(found) > 1
+    verbs = {"has": "have", "is_": "are", "waits": "wait", "does": "do"}
+    words = {name: plural if many else name.rstrip("_") for name, plural in verbs.items()}
+    text = f"{_named(found, ranks)} {_WORDS[cause].format(**words)}."
+    others = [rank for rank in ranks if rank not in found and ranks[rank].waits]
+    if (key := _missed(found, others, ranks)) is not None:
+        text += f" Missing from {_teller(key, others, ranks).words(key)}."
+    elif ranks[found[0]].phase:
+        text += f" Last in phase {ranks[found[0]].phase}, step {ranks[found[0]].step + 1}."
+    if others:
+        text += f" {_waited(others, ranks, now)}."
+    return Stall(cause, found, text)
+
+
+def _missed(found: Sequence[int], others: Iterable[int], ranks: Mapping[int, Standing]) -> Key | None:
+    """What others wait for that these have not come to, or at least take part in; what has been waited for longest."""
+    waits = [(told.time, key, ranks[rank]) for rank in others for key, told in ranks[rank].waits.items()]
+    shared = [each for each in sorted(waits, key=lambda each: each[0]) if set(found) & set(each[2].ranks(each[1]))]
+    absent = [each for each in shared if not all(ranks[rank].has_come_to(each[1]) for rank in found)]
+    return next((key for _, key, _ in [*absent, *shared]), None)
+
+
+def _teller(key: Key, others: Iterable[int], ranks: Mapping[int, Standing]) -> Standing:
+    return next(ranks[rank] for rank in others if key in ranks[rank].waits)
+
+
+def _apart(ranks: Mapping[int, Standing], now: int) -> Stall:
+    """Every rank waits for others."""
+    waits = [(rank, key) for rank, standing in ranks.items() for key in standing.waits]
+    everyone = list(ranks)
+    since = _waited(everyone, ranks, now)
+    for rank, key in waits:
+        for other in (each for each in ranks[rank].ranks(key) if each in ranks and each != rank):
+            differs = not ranks[other].has_come_to(key) or _differ(key, ranks[rank], ranks[other])
+            if key[1] not in _UNMATCHED and differs:
+                there = next(iter(ranks[other].waits))
+                text = (
+                    f"Ranks {rank} and {other} have come apart: {_named([rank], ranks, first=False)} waits in"
+                    f" {ranks[rank].words(key)}, and {_named([other], ranks, first=False)} in"
+                    f" {ranks[other].words(there)}. {since}. {RUN_THE_SAME}"
+                )
+                return Stall("desynchronised", [rank, other], text)
+    first = everyone[0]
+    text = f"All ranks are in {ranks[first].words(next(iter(ranks[first].waits)))}, which does not end. {since}."
+    return Stall("lost", everyone, f"{text} See the network between them.")
+
+
+def _differ(key: Key, here: Standing, there: Standing) -> bool:
+    """Whether two ranks have asked for something else by the same number; False where it is not known any more."""
+    one, other = here.issued(key), there.issued(key)
+    if one is None or other is None:
+        return False
+    same_size = one.value == other.value or key[1] == "broadcast"  # its source alone sends
+    return not same_size or (one.unit, one.number, one.purpose) != (other.unit, other.number, other.purpose)
+
+
+def _named(found: Sequence[int], ranks: Mapping[int, Standing], *, first: bool = True) -> str:
+    if len(found) > 1:
+        return f"Ranks {_listed(found)}"
+    table = ranks[found[0]].table
+    where = f" (host {table['host']}, pid {table['pid']})" if table else ""
+    return f"{'Rank' if first else 'rank'} {found[0]}{where}"
+
+
+def _waited(others: Sequence[int], ranks: Mapping[int, Standing], now: int) -> str:
+    longest = max(now - told.time for rank in others for told in ranks[rank].waits.values())
+    who, have = ("Ranks", "have") if len(others) > 1 else ("Rank", "has")
+    return f"{who} {_listed(others)} {have} waited {longest / 1e9:.0f} s"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Neighbours as a range."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return listed(words, 8)

@@ -1,0 +1,110 @@
+"""Where a rank stands, by what it has recorded so far."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from terrazzo.engine.links.label import Purpose
+from terrazzo.telemetry.flight.ring import Told, What
+from terrazzo.telemetry.flight.spans import Names
+
+__all__ = ["Key", "Standing"]
+
+Key = tuple[str, str, bool, int]
+"""An exchange: axis, kind, whether modules exchange, ordinal. Ranks of an axis mean the same by it."""
+
+_KEPT = 64
+"""Exchanges of a track that are remembered: more than can be under way."""
+
+_PASSES = {
+    Purpose.FORWARD: "forward",
+    Purpose.EVALUATION: "evaluation",
+    Purpose.BACKWARD: "backward",
+    Purpose.GRADIENT: "backward",
+    Purpose.PARTIAL: "backward",
+    Purpose.UPDATED: "update",
+    Purpose.END_OF_FORWARD: "forward",
+    Purpose.END_OF_BACKWARD: "backward",
+}
+
+
+class Standing:
+    """One rank: what it waits for, what it has asked for, which phase it is in and how long phases have lasted.
+
+    Attributes:
+        newest: when it has recorded something last, in nanoseconds; 0 for never.
+        steps: that it has ended.
+        step: number of the newest of these.
+        phase: it is in now; empty before the first.
+        slowest: nanoseconds of the slowest instance of each phase that has ended.
+    """
+
+    def __init__(self) -> None:
+        self.table: Mapping[str, Any] = {}
+        self.newest, self.steps, self.step, self.phase = 0, 0, 0, ""
+        self.slowest: dict[str, int] = defaultdict(int)
+        self._names, self._since = Names({}), 0
+        self._waits: dict[tuple[int, int], Told] = {}
+        self._issued: dict[int, dict[int, Told]] = defaultdict(dict)
+
+    def take(self, table: Mapping[str, Any], records: Iterable[Told]) -> None:
+        """What it has recorded since."""
+        self.table, self._names = table, Names(table)
+        for told in records:
+            self.newest = max(self.newest, told.time)
+            if told.event == What.ISSUED:
+                mine = self._issued[told.track]
+                mine[told.ordinal] = told
+                if len(mine) > _KEPT:
+                    del mine[next(iter(mine))]
+            elif told.event == What.WAITS:
+                self._waits[told.track, told.ordinal] = told
+            elif told.event == What.WAITED:
+                self._waits.pop((told.track, told.ordinal), None)
+            elif told.event == What.PHASE:
+                self._turn(told)
+            elif told.event == What.STEP:
+                self.steps, self.step = self.steps + 1, told.ordinal
+
+    def _turn(self, told: Told) -> None:
+        if self.phase:
+            self.slowest[self.phase] = max(self.slowest[self.phase], told.time - self._since)
+        self.phase, self._since = self._names.name(told), told.time
+
+    @property
+    def waits(self) -> dict[Key, Told]:
+        """For which exchanges with other ranks, and since when; an update of its own is none."""
+        found = {(*self._names.track(track), n): told for (track, n), told in self._waits.items()}
+        return {key: told for key, told in found.items() if key[1] != "update"}
+
+    def ranks(self, key: Key) -> list[int]:
+        """Who takes part in an exchange that it waits for."""
+        groups = self.table["groups"]
+        return list(groups.get(key[0], groups[""]))
+
+    def issued(self, key: Key) -> Told | None:
+        """What it has said of an exchange that it has asked for."""
+        tracks = self.table.get("tracks", [])
+        track = tracks.index(list(key[:3])) if list(key[:3]) in tracks else -1
+        return self._issued[track].get(key[3])
+
+    def has_come_to(self, key: Key) -> bool:
+        """Whether it has asked for that exchange, or for a later one on its track."""
+        tracks = self.table.get("tracks", [])
+        track = tracks.index(list(key[:3])) if list(key[:3]) in tracks else -1
+        return max(self._issued[track], default=0) >= key[3]
+
+    def words(self, key: Key) -> str:
+        """An exchange, as a sentence names it."""
+        axis, kind, activations, ordinal = key
+        where = f"on {axis}" if axis else "of all ranks"
+        parts = [f"{kind} {ordinal} {where}{', of activations' if activations else ''}"]
+        told = self.issued(key)
+        if told is not None and not activations:
+            if (unit := self._names.moved(told)) is not None:
+                parts.append(unit if unit == "the root unit" else f"unit {unit}")
+            if doing := _PASSES.get(Purpose(told.purpose)):
+                parts.append(doing)
+        return ", ".join([*parts, f"step {self.step + 1}"])

@@ -1,0 +1,104 @@
+"""What ranks that stand still were doing, kept before any is ended: where their threads are, and their records."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from terrazzo.engine.runtime.system import is_stopped, text_of
+from terrazzo.telemetry.flight.ring import Flight, What
+from terrazzo.telemetry.flight.spans import Names
+from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks
+from terrazzo.train.launch.recording import ASK, Recording
+
+__all__ = ["keep_evidence"]
+
+_FOLDER = "stall"
+_ANSWER_S = 3.0
+"""For a rank to write where its threads are: the interpreter's own handler does so, whatever holds its lock."""
+
+_NEWEST = 60
+"""Records of each rank that are written down in words."""
+
+
+def keep_evidence(started: LocalRanks) -> str:
+    """Write a file for each rank into the run's folder; returns a sentence that says where."""
+    folder = next((table["folder"] for each in started.recordings if "folder" in (table := each.tail.table)), None)
+    if folder is None or started.stall is None:
+        return "All ranks were ended."
+    asked = [rank for rank in started.ranks if rank.code is None and not is_stopped(rank.pid)]
+    for rank in asked:
+        rank.send(ASK)
+    _await([started.recordings[rank.rank] for rank in asked])
+    target = Path(folder) / _FOLDER
+    try:
+        target.mkdir(exist_ok=True)
+        for old in target.glob("*.txt"):
+            old.unlink()
+        (target / "stall.txt").write_text(started.stall.text + "\n", encoding="utf-8")
+        for rank, recording in zip(started.ranks, started.recordings, strict=True):
+            text = "\n".join(_evidence(rank, recording))
+            (target / f"rank-{rank.rank}.txt").write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        return f"All ranks were ended. What they were doing could not be written to '{target}' ({error.strerror})."
+    return f"All ranks were ended. Where their threads were, and what they did last, is in {target}."
+
+
+def _await(recordings: list[Recording]) -> None:
+    """Until all have answered, and say no more."""
+    deadline, before = time.monotonic() + _ANSWER_S, None
+    while time.monotonic() < deadline:
+        said = [each.threads for each in recordings]
+        if all(said) and said == before:
+            return
+        before = said
+        time.sleep(0.1)
+
+
+def _evidence(rank: LocalRank, recording: Recording) -> Iterator[str]:
+    yield f"Rank {rank.rank}, process {rank.pid}"
+    yield "\nWhere its threads were:\n"
+    yield recording.threads.strip() or _by_another(rank.pid) or _by_system(rank.pid)
+    yield f"\nThe last {_NEWEST} of what it recorded, seconds before the newest first:\n"
+    yield from _told(recording.tail.flight())
+
+
+def _by_another(pid: int) -> str:
+    """What py-spy finds in a process that does not answer; empty where it is not installed, or may not look."""
+    command = shutil.which("py-spy")
+    if command is None:
+        return ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        words = [command, "dump", "--nonblocking", "--pid", str(pid)]
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+    return ""
+
+
+def _by_system(pid: int) -> str:
+    """What Linux says of each thread."""
+    lines = ["It did not answer. What the system says of them (py-spy, if it is installed, says more):"]
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        state = text_of(task / "stat").rpartition(")")[2].split()[:1]
+        lines.append(f"  thread {task.name} ({text_of(task / 'comm')}): {' '.join(state)} {text_of(task / 'wchan')}")
+    return "\n".join(lines)
+
+
+def _told(flight: Flight) -> Iterator[str]:
+    names = Names(flight.table)
+    newest = flight.records[-1].time if flight.records else 0
+    for told in flight.records[-_NEWEST:]:
+        what = What(told.event)
+        if what in (What.ISSUED, What.DONE, What.WAITS, What.WAITED):
+            axis, kind, _ = names.track(told.track)
+            words = f"{kind} {told.ordinal} {f'on {axis}' if axis else 'of all ranks'}"
+            if what is What.ISSUED and (unit := names.moved(told)) is not None:
+                words += f", {unit}, {told.value:,} bytes sent"
+        elif what in (What.BEGINS, What.ENDS):
+            words = names.unit(told.unit) + (f" {names.name(told)}" if what is What.BEGINS else "")
+        else:
+            words = str(told.ordinal) if what is What.STEP else names.name(told)
+        yield f"{(newest - told.time) / 1e9:12.6f}  {what.name.lower():<7} {words}"

@@ -1,0 +1,65 @@
+"""What a rank records, in memory of the process that has started it: its flight, and where its threads are when asked.
+
+Both outlive the rank. Ranks that others have started, and one alone, record into memory of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+
+from terrazzo.telemetry.flight.folder import BlackBox, save_flight
+from terrazzo.telemetry.flight.ring import Ring, Tail
+
+__all__ = ["ASK", "GIVEN", "Recording", "black_box"]
+
+GIVEN = "TERRAZZO_FLIGHT"
+"""Two descriptors in the environment of a rank: of its ring, and of the file that its threads write to."""
+
+ASK = signal.SIGUSR2
+"""Asks a rank where its threads are."""
+
+
+class Recording:
+    """The memory that one rank writes to, in the process that starts it.
+
+    Attributes:
+        tail: what it has recorded.
+    """
+
+    def __init__(self) -> None:
+        self._ring = Ring.memory()
+        self._threads = os.memfd_create("terrazzo-threads") if hasattr(os, "memfd_create") else Ring.memory()
+        os.ftruncate(self._threads, 0)
+        self.tail = Tail(self._ring)
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """What the rank is given, as `GIVEN` names it."""
+        return self._ring, self._threads
+
+    @property
+    def threads(self) -> str:
+        """Where its threads were when it was asked; empty as long as it has not answered."""
+        size = os.fstat(self._threads).st_size
+        return os.pread(self._threads, size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """The rank has ended: put what it has recorded into the run's folder."""
+        save_flight(self.tail.flight())
+        for descriptor in self.descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def black_box(rank: int, world: int) -> BlackBox:
+    """This rank's flight recorder. From now on `ASK` has it write where its threads are, if somebody reads that."""
+    given = os.environ.pop(GIVEN, None)  # what this rank starts is not this rank
+    if given is None:
+        return BlackBox(rank, world)
+    ring, threads = map(int, given.split(","))
+    os.set_inheritable(threads, False)
+    faulthandler.register(ASK, file=threads, all_threads=True, chain=False)
+    return BlackBox(rank, world, ring)
