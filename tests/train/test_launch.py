@@ -169,6 +169,7 @@ class Ended(NamedTuple):
     ended_ns: int = 0
     ended_by_us: bool = False
     stopped: bool = False
+    at: str = ""
 
 
 S = 10**9

@@ -16,6 +16,8 @@ import pytest
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.exchange import agree, gather_json
+from terrazzo.telemetry import flights_of
+from terrazzo.telemetry.flight.ring import What
 from terrazzo.train.launch.ranks import agree_on_config
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
@@ -100,6 +102,9 @@ def test_sigterm_to_one_rank_saves_the_same_step_on_all_and_has_its_own_exit_cod
     saved = list((tmp_path / "run" / "checkpoints").iterdir())
     assert len(saved) == 1
     assert json.loads((saved[0] / "manifest.json").read_text())["step"] == metrics(tmp_path, "train")[-1]["step"]
+    flights = flights_of(tmp_path / "run")  # which the launcher has kept
+    assert {told.ordinal for flight in flights for told in flight.records[-40:] if told.event == What.STEP}
+    assert [flight.table["rank"] for flight in flights] == [0, 1]
 
 
 def test_settings_that_differ_between_ranks_are_refused_on_all_of_them() -> None:

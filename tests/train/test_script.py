@@ -190,6 +190,8 @@ def test_a_script_that_is_ended_at_once_is_said_to_be(
     begun: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ranks(contextlib.nullcontext[Any]):
+        stall = None
+
         def __init__(self, count: int, *_: object, **__: object) -> None:
             self.enter_result = self
             self.ranks = [SimpleNamespace(begun=begun)] * count

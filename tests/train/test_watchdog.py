@@ -83,8 +83,9 @@ MISSING = "Missing from all_gather 91 on dp_shard, unit layers.7, backward, step
         (Fact("Z", False), "backward", "died", "Rank 3 (host b, pid 812) has ended."),
         (Fact("R", True), "backward", "slow", "Rank 3 (host b, pid 812) is still at work, and is not ended for it."),
         (Fact("S", False), "input", "input", "Rank 3 (host b, pid 812) waits for data."),
+        (Fact("D", False), "update", "drive", "Rank 3 (host b, pid 812) waits for a drive or a file system."),
         (
-            *(Fact("D", False), "backward", "stuck"),
+            *(Fact("S", False), "backward", "stuck"),
             "Rank 3 (host b, pid 812) does nothing, and waits for no other rank.",
         ),
     ],
@@ -99,7 +100,7 @@ def test_the_rank_that_others_wait_for_is_named_with_what_became_of_it(
     found = ranks.stall({3: fact})
     assert (found.cause, list(found.ranks)) == (cause, [3])
     assert found.text == f"{said} {MISSING}"
-    assert found.is_final is (cause not in ("slow", "input"))
+    assert found.is_final is (cause in ("stopped", "died", "stuck"))
 
 
 def test_a_rank_that_was_stopped_in_an_exchange_that_it_has_asked_for_is_found(ranks: Ranks) -> None:
@@ -332,13 +333,13 @@ def act(model, engine):
     elif how == "apart":
         engine.axes.along("dp_shard").gather_rows(torch.ones(2))
     elif how == "slow":
-        end = time.monotonic() + 5
+        end = time.monotonic() + 3
         while time.monotonic() < end:
             pass
     elif how == "patient":
         for phase in ("evaluate", "save"):
             with engine.tally.phases.during(phase):
-                time.sleep(2.5)
+                time.sleep(1.6)
 
 run_rank(rank, work)
 """
@@ -398,7 +399,7 @@ def test_ranks_in_different_exchanges_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["slow", "patient", "nothing"])
+@pytest.mark.parametrize("how", ["slow", "patient"])
 def test_who_computes_or_does_what_takes_long_is_left_alone(tmp_path: Path, how: str) -> None:
     done, _ = launch(tmp_path, how)
     assert done.returncode == 0, done.stderr
@@ -411,6 +412,6 @@ def test_who_computes_or_does_what_takes_long_is_left_alone(tmp_path: Path, how:
 def test_a_killed_rank_leaves_its_records(tmp_path: Path) -> None:
     done, _ = launch(tmp_path, "killed")
     assert done.returncode == 1
-    assert "Rank 1 was ended by SIGKILL" in done.stderr
+    assert re.search(r"Rank 1 was ended by SIGKILL .*, in phase forward of step 3; the other", done.stderr), done.stderr
     steps = [[told.ordinal for told in flight.records if told.event == 9] for flight in flights_of(tmp_path)]
     assert steps == [[1, 2], [1, 2]]

@@ -2,7 +2,8 @@
 together; `shared` is what all have. Options stand in the file itself, of a folder in `command` or `commands`. These
 import no torch, so that `--help` comes at once.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving, 141 whoever
+Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving, 81 stood
+still, 141 whoever
 read the report has gone (`terrazzo ... | head`), which ends any verb but `train` and `run`.
 """
 

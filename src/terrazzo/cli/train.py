@@ -27,9 +27,9 @@ def train(
     """Train a model on one machine, under torchrun, or under Slurm: same file, same command.
 
     Starts `launch.ranks` processes on this machine unless torchrun or srun has already started them. Ends with exit
-    code 0 when done, 1 when the run failed, 2 for bad input, and 75 when it was asked to stop (SIGTERM, Ctrl-C) and has
-    saved a checkpoint from which the same command continues. When nobody reads its lines any more (`| head`), it goes
-    on, and log.folder has them.
+    code 0 when done, 1 when the run failed, 2 for bad input, 75 when it was asked to stop (SIGTERM, Ctrl-C) and has
+    saved a checkpoint from which the same command continues, and 81 when ranks stood still. When nobody reads its lines
+    any more (`| head`), it goes on, and log.folder has them.
     """
     from terrazzo.train.command import program
     from terrazzo.train.run import train_command  # the trainer, which other verbs do without

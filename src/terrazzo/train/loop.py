@@ -98,7 +98,7 @@ class Trainer:
             session.keeper.finish()
             if session.step == train.steps and session.config.checkpoint.save_format == "hf":
                 self.report.exported(export(session, trained=session.step > first_step))
-        self.report.end(stopped=stopped and session.step < train.steps)
+            self.report.end(stopped=stopped and session.step < train.steps)
         return PREEMPTED if stopped and session.step < train.steps else 0
 
     @property

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from terrazzo.engine.runtime.system import is_ending, is_stopped, oom_kills
+from terrazzo.engine.runtime.system import is_ending, is_stopped, is_traced, oom_kills, processor_s, state_of
 
 
 def test_a_process_is_ending_from_its_exit_on_and_not_before() -> None:
@@ -37,6 +37,27 @@ def test_a_process_is_stopped_from_the_signal_on_until_it_goes_on() -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         child.kill()
+
+
+def test_processor_time_is_that_of_a_process_and_of_what_it_has_started() -> None:
+    spin = "import sys, time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass\n"
+    inner = f"{spin}print(1, flush=True)\ninput()"
+    outer = f"import subprocess, sys\nsubprocess.run([sys.executable, '-Sc', {inner!r}])"
+    with subprocess.Popen([sys.executable, "-Sc", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert processor_s(child.pid) >= 0.28
+        assert state_of(child.pid) in ("S", "R", "D")
+        child.communicate(b"\n")
+    assert processor_s(child.pid) == 0 and state_of(child.pid) == ""
+
+
+@pytest.mark.parametrize(("tracer", "held"), [("0", False), ("17", True)])
+def test_a_process_is_traced_where_the_system_names_who(tmp_path: Path, tracer: str, held: bool) -> None:
+    (tmp_path / "proc/7").mkdir(parents=True)
+    (tmp_path / "proc/7/status").write_text(f"Name:\ta\nTracerPid:\t{tracer}\nUid:\t0\n")
+    assert is_traced(7, tmp_path / "sys") is held
+    assert not is_traced(8, tmp_path / "sys")
 
 
 @pytest.mark.parametrize(

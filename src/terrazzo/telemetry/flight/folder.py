@@ -29,12 +29,15 @@ class BlackBox:
         rank: of this process, among `world`.
         given: the descriptor of a ring whose memory outlives this process; None for one of its own, which is put into
             the run's folder when this object is closed or gone, or the process exits.
+
+    Attributes:
+        watched: whether the process that has given it may look after this one.
     """
 
     def __init__(self, rank: int, world: int, given: int | None = None) -> None:
         descriptor = Ring.memory() if given is None else given
         os.set_inheritable(descriptor, False)
-        self.recorder, self._rank, self._own = Recorded(Ring(descriptor), rank, world), rank, given is None
+        self.recorder, self._rank, self.watched = Recorded(Ring(descriptor), rank, world), rank, given is not None
         self._descriptor = descriptor
         self._saving: Ending | None = None
 
@@ -46,7 +49,7 @@ class BlackBox:
             _clear(folder, self.recorder.table)
             live = {"pid": os.getpid(), "descriptor": self._descriptor, "boot": boot_id()}
             _live(folder, self._rank).write_text(json.dumps(live))
-        if self._own:
+        if not self.watched:
             self._saving = Ending(self, functools.partial(_save, self._descriptor))
 
     def close(self) -> None:

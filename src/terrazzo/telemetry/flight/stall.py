@@ -11,12 +11,13 @@ from terrazzo.telemetry.flight.standing import Key, Standing
 
 __all__ = ["Cause", "Fact", "Stall", "find_stall"]
 
-Cause = Literal["died", "stopped", "slow", "input", "stuck", "desynchronised", "lost"]
+Cause = Literal["died", "stopped", "slow", "input", "drive", "stuck", "desynchronised", "lost"]
 """
 died             its process is gone
 stopped          a signal has stopped it
 slow             it computes: nobody need be ended for it
 input            it waits for its data, which may still come
+drive            it waits for a drive or a file system, which may still answer
 stuck            it does nothing, and waits for no other rank
 desynchronised   ranks wait for each other in different exchanges
 lost             all are in one exchange, which does not end
@@ -32,12 +33,10 @@ class Fact(NamedTuple):
     Attributes:
         state: as in `/proc/PID/stat`; empty for none.
         busy: whether it, or what it has started, has had processors since the run stands still.
-        traced: by a debugger.
     """
 
     state: str
     busy: bool
-    traced: bool = False
 
     @property
     def gone(self) -> bool:
@@ -45,7 +44,7 @@ class Fact(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        return self.state in ("T", "t") and not self.traced
+        return self.state in ("T", "t")
 
 
 class Stall(NamedTuple):
@@ -58,7 +57,7 @@ class Stall(NamedTuple):
     @property
     def is_final(self) -> bool:
         """Whether nothing will come of waiting longer."""
-        return self.cause not in ("slow", "input")
+        return self.cause not in ("slow", "input", "drive")
 
 
 def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: int) -> Stall:
@@ -79,6 +78,8 @@ def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: in
         return _of_some("slow", busy, ranks, now)
     if reading := [rank for rank in absent if ranks[rank].phase == "input"]:
         return _of_some("input", reading, ranks, now)
+    if held := [rank for rank in absent if facts[rank].state == "D"]:
+        return _of_some("drive", held, ranks, now)
     if absent:
         return _of_some("stuck", absent, ranks, now)
     return _apart(ranks, now)
@@ -89,6 +90,7 @@ _WORDS = {
     "stopped": "{is_} stopped (SIGSTOP)",
     "slow": "{is_} still at work, and {is_} not ended for it",
     "input": "{waits} for data",
+    "drive": "{waits} for a drive or a file system",
     "stuck": "{does} nothing, and {waits} for no other rank",
 }
 

@@ -76,7 +76,7 @@ class LocalRank:
         recording: Recording | None = None,
     ) -> None:
         self.rank, self.outputs, self.begun, self.ended_by_us = rank, outputs, False, False
-        self.stopped = False
+        self.stopped, self._recording = False, recording
         self.code: int | None = None
         self.ended_ns: int | None = None
         self.failure: Failure | None = None
@@ -126,6 +126,11 @@ class LocalRank:
     def look_whether_stopped(self) -> None:
         """Another rank has failed, perhaps since it waited for this one."""
         self.stopped = self.code is None and is_stopped(self._process.pid)
+
+    @property
+    def at(self) -> str:
+        """Where it was last, as `Recording` has it."""
+        return self._recording.at if self._recording is not None else ""
 
     @property
     def pid(self) -> int:

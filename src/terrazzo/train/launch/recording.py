@@ -12,6 +12,7 @@ import signal
 
 from terrazzo.telemetry.flight.folder import BlackBox, save_flight
 from terrazzo.telemetry.flight.ring import Ring, Tail
+from terrazzo.telemetry.flight.standing import Standing
 
 __all__ = ["ASK", "GIVEN", "Recording", "black_box"]
 
@@ -45,6 +46,13 @@ class Recording:
         """Where its threads were when it was asked; empty as long as it has not answered."""
         size = os.fstat(self._threads).st_size
         return os.pread(self._threads, size, 0).decode(errors="replace")
+
+    @property
+    def at(self) -> str:
+        """Where it was last, in words that follow a sentence; empty before the first step."""
+        standing = Standing()
+        standing.take(self.tail.table, self.tail.flight().records)
+        return f", in phase {standing.phase} of step {standing.step + 1}" if standing.steps else ""
 
     def close(self) -> None:
         """The rank has ended: put what it has recorded into the run's folder."""

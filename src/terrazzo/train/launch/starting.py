@@ -194,7 +194,7 @@ def _silent(rank: LocalRank, asked: int | None, oom_kills: int | None) -> Failur
         return None
     name = signal.Signals(-rank.code).name
     hint = _who_kills(oom_kills) if name == "SIGKILL" else ""
-    said = f"Rank {rank.rank} was ended by {name}{hint}; the other ranks were stopped."
+    said = f"Rank {rank.rank} was ended by {name}{hint}{rank.at}; the other ranks were stopped."
     late_ns = _KILL_SEEN_LATE_NS if name == "SIGKILL" else _SEEN_LATE_NS
     return Failure(rank.rank, (rank.ended_ns or 0) - late_ns, FAILED, said)
 

@@ -25,7 +25,7 @@ _LATE_S = 2.0
 
 _TIMES_SLOWEST = 5
 _BUSY = 0.05
-"""Of one processor's time: a rank that has had so much while the run stands still is at work."""
+"""Of one processor's time: a rank that has had so much while the run stands still, or waits for it, is at work."""
 
 _STEADY = ("forward", "backward", "clip", "update", "input", "other")
 """Phases whose length is known from those before. All others are waited for as long as ranks wait for each other."""
@@ -85,7 +85,8 @@ class Watchdog:
         self._looked = self._armed = self._system.now()
         self._slept_s, self._said = self._system.slept_s(), False
         self._stopped_since: dict[int, int] = {}
-        self._used: tuple[int, dict[int, float]] = (self._looked, {})
+        self._newest = 0
+        self._used: tuple[int, dict[int, float]] | None = None
 
     def look(self) -> Stall | None:
         """Why the run stands still, if it does for good; what may still go on is said, once."""
@@ -100,9 +101,9 @@ class Watchdog:
         states = {rank: self._system.state(pid) for rank, pid in enumerate(self._pids)}
         self._arm(now, states, since_looked / 1e9)
         newest = max(self._armed, *(standing.newest for standing in self.standings.values()))
-        if newest > self._used[0]:
-            self._used, self._said = (newest, {}), False
-        if not self._used[1] and now - newest >= 1e9:  # from now on, what processors are had counts
+        if newest > self._newest:
+            self._newest, self._used, self._said = newest, None, False
+        elif self._used is None:  # nothing has happened for a moment: from now on, what processors are had counts
             self._used = (now, self._processors())
         if (stopped := self._stopped(now, states)) is not None:
             return stopped
@@ -151,9 +152,9 @@ class Watchdog:
         return {rank: self._system.processor_s(pid) for rank, pid in enumerate(self._pids)}
 
     def _facts(self, now: int, states: Mapping[int, str]) -> dict[int, Fact]:
-        since, before = self._used
-        seconds, used = max(1e-9, (now - since) / 1e9), self._processors()
+        used = self._processors()
+        since, before = self._used or (now, used)
+        wanted_s = _BUSY * (now - since) / 1e9
         return {
-            rank: Fact(state, used[rank] - before.get(rank, used[rank]) > _BUSY * seconds)
-            for rank, state in states.items()
+            rank: Fact(state, state == "R" or used[rank] - before[rank] > wanted_s) for rank, state in states.items()
         }
