@@ -128,7 +128,8 @@ class Trainer:
         """The step that is under way is not taken."""
         session, before = self.session, self.session.step
         forget_load(session.model)
-        done = self.guard.act(why)
+        with self.phases.during("save"):  # it may read a checkpoint
+            done = self.guard.act(why)
         if session.step <= before:  # the step before may have been saved
             self.report.back()
         self.report.left_out(done, session.skipped[-1])

@@ -41,8 +41,8 @@ def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
     """
     moved = _clocks(flights)
     bars = [bars_of(flight) for flight in flights]
-    begins = _begin_of(bars, steps)
-    kept = [[bar for bar in own if bar.end > begins.get(index, 0)] for index, own in enumerate(bars)]
+    begins = [_begin_of(own, steps) for own in bars]
+    kept = [[bar for bar in own if bar.end > begin] for own, begin in zip(bars, begins, strict=True)]
     origin = min((bar.start + moved[index] for index, own in enumerate(kept) for bar in own), default=0)
     events: list[dict[str, Any]] = []
     for index, (flight, own) in enumerate(zip(flights, kept, strict=True)):
@@ -65,16 +65,10 @@ def _clocks(flights: Sequence[Flight]) -> list[int]:
     return found
 
 
-def _begin_of(bars: Sequence[Sequence[Bar]], steps: int) -> dict[int, int]:
-    """By rank, when the first of the last steps began; a rank that has not recorded it is shown as a whole."""
-    last = max((bar.more["step"] for own in bars for bar in own if bar.group == "step"), default=0)
-    first = last - steps + 1
-    return {
-        index: bar.start
-        for index, own in enumerate(bars)
-        for bar in own
-        if bar.group == "step" and bar.more["step"] == first
-    }
+def _begin_of(bars: Sequence[Bar], steps: int) -> int:
+    """When the first of a rank's last steps began; 0 if it has not recorded so many."""
+    begins = [bar.start for bar in bars if bar.group == "step"]
+    return begins[-steps] if len(begins) >= steps else 0
 
 
 def _of_rank(flight: Flight, bars: Sequence[Bar], shift: int) -> Iterator[dict[str, Any]]:
