@@ -76,6 +76,10 @@ class Act:
 _REFUSED, _DONE = Answer.REFUSED, Answer.DONE
 _WAITS = "`tz.Offload(step='synchronous')` lets it be done there, too."
 _LEAVES_TRACES = "What numpy holds by itself, and bf16 seen as integers, leaves no trace: write through the parameter."
+_WHOLE = (
+    "Whole on every rank; collective where weights are split, or kept in 16 bits beside masters, which then are in it."
+)
+_STATES = "States of whole parameters, as `torch.optim` has them. Collective."
 
 ACTS: Mapping[str, Act] = {
     "measure": Act("p.norm(), p.isnan().any()", "dddddd", "dddddd", "border/measured", _REFUSED, "Collective."),
@@ -89,7 +93,7 @@ ACTS: Mapping[str, Act] = {
     ),
     "groups": Act(
         "for group in optimizer.param_groups: group['params'][0].mul_(0.9)",
-        *("dndddd", "rnrrld", "optim/optimizer", _REFUSED),
+        *("dndddd", "rnrrld", "optim/driver", _REFUSED),
         "They are the model's parameters, but inside the optimizer's step.",
     ),
     "freeze": Act("p.requires_grad_(False)", "l", "l", "buckets/edits"),
@@ -118,15 +122,17 @@ ACTS: Mapping[str, Act] = {
     "clip": Act("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "border/stand_in"),
     "states": Act(
         "for kept in optimizer.state.values(): kept['exp_avg'].zero_()",
-        *("d", "d", "optim/sharded"),
+        *("d", "d", "border/optimizer"),
         note="On drives it raises. Ask for `optimizer.state` anew each time: that waits for updates under way.",
     ),
-    "state-of": Act("optimizer.state[p]", "r", "r", "optim/sharded"),
-    "give-state": Act("optimizer.state[p] = kept", "r", "r", "optim/sharded"),
-    "state-dict": Act("model.state_dict()", "dddddd", "rdrrdd", "border/module", _DONE),
+    "state-of": Act("optimizer.state[p]", "r", "r", "border/optimizer"),
+    "give-state": Act("optimizer.state[p] = kept", "r", "r", "border/optimizer"),
+    "state-dict": Act("model.state_dict()", "dddddd", "dddddd", "border/module", _DONE, _WHOLE),
     "load": Act("model.load_state_dict(state)", "dndddd", "dndddr", "border/module", _DONE),
-    "save-optimizer": Act("optimizer.state_dict(), torch.save(optimizer, file)", "r", "r", "optim/sharded"),
+    "save-optimizer": Act("optimizer.state_dict()", "dddddd", "dddddd", "border/optimizer", _DONE, _STATES),
+    "load-optimizer": Act("optimizer.load_state_dict(state)", "dddddd", "dddddr", "border/optimizer", _DONE, _STATES),
     "copy-model": Act("copy.deepcopy(model)", "r", "r", "border/module"),
+    "copy-optimizer": Act("copy.deepcopy(optimizer), torch.save(optimizer, file)", "r", "r", "border/optimizer"),
     "copy-module": Act(
         "copy.deepcopy(model.block)",
         *("dddddd", "rdrrdd", "loop/forward_hooks", _REFUSED),

@@ -125,6 +125,20 @@ def _loaded(model: Any, optimizer: Any) -> None:
     model.load_state_dict({name: torch.full(value.shape, 0.1) for name, value in Small().state_dict().items()})
 
 
+def _saved(model: Any, optimizer: Any) -> Any:
+    return [kept["momentum_buffer"].clone() for kept in optimizer.state_dict()["state"].values()]
+
+
+def _restored(model: Any, optimizer: Any) -> None:
+    kept = {number: {"momentum_buffer": torch.full_like(each, 0.1)} for number, each in enumerate(SHAPES)}
+    (group,) = optimizer.param_groups
+    settings = {**{key: value for key, value in group.items() if key != "params"}, "params": [*kept], "lr": 0.05}
+    optimizer.load_state_dict({"state": kept, "param_groups": [settings]})
+
+
+SHAPES = [torch.empty(each.shape) for each in Small().parameters()]
+
+
 def _buffer(model: Any, optimizer: Any) -> None:
     model.shift.mul_(0.5)
 
@@ -159,7 +173,9 @@ DEEDS: dict[str, Callable[[Any, Any], Any]] = {
     "state-dict": _state_dict,
     "load": _loaded,
     "buffer": _buffer,
-    "save-optimizer": lambda model, optimizer: optimizer.state_dict()["param_groups"][0]["lr"],
+    "save-optimizer": _saved,
+    "load-optimizer": _restored,
+    "copy-optimizer": lambda model, optimizer: copy.deepcopy(optimizer).param_groups[0]["lr"],
     "copy-model": lambda model, optimizer: copy.deepcopy(model).head.in_features,
     "copy-module": _copied,
     "forward": _forward,

@@ -358,17 +358,6 @@ def test_not_strict_loads_what_matches() -> None:
 # -- what is refused -------------------------------------------------------------------------------------------
 
 
-def test_a_sharded_state_dict_is_refused_by_name() -> None:
-    with fake_group(4):
-        model, optimizer = tz.shard(Net(), adamw, "zero3")
-        with pytest.raises(tz.Misuse):
-            model.state_dict()
-        with pytest.raises(tz.Misuse, match=r"tz\.checkpoint\.save"):
-            optimizer.state_dict()
-        with pytest.raises(tz.Misuse, match=r"tz\.checkpoint\.load"):
-            optimizer.load_state_dict({})
-
-
 def test_a_state_dict_inside_gathered_is_a_plain_one() -> None:
     base = Net()
 

@@ -220,8 +220,12 @@ def weights_only(folder: str) -> None:
     for each in (ours, theirs):
         each.validate(Regression(), data(), ckpt_path=f"{folder}/ddp.ckpt", verbose=False)
     assert ours.callback_metrics["val"].item() == pytest.approx(theirs.callback_metrics["val"].item(), rel=1e-6)
-    with pytest.raises(tz.BadInput, match="not written by the terrazzo strategy"):
-        trainer().fit(Regression(), data(), ckpt_path=f"{folder}/ddp.ckpt")
+    fitted = [trainer(), trainer("ddp")]
+    for each in fitted:
+        each.fit(Regression(), data(), ckpt_path=f"{folder}/ddp.ckpt")
+    assert fitted[0].global_step == fitted[1].global_step == 16
+    for name, value in fitted[1].lightning_module.named_parameters():
+        torch.testing.assert_close(weights_of(fitted[0])[name], value, rtol=0, atol=2e-6, msg=name)
 
 
 @pytest.mark.processes

@@ -149,13 +149,15 @@ def test_whole_tensors_are_loaded_and_parts_are_not_listed(shard_first: bool) ->
         model.load_state_dict(base.state_dict())
         for module in (model, model.layers[0].inner):
             with pytest.raises(tz.Misuse, match=r"state_dict\(\) of a model that tz.parallelize has cut.*full_state"):
-                module.state_dict()
+                nn.Module.state_dict(module)
         if not shard_first:
             model, _ = tz.shard(model, None, "zero3", mesh=mesh)
-        return tz.full_state_dict(model)
+        return tz.full_state_dict(model), model.state_dict()
 
-    found = run_in_threads(2, body)[0]
-    assert all(torch.equal(found[name], value) for name, value in base.state_dict().items())
+    found, everywhere = run_in_threads(2, body)[0]
+    assert list(everywhere) == list(found) == list(base.state_dict())
+    for name, value in base.state_dict().items():
+        assert torch.equal(found[name], value) and torch.equal(everywhere[name], value)
 
 
 # -- what stands around a step ---------------------------------------------------------------------------------

@@ -35,6 +35,8 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
 
 from terrazzo.engine.border.methods import register_forward_method
 from terrazzo.engine.border.module import ShardedModule
+from terrazzo.engine.border.optimizer import ShardedOptimizer
+from terrazzo.engine.border.unattached import on_unattached_step
 from terrazzo.engine.buckets.parameter import Zeros
 from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.loop.listeners import inside_backward
@@ -43,8 +45,6 @@ from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise
-from terrazzo.engine.optim.sharded import ShardedOptimizer
-from terrazzo.engine.optim.unattached import on_unattached_step
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.plan.axes import data_mesh, named_mesh
 from terrazzo.engine.plan.elsewhere import STAGES_OF, Stages, as_one, give_up, stages_of
@@ -68,11 +68,12 @@ from terrazzo.engine.sharding.attach import attach
 from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.states.ema import EMA
-from terrazzo.engine.states.full_state import OptimizerStates
 from terrazzo.engine.states.listing import Listed, listing
+from terrazzo.engine.states.optimizer_states import OptimizerStates
 from terrazzo.engine.states.pieces import Piece
 from terrazzo.engine.states.restore import Read
 from terrazzo.engine.states.state import ModelState, ParameterInfo
+from terrazzo.engine.states.state_dict import whole_state_dict
 from terrazzo.engine.states.whole import collect_buffers, whole_weights
 
 __all__ = [
@@ -141,5 +142,6 @@ __all__ = [
     "register_forward_method",
     "shard",
     "stages_of",
+    "whole_state_dict",
     "whole_weights",
 ]

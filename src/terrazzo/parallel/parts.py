@@ -63,9 +63,9 @@ class _Refusing:
         if not keep_vars:  # else parameters are asked for, not their values
             raise Misuse(
                 f"state_dict() of a model that tz.parallelize has cut: this rank has a part of {self._name!r} and "
-                "others alone. After tz.shard, tz.full_state_dict(model) gives full tensors on rank 0, "
-                "tz.save_pretrained(model, folder) writes a folder for transformers, and tz.checkpoint.save(path, "
-                "model, optimizer, extra) what training continues from."
+                "others alone. After tz.shard, that of the model itself, model.state_dict(), is whole on every rank; "
+                "tz.full_state_dict(model) is on rank 0, tz.save_pretrained(model, folder) writes a folder for "
+                "transformers, and tz.checkpoint.save(path, model, optimizer, extra) what training continues from."
             )
 
 

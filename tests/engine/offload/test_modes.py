@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import ModelState, engine_of
-from terrazzo.engine.states.full_state import OptimizerStates
+from terrazzo.engine.states.optimizer_states import OptimizerStates
 from tests.engine.offload.runs import SMALL_BLOCK, TIERS, held_back
 from tests.engine.test_lifecycle import Fault, Fragile
 from tests.engine.toys import (

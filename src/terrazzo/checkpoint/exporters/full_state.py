@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from terrazzo.engine import as_one, collect_buffers, whole_weights
+from terrazzo.engine import whole_state_dict
 
 __all__ = ["full_state_dict"]
 
@@ -29,19 +30,4 @@ def full_state_dict(model: nn.Module, *, keep: bool | None = None) -> dict[str, 
         Misuse: for a model that is not sharded.
     """
     keep = dist.get_rank() == 0 if keep is None else keep
-    collect_buffers(model)
-    with as_one(model):
-        state: dict[str, Any] = model.state_dict(keep_vars=True)  # which asks no parameter for its values
-        named = dict(model.named_parameters())
-    whole: dict[int, Tensor] = {}
-    for name, values in whole_weights(model):
-        if keep:
-            own = named[name]
-            whole[id(own)] = values.to("cpu", values.dtype if own.requires_grad else own.dtype, copy=True)
-    return {name: _value(value, whole) for name, value in state.items()} if keep else {}
-
-
-def _value(value: Any, whole: dict[int, Tensor]) -> Any:
-    if isinstance(value, nn.Parameter):
-        return whole[id(value)]
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+    return whole_state_dict(model, torch.device("cpu"), keep=keep) or {}

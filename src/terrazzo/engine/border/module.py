@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.border.everywhere import on_every_rank
 from terrazzo.engine.border.loading import check_loading, hooked_after, hooked_before
-from terrazzo.engine.buckets.parameter import AtRest
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.names import PersistentBuffer, extra_state, extra_state_takers, persistent_buffers
@@ -20,6 +20,7 @@ from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.model.wrappers import refuse_class
 from terrazzo.engine.states.materialize import replace_buffers
 from terrazzo.engine.states.state import ModelState
+from terrazzo.engine.states.state_dict import shows_all, whole_state_dict
 from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = ["ShardedModule", "make_sharded_module"]
@@ -48,22 +49,34 @@ class ShardedModule(nn.Module):
         return accumulate(self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of any module, once no update is under way. Collective while one may be.
+        """The state dict that the model would have if it were not sharded, on every rank. Collective.
+
+        Where no values are split, and weights are kept in the dtype of their masters, it is that of any module: its
+        tensors are the model's own, and nothing is exchanged unless an update is under way. Else they are copies on the
+        mesh's device, with the master weights of what is trained. Inside `tz.gathered` they are the parameters as they
+        are there, in the compute dtype, copied where their memory will be freed.
+
+        Args:
+            args, kwargs: `destination`, `prefix` and `keep_vars`, as torch has them. With `keep_vars` it lists the
+                parameters, of which some may be at rest.
 
         Raises:
-            Misuse: where a plan splits weights, or ranks along `tp` share them; it names the calls that have them.
-                Inside `tz.gathered` those that a plan splits are there, and what this gives are copies, which stay.
+            RanksApart: where ranks do something else meanwhile.
+            Misuse: where the whole model does not fit on the device; it names the calls that need no room for it.
         """
+        options = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
         self._terrazzo.catch_up()
-        away = next((name for name, each in self.named_parameters() if isinstance(each, AtRest)), None)
-        if away is not None and not (kwargs.get("keep_vars") or args[2:3] == (True,)):
-            raise Misuse(
-                f"state_dict() of a sharded {type(self).__name__}: {away!r} and others are split over ranks. "
-                "tz.full_state_dict(model) gives full tensors on rank 0, tz.save_pretrained(model, folder) writes a "
-                "folder for transformers, and tz.checkpoint.save(path, model, optimizer, extra) what training "
-                "continues from."
-            )
-        return super().state_dict(*args, **kwargs)
+        if options.pop("keep_vars", False):
+            return super().state_dict(**options, keep_vars=True)
+        if shows_all(self):
+            return super().state_dict(**options)
+        with on_every_rank(self._terrazzo, "model.state_dict()"):
+            try:
+                return whole_state_dict(self, self._terrazzo.axes.device, **options)
+            except torch.OutOfMemoryError as error:
+                raise Misuse(
+                    f"model.state_dict() gives the whole {type(self).__name__} on every rank. {_TOO_LARGE}"
+                ) from error
 
     def set_gradient_denominator(self, denominator: float | Tensor | None) -> None:
         """From now on, divide the sum of gradients over ranks and micro-batches by this.
@@ -103,12 +116,11 @@ class ShardedModule(nn.Module):
                 that load in a way of their own, on any rank; nothing has been changed.
             RanksApart: where ranks were given other names, before anything is changed, or other values.
         """
-        buffers, takers = persistent_buffers(self), extra_state_takers(self)
+        buffers, takers, axes = persistent_buffers(self), extra_state_takers(self), self._terrazzo.axes
         own = ModelState(self)
-        given, loaded = all_or_none(
-            self._terrazzo.axes, lambda: self._prepare_loading(state_dict, strict, own, buffers, takers)
-        )
-        own.load(given, buffers)
+        with on_every_rank(self._terrazzo, "model.load_state_dict(state)"):
+            given, loaded = all_or_none(axes, lambda: self._prepare_loading(state_dict, strict, own, buffers, takers))
+            own.load(given, buffers)
         for name, module in takers.items():
             if name in given:
                 module.set_extra_state(given[name])
@@ -196,6 +208,11 @@ def _meant(given: Mapping[str, Any], unexpected: Sequence[str], known: Set[str])
     return ""
 
 
+_TOO_LARGE = (
+    "It does not fit on this device: tz.full_state_dict(model) has it in host memory of rank 0, "
+    "tz.save_pretrained(model, folder) writes a folder for transformers, and tz.checkpoint.save(path, model, "
+    "optimizer, extra) what training continues from."
+)
 _NAMED = 20  # of a large model's thousands
 _DDP = "module."
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from terrazzo.errors import RanksApart
 
-__all__ = ["RUN_THE_SAME", "Label", "Purpose", "Stamp", "moving", "title_of"]
+__all__ = ["CALLS", "RUN_THE_SAME", "Label", "Purpose", "Stamp", "moving", "title_of"]
 
 
 RUN_THE_SAME = (
@@ -40,6 +40,7 @@ class Purpose(IntEnum):
     END_OF_BACKWARD = 10
     EXPERTS = 11
     EXPERTS_BACK = 12
+    CALL = 13
 
 
 _WORDS = {
@@ -56,7 +57,12 @@ _WORDS = {
     Purpose.END_OF_BACKWARD: "the end of backward {number}",
     Purpose.EXPERTS: "rows for the experts of {name!r}",
     Purpose.EXPERTS_BACK: "gradients of what the experts of {name!r} gave",
+    Purpose.CALL: "{call}",
 }
+CALLS = (
+    "model.state_dict()", "model.load_state_dict(state)", "optimizer.state_dict()", "optimizer.load_state_dict(state)",
+)  # fmt: skip
+"""What a user calls on every rank, under a name that plain PyTorch lets one rank alone call."""
 _PURPOSE_BITS, _UNIT_BITS = 5, 24
 
 
@@ -65,7 +71,7 @@ class Label:
     """One exchange.
 
     Attributes:
-        unit: index of what is moved.
+        unit: index of what is moved; of a call its place in `CALLS`.
         number: of the pass that it belongs to, counted on each rank from the start.
         names: of all units.
     """
@@ -100,7 +106,8 @@ class Label:
     def __str__(self) -> str:
         name = self.names[self.unit] if self.unit < len(self.names) else str(self.unit)
         unit = title_of(name) if self.unit < len(self.names) else f"unit {name}"
-        return _WORDS[self.purpose].format(unit=unit, name=name, number=self.number)
+        call = CALLS[self.unit % len(CALLS)]
+        return _WORDS[self.purpose].format(unit=unit, name=name, number=self.number, call=call)
 
 
 def title_of(name: str) -> str:

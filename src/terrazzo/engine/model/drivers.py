@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.loop.loss_scale import LossScale
 from terrazzo.engine.loop.progress import Progress
-from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.stock import Templates
 from terrazzo.engine.runtime.calls import do_nothing
 

@@ -35,6 +35,11 @@ class GatheredBlocks:
         self._buckets: list[Bucket] = [bucket for unit in units for bucket in unit.buckets]
         self._inside: Literal["read", "write"] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this is inside of one."""
+        return self._inside is not None
+
     def require_unwritten(self) -> None:
         """Refuse to move weights inside a block that writes them.
 

@@ -11,7 +11,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.optim.clipping import clip_grad_norm
-from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.zeroing import note_zeroed
 from terrazzo.engine.plan.recipe import Recipe
 from terrazzo.engine.schedule.schedule import Schedule

@@ -8,14 +8,14 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from terrazzo.engine.border.optimizer import make_sharded_optimizer
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.background import Background
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_names
 from terrazzo.engine.offload.update import Updater
+from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.elementwise import check_optimizer
-from terrazzo.engine.optim.optimizer import OptimizerDriver
-from terrazzo.engine.optim.sharded import make_sharded_optimizer
 from terrazzo.engine.optim.stock import Templates, assign_groups, choose_kernel, state_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.sharding.checks import check_several, optimizer_facts, state_facts

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.border.gradients import show_gradients
 from terrazzo.engine.border.measured import let_measure
 from terrazzo.engine.border.module import make_sharded_module
+from terrazzo.engine.border.unattached import watch_steps
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.loop.pass_end import meet, weights_are_split
@@ -28,7 +29,6 @@ from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock import Templates, orphans
-from terrazzo.engine.optim.unattached import watch_steps
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, parameters_of
 from terrazzo.engine.plan.elsewhere import stages_of

@@ -1,7 +1,6 @@
 """The state of a sharded model: made, set, and given back whole.
 
 Read state, with pieces and restore, what there is to save and how it comes back; listing, what of that other stages
-of a pipeline have; whole and full_state, what is put
-together for libraries that know it in no other form; ema, a moving average; and materialize, which gives a model from
-the meta device its first values.
+of a pipeline have; whole, state_dict and optimizer_states, what is put together as plain PyTorch has it; ema, a moving
+average; and materialize, which gives a model from the meta device its first values.
 """

@@ -12,7 +12,7 @@ from torch import Tensor
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer, Resting
 from terrazzo.engine.buckets.parameter import OnDrive
-from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.plan.layout import Range, Slot

@@ -32,7 +32,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) ->
     """Restore the model and the optimizer; returns what else Lightning has put into the checkpoint. Collective.
 
     Args:
-        path: of a checkpoint that `save_checkpoint` wrote; or, without an optimizer, of a file of Lightning's.
+        path: of a checkpoint that `save_checkpoint` wrote; or of a file of Lightning's, with weights that are whole.
     """
     if not is_folder(path):
         return _load_file(path, model, optimizer)
@@ -45,12 +45,14 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: Optimizer | None) ->
 
 
 def _load_file(path: str, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Weights of a checkpoint that another strategy has written as one file."""
-    if optimizer is not None:
-        raise BadInput(
-            f"'{path}' was not written by the terrazzo strategy, so fit() cannot go on from it. For its weights alone, "
-            f"call tz.checkpoint.load_weights, or LightningModule.load_from_checkpoint before fit()."
-        )
+    """A checkpoint that another strategy has written as one file: weights, and the state of one optimizer."""
     found = read_file(path)
     model.load_state_dict(found["state_dict"])
+    if optimizer is not None and "optimizer_states" in found:  # else Lightning says what is missing
+        if len(found["optimizer_states"]) != 1:
+            raise BadInput(
+                f"'{path}' has the states of {len(found['optimizer_states'])} optimizers, and the terrazzo strategy "
+                "drives one. For its weights alone, call LightningModule.load_from_checkpoint before fit()."
+            )
+        optimizer.load_state_dict(found["optimizer_states"][0])
     return {**found, "state_dict": {}}

@@ -126,7 +126,7 @@ class TerrazzoStrategy(Sharding, ParallelStrategy):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Refused by the optimizer itself, with what to do instead."""
+        """That of whole parameters, as a plain optimizer's. Collective."""
         found: dict[str, Any] = optimizer.state_dict()
         return found
 

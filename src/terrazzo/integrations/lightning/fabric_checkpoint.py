@@ -39,7 +39,7 @@ def load(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]:
     """Restore the model and the optimizer in `state`, and put its other values in place. Collective.
 
     Args:
-        path: of any checkpoint of Terrazzo's; or, without an optimizer, of a file that Fabric wrote.
+        path: of any checkpoint of Terrazzo's, or of a file that Fabric wrote with a strategy that keeps weights whole.
         strict: refuse values that the checkpoint does not have, and in a file names of weights that do not match.
 
     Returns:
@@ -57,13 +57,11 @@ def load(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]:
         raise BadInput(f"fabric.load: '{path}' has no {', '.join(missing)}. Leave it out of the state.")
     if ours:
         checkpoints.load(path, model, optimizer)
-    elif optimizer is not None:
-        raise BadInput(
-            f"fabric.load: '{path}' was not written by the terrazzo strategy, whose optimizer takes no state from it: "
-            "leave the optimizer out of the state."
-        )
     else:
         model.load_state_dict(found.pop(name_of_model), strict)
+        named = next((name for name, value in state.items() if value is optimizer), None)
+        if optimizer is not None and named in found:
+            optimizer.load_state_dict(found.pop(named))
     for name in rest.keys() & found.keys():
         value = found.pop(name)
         if isinstance(rest[name], _Stateful):

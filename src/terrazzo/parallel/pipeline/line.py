@@ -245,5 +245,6 @@ def _refuse_states(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars:  # else parameters are asked for, not their values
         raise Misuse(
             "state_dict() of a model of which this rank has stages: the parameters of the others are not here. "
-            "tz.full_state_dict(model) gives all on rank 0, and 'with tz.gathered(model) as parameters:' this rank's."
+            "After tz.shard, model.state_dict() gives all on every rank, tz.full_state_dict(model) on rank 0, and "
+            "'with tz.gathered(model) as parameters:' this rank's."
         )

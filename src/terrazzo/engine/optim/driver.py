@@ -50,6 +50,7 @@ class OptimizerDriver:
         segments: what the optimizer steps.
         background: updates away from the device; None where there are none.
         reference: to the optimizer, weak.
+        kind: the class that it was of.
     """
 
     def __init__(self, optimizer: Optimizer, model: Driven, templates: Templates, first: int) -> None:
@@ -67,7 +68,7 @@ class OptimizerDriver:
         self.background: OffDeviceUpdates | None = None
         scaling = self.recipe.precision.loss_scaling
         self.loss_scale = DynamicLossScale(scaling) if scaling else LossScale()
-        self.reference, self._retired = weakref.ref(optimizer), False
+        self.reference, self._retired, self.kind = weakref.ref(optimizer), False, type(optimizer)
         self._moments_differ = self.recipe.precision.moments != self.recipe.precision.master
         self._listed = [*optimizer.param_groups]
         self.progress.hyper_parameters[self.groups.start] = hyper_parameters(optimizer)
@@ -122,6 +123,22 @@ class OptimizerDriver:
                     "sharding, which its steps would not follow. Leave the list as it was: a parameter whose .grad is "
                     "None is not stepped, and optimizers are built anew with tz.attach."
                 )
+
+    @property
+    def model(self) -> Driven:
+        """What it drives.
+
+        Raises:
+            Misuse: where that is gone, or has got another optimizer.
+        """
+        if self._retired:
+            raise Misuse(
+                f"This {self.kind.__name__} no longer drives a model, which another optimizer has got: step that one. "
+                "It can be built anew over the model's parameters, and attached with tz.attach."
+            )
+        if (model := self._model()) is None:
+            raise model_gone(f"What this {self.kind.__name__} steps")
+        return model
 
     @property
     def optimizer(self) -> Optimizer:
@@ -189,13 +206,7 @@ class OptimizerDriver:
                 "optimizer.step(closure) is not supported on sharded weights. Run forward and backward first, and then "
                 "call optimizer.step() without it."
             )
-        if self._retired:
-            raise Misuse(
-                f"This {type(optimizer).__name__} no longer drives a model, which another optimizer has got: step that "
-                "one. It can be built anew over the model's parameters, and attached with tz.attach."
-            )
-        if (model := self._model()) is None:
-            raise model_gone(f"What this {type(optimizer).__name__} steps")
+        model = self.model
         self.recipe.axes.tally.phases.begin("update")
         model.prepare_step()
         if any(bucket.gradient.unfinished for bucket in self.buckets):

@@ -11,8 +11,8 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from terrazzo.engine.border.optimizer import ShardedOptimizer
 from terrazzo.engine.buckets.parameter import sharded_name
-from terrazzo.engine.optim.sharded import ShardedOptimizer
 from terrazzo.errors import Misuse, listed
 
 __all__ = ["on_unattached_step", "watch_steps"]

@@ -9,8 +9,11 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
+from terrazzo.engine.border.everywhere import on_every_rank
 from terrazzo.engine.buckets.parameter import sharded_name
-from terrazzo.engine.optim.optimizer import OptimizerDriver
+from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.optim.driver import OptimizerDriver
+from terrazzo.engine.states.optimizer_states import OptimizerStates
 from terrazzo.errors import Misuse
 
 __all__ = ["ShardedOptimizer", "make_sharded_optimizer"]
@@ -131,16 +134,48 @@ class ShardedOptimizer(Optimizer):
         raise Misuse("A sharded optimizer cannot take further param groups: give it all of them before tz.shard.")
 
     def state_dict(self) -> Any:
-        raise Misuse(
-            "A sharded optimizer's state_dict would hold only this rank's flat shards. Save with tz.checkpoint.save, "
-            "which names every piece by its parameter and resumes on any number of ranks."
-        )
+        """The state dict that the optimizer would have over whole parameters, on every rank. Collective.
+
+        A plain optimizer over the same parameters loads it. Full states are in host memory, in the dtype of moments:
+        all of them on each rank, put together one bucket after the other on the mesh's device. The loss scale is in
+        `scaler_state()`, and an average of the weights in checkpoints alone.
+
+        Raises:
+            RanksApart: where ranks do something else meanwhile.
+            Misuse: for a model in stages, or inside `ema.swapped`.
+        """
+        states = self.states()
+        with on_every_rank(states.engine, "optimizer.state_dict()"):
+            return states.state_dict(lambda value: value.to("cpu", copy=True))
 
     def load_state_dict(self, state_dict: Any) -> None:
-        raise Misuse(
-            "A sharded optimizer cannot load a plain state_dict. tz.checkpoint.load(path, model, optimizer) restores"
-            " both from a checkpoint, or from a file of torch.save({'model': ..., 'optimizer': ...}, path)."
-        )
+        """Take all states and the settings of param groups from a plain optimizer's state dict. Collective.
+
+        It may come from any plan and number of ranks, or from plain PyTorch. Parameters are known by their order. This
+        rank's parts are copied. Where the settings do not choose a kernel, the engine does, as in `tz.shard`.
+
+        Args:
+            state_dict: full tensors of any dtype, the same on every rank.
+
+        Raises:
+            BadInput: for what is no optimizer's state dict, groups of other sizes, and states of other kinds or shapes,
+                on any rank; nothing has been changed.
+            RanksApart: where ranks were given other states; nothing has been changed.
+            Misuse: for a model in stages, or inside `ema.swapped` or `tz.gathered(model, write=True)`.
+        """
+        states = self.states()
+        with on_every_rank(states.engine, "optimizer.load_state_dict(state)"):
+            states.load_state_dict(state_dict)
+
+    def states(self) -> OptimizerStates:
+        """What the optimizer keeps.
+
+        Raises:
+            Misuse: where its model is gone, or has got another optimizer.
+        """
+        engine = self._driver.model
+        assert isinstance(engine, Engine)
+        return OptimizerStates(engine, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise Misuse(

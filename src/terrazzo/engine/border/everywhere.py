@@ -1,0 +1,45 @@
+"""Calls that are of all ranks, under names which plain PyTorch lets one rank alone call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.links.label import CALLS, Label, Purpose
+from terrazzo.engine.links.transfer import Moves, Transfer
+from terrazzo.engine.loop.pass_end import weights_are_split
+from terrazzo.engine.model.engine import Engine
+from terrazzo.errors import RanksApart
+
+__all__ = ["on_every_rank"]
+
+
+@contextlib.contextmanager
+def on_every_rank(engine: Engine, call: str) -> Iterator[None]:
+    """All ranks meet here, each about to make `call`, one of `CALLS`.
+
+    A rank that has gone on is at the first exchange of a step: a gather where weights are split, else a sum. Ranks meet
+    in one of that kind, whose messages say what they are for.
+
+    Raises:
+        RanksApart: where others are elsewhere, here or inside.
+    """
+    axes, label = engine.axes, Label(Purpose.CALL, CALLS.index(call))
+    gathers = weights_are_split(engine.units)
+    try:
+        for axis in axes.live(axes.with_stages):
+            links = axes.along(axis)
+            places = torch.zeros(links.size, device=axes.device)
+            moves: Moves[Tensor] = links.all_gather(places) if gathers else links.reduce_scatter(places, places.dtype)
+            Transfer(moves, label).finish()
+        yield
+    except RanksApart as error:
+        raise RanksApart(
+            f"{call} is of all ranks: call it on every rank, and leave to the first alone what is done with the result,"
+            f" as in 'state = {call}' and then 'if dist.get_rank() == 0: torch.save(state, path)'. {error}"
+            if call.endswith("state_dict()")
+            else f"{call} is of all ranks: call it on every rank, with the same state dict. {error}"
+        ) from error

@@ -1,0 +1,330 @@
+"""An optimizer's state whole, by the names of parameters, and as torch has it in a state dict."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.buffer import Buffer, Resting
+from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.model.digest import digest
+from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.model.together import all_or_none
+from terrazzo.engine.optim.settings import NOT_HYPER
+from terrazzo.engine.optim.stepper import Stepper, bare_copy
+from terrazzo.engine.optim.stock import PROBE_NUMEL, StateSpec, choose_kernel
+from terrazzo.engine.plan.elsewhere import require_whole
+from terrazzo.engine.states.restore import restore_optimizer
+from terrazzo.engine.states.whole import gathered_state, whole_parameter
+from terrazzo.errors import BadInput, RanksApart, listed
+
+__all__ = ["OptimizerStates"]
+
+States = dict[str, Any]
+"""What an optimizer keeps for one parameter, by kind."""
+
+
+class OptimizerStates:
+    """What one optimizer of a sharded model keeps.
+
+    Attributes:
+        engine: of the model.
+    """
+
+    def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
+        require_whole(engine.axes, "The whole state of an optimizer")
+        self.engine, self._optimizer = engine, optimizer
+        self._driver = next(driver for driver in engine.drivers if driver.reference() is optimizer)
+        stepped = [
+            (b, i) for b in self._driver.buckets for i, m in enumerate(b.members) if m.group in self._driver.groups
+        ]
+        self._places = {bucket.members[index].name: (bucket, index) for bucket, index in stepped}
+
+    def names(self) -> list[str]:
+        """The names of the parameters that the optimizer was built over, in its order."""
+        return [name for _, name in self._named()]
+
+    def _named(self) -> list[tuple[nn.Parameter, str]]:
+        members = [member for bucket in self.engine.buckets() for member in bucket.members]
+        by_parameter = {id(member.parameter): member.name for member in members}
+        return [(parameter, by_parameter[id(parameter)]) for given in self._driver.given for parameter in given]
+
+    def state_dict(self, keep: Callable[[Tensor], Tensor], begun: bool = False) -> dict[str, Any]:
+        """As the optimizer's class has it, over whole parameters: hooks for state dicts are called. Collective.
+
+        Memory: what is kept, and one state of one bucket on the mesh's device.
+
+        Args:
+            keep: what is to be in the place of a tensor, full and only here until the next one comes.
+            begun: whether parameters have states before the first step: those that one on zero gradients would leave.
+        """
+        self.engine.average.require_own_weights("optimizer.state_dict()")
+        shown: dict[str, States] = defaultdict(dict)
+        for name, kind, value in self.whole(begun):
+            shown[name][kind] = keep(value) if isinstance(value, Tensor) and value.dim() else value
+        alone, kind_of = bare_copy(self._optimizer), self._driver.kind
+        alone.state = defaultdict(dict)
+        for parameter, name in ((parameter, name) for parameter, name in self._named() if name in shown):
+            alone.state[parameter] = {kind: shown[name][kind] for kind in self._kept(name) if kind in shown[name]}
+        found: dict[str, Any] = kind_of.state_dict(alone)
+        return found
+
+    def load_state_dict(self, given: Any, whole: Callable[[Any], Any] = lambda value: value) -> None:
+        """Set all state and the settings of param groups from a state dict over whole parameters. Collective.
+
+        Args:
+            given: the same on every rank, by the order of parameters.
+            whole: makes a tensor of a state there, which is looked up once, in the same order on every rank.
+
+        Raises:
+            BadInput: for what is no optimizer's state dict, groups of other sizes, and states of other kinds or shapes,
+                on any rank; nothing has been changed.
+            RanksApart: where ranks were given other states; nothing has been changed.
+        """
+        optimizer = self._optimizer
+        edited = all_or_none(self.engine.axes, lambda: self._checked(given))
+        names = self.names()
+        keys = [key for group in edited["param_groups"] for key in group["params"]]
+        self.load({name: _Whole(edited["state"].get(key, {}), whole) for name, key in zip(names, keys, strict=True)})
+        for group, other in zip(optimizer.param_groups, edited["param_groups"], strict=True):
+            group.update(copy.deepcopy({key: value for key, value in other.items() if key not in NOT_HYPER}))
+        choose_kernel(optimizer)
+        for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+            after(optimizer)
+
+    def _checked(self, given: Any) -> dict[str, Any]:
+        """A state dict as hooks change it.
+
+        Raises:
+            BadInput: where it is none, or of other parameters.
+        """
+        if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
+            raise BadInput(
+                f"optimizer.load_state_dict takes what optimizer.state_dict() gives, not {_described(given)}. Of a "
+                "program's whole file that is one entry; tz.checkpoint.load(path, model, optimizer) reads all of it."
+            )
+        own, optimizer, edited = self._driver.kind.load_state_dict, self._optimizer, dict(given)
+        if own is not Optimizer.load_state_dict:
+            raise BadInput(
+                f"{self._driver.kind.__name__} has a load_state_dict of its own, which a sharded optimizer does not "
+                "call. Do what it does in a hook, optimizer.register_load_state_dict_post_hook, or load before "
+                "tz.shard."
+            )
+        for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(optimizer, edited)
+            edited = edited if changed is None else changed
+        sizes = [
+            [len(group["params"]) for group in groups] for groups in (edited["param_groups"], optimizer.param_groups)
+        ]
+        if sizes[0] != sizes[1]:
+            raise BadInput(
+                f"The optimizer's state has param groups of {sizes[0]} parameters, and this "
+                f"{self._driver.kind.__name__} has {sizes[1]}: build it over the same parameters, in the same order."
+            )
+        return edited
+
+    def whole(self, begun: bool = False) -> Iterator[tuple[str, str, Any]]:
+        """Each state of each parameter that has any: name, kind, and the value as in one process. Collective.
+
+        Memory: one state of one bucket on the mesh's device; what is per element is to be copied before the next is
+        asked for.
+
+        Args:
+            begun: where no parameter has any, go by what a step on zero gradients would leave; nothing is changed.
+        """
+        self.engine.catch_up()
+        fixed = self._fixed()
+        first = self._first() if begun and not fixed else {}
+        for unit in self.engine.units:
+            for bucket in (bucket for bucket in unit.trainable() if bucket in self._driver.buckets):
+                named = {n: i for n, (b, i) in self._places.items() if b is bucket and (first or n in fixed)}
+                moments = {kind for name in named for kind, spec in self._kept(name).items() if spec.per_element}
+                for kind in sorted(moments):  # the same order on every rank
+                    kept = {name: index for name, index in named.items() if kind in self._kept(name)}
+                    yield from ((name, kind, value) for name, value in self._moments(unit, bucket, kind, kept, first))
+                for name, index in named.items():
+                    yield from ((name, *each) for each in (fixed[name] if fixed else _fixed_of(first, bucket, index)))
+
+    def _moments(
+        self, unit: Unit, bucket: Bucket, kind: str, named: Mapping[str, int], first: Mapping[int, States]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """One state that is per element, of some parameters of a bucket."""
+        data = None if first else gathered_state(unit, self._moment(bucket, kind))
+        for name, index in named.items():
+            slot = bucket.slots[index]
+            if data is None:
+                yield name, _filled(bucket.box(slot).shape, first[bucket.members[index].group][kind])
+            else:
+                yield name, whole_parameter(unit, bucket, slot, data)
+
+    def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set all state, from full tensors by name and kind; a parameter without goes back to having none. Collective.
+
+        Args:
+            states: each value is looked up once, in the same order on every rank, and this rank's part of it is kept.
+
+        Raises:
+            BadInput: for states of other kinds or shapes than the optimizer keeps, on any rank; nothing has been
+                changed.
+            RanksApart: where ranks were given other states; nothing has been changed.
+        """
+        self.engine.average.require_own_weights("optimizer.load_state_dict()")
+        given = {name: states.get(name, {}) for name in self._places}
+        all_or_none(self.engine.axes, lambda: self._check_kinds(given))
+        self._compare({name: sorted(kinds) for name, kinds in given.items()})
+        taken = all_or_none(self.engine.axes, lambda: self._taken(given))
+        self._compare({f"{name}: {kind}": digest for (name, kind), (_, _, digest) in taken.items()})
+        kept = {key: (start, own) for key, (start, own, _) in taken.items()}
+
+        def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
+            if (found := kept.get((name, kind))) is None:
+                return None
+            return found[1][start - found[0] : stop - found[0]] if stop > start else found[1][:0]
+
+        self.engine.settle()
+        with torch.no_grad():
+            self._driver.restored()
+            restore_optimizer(self._driver, read)
+
+    def _check_kinds(self, given: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, kinds in given.items():
+            if (has := set(kinds)) and has != set(self._kept(name)):
+                raise BadInput(
+                    f"The state of {name!r} has {sorted(has)}, and this {self._driver.kind.__name__} keeps "
+                    f"{sorted(self._kept(name))}: build it with the settings that it was saved with."
+                )
+
+    def _taken(self, given: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, Tensor, Tensor]]:
+        """Of each state where this rank's part begins, that part, and what stands for the whole when ranks compare."""
+        taken, ranges, alone = {}, self._ranges(), not self.engine.axes.live(self.engine.axes.every)
+        for name, kinds in given.items():
+            for kind in kinds:
+                value, spec = torch.as_tensor(kinds[kind]).detach(), self._kept(name)[kind]
+                bucket, index = self._places[name]
+                box = bucket.box(bucket.slots[index])
+                shape = box.shape if spec.per_element else spec.shape
+                if value.numel() != math.prod(shape) or (spec.per_element and value.shape != shape):
+                    raise BadInput(
+                        f"The state {kind!r} of {name!r} is {tuple(value.shape)} and should be {shape}: load that of "
+                        "the same parameters, in the same order."
+                    )
+                compared = torch.zeros((), dtype=torch.int64) if alone else digest(value.cpu())
+                own = box.of(value) if spec.per_element and not box.is_all else value
+                flat = own.reshape(-1)
+                start, stop = ranges.get(name, (0, 0)) if spec.per_element else (0, flat.numel())
+                taken[name, kind] = (start, flat[start:stop].clone(), compared)
+        return taken
+
+    def _compare(self, facts: Mapping[str, object]) -> None:
+        """Refuse what ranks were given differently.
+
+        Raises:
+            RanksApart: there.
+        """
+        if differing := self.engine.axes.differing(facts):
+            raise RanksApart(
+                f"optimizer.load_state_dict: the ranks were given other states of {listed([*map(repr, differing)])}. "
+                "Nothing has been loaded. Give every rank the same state dict."
+            )
+
+    def _kept(self, name: str) -> Mapping[str, StateSpec]:
+        bucket, index = self._places[name]
+        return self.engine.drivers.templates[bucket.members[index].group]
+
+    def _ranges(self) -> dict[str, tuple[int, int]]:
+        """The elements of each parameter whose states this rank has: first, and behind the last."""
+        ranges: dict[str, tuple[int, int]] = {}
+        for segment in self._driver.segments:
+            for slot, part in segment.slots():
+                start, stop = part.start - slot.offset, part.stop - slot.offset
+                low, high = ranges.get(slot.name, (start, stop))
+                ranges[slot.name] = min(low, start), max(high, stop)
+        return ranges
+
+    def _moment(self, bucket: Bucket, kind: str) -> Resting:
+        """This rank's part of a state that is per element; zeros where there is none."""
+        kept = [(s, self._optimizer.state.get(s.parameter, {})) for s in self._driver.segments if s.bucket is bucket]
+        if kind in bucket.moments:
+            for segment, state in kept:
+                segment.adopt(state)
+            return bucket.moments[kind]
+        own = bucket.space.zeros(bucket.optim_axes, bucket.precision.moments)
+        for segment, state in kept:
+            if kind in state:
+                own.data[segment.range.within(own.range)] = state[kind]
+        return Buffer(bucket.space, bucket.optim_axes, own.data)
+
+    def _fixed(self) -> dict[str, list[tuple[str, Any]]]:
+        """Names of the parameters with state, and the states that are not per element. Collective."""
+        widths = [
+            sum(math.prod(spec.shape) for spec in self._kept(name).values() if not spec.per_element)
+            for name in self._places
+        ]
+        table = torch.full((len(self._places), 1 + max(widths, default=0)), -math.inf, dtype=torch.float64)
+        rows = dict(zip(self._places, table.unbind(), strict=True))
+        for segment in self._driver.segments:
+            if state := self._optimizer.state.get(segment.parameter):
+                for slot, _ in segment.slots():
+                    kinds = [kind for kind, spec in self._kept(slot.name).items() if not spec.per_element]
+                    numbers = [torch.as_tensor(state[kind]).double().reshape(-1).cpu() for kind in kinds]
+                    row = torch.cat([torch.zeros(1, dtype=torch.float64), *numbers])
+                    rows[slot.name][: len(row)] = row
+        told = self.engine.axes.maximum(table.to(self.engine.axes.control_device)).cpu()
+        found = zip(self._places, told, strict=True)
+        return {name: list(_unpacked(self._kept(name), row[1:])) for name, row in found if row[0] == 0}
+
+    def _first(self) -> dict[int, States]:
+        """What is kept after a step on a zero gradient, by param group; the same for each element."""
+        stepper, states = Stepper(self._optimizer, self._driver.groups.start), {}
+        for group in self._driver.groups:
+            probe = nn.Parameter(torch.zeros(PROBE_NUMEL))
+            probe.grad = torch.zeros_like(probe)
+            states[group] = stepper.step(group, probe, {})
+        return states
+
+
+class _Whole(Mapping[str, Any]):
+    """States of one parameter, each made whole as it is read; one that is None is not there."""
+
+    def __init__(self, states: Mapping[str, Any], whole: Callable[[Any], Any]) -> None:
+        self._states, self._whole = {kind: value for kind, value in states.items() if value is not None}, whole
+
+    def __getitem__(self, kind: str) -> Any:
+        return self._whole(self._states[kind])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+
+def _described(given: Any) -> str:
+    return f"a dict of {listed([*map(repr, given)], 5)}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+
+
+def _filled(shape: tuple[int, ...], start: Any) -> Tensor:
+    return torch.full(shape, start[0].item(), dtype=start.dtype)
+
+
+def _fixed_of(first: Mapping[int, States], bucket: Bucket, index: int) -> Iterator[tuple[str, Any]]:
+    for kind, value in first[bucket.members[index].group].items():
+        if not isinstance(value, Tensor) or value.shape != (PROBE_NUMEL,):
+            yield kind, value
+
+
+def _unpacked(kept: Mapping[str, StateSpec], numbers: Tensor) -> Iterator[tuple[str, Any]]:
+    start = 0
+    for kind, spec in kept.items():
+        if not spec.per_element:
+            stop = start + math.prod(spec.shape)
+            yield kind, spec.restored(numbers[start:stop], torch.device("cpu"))
+            start = stop
