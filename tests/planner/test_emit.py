@@ -14,6 +14,7 @@ from terrazzo.config import Config, load_config
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.choice.emit import TrainFiles, train_config
+from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
@@ -23,6 +24,7 @@ from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.optimizer import check_settings
 from terrazzo.train.plan import build_plan, build_precision
+from terrazzo.train.preflight.axes import check_axes
 from terrazzo.train.preflight.swap import check_folders
 from terrazzo.train.promise.as_setup import optimizer_recipe, setup_of
 from tests.helpers import programs
@@ -242,3 +244,36 @@ def test_every_axis_of_a_mesh_is_written(tmp_path: Path) -> None:
     assert (config.plan.mesh.pp, config.plan.mesh.tp, config.plan.mesh.dp_shard) == (2, 2, 1)
     assert (config.parallel.pipeline.schedule, config.parallel.pipeline.chunks) == ("1f1b", 1)
     assert (config.model.kind, config.model.dim, config.model.ffn_dim) == ("decoder", 64, 128)
+
+
+DECODER = {
+    "model_type": "terrazzo", "vocab_size": 512, "dim": 64, "layers": 8, "heads": 4, "kv_heads": 2, "ffn_dim": 128,
+    "max_sequence_length": 256, "tie_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "axes"),
+    [
+        (DECODER, 32, {"pp": 2, "dp_replicate": 2, "cp": 2, "tp": 2, "virtual_stages": 2, "strategy": "hfsdp"}),
+        (DECODER, 8, {"pp": 4, "pipeline": "zero_bubble", "strategy": "zero1"}),
+        (DECODER, 8, {"pp": 2, "tp": 2, "pipeline": "gpipe", "strategy": "zero3"}),
+        (DECODER | EXPERTS, 16, {"pp": 2, "dp_replicate": 2, "cp": 2, "ep": 4, "strategy": "hybrid_shard"}),
+    ],
+    ids=str,
+)
+def test_a_plan_on_all_axes_is_read_back_by_train_as_it_was(
+    model: dict[str, Any], ranks: int, axes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Sizes, schedule, and what train's own checks say of it; what the run would be promised is what was planned."""
+    asked = {"gpu": "cpu", "precision": "fp32", "sequence": 128, "global_batch": 64, **axes}
+    config, _ = emitted(tmp_path, model, gpus=ranks, **asked)
+    planned = build_setup(Request(model, ranks, **asked))
+    check_axes(config)
+    read = setup_of(config, ranks, planned.cluster)
+    assert read.mesh == planned.mesh
+    assert (read.pipeline, read.virtual_stages) == (planned.pipeline, planned.virtual_stages)
+    assert (read.plan, read.micro_batches, read.loss) == (planned.plan, planned.micro_batches, planned.loss)
+    assert traffic_of(read).total_bytes == traffic_of(planned).total_bytes
+    assert memory_of(read).allocated_bytes == memory_of(planned).allocated_bytes

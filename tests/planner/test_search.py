@@ -12,6 +12,7 @@ import pytest
 
 from terrazzo.engine.plan.place import ROWS
 from terrazzo.errors import BadInput
+from terrazzo.parallel.pipeline.order import actions_of
 from terrazzo.planner.api import estimate, estimate_request, plan
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES
@@ -508,3 +509,34 @@ def test_plan_is_public_and_loaded_when_asked_for() -> None:
     assert tz.plan is plan
     with pytest.raises(AttributeError, match="has no attribute 'plam'"):
         _ = tz.plam  # type: ignore[attr-defined]
+
+
+# -- schedules and shard groups ----------------------------------------------------------------------------------
+
+
+def test_schedules_that_wait_less_are_tried_and_the_engine_runs_each() -> None:
+    """Of the meshes that come first alone; all forwards before all backwards hold more and wait no less."""
+    found = search(request(gpus=16, parallel=True, pp=4, tp=1, global_batch=64, sequence=4096))
+    kinds = {(each.setup.pipeline, each.setup.virtual_stages) for each in found.ranked}
+    assert kinds == {("1f1b", 1), ("1f1b", 2), ("1f1b", 4), ("zero_bubble", 1)}
+    for each in found.ranked:
+        setup = each.setup
+        assert len(actions_of(setup.pipeline, setup.mesh.pp, setup.virtual_stages, setup.micro_batches)) == 4
+    steps: dict[tuple[str, int], list[float]] = {}
+    for each in found.ranked:
+        assert each.time is not None
+        steps.setdefault((each.setup.pipeline, each.setup.virtual_stages), []).append(each.time.step_s)
+    assert min(steps["zero_bubble", 1]) < min(steps["1f1b", 1])
+    asked = search(request(gpus=16, parallel=True, pp=4, tp=1, global_batch=64, pipeline="gpipe"))
+    assert {each.setup.pipeline for each in asked.ranked} == {"gpipe"}
+
+
+def test_shard_groups_of_more_than_one_host_are_tried() -> None:
+    """Of 30 B parameters under `hpz` a host of 8 holds a second copy of the weights; in two hosts that surely fits."""
+    found = search(request("qwen3-30b-a3b", 1024, parallel=True, strategy="hpz"))
+    assert len({each.setup.mesh.dp_replicate for each in found.ranked}) > 1
+    groups = {each.setup.mesh.dp_replicate: each.memory.fits_surely for each in found.ranked}
+    assert len(groups) > 1
+    assert found.best is not None
+    assert found.best.setup.mesh.dp_replicate == 64  # which surely fits, and the groups of one host do not
+    assert found.best.memory.fits_surely

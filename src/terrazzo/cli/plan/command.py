@@ -83,7 +83,7 @@ def plan(  # structure: signature fixed by the command line
     attention: str = _training("--attention KIND", "flash (default), or math, which keeps all scores", "flash"),
     loss: str | None = _training(
         "--loss KIND",
-        "full (torch's, in fp32), fused (default with --pp), chunked, or parts (default with --tp): of the vocabulary",
+        "full (default; torch's, in fp32), fused, chunked, or parts (default with --tp): of the vocabulary",
     ),
     strategy: str | None = _splitting("--strategy NAME", "a row of the table, or fsdp, fsdp2, hsdp; default: the best"),
     offload: str | None = _splitting(
@@ -100,9 +100,11 @@ def plan(  # structure: signature fixed by the command line
         "--dp-replicate R", "groups of the hybrid strategies; default: one shard group per host"
     ),
     parallel: bool = _splitting("--parallel", "search tensor, pipeline, context and expert parallelism too", False),
-    pipeline: str = _splitting("--pipeline KIND", "schedule: 1f1b (default), gpipe or zero_bubble", "1f1b"),
-    virtual_stages: int = _splitting(
-        "--virtual-stages V", "model chunks of one pipeline rank (interleaved schedule); default: 1", 1
+    pipeline: str | None = _splitting(
+        "--pipeline KIND", "schedule: 1f1b, gpipe or zero_bubble; default: 1f1b, or searched"
+    ),
+    virtual_stages: int | None = _splitting(
+        "--virtual-stages V", "stages of one pipeline rank, which interleave 1f1b; default: 1, or searched"
     ),
     no_sequence_parallel: bool = _splitting(
         "--no-sequence-parallel", "tensor-parallel ranks keep whole norms and residuals", False

@@ -10,19 +10,26 @@ from terrazzo.engine.plan.place import ROWS
 from terrazzo.parallel import MODES, Mode
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.request import CONTEXT, Request, build_cluster, shape_of
+from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
     "CHECKPOINTING",
     "MICRO_BATCHES",
     "OFFLOADED",
+    "asked_of",
     "meshes",
     "model_parallel",
     "modes_and_sizes",
     "strategies",
+    "variants",
 ]
 
 BESIDE_MODEL_PARALLEL = ("zero1", "zero3", "hybrid_shard")
 """Under tensor or pipeline parallelism: the distributed optimizer, and full sharding within and without groups."""
+
+IN_STAGES = ("zero1", "zero3")
+"""In a pipeline: weights that are split are gathered for each micro-batch, within a group as well as over all ranks, so
+that more stages serve better than groups."""
 
 OFFLOADED = ("zero2@cpu", "zero3@cpu", "zero3@cpu-all", "zero3@nvme", "zero3@nvme-all")
 CHECKPOINTING = ("none", "selective", "full")
@@ -39,6 +46,9 @@ MOST_STAGES, MOST_CONTEXT, MOST_EXPERT = 32, 8, 64
 SPARE = 4
 """Tensor times pipeline ranks go up to so many times what is needed to hold weights and gradients; more only adds
 communication and bubbles."""
+
+CHUNKS = (2, 4)
+"""Stages of a rank that are tried beside one."""
 
 WHOLE_BYTES = 6
 """Per parameter, of bf16 weights and fp32 gradients, which zero1 keeps whole."""
@@ -66,10 +76,49 @@ def meshes(request: Request) -> Iterator[Request]:
                             yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep, context=context)
 
 
+def asked_of(request: Request, setup: Setup) -> Request:
+    """The request with all that a search has chosen in `setup`."""
+    mesh, mode = setup.mesh, setup.checkpointing if setup.every == 1 else f"every_{setup.every}"
+    return replace(
+        request,
+        gpus=setup.cluster.count,
+        strategy=setup.plan,
+        checkpointing=mode,
+        micro_batch=setup.micro_batch,
+        context=setup.context,
+        **{axis: getattr(mesh, axis) for axis in ("tp", "pp", "cp", "ep")},
+    )
+
+
+def variants(request: Request, setup: Setup, schedules: bool) -> Iterator[Request]:
+    """Of what was found to be good, the ways of running it that leave its ranks and memory nearly as they are.
+
+    Larger and smaller shard groups than those of one host, and schedules that wait less than `1f1b`. `gpipe` waits as
+    long as `1f1b` and holds more, so that it is never tried.
+
+    Args:
+        schedules: whether to try these.
+    """
+    mesh = setup.mesh
+    if schedules and mesh.pp > 1 and not setup.as_megatron:
+        if request.pipeline is None and (request.virtual_stages or 1) == 1:
+            yield replace(request, pipeline="zero_bubble")
+        if request.virtual_stages is None and request.pipeline in (None, "1f1b"):
+            for chunks in CHUNKS:
+                if mesh.pp * chunks <= setup.model.layers:
+                    yield replace(request, virtual_stages=chunks)
+    if setup.plan.groups and request.dp_replicate is None:
+        for groups in (mesh.dp_replicate * 2, mesh.dp_replicate // 2):
+            if groups > 1 and mesh.batch_ranks % groups == 0 and mesh.batch_ranks // groups * mesh.cp > 1:
+                yield replace(request, dp_replicate=groups)
+
+
 def strategies(request: Request) -> tuple[Plan, ...]:
     """The strategies to try on one mesh."""
     if request.plan is not None:
         return (request.plan,)
+    if (request.pp or 1) > 1:
+        return plans(IN_STAGES)
     return plans(BESIDE_MODEL_PARALLEL if model_parallel(request) else ROWS)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.model.shapes import BUILT_IN, ModelShape
+from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.request import Model
 from terrazzo.planner.setup.setup import Setup
@@ -108,22 +108,33 @@ def _decoder(shape: ModelShape) -> dict[str, Any] | None:
     if len(shape.blocks) != 1 or (block := shape.blocks[0].block) is None:
         return None
     dim, kv_dim, ffn = block.hidden, block.kv_heads * block.head_dim, block.ffn
-    tensors = [(dim, dim), (kv_dim, dim), (kv_dim, dim), (dim, dim), (ffn, dim), (ffn, dim), (dim, ffn), (dim,), (dim,)]
+    tensors = [(dim, dim), (kv_dim, dim), (kv_dim, dim), (dim, dim), (dim,), (dim,)]
+    tensors += _inside_experts(block) if block.experts else [(ffn, dim), (ffn, dim), (dim, ffn)]
     root = [(shape.vocab, dim), (dim,)] + ([] if shape.tied else [(shape.vocab, dim)])
-    if sorted(tensors) != sorted(t.shape for t in shape.blocks[0].tensors) or block.experts or block.window:
+    if sorted(tensors) != sorted(t.shape for t in shape.blocks[0].tensors) or block.window:
         return None
     if sorted(root) != sorted(t.shape for t in shape.root.tensors) or block.head_dim * block.heads != dim:
         return None
-    return {
+    section: dict[str, Any] = {
         "kind": "decoder",
         "vocab_size": shape.vocab,
         "dim": dim,
         "layers": shape.layers,
         "heads": block.heads,
         "kv_heads": block.kv_heads,
-        "ffn_dim": ffn,
         "tie_embeddings": shape.tied,
     }
+    if not block.experts:
+        return section | {"ffn_dim": ffn}
+    experts = {"count": block.experts, "top_k": block.active_experts, "ffn_dim": ffn, "shared": block.shared_ffn // ffn}
+    return section | {"experts": experts}
+
+
+def _inside_experts(block: BlockShape) -> list[tuple[int, ...]]:
+    """The tensors in place of the feed-forward's: router, experts, and those that every token meets, if there are."""
+    count, dim, ffn, shared = block.experts, block.hidden, block.ffn, block.shared_ffn
+    found: list[tuple[int, ...]] = [(count, dim), (count, ffn, dim), (count, ffn, dim), (count, dim, ffn)]
+    return found + ([(shared, dim), (shared, dim), (dim, shared)] if shared else [])
 
 
 def _plan(setup: Setup) -> dict[str, Any]:

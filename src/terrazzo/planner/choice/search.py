@@ -10,7 +10,16 @@ from itertools import product
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate, assemble, memory_under
-from terrazzo.planner.choice.candidates import OFFLOADED, meshes, model_parallel, modes_and_sizes, plans, strategies
+from terrazzo.planner.choice.candidates import (
+    OFFLOADED,
+    asked_of,
+    meshes,
+    model_parallel,
+    modes_and_sizes,
+    plans,
+    strategies,
+    variants,
+)
 from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.gate.framework import Framework
@@ -22,9 +31,13 @@ from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_cluster, build_setup, counts_of, shape_of
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.text.words import LABELS
+from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.calibration import Calibration
 
 __all__ = ["search", "spread"]
+
+VARIED = 8
+"""Of what was found on one number of devices, the best ones of which other schedules and shard groups are tried."""
 
 
 def search(request: Request, calibration: Calibration | None = None, framework: Framework = TERRAZZO) -> Frontier:
@@ -85,6 +98,8 @@ class _Found:
         for choice in choices:
             for strategy in strategies(choice):
                 self.try_strategy(replace(choice, strategy=strategy))
+        if self.request.parallel:
+            self._vary(self.fitting[before:])
         if not self.request.offload or self.request.strategy is not None:
             return
         if not any(found.memory.fits_surely is not False for found in self.fitting[before:]):
@@ -114,6 +129,19 @@ class _Found:
             if model_parallel(choice) and any(found.memory.fits_surely for found in self.fitting[before:]):
                 return None  # recomputing more makes room that more ranks have made already
         return None
+
+    def _vary(self, found: Sequence[Estimate]) -> None:
+        """Other schedules and shard groups of the best of what was found on one number of devices.
+
+        Of schedules those that would be the best if nothing waited in them.
+        """
+        key = _rank(self.request)
+        ahead = sorted(found, key=key)[:VARIED]
+        best = max(map(_tokens_per_s, ahead), default=0.0)
+        for each in ahead:
+            hope = _tokens_per_s(each) * (1 + idle_share(each.setup))
+            for variant in variants(asked_of(self.request, each.setup), each.setup, schedules=hope >= best):
+                self._grow(variant, (each.setup.micro_batch,))
 
     def _grow(self, choice: Request, sizes: tuple[int, ...]) -> int:
         """Larger and larger micro-batches, as long as they fit and help; the largest that fitted, or 0."""

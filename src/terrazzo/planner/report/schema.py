@@ -82,6 +82,8 @@ class SetupReport(_Model):
     plan: Mapping[str, str] = Field(description="the four places: weight, between, grad, optim")
     mesh: Mapping[str, int] = Field(description="sizes of pp, dp_replicate, dp_shard, cp, tp, ep")
     context: str = Field("gather", description="of attention over cp: gather, ulysses or ring")
+    pipeline: str = Field("1f1b", description="schedule of stages over pp: 1f1b, gpipe or zero_bubble")
+    virtual_stages: int = Field(1, description="stages of each rank over pp")
     sequence: int = Field(description="tokens")
     micro_batch: int = Field(description="sequences of one forward pass of one data rank")
     micro_batches: int = Field(description="forward passes of one data rank in an optimizer step")
@@ -179,6 +181,9 @@ class FrontierRow(_Model):
 
     strategy: str
     mesh: Mapping[str, int]
+    context: str = "gather"
+    pipeline: str = "1f1b"
+    virtual_stages: int = 1
     gpus: int
     activation_checkpointing: str
     micro_batch: int

@@ -65,6 +65,8 @@ class Request:
             place of the device's own, in B, FLOP/s and B/s; the peak is that of the format that products run in.
         price_per_hour: of one device. host_memory_bytes, disk_bytes, disk_bandwidth: per host.
         as_megatron: tensor and pipeline parallelism are Megatron-core's, and not the engine's.
+        pipeline, virtual_stages: the schedule and the stages of each rank, by default `1f1b` and 1; several stages
+            interleave `1f1b`.
         parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
         rank: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
 
@@ -89,8 +91,8 @@ class Request:
     ep: int | None = None
     dp_replicate: int | None = None
     context: Mode | None = None
-    virtual_stages: int = 1
-    pipeline: Pipeline = "1f1b"
+    virtual_stages: int | None = None
+    pipeline: Pipeline | None = None
     sequence_parallel: bool = True
     compile: bool = False
     attention: Attention = "flash"
@@ -160,8 +162,8 @@ def build_setup(request: Request) -> Setup:
         accumulate_locally=not plan.grad.axes if request.accumulate_locally is None else request.accumulate_locally,
         sequence_parallel=request.sequence_parallel,
         context=request.context or CONTEXT,
-        virtual_stages=request.virtual_stages,
-        pipeline=request.pipeline,
+        virtual_stages=request.virtual_stages or 1,
+        pipeline=request.pipeline or "1f1b",
         whole_gradients=megatron,
         fused_update=megatron or recipe.torch_class in ("Adam", "AdamW"),  # as the engine chooses
     )

@@ -80,9 +80,12 @@ def mesh_text(mesh: Mesh) -> str:
 
 
 def axes_text(setup: Setup) -> str:
-    """As `mesh_text`, with how the ranks along cp compute attention together."""
-    text = mesh_text(setup.mesh)
-    return text.replace(f"cp {setup.mesh.cp}", f"cp {setup.mesh.cp} {setup.context}") if setup.mesh.cp > 1 else text
+    """As `mesh_text`, with how the ranks along cp compute attention together, and in which order stages run."""
+    text, mesh = mesh_text(setup.mesh), setup.mesh
+    if mesh.pp > 1 and (setup.pipeline != "1f1b" or setup.virtual_stages > 1):
+        order = setup.pipeline if setup.virtual_stages == 1 else f"of {setup.virtual_stages} stages each"
+        text = text.replace(f"pp {mesh.pp}", f"pp {mesh.pp} {order}", 1)
+    return text.replace(f"cp {mesh.cp}", f"cp {mesh.cp} {setup.context}") if mesh.cp > 1 else text
 
 
 def precision_name(setup: Setup) -> str:
