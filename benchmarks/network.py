@@ -266,7 +266,7 @@ def predicted_bytes(engine: Engine) -> int:
     sizes = {axis: along.size for axis, along in axes.items()}
     sent: Counter[tuple[str, str]] = Counter()
     for bucket in engine.trainable():
-        plan = engine.recipe.plan
+        plan = engine.sharding.plan
         between = Place() if bucket.keep else plan.between
         sent += sent_by_axis(Plan(plan.weight, between, plan.grad, plan.optim), bucket.space.layout.numel, sizes)
     promised = engine.promise.traffic().bytes

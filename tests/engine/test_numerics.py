@@ -53,8 +53,8 @@ def test_the_norm_of_many_elements_is_as_exact_as_that_of_few(numel: int, kind: 
     """`torch.linalg.vector_norm` itself is 4e-5 too small at a million elements, and 3e-3 at fifty."""
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     with fake_group(1):
-        recipe = engine_of(tz.shard(nn.Linear(2, 2), None)[0]).recipe
-        found = norms([[values]], recipe, kind)
+        sharding = engine_of(tz.shard(nn.Linear(2, 2), None)[0]).sharding
+        found = norms([[values]], sharding, kind)
     assert found.item() == pytest.approx(torch.linalg.vector_norm(values.double(), kind).item(), rel=2e-6)
 
 

@@ -50,7 +50,7 @@ class _Shelf:
 
     def __init__(self, owner: _ShownGradients, bucket: Bucket, first: int) -> None:
         self.bucket = bucket
-        self.is_dense = bucket.recipe.family is Family.DENSE
+        self.is_dense = bucket.sharding.family is Family.DENSE
         self.parameters = [member.parameter for member in bucket.members]
         self.stand_ins = [StandIn.of(member, owner, first + i) for i, member in enumerate(bucket.members)]
         self._numbered = list(zip(range(len(self.parameters)), self.parameters, self.stand_ins, strict=True))
@@ -237,8 +237,8 @@ class _ShownGradients:
     def _measure(self, kind: float) -> dict[Key, Tensor]:
         engine = self._engine
         self._await_scaling()
-        Spread(engine.axes, engine.recipe.contributed_over, 0).check(f"the gradients' norms of order {kind:g}")
-        total = norms(([bucket.gradient.contribution(index)] for bucket, index in self.keys), engine.recipe, kind)
+        Spread(engine.axes, engine.sharding.contributed_over, 0).check(f"the gradients' norms of order {kind:g}")
+        total = norms(([bucket.gradient.contribution(index)] for bucket, index in self.keys), engine.sharding, kind)
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
     def change(self, key: Key, what: str, change: Callable[[Tensor], Any]) -> None:

@@ -72,7 +72,7 @@ def measured_gradient(engine: Engine, bucket: Bucket, index: int, func: Any, *re
         )
     part = bucket.gradient.contribution(index)
     part = torch.empty(0, dtype=finished.data.dtype) if part is None else part
-    spread = Spread(axes, engine.recipe.contributed_over, math.prod(member.shape))
+    spread = Spread(axes, engine.sharding.contributed_over, math.prod(member.shape))
     whole = MeasuredGradient.of(part.to(axes.device), member.parameter, name, spread)
     return Measured.__torch_function__(func, (MeasuredGradient,), (whole, *rest), named)
 

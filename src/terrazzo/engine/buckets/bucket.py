@@ -20,7 +20,7 @@ from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.layout import Layout, Slot
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import BucketSpec, Pass
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.pages import use_large_pages, with_room
@@ -54,15 +54,20 @@ class Bucket(BucketSpec):
     _guard: Guard
 
     def __init__(
-        self, members: list[Member], recipe: Recipe, ledger: Ledger, keep: bool = False, tiers: Tiers = ON_DEVICE
+        self,
+        members: list[Member],
+        sharding: ShardingSpec,
+        ledger: Ledger,
+        keep: bool = False,
+        tiers: Tiers = ON_DEVICE,
     ) -> None:
-        axes, first = recipe.axes, members[0].parameter
+        axes, first = sharding.axes, members[0].parameter
         layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size())
         super().__init__(
             layout.numel,
-            recipe.plan,
-            recipe.precision,
-            recipe.ranks,
+            sharding.plan,
+            sharding.precision,
+            sharding.ranks,
             tiers,
             trainable=members[0].trainable,
             keep=keep,
@@ -70,8 +75,8 @@ class Bucket(BucketSpec):
             on_host=axes.device.type == "cpu",
             stages=members[0].stages,
         )
-        self.members, self.recipe, self.ledger, self.space = members, recipe, ledger, Space(layout, axes)
-        self.gradient = Gradient(self.space, recipe, members, ledger, self.sums, tiers.grad)
+        self.members, self.sharding, self.ledger, self.space = members, sharding, ledger, Space(layout, axes)
+        self.gradient = Gradient(self.space, sharding, members, ledger, self.sums, tiers.grad)
         self.moments: dict[str, Resting] = {}
         self._boxes = {member.name: member.box for member in members}
         self.changes = 0
@@ -92,7 +97,7 @@ class Bucket(BucketSpec):
     @property
     def gives(self) -> bool:
         """Whether this rank gives it where ranks of all stages do: of a shared one, the first that has it."""
-        return not self.stages or self.recipe.axes.place_among_stages == self.stages[0]
+        return not self.stages or self.sharding.axes.place_among_stages == self.stages[0]
 
     def add_gradient(self, index: int, grad: Tensor, this_pass: Pass) -> None:
         """Take the gradient of the parameter `index`, which autograd has not brought."""

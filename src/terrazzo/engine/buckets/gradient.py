@@ -21,7 +21,7 @@ from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.links.transfer import Moves, Released, branching, converted, for_computation, further
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import MoveBytes, Reduction, Sums
 
 __all__ = ["Gradient"]
@@ -52,12 +52,12 @@ class Gradient:
     _home: Resting | None  # None on the device: each finished gradient is a tensor of its own
 
     def __init__(
-        self, space: Space, recipe: Recipe, members: Sequence[Member], ledger: Ledger, sums: Sums, tier: str
+        self, space: Space, sharding: ShardingSpec, members: Sequence[Member], ledger: Ledger, sums: Sums, tier: str
     ) -> None:
-        self.space, self.recipe, self.ledger, self.sums, self.tier = space, recipe, ledger, sums, tier
+        self.space, self.sharding, self.ledger, self.sums, self.tier = space, sharding, ledger, sums, tier
         self.seen = [False] * len(space.layout.slots)
         self._numels = [math.prod(member.shape) for member in members]
-        first = recipe.axes.is_first(recipe.axes.summed_beside)
+        first = sharding.axes.is_first(sharding.axes.summed_beside)
         self._counts = [first or member.record is None or not member.record.replicated for member in members]
         self.finished: SummedGradient | None = None
         self.changes = 0
@@ -70,7 +70,7 @@ class Gradient:
     def build(self, store: Homes) -> None:
         """Allocate what lies elsewhere than on the device."""
         self._store = store
-        dtype = self.recipe.precision.accumulate
+        dtype = self.sharding.precision.accumulate
         self._home = None if self.tier == "device" else store.state(self.space, self.sums.last.axes, dtype, self.tier)
 
     def handed_over(self, stepped: Sequence[Range]) -> SummedGradient:
@@ -90,7 +90,7 @@ class Gradient:
 
     def _all_in(self, ranges: Sequence[Range]) -> bool:
         """Whether `ranges` hold all that this rank steps of parameters that have gradients."""
-        own = self.space.range(self.recipe.plan.optim.axes)
+        own = self.space.range(self.sharding.plan.optim.axes)
         parts = [
             own.intersect(slot.range) for slot, seen in zip(self.space.layout.slots, self.seen, strict=True) if seen
         ]
@@ -133,8 +133,8 @@ class Gradient:
         Args:
             dtype: as for `accumulate`.
         """
-        side = self.recipe.axes.side
-        if side is not None and self.recipe.ranks and self.pending is None:
+        side = self.sharding.axes.side
+        if side is not None and self.sharding.ranks and self.pending is None:
             self.pending = side.lend(lambda: self._start_pending(dtype))
             self._lent = True
 
@@ -170,7 +170,7 @@ class Gradient:
             stages: their numbers along the axis of stages, in order.
             dtype: as for `accumulate`.
         """
-        axes = self.recipe.axes
+        axes = self.sharding.axes
         own = self._take_pending(dtype)
         links, place = axes.along(axes.stages[0]), axes.place_among_stages
         others = {stage: torch.empty_like(own) for stage in stages if stage != place}
@@ -195,7 +195,7 @@ class Gradient:
                 plan's `grad` place.
         """
         ledger, reduction = self.ledger, self.sums.of(last=denominator is not None)
-        pending = self._take_pending(self.recipe.precision.reduce)
+        pending = self._take_pending(self.sharding.precision.reduce)
         lent = self._lent  # now: while the sum is under way, memory for the next one may be taken
         held_bytes = pending.nbytes
         data = yield from self._sum(pending, reduction.partial)
@@ -230,7 +230,7 @@ class Gradient:
 
     def _keep_partial(self, sums: Buffer, counted_bytes: int) -> None:
         """Sums of micro-batches that are not the last go no further than the host's memory."""
-        sums = replace(sums, data=converted(sums.data, self.recipe.precision.accumulate))
+        sums = replace(sums, data=converted(sums.data, self.sharding.precision.accumulate))
         if self.tier == "device":
             self._partial = SummedGradient(sums)
             self.ledger.acquire(sums.nbytes - counted_bytes)
@@ -243,7 +243,7 @@ class Gradient:
     def _finish(self, partial: Tensor, reduction: Reduction, denominator: float) -> Moves[Tensor]:
         """Sum what is left to sum over, divide once, and bring the gradient to its tier."""
         summed = yield from self._sum(partial, reduction.finish, denominator)
-        data = converted(summed, self.recipe.precision.accumulate)
+        data = converted(summed, self.sharding.precision.accumulate)
         if not any(move.divides for move in reduction.finish):
             data = divide(data, denominator)
         self._land(Buffer(self.space, reduction.axes, data))
@@ -255,9 +255,9 @@ class Gradient:
         Args:
             denominator: for the move that divides.
         """
-        wire, dtype = self.recipe.precision.reduce, self.recipe.precision.accumulate
+        wire, dtype = self.sharding.precision.reduce, self.sharding.precision.accumulate
         for move in moves:
-            along = self.recipe.axes.along(move.over)
+            along = self.sharding.axes.along(move.over)
             if move.kind == "reduce_scatter":
                 data = yield from along.reduce_scatter(data.to(wire), dtype)
             else:
@@ -303,11 +303,11 @@ class Gradient:
         return self._read(self._range_of(index))
 
     def contribution(self, index: int | None = None) -> Tensor | None:
-        """What this rank gives of it to sums over the axes of `Recipe.contributed_over`.
+        """What this rank gives of it to sums over the axes of `ShardingSpec.contributed_over`.
 
         Each element is given by one rank of these, however many hold it. Arguments as of `whole`.
         """
-        axes, optim = self.recipe.axes, self.sums.last.axes
+        axes, optim = self.sharding.axes, self.sums.last.axes
         rest = axes.names if axes.has_experts else axes.summed_beside
         own = self.space.range((*optim, *(axis for axis in rest if axis not in optim)))
         return self._read(self._range_of(index).intersect(own))

@@ -15,7 +15,7 @@ from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
 from terrazzo.engine.links.label import Label, Purpose, title_of
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computation
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import Pass
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.worker import Job
@@ -58,9 +58,9 @@ class Unit:
         return module
 
     @property
-    def recipe(self) -> Recipe:
+    def sharding(self) -> ShardingSpec:
         """What its buckets follow, as those of all units do."""
-        return self.buckets[0].recipe
+        return self.buckets[0].sharding
 
     @property
     def is_root(self) -> bool:
@@ -84,7 +84,7 @@ class Unit:
     @property
     def side(self) -> Side | None:
         """Where its chains of collectives run."""
-        return self.recipe.axes.side
+        return self.sharding.axes.side
 
     @property
     def compiled(self) -> bool:
@@ -299,7 +299,7 @@ def _then_gather(publish: Moves[None], updated: Label, buckets: Sequence[Bucket]
 def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves[None]:
     """Bring resting weights in line with masters that are being updated in the background, once that has ended."""
     if updates:
-        with buckets[0].recipe.axes.tally.traffic.times_of("", "update").waiting():
+        with buckets[0].sharding.axes.tally.traffic.times_of("", "update").waiting():
             updates[0].wait()
         updates.clear()
         for bucket in (bucket for bucket in for_computation(lambda: buckets) if bucket.trainable):

@@ -15,7 +15,7 @@ from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.loop.row_exchanges import RowExchanges
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.weak import weakly, while_kept
 from terrazzo.engine.schedule.backward import BackwardPass
@@ -38,13 +38,13 @@ class BackwardHooks:
         self,
         units: Sequence[Unit],
         schedule: Schedule,
-        recipe: Recipe,
+        sharding: ShardingSpec,
         progress: Progress,
         exchanges: RowExchanges,
     ) -> None:
         self.units, self.schedule, self._progress = units, schedule, progress
-        self._agreement, self._exchanges = Agreement(units, schedule, recipe.axes, progress), exchanges
-        self._tally, self._phases = recipe.axes.tally, recipe.axes.tally.phases
+        self._agreement, self._exchanges = Agreement(units, schedule, sharding.axes, progress), exchanges
+        self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self.tell_of_gradients(begun=do_nothing, ended=do_nothing)
         self.surprised = False
 

@@ -24,7 +24,7 @@ from terrazzo.engine.loop.regions import Regions, is_differentiated
 from terrazzo.engine.loop.row_exchanges import RowExchanges
 from terrazzo.engine.loop.saved import SavedWeights
 from terrazzo.engine.loop.tree import ModuleTree
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime.callers import runs_inside_itself
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.schedule import Schedule
@@ -50,15 +50,15 @@ class ForwardHooks:
         self,
         units: Sequence[Unit],
         schedule: Schedule,
-        recipe: Recipe,
+        sharding: ShardingSpec,
         progress: Progress,
         exchanges: RowExchanges,
         backward: BackwardHooks,
     ) -> None:
         self._units, self._schedule, self._progress, self._backward = units, schedule, progress, backward
-        self._agreement, self._exchanges = Agreement(units, schedule, recipe.axes, progress), exchanges
-        self._tally, self._phases = recipe.axes.tally, recipe.axes.tally.phases
-        self._compute, self._alone = recipe.precision.compute, recipe.axes.size() == 1
+        self._agreement, self._exchanges = Agreement(units, schedule, sharding.axes, progress), exchanges
+        self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
+        self._compute, self._alone = sharding.precision.compute, sharding.axes.size() == 1
         self.refuse(None)
         self._runs: list[_Run] = []  # under way, outermost first
         storages: dict[int, int] = {}

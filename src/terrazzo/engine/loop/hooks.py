@@ -11,7 +11,7 @@ from terrazzo.engine.loop.backward_hooks import BackwardHooks
 from terrazzo.engine.loop.forward_hooks import ForwardHooks
 from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.loop.row_exchanges import RowExchanges
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.schedule.stages import StagedSchedule
@@ -29,10 +29,10 @@ class Hooks:
         before_use: to be called before gradients are clipped, or taken by the optimizer.
     """
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule, recipe: Recipe, progress: Progress) -> None:
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, sharding: ShardingSpec, progress: Progress) -> None:
         self._names, self._exchanges = units[0].names, RowExchanges(schedule)
-        self._backward = BackwardHooks(units, schedule, recipe, progress, self._exchanges)
-        self._forward = ForwardHooks(units, schedule, recipe, progress, self._exchanges, self._backward)
+        self._backward = BackwardHooks(units, schedule, sharding, progress, self._exchanges)
+        self._forward = ForwardHooks(units, schedule, sharding, progress, self._exchanges, self._backward)
         self.before_use: Callable[[], None] = do_nothing
 
     def attach(self, model: nn.Module) -> None:

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.plan.place import Plan
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 
 __all__ = ["described"]
 
 
-def described(plan: Plan, recipe: Recipe, units: Sequence[Unit], why: str) -> str:
+def described(plan: Plan, sharding: ShardingSpec, units: Sequence[Unit], why: str) -> str:
     """The plan's places, the dtypes and the units.
 
     Args:
         plan: as asked for.
         why: how the units were found.
     """
-    axes = recipe.axes
+    axes = sharding.axes
     named = (*axes.names, *axes.beside, *(("ep",) if axes.has_experts else ()))
     sizes = ", ".join(f"{axis} {axes.along(axis).size}" for axis in named)
     lines = [f"plan {plan.name} on {sizes} ({axes.device})"]
     lines += [f"  {state:<8}{place!s:<24}" for state, place in plan.places().items()]
-    lines += [f"precision: {recipe.precision}", f"{len(units)} units ({why}):"]
+    lines += [f"precision: {sharding.precision}", f"{len(units)} units ({why}):"]
     lines += [f"  {unit.name or '(root)':<40}{unit.numel:>16,} elements{_elsewhere(unit)}" for unit in units]
     return "\n".join(line.rstrip() for line in lines)
 

@@ -30,7 +30,7 @@ from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.elsewhere import Stages
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
@@ -51,7 +51,7 @@ class Engine:
 
     Attributes:
         plan: as asked for, in the mesh's axes.
-        recipe: the same with only the axes that have more than one rank, and the precision.
+        sharding: the same with only the axes that have more than one rank, and the precision.
         progress: what ranks compare of the training so far.
         tally: what has been sent, and transient memory held.
         units: in registration order, root first.
@@ -67,7 +67,7 @@ class Engine:
     """
 
     plan: Plan
-    recipe: Recipe
+    sharding: ShardingSpec
     progress: Progress
     tally: Tally
     units: Sequence[Unit]
@@ -87,17 +87,17 @@ class Engine:
         """What this builds must not hold the engine: a model is freed with the last who has it."""
         units, schedule, hooks = self.units, self.schedule, self.hooks
         drivers = self.drivers = Drivers(self.trainable(), self.progress)
-        self.gradients = ModelGradients(self.trainable(), self.recipe, self.progress, schedule, hooks, drivers)
+        self.gradients = ModelGradients(self.trainable(), self.sharding, self.progress, schedule, hooks, drivers)
         self.promise = Promise(units, schedule, lambda: drivers.templates, self.store.settings, self.stages)
         self.blocks = GatheredBlocks(units, schedule, hooks, self.axes)
 
     @property
     def axes(self) -> Axes:
-        return self.recipe.axes
+        return self.sharding.axes
 
     @property
     def precision(self) -> Precision:
-        return self.recipe.precision
+        return self.sharding.precision
 
     @property
     def bill(self) -> MemoryBill:
@@ -201,7 +201,7 @@ class Engine:
 
     def describe(self) -> str:
         """The plan's places, the dtypes and the units, as text."""
-        return described(self.plan, self.recipe, self.units, self.why_units)
+        return described(self.plan, self.sharding, self.units, self.why_units)
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -13,7 +13,7 @@ from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.zeroing import note_zeroed
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
@@ -29,7 +29,7 @@ class ModelGradients:
     """
 
     buckets: Sequence[Bucket]
-    recipe: Recipe
+    sharding: ShardingSpec
     progress: Progress
     schedule: Schedule
     hooks: Hooks
@@ -72,5 +72,5 @@ class ModelGradients:
         self.progress.note(f"tz.clip_grad_norm_(model, {float(max_norm)}, {float(norm_type)})")
         for driver in self.drivers:
             driver.prepare_clipping(max_norm)
-        with self.recipe.axes.tally.phases.during("clip"):
-            return clip_grad_norm(self.buckets, self.recipe, max_norm, norm_type, error_if_nonfinite)
+        with self.sharding.axes.tally.phases.during("clip"):
+            return clip_grad_norm(self.buckets, self.sharding, max_norm, norm_type, error_if_nonfinite)

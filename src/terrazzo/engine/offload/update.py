@@ -71,9 +71,9 @@ class Updater:
         buffers = [StagingBuffer(raw) for raw in store.staging()]
         self._store, self._process = store, os.getpid()
         self._tasks: queue.SimpleQueue[_Task | _Flush | None] = queue.SimpleQueue()
-        carrier = _Carrier(store, buffers, self._tasks)
+        work = _UpdateThread(store, buffers, self._tasks)
         threads, cpus = store.step_threads
-        start_thread("terrazzo-update", lambda: _carry(carrier, threads, cpus), carrier.stop)
+        start_thread("terrazzo-update", lambda: _run_updates(work, threads, cpus), work.stop)
 
     def __del__(self) -> None:
         self._tasks.put(None)
@@ -115,16 +115,16 @@ def _by_window(segments: Sequence[Segment]) -> dict[Range, list[Segment]]:
     return windows
 
 
-def _carry(carrier: _Carrier, threads: int, cpus: Collection[int]) -> None:
+def _run_updates(work: _UpdateThread, threads: int, cpus: Collection[int]) -> None:
     torch.set_num_threads(threads)
-    set_current(carrier.device)
+    set_current(work.device)
     if cpus:
         bind_to(cpus)
     with torch.no_grad():
-        carrier.run()
+        work.run()
 
 
-class _Carrier:
+class _UpdateThread:
     """What the thread does; it must not hold the `Updater`, whose end it waits for."""
 
     def __init__(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import Diverged
 
@@ -18,7 +18,11 @@ __all__ = ["clip_grad_norm", "norms", "stacked"]
 
 
 def clip_grad_norm(
-    buckets: Iterable[Bucket], recipe: Recipe, max_norm: float, norm_type: float, error_if_nonfinite: bool = False
+    buckets: Iterable[Bucket],
+    sharding: ShardingSpec,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale every finished gradient by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_` does.
 
@@ -28,7 +32,7 @@ def clip_grad_norm(
     finished = [bucket for bucket in buckets if bucket.gradient.finished is not None]
     gradients = [bucket.gradient for bucket in finished]
     given = [(bucket.gradient.contribution() for bucket in finished if bucket.gives)]
-    total = norms(given, recipe, norm_type, beside=recipe.axes.stages)[0]
+    total = norms(given, sharding, norm_type, beside=sharding.axes.stages)[0]
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(
             f"The total norm of order {norm_type:g} of the gradients is {float(total)}, so they cannot be clipped. "
@@ -42,7 +46,7 @@ def clip_grad_norm(
 
 
 def norms(
-    groups: Iterable[Iterable[Tensor | None]], recipe: Recipe, kind: float, beside: tuple[str, ...] = ()
+    groups: Iterable[Iterable[Tensor | None]], sharding: ShardingSpec, kind: float, beside: tuple[str, ...] = ()
 ) -> Tensor:
     """The p-norm of each group of tensors over all ranks, fp64 [number of groups]. Collective.
 
@@ -51,7 +55,7 @@ def norms(
         kind: the p; infinity for the maximum.
         beside: axes whose ranks give other parameters to the same groups.
     """
-    axes, split = recipe.axes, (*recipe.contributed_over, *beside)
+    axes, split = sharding.axes, (*sharding.contributed_over, *beside)
     powers = torch.stack([_power(group, kind, axes.device) for group in groups])
     if kind == float("inf"):
         return axes.total(powers, split, reduce=torch.amax)

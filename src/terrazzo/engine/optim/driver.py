@@ -56,7 +56,7 @@ class OptimizerDriver:
     def __init__(self, optimizer: Optimizer, model: Driven, templates: Templates, first: int) -> None:
         self._model = weakref.ref(model)  # which owns this driver
         self.units, self.progress, self.schedule = model.units, model.progress, model.schedule
-        self.recipe = self.units[0].recipe
+        self.sharding = self.units[0].sharding
         self.groups = range(first, first + len(optimizer.param_groups))
         self.given = [tuple(group["params"]) for group in optimizer.param_groups]
         self._given_names = [group.get("param_names") for group in optimizer.param_groups]
@@ -66,10 +66,10 @@ class OptimizerDriver:
         self.buckets = list(self._owned)
         self.segments = segments_of(self.buckets, dict(zip(self.groups, templates, strict=True)))
         self.background: OffDeviceUpdates | None = None
-        scaling = self.recipe.precision.loss_scaling
+        scaling = self.sharding.precision.loss_scaling
         self.loss_scale = DynamicLossScale(scaling) if scaling else LossScale()
         self.reference, self._retired, self.kind = weakref.ref(optimizer), False, type(optimizer)
-        self._moments_differ = self.recipe.precision.moments != self.recipe.precision.master
+        self._moments_differ = self.sharding.precision.moments != self.sharding.precision.master
         self._listed = [*optimizer.param_groups]
         self.progress.hyper_parameters[self.groups.start] = hyper_parameters(optimizer)
         before = optimizer.register_step_pre_hook(self._before_step)
@@ -207,7 +207,7 @@ class OptimizerDriver:
                 "call optimizer.step() without it."
             )
         model = self.model
-        self.recipe.axes.tally.phases.begin("update")
+        self.sharding.axes.tally.phases.begin("update")
         model.prepare_step()
         if any(bucket.gradient.unfinished for bucket in self.buckets):
             raise Misuse(
@@ -252,7 +252,7 @@ class OptimizerDriver:
             model.publish(self._owned.keys())
         if self.background is not None:
             self.background.end_step()
-        self.recipe.axes.tally.phases.begin("other")
+        self.sharding.axes.tally.phases.begin("other")
 
     def _note_hyper_parameters(self, optimizer: Optimizer) -> None:
         """Those that there were at the beginning: ranks compare as many as ever, whoever adds a key to a group."""
@@ -284,7 +284,7 @@ class OptimizerDriver:
         self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, SummedGradient]
     ) -> None:
         """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
-        precision = self.recipe.precision
+        precision = self.sharding.precision
         stepper = Stepper(optimizer, self.groups.start)  # the optimizer's own step is still to come
         for segment in segments:
             parameter = segment.parameter
@@ -302,7 +302,7 @@ class OptimizerDriver:
 
     def _overflowed(self) -> bool:
         """Whether any rank holds a non-finite gradient."""
-        axes, known = self.recipe.axes, (bucket.gradient.is_finite() for bucket in self.buckets)
+        axes, known = self.sharding.axes, (bucket.gradient.is_finite() for bucket in self.buckets)
         finite = [each for each in known if each is not None]
         every = stacked(finite, axes.device).all() if finite else torch.ones((), dtype=torch.bool, device=axes.device)
         flag = every.logical_not().long().view(1)

@@ -60,5 +60,5 @@ class Promise:
         return rehearse(self.units, self._step(micro_batches, local)).traffic
 
     def _step(self, micro_batches: int, local: bool | None) -> PaperStep:
-        adds = self.stages is not None or self.units[0].recipe.pass_of(False, local) is Pass.ADDS
+        adds = self.stages is not None or self.units[0].sharding.pass_of(False, local) is Pass.ADDS
         return PaperStep(self.schedule.prefetch, micro_batches, adds, self.stages)

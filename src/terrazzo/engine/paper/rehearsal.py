@@ -20,7 +20,7 @@ from terrazzo.engine.links.transfer import Handle, Moves, Released
 from terrazzo.engine.loop.agreement import flags_numel
 from terrazzo.engine.loop.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.plan.elsewhere import Stages
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import BucketSpec, MoveBytes, Pass, When
 from terrazzo.engine.schedule.order import contains
 from terrazzo.engine.schedule.schedule import Schedule
@@ -52,10 +52,10 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
     Args:
         units: in registration order; they need not be built.
     """
-    tally, recipe = Tally(), units[0].recipe
-    traffic, side = tally.traffic, recipe.axes.side and Side(torch.device("meta"))
+    tally, sharding = Tally(), units[0].sharding
+    traffic, side = tally.traffic, sharding.axes.side and Side(torch.device("meta"))
     paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, tally, side) for unit in units]
-    meeting = (lambda label, wanted: _meet(recipe, traffic)) if weights_are_split(units) else None
+    meeting = (lambda label, wanted: _meet(sharding, traffic)) if weights_are_split(units) else None
     if step.stages is None:
         schedule = Schedule(paper, step.prefetch, meeting)
         earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
@@ -64,7 +64,7 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
             _forward(schedule, paper)
             _backward(schedule, paper)
             if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not step.local_sums):
-                _record_control(recipe, traffic, flags_numel(units))
+                _record_control(sharding, traffic, flags_numel(units))
     else:
         chunks = step.stages.share_out([*map(parameters_of, units)])
         staged = StagedSchedule(paper, chunks, step.prefetch, meeting)
@@ -77,9 +77,9 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
                 _backward(staged, paper)
         staged.end_step()
         staged.finish()
-        _record_control(recipe, traffic, flags_numel(units))
-    if recipe.precision.loss_scaling:
-        _record_control(recipe, traffic, 1)  # overflow
+        _record_control(sharding, traffic, flags_numel(units))
+    if sharding.precision.loss_scaling:
+        _record_control(sharding, traffic, 1)  # overflow
     for unit, counted in zip(units, paper, strict=True):
         for bucket, paper_bucket in zip(unit.buckets, counted.buckets, strict=True):
             if any(member.group >= 0 for member in bucket.members):
@@ -115,13 +115,13 @@ def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
     schedule.finish()
 
 
-def _meet(recipe: Recipe, traffic: Traffic) -> int:
-    _record_control(recipe, traffic, MEETING_NUMEL + 1)
+def _meet(sharding: ShardingSpec, traffic: Traffic) -> int:
+    _record_control(sharding, traffic, MEETING_NUMEL + 1)
     return 0
 
 
-def _record_control(recipe: Recipe, traffic: Traffic, numel: int) -> None:
-    for _ in recipe.axes.live(recipe.axes.every):
+def _record_control(sharding: ShardingSpec, traffic: Traffic, numel: int) -> None:
+    for _ in sharding.axes.live(sharding.axes.every):
         traffic.record("control", numel * torch.int64.itemsize)
 
 

@@ -27,7 +27,7 @@ from terrazzo.engine.plan.elsewhere import as_one, stages_of
 from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.plan.recipe import Recipe
+from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.sharding.checks import (
     check_device,
@@ -90,7 +90,7 @@ class Prepared:
     """
 
     plan: Plan
-    recipe: Recipe
+    sharding: ShardingSpec
     tally: Tally
     units: list[Unit]
     drawn: list[UnitSpec]
@@ -119,8 +119,8 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     check_agreement(axes, {**facts, **own})
     check_agreement(axes, facts, along=axes.stages)
     check_parts([member for spec in asked.specs for member in spec.members], axes)
-    recipe = Recipe(axes, asked.plan, asked.precision)
-    return all_or_none(axes, lambda: _plan(asked, options, recipe, tally))
+    sharding = ShardingSpec(axes, asked.plan, asked.precision)
+    return all_or_none(axes, lambda: _plan(asked, options, sharding, tally))
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -163,16 +163,16 @@ def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
             member.stages = holders if len(holders) > 1 else ()
 
 
-def _plan(asked: _Asked, options: Options, recipe: Recipe, tally: Tally) -> Prepared:
-    axes, built = recipe.axes, asked.optimizers
+def _plan(asked: _Asked, options: Options, sharding: ShardingSpec, tally: Tally) -> Prepared:
+    axes, built = sharding.axes, asked.optimizers
     owners = [number for number, each in enumerate(built) for _ in each.param_groups]
-    planned = _plan_units(asked.specs, recipe, tally.ledger, owners)
+    planned = _plan_units(asked.specs, sharding, tally.ledger, owners)
     check_graphs(planned, axes.device)
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, asked.precision, options.offload)
     warn_of_unused(asked.plan, options.offload, asked.offloads_activations)
     check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], asked.precision)
     templates = [state_of(each, group, axes.device) for each in built for group in each.param_groups]
-    return Prepared(asked.plan, recipe, tally, planned, asked.drawn, asked.why, built, templates)
+    return Prepared(asked.plan, sharding, tally, planned, asked.drawn, asked.why, built, templates)
 
 
 def _one_of(kind: type[N], value: N | str | torch.dtype, argument: str) -> N:
@@ -204,7 +204,7 @@ def _build_optimizers(
     return built
 
 
-def _plan_units(specs: list[UnitSpec], recipe: Recipe, ledger: Ledger, owners: Sequence[int]) -> list[Unit]:
+def _plan_units(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, owners: Sequence[int]) -> list[Unit]:
     """The units, with nothing allocated yet.
 
     Args:
@@ -212,9 +212,9 @@ def _plan_units(specs: list[UnitSpec], recipe: Recipe, ledger: Ledger, owners: S
     """
     units, names = [], tuple(spec.name for spec in specs)
     for index, spec in enumerate(specs):
-        tiers = recipe.plan.tiers_of(index, len(specs))
+        tiers = sharding.plan.tiers_of(index, len(specs))
         groups = _bucket_groups(spec.members, owners)
-        buckets = [Bucket(group, recipe.of(group[0].family), ledger, not spec.name, tiers) for group in groups]
+        buckets = [Bucket(group, sharding.of(group[0].family), ledger, not spec.name, tiers) for group in groups]
         units.append(Unit(names, index, spec.module, buckets))
     return units
 

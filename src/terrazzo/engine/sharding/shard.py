@@ -95,7 +95,7 @@ def shard(  # structure: signature fixed by the design
     """
     options = Options(units, precision, mesh, prefetch, offload or Offload())
     prepared = prepare(model, optimizer, plan, options)
-    recipe, planned, axes = prepared.recipe, prepared.units, prepared.recipe.axes
+    sharding, planned, axes = prepared.sharding, prepared.units, prepared.sharding.axes
     _warn_of_orphans(planned, prepared.optimizers)
     for activations in offloading_of(model):
         activations.pin = options.offload.pin
@@ -111,10 +111,10 @@ def shard(  # structure: signature fixed by the design
     progress = Progress(Denominator(axes.size()))
     meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(planned) else None
     schedule = _schedule_of(model, planned, prefetch, meeting, progress.denominator)
-    hooks = Hooks(planned, schedule, recipe, progress)
+    hooks = Hooks(planned, schedule, sharding, progress)
     engine = Engine(
         plan=prepared.plan,
-        recipe=recipe,
+        sharding=sharding,
         progress=progress,
         tally=prepared.tally,
         units=planned,
@@ -163,7 +163,7 @@ def estimate(  # structure: signature fixed by that of shard
 
 def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -> Store:
     """Host memory and files for what these units keep there. Collective."""
-    axes = units[0].recipe.axes
+    axes = units[0].sharding.axes
     need = need_of([bucket for unit in units for bucket in unit.buckets], templates, offload.cell_numel)
     return all_or_none(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
 
@@ -256,7 +256,7 @@ def _schedule_of(
 def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> dict[nn.Parameter, nn.Parameter]:
     """Give every unit its values and its memory, one after the other; returns what came in place of meta parameters."""
     made: dict[nn.Parameter, nn.Parameter] = {}
-    initialize, axes = initializer_of(model), prepared.recipe.axes
+    initialize, axes = initializer_of(model), prepared.sharding.axes
     bare = materialize_buffers(model, axes.device)
     units = {unit.name: unit for unit in prepared.units}
     for spec in prepared.drawn:
@@ -267,7 +267,7 @@ def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> dict[nn.
         known = set(fresh.values())
         for bucket in unit.buckets:
             given = [member.parameter for member in bucket.members if member.parameter not in known]
-            synchronize(given, axes, bucket.recipe.axes.names)
+            synchronize(given, axes, bucket.sharding.axes.names)
             bucket.build(store)
     for module in bare:
         initialize(module, ())

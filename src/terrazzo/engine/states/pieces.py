@@ -63,7 +63,7 @@ class Piece:
 
 def _own_share(bucket: Bucket) -> Range:
     """What this rank gives of the states it holds: replicas of one range give a part of it each."""
-    axes = bucket.recipe.axes
+    axes = bucket.sharding.axes
     if not bucket.gives:
         return Range(0, 0)
     held = bucket.optim_axes
@@ -112,10 +112,10 @@ def copied_pieces(
     """Mesh axes along which ranks hold the same, and all that this rank holds of the states of which that is true."""
     alike: dict[tuple[bool, tuple[str, ...]], list[Bucket]] = {}
     for bucket in buckets:
-        alike.setdefault((bucket.trainable, bucket.recipe.axes.names), []).append(bucket)
+        alike.setdefault((bucket.trainable, bucket.sharding.axes.names), []).append(bucket)
     for (trainable, names), own in alike.items():
         split = own[0].optim_axes
-        if along := own[0].recipe.axes.live(axis for axis in names if axis not in split):
+        if along := own[0].sharding.axes.live(axis for axis in names if axis not in split):
             pieces = list(model_pieces(own, _copies))
             for driver in drivers if trainable else ():
                 pieces += optimizer_pieces(driver, functools.partial(_copies_among, own))

@@ -67,7 +67,7 @@ def whole_parameter(unit: Unit, bucket: Bucket, slot: Slot, data: Tensor) -> Ten
     Returns:
         A view of `data`; of a parameter that ranks share, a tensor of its own.
     """
-    own, axes = view(data, slot), bucket.recipe.axes
+    own, axes = view(data, slot), bucket.sharding.axes
     shared = axes.cut_along(bucket.members[0].family)
     if not shared:
         return own

@@ -34,7 +34,7 @@ def gather_ahead(engine: Engine, count: int) -> None:
 
 def reduces(engine: Engine) -> bool:
     """Whether the next backward pass is that of a step's last micro-batch."""
-    return engine.schedule.this_pass is engine.recipe.pass_of(last=True)
+    return engine.schedule.this_pass is engine.sharding.pass_of(last=True)
 
 
 def set_reduces(engine: Engine, required: bool, *, each: bool) -> None:
@@ -44,9 +44,9 @@ def set_reduces(engine: Engine, required: bool, *, each: bool) -> None:
         required: of a step's last micro-batch, which finishes its gradients; else of one before.
         each: reduce every micro-batch before the last, too, where `grad` is split; else add it up on this rank.
     """
-    engine.schedule.set_pass(engine.recipe.pass_of(required, not each))
+    engine.schedule.set_pass(engine.sharding.pass_of(required, not each))
 
 
 def has_replicas(engine: Engine) -> bool:
     """Whether several ranks hold the same part of the optimizer state."""
-    return len(engine.recipe.plan.optim.axes) < len(engine.axes.live(engine.axes.names))
+    return len(engine.sharding.plan.optim.axes) < len(engine.axes.live(engine.axes.names))

@@ -14,11 +14,11 @@ from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.spec import Pass
 from terrazzo.errors import BadInput
 
-__all__ = ["Recipe"]
+__all__ = ["ShardingSpec"]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ShardingSpec:
     """What every bucket of a model follows; what changes while the model trains is in its `Progress` and its `Tally`.
 
     Attributes:
@@ -64,7 +64,7 @@ class Recipe:
         """The axes with more than one rank over which gradients are summed, data axes first."""
         return {axis: self.axes.along(axis) for axis in self.axes.live(self.axes.names)}
 
-    def of(self, family: Family) -> Recipe:
+    def of(self, family: Family) -> ShardingSpec:
         """The same for parameters of that family."""
         return self if family is self.family else replace(self, axes=self.axes.of(family), family=family)
 
