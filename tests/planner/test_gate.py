@@ -102,7 +102,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo", {"pp": 4, "micro_batches": 3}, "terrazzo", {"pp": 4, "micro_batches": 4},
     ),
     "pipeline parallelism": ("terrazzo", {"pp": 2}, "megatron", {"pp": 2}),
-    "stages of another's model": ("terrazzo", {"pp": 2}, "terrazzo", {"pp": 2, "model": OURS}),
+    "stages of a model without a line": (
+        "terrazzo", {"model": "falcon-7b", "pp": 2}, "terrazzo", {"pp": 2, "model": OURS},
+    ),
     "experts among ranks along tp": (
         "terrazzo", {"model": MOE, "ep": 2, "tp": 2}, "terrazzo", {"model": MOE, "ep": 2},
     ),

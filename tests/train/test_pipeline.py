@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
 from terrazzo.train.mesh_picture import mesh_picture
 from terrazzo.train.preflight import check
+from terrazzo.train.preflight.axes import check_axes
 from tests.test_commands import ROOT
 from tests.train.test_context import settings
 from tests.train.test_preferences import lines, train
@@ -95,7 +97,6 @@ def test_a_run_in_stages_is_ended_by_others_and_the_other_way_round(tmp_path: Pa
         ({"train": {"compile": True}}, r"no stage is compiled yet\. Set train\.compile=false"),
         ({"train": {"sample_every": 2}}, r"writes no text \(train\.sample_every\)"),
         ({"objective": {"name": "dpo"}}, r"'dpo' looks at outputs of several forwards"),
-        ({"model": {"kind": "huggingface", "path": "."}}, r"only the built-in decoder says"),
     ],
 )
 def test_what_stages_cannot_do_is_refused_before_anything_is_built(
@@ -127,3 +128,52 @@ def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     train(config.model_dump(mode="json"), 2)
     (line,) = lines(tmp_path / "run", "train")
     assert line["tokens"] == 8 * 64
+
+
+QWEN = {
+    "model_type": "qwen3",
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+
+
+def of_transformers(folder: Path, mesh: dict[str, int], ranks: int, **changes: Any) -> dict[str, Any]:
+    (folder / "config.json").write_text(json.dumps(QWEN | changes))
+    values = staged(folder, ranks, mesh, "zero2") | {"model": {"kind": "huggingface", "path": str(folder)}}
+    values["train"] |= {"steps": 3}
+    return values
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "more"),
+    [({"pp": 2}, 2, {"tie_word_embeddings": True}), ({"pp": 2, "tp": 2}, 4, {"tie_word_embeddings": False})],
+    ids=str,
+)
+def test_stages_of_a_model_of_transformers_train_as_one_rank_does(
+    tmp_path: Path, mesh: dict[str, int], ranks: int, more: dict[str, Any]
+) -> None:
+    pytest.importorskip("transformers")
+    alone, values = (of_transformers(tmp_path, axes, count, **more) for axes, count in (({}, 1), (mesh, ranks)))
+    train(alone, 1)
+    first = "checkpoints/step-00000001"
+    shutil.copytree(run_folder(alone) / first, run_folder(values) / first)
+    train(values, ranks)
+    (steps, validation), (its_steps, its_validation) = said(run_folder(values)), said(run_folder(alone))
+    torch.testing.assert_close(steps, its_steps[1:], rtol=2e-5, atol=0)
+    torch.testing.assert_close(validation, its_validation, rtol=2e-5, atol=0)
+    (summary,) = lines(run_folder(values), "summary")
+    for what in ("state_bytes", "transient_bytes", "traffic_bytes"):
+        assert summary[f"{what}_promised"] == summary[f"{what}_measured"], what
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "stablelm"])
+def test_models_of_transformers_without_stages_are_refused_before_anything_is_built(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(BadInput, match=r"plan\.mesh\.pp 2: Nothing says how values go through a "):
+        check_axes(config_from_dict(of_transformers(tmp_path, {"pp": 2}, 2, model_type=kind)))

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -148,7 +149,7 @@ class _InLine:
 
     def _check(self, given: Any) -> None:
         """Refuse what is not the tensor that the module before has returned."""
-        if given is not self.line.running.values:
+        if not _is_all_of(given, self.line.running.values):
             before, name = self.line.names[self.place - 1], self.line.names[self.place]
             raise BadInput(
                 f"The model changes what {before!r} returns before it gives it to {name!r} as its first argument, "
@@ -175,7 +176,26 @@ class _InLine:
 
 
 class _Away(Absent):
-    """What a module of an earlier stage has returned, of which nothing was sent here."""
+    """What a module of an earlier stage has returned, of which nothing was sent here.
+
+    What a model does to such values on their way to the next module, each element by itself, is done there: scaled by a
+    number or dropped out, this is what it was.
+    """
+
+    def _scaled(self, other: Any) -> Self:
+        if isinstance(other, int | float) or (isinstance(other, Tensor) and other.dim() == 0):
+            return self
+        raise self.refusal("an operator")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _scaled
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.dropout and isinstance(args[0], cls):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
 
     def refusal(self, what: str) -> Misuse:
         return Misuse(
@@ -214,6 +234,14 @@ class _Whole:
                 "modules of the line are called once each, in every forward."
             )
         return output if line.is_last(stage) else line.running.result
+
+
+def _is_all_of(given: Any, values: Any) -> bool:
+    """Whether it is the same tensor, or a view of all of it: transformers has heads take `[:, 0:, :]`."""
+    if given is values or not (type(given) is type(values) is Tensor):
+        return given is values
+    alike = given.shape == values.shape and given.stride() == values.stride() and given.dtype == values.dtype
+    return alike and given.data_ptr() == values.data_ptr()
 
 
 def _graphs_in(args: Any, kwargs: Any) -> list[Tensor]:

@@ -24,6 +24,7 @@ from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.adapters import adapted
 from terrazzo.parallel.pipeline.line import Line, put_in_line
 from terrazzo.parallel.pipeline.order import balanced, check_schedule
+from terrazzo.parallel.pipeline.plans import own_line
 from terrazzo.parallel.tensor.cut import matching
 
 __all__ = ["Pipeline", "check_line", "line_of", "take_stages"]
@@ -42,7 +43,7 @@ class Pipeline:
             are balanced by the elements of their matrices.
         line: names of the modules through which the model's values go one after the other, or globs over them. Each
             takes what the one before returns as its first argument, and returns one tensor. By default what the model's
-            `pipeline_line()` returns, or the modules of an `nn.Sequential`.
+            `pipeline_line()` returns, the modules of an `nn.Sequential`, or the `base_model_pp_plan` of transformers.
         tied: names of parameters of the line that the model itself reads behind its last module, such as those of an
             embedding that is the head too: the last stage has them as well. What two modules of the line share need
             not be named. By default what the model's `pipeline_tied()` returns, or none.
@@ -147,12 +148,7 @@ def _check_modules(model: nn.Module) -> None:
 
 def _names_of(model: nn.Module, pipeline: Pipeline) -> tuple[str, ...]:
     """The modules of the line, in their order."""
-    own: Any = model
-    globs = pipeline.line
-    if globs is None and callable(getattr(model, "pipeline_line", None)):
-        globs = own.pipeline_line()
-    if globs is None and isinstance(model, nn.Sequential):
-        globs = [name for name, _ in model.named_children()]
+    globs = own_line(model) if pipeline.line is None else pipeline.line
     if globs is None:
         raise BadInput(
             f"Nothing says how values go through a {type(model).__name__}: give the modules that it calls one after "

@@ -34,6 +34,12 @@ def _too_small_a_share(setup: Setup) -> bool:
     )
 
 
+_WITHOUT_LINE = frozenset({
+    *("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt", "olmoe", "opt", "stablelm"),
+})  # fmt: skip
+"""Families of the planner's that transformers 5.23.0 has no line for."""
+
+
 ENGINE_RULES = (
     Rule(
         "share without a unit",
@@ -78,13 +84,16 @@ ENGINE_RULES = (
         "terrazzo.parallel.pipeline.order.actions_of",
     ),
     Rule(
-        "stages of another's model",
+        "stages of a model without a line",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.mesh.pp > 1 and setup.model.family not in ("", BUILT_IN),
-        lambda it: f"terrazzo train cuts no model but its own decoder into stages (pp {it.pp}), not {it.model}.",
+        lambda setup, _: setup.mesh.pp > 1 and setup.model.family in _WITHOUT_LINE,
+        lambda it: (
+            f"Of {it.model} transformers does not say through which modules its values go (base_model_pp_plan): "
+            f"terrazzo train cuts it into no stages (pp {it.pp})."
+        ),
         "Plan with it, but run with pp 1, or give tz.parallelize a tz.Pipeline(line=[...]) in a loop of your own.",
-        "terrazzo.train.preflight.axes",
+        "terrazzo.parallel.pipeline.plans.own_line",
     ),
     Rule(
         "experts among ranks along tp",

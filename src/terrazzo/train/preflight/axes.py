@@ -39,11 +39,6 @@ def check_axes(config: Config) -> None:
 
 def _check_pipeline(config: Config) -> None:
     shared, train, without = config.plan.mesh.pp, config.train, "or plan.mesh.pp=1"
-    if config.model.kind != "decoder":
-        raise BadInput(
-            f"plan.mesh.pp is {shared}, and only the built-in decoder says through which modules its values go. Set"
-            f" model.kind=decoder, {without}; or train by tz.step in a loop of your own, with tz.Pipeline(line=[...])."
-        )
     if config.objective.name != "next_token":
         raise BadInput(
             f"plan.mesh.pp is {shared}, and objective '{config.objective.name}' looks at outputs of several forwards."
