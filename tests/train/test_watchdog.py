@@ -83,7 +83,7 @@ MISSING = "Missing from all_gather 91 on dp_shard, unit layers.7, backward, step
         (Fact("Z", False), "backward", "died", "Rank 3 (host b, pid 812) has ended."),
         (Fact("R", True), "backward", "slow", "Rank 3 (host b, pid 812) is still at work, and is not ended for it."),
         (Fact("S", False), "input", "input", "Rank 3 (host b, pid 812) waits for data."),
-        (Fact("D", False), "update", "drive", "Rank 3 (host b, pid 812) waits for a drive or a file system."),
+        (Fact("S", False, True), "update", "drive", "Rank 3 (host b, pid 812) waits for a drive or a file system."),
         (
             *(Fact("S", False), "backward", "stuck"),
             "Rank 3 (host b, pid 812) does nothing, and waits for no other rank.",
@@ -168,6 +168,7 @@ class World(System):
     def __init__(self) -> None:
         self.at, self.states, self.held, self.used, self.slept = time.monotonic_ns(), {}, False, {}, 0.0
         self.states: dict[int, str]
+        self.drive: tuple[int, int] | None = None
         self.used: dict[int, float]
 
     def state(self, pid: int) -> str:
@@ -175,6 +176,9 @@ class World(System):
 
     def traced(self, pid: int) -> bool:
         return self.held
+
+    def waits_for_drive(self, pid: int) -> bool:
+        return (pid, self.at // S % 8) == self.drive  # a moment in eight seconds
 
     def processor_s(self, pid: int) -> float:
         return self.used.get(pid, 0.0)
@@ -271,6 +275,19 @@ def test_a_rank_that_waits_for_data_is_named_and_not_ended(watched: Watched) -> 
     watched.ranks.ranks[1].phase("input")
     assert watched.watch(100) is None
     assert len(watched.said) == 1 and "waits for data" in watched.said[0]
+
+
+def test_a_rank_that_has_waited_for_a_drive_now_and_then_is_named_and_not_ended(watched: Watched) -> None:
+    watched.world.drive = (1, 3)
+    assert watched.watch(100) is None
+    assert len(watched.said) == 1 and "waits for a drive" in watched.said[0]
+    watched.world.drive = None
+    watched.ranks.ranks[1].phase("update")
+    watched.world.at = time.monotonic_ns() + 1
+    watched.dog._looked = watched.world.at - S
+    assert watched.watch(15) is None
+    found = watched.watch(10)
+    assert found is not None and found.cause == "stuck"
 
 
 def test_waiting_begins_anew_where_all_are_stopped_or_a_debugger_holds_one_or_the_machine_has_slept(

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from terrazzo.engine.runtime.system import is_ending, is_stopped, is_traced, oom_kills, processor_s, state_of
+from terrazzo.engine.runtime.system import (
+    is_ending,
+    is_stopped,
+    is_traced,
+    oom_kills,
+    processor_s,
+    state_of,
+    waits_for_drive,
+)
 
 
 def test_a_process_is_ending_from_its_exit_on_and_not_before() -> None:
@@ -50,6 +58,15 @@ def test_processor_time_is_that_of_a_process_and_of_what_it_has_started() -> Non
         assert state_of(child.pid) in ("S", "R", "D")
         child.communicate(b"\n")
     assert processor_s(child.pid) == 0 and state_of(child.pid) == ""
+
+
+def test_a_process_waits_for_a_drive_if_any_of_its_threads_does(tmp_path: Path) -> None:
+    for thread, state in ((7, "S"), (9, "S")):
+        (tmp_path / f"proc/7/task/{thread}").mkdir(parents=True)
+        (tmp_path / f"proc/7/task/{thread}/stat").write_text(f"{thread} (a) b) {state} 1 2")
+    assert not waits_for_drive(7, tmp_path / "sys")
+    (tmp_path / "proc/7/task/9/stat").write_text("9 (a) b) D 1 2")
+    assert waits_for_drive(7, tmp_path / "sys")
 
 
 @pytest.mark.parametrize(("tracer", "held"), [("0", False), ("17", True)])

@@ -20,6 +20,7 @@ __all__ = [
     "processor_s",
     "state_of",
     "text_of",
+    "waits_for_drive",
 ]
 
 SYS = Path("/sys")
@@ -70,6 +71,12 @@ def is_stopped(pid: int, root: Path = SYS) -> bool:
 def state_of(pid: int, root: Path = SYS) -> str:
     """The letter of a process's state; empty where there is no such process."""
     return "".join(_stat(pid, root)[:1])
+
+
+def waits_for_drive(pid: int, root: Path = SYS) -> bool:
+    """Whether a thread of a process waits for what cannot be interrupted: a drive, or a file system, as a rule."""
+    tasks = (root.parent / f"proc/{pid}/task").glob("*")
+    return any(text_of(task / "stat").rpartition(")")[2].split()[:1] == ["D"] for task in tasks)
 
 
 def is_traced(pid: int, root: Path = SYS) -> bool:

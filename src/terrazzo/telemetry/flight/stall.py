@@ -33,10 +33,12 @@ class Fact(NamedTuple):
     Attributes:
         state: as in `/proc/PID/stat`; empty for none.
         busy: whether it, or what it has started, has had processors since the run stands still.
+        held: whether it has waited for a drive or a file system meanwhile.
     """
 
     state: str
     busy: bool
+    held: bool = False
 
     @property
     def gone(self) -> bool:
@@ -78,7 +80,7 @@ def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: in
         return _of_some("slow", busy, ranks, now)
     if reading := [rank for rank in absent if ranks[rank].phase == "input"]:
         return _of_some("input", reading, ranks, now)
-    if held := [rank for rank in absent if facts[rank].state == "D"]:
+    if held := [rank for rank in absent if facts[rank].held]:
         return _of_some("drive", held, ranks, now)
     if absent:
         return _of_some("stuck", absent, ranks, now)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from terrazzo.engine.runtime.system import is_traced, processor_s, state_of
+from terrazzo.engine.runtime.system import is_traced, processor_s, state_of, waits_for_drive
 from terrazzo.telemetry.flight.ring import Tail
 from terrazzo.telemetry.flight.stall import Fact, Stall, find_stall
 from terrazzo.telemetry.flight.standing import Standing
@@ -46,6 +46,9 @@ class System:
 
     def traced(self, pid: int) -> bool:
         return is_traced(pid)
+
+    def waits_for_drive(self, pid: int) -> bool:
+        return waits_for_drive(pid)
 
     def processor_s(self, pid: int) -> float:
         """That it has used, and what it has started."""
@@ -86,6 +89,7 @@ class Watchdog:
         self._slept_s, self._said = self._system.slept_s(), False
         self._stopped_since: dict[int, int] = {}
         self._newest = 0
+        self._held: set[int] = set()  # ranks that have waited for a drive since the newest record
         self._used: tuple[int, dict[int, float]] | None = None
 
     def look(self) -> Stall | None:
@@ -103,8 +107,11 @@ class Watchdog:
         newest = max(self._armed, *(standing.newest for standing in self.standings.values()))
         if newest > self._newest:
             self._newest, self._used, self._said = newest, None, False
+            self._held.clear()
         elif self._used is None:  # nothing has happened for a moment: from now on, what processors are had counts
             self._used = (now, self._processors())
+        else:
+            self._held |= {rank for rank, pid in enumerate(self._pids) if self._system.waits_for_drive(pid)}
         if (stopped := self._stopped(now, states)) is not None:
             return stopped
         if now - newest < self._limit_s() * 1e9:
@@ -156,5 +163,6 @@ class Watchdog:
         since, before = self._used or (now, used)
         wanted_s = _BUSY * (now - since) / 1e9
         return {
-            rank: Fact(state, state == "R" or used[rank] - before[rank] > wanted_s) for rank, state in states.items()
+            rank: Fact(state, state == "R" or used[rank] - before[rank] > wanted_s, rank in self._held)
+            for rank, state in states.items()
         }
