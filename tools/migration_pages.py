@@ -28,12 +28,13 @@ ROOT = Path(__file__).parents[1]
 DATA = ROOT / "examples" / "migration"
 EXAMPLES = ROOT / "examples" / "integrations"
 GUIDES = ROOT / "docs" / "guides"
-PAGES = tuple(GUIDES / f"migrate-from-{name}.md" for name in ("deepspeed", "fsdp", "accelerate", "trainer"))
+PAGES = tuple(GUIDES / f"migrate-from-{name}.md" for name in ("deepspeed", "fsdp", "accelerate", "trainer", "megatron"))
 
 WORLD, MODEL = 8, "llama3-8b"
 CONFIGS = {
     "deepspeed": DATA / "deepspeed.json",
     **{name: DATA / f"{name}.yaml" for name in ("fsdp1", "fsdp2", "accelerate", "trainer")},
+    "megatron": DATA / "pretrain.sh",
 }
 SCRIPTS = {
     "deepspeed": (DATA / "before_deepspeed.py", EXAMPLES / "deepspeed_script.py"),
@@ -189,12 +190,17 @@ def left(name: str) -> str:
     known = fates(name)
     found = [each for each in known if each.kind == "defaulted"]
     rows = []
-    for group in _grouped(found, lambda each: _section(each.key)):
-        section = _section(group[0].key)
+    for group in _grouped(found, lambda each: _section(each.key) or _family(each, found)):
+        section = _section(group[0].key) or _family(group[0], found)
         whole = section and len(group) == sum(_section(each.key) == section for each in known)
         names = f"all {len(group)}" if whole and len(group) > 2 else ", ".join(_code_of(_last(each)) for each in group)
-        rows.append([_code_of(section) or "at the top", names])
+        rows.append([_code_of(_section(group[0].key)) or section or "at the top", names])
     return _table(["section", "keys"], rows)
+
+
+def _family(fate: Fate, found: list[Fate]) -> str:
+    """What many keys at the top are about, if one is of such a family; else nothing."""
+    return fate.meaning if sum(each.meaning == fate.meaning for each in found) > MOST_TARGETS else ""
 
 
 def other(name: str) -> str:

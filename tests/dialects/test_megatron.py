@@ -32,13 +32,26 @@ def test_round_trip(label: str, world: int | None) -> None:
     assert_lossless("megatron", DOCUMENTS[label], world=world)
 
 
-def test_every_argument_is_known() -> None:
-    """All that version 0.20 takes, and those that it stops at."""
-    names = inventory("megatron")
-    assert len(names) > 850
-    for name in names:
-        assert canonical(name) in KEYS or name in REMOVED, name
-    assert {key for key in KEYS if not key.startswith("torchrun.")} <= set(names)
+def test_every_argument_is_known_with_its_default() -> None:
+    """All that version 0.20's parser has, and those that it stops at; a name without `=` is a switch."""
+    theirs = {
+        name: (takes, default) for name, takes, default in (each.partition("=") for each in inventory("megatron"))
+    }
+    assert len(theirs) > 850
+    for name, (takes, default) in theirs.items():
+        if name in REMOVED:
+            continue
+        ours = KEYS[canonical(name)].default
+        assert ours == (_plain(default) if takes else False), name
+    assert {key for key in KEYS if not key.startswith("torchrun.")} <= set(theirs)
+
+
+def _plain(default: str) -> Any:
+    """A default by its words: a number, text, or None for none."""
+    try:
+        return float(default)
+    except ValueError:
+        return default or None
 
 
 @pytest.mark.parametrize("key", ["micro-batch-size", "--micro-batch-size", "micro_batch_size"])
@@ -114,6 +127,13 @@ def test_bf16_is_the_preset_of_that_name() -> None:
 def test_the_loss_scale_of_fp16_is_said() -> None:
     description = described("megatron", {"fp16": True, "hysteresis": 1})
     assert description.value("precision.loss_scaling") == LossScaling(init=2.0**32, interval=1000, hysteresis=1)
+    for key, value in (
+        ("initial-loss-scale", 1000),
+        ("loss-scale-window", 0),
+        ("hysteresis", 0),
+        ("min-loss-scale", 0),
+    ):
+        assert verdicts("megatron", {"fp16": True, key: value})[key].kind == "refused"
     fixed = described("megatron", {"fp16": True, "loss-scale": 1024})
     assert (fixed.value("precision.loss_scaling"), fixed.value("precision.static_loss_scale")) == (None, 1024)
     written = converted("terrazzo", "megatron", {"precision": "fp16"}).document

@@ -52,7 +52,7 @@ def page_with(mark: str) -> str:
 @pytest.mark.parametrize("name", pages.CONFIGS)
 def test_the_command_on_the_page_writes_what_the_page_shows_and_it_trains(name: str, tmp_path: Path) -> None:
     page = next(
-        text for text in (page.read_text(encoding="utf-8") for page in pages.PAGES) if f"script {name}:" in text
+        text for text in (page.read_text(encoding="utf-8") for page in pages.PAGES) if f"config {name}:" in text
     )
     file = pages.CONFIGS[name].name
     (command,) = re.findall(rf"^\$ terrazzo (config convert \S+/{file} .*) -o run\.yaml$", page, re.MULTILINE)
@@ -75,6 +75,7 @@ BY_HAND = {
     "fsdp2": (4 + 4 + 8) / 4,  # two replicas of four shards
     "accelerate": (4 + 4 + 8) / 8,
     "trainer": (4 + 2 + 8) / 8,  # gradients are accumulated in bf16
+    "megatron": (2 + 4 + (4 + 8) / 4) / 2,  # two ranks share each matrix, and four the optimizer of a half
 }
 
 
@@ -99,6 +100,10 @@ def test_what_is_certain_about_some_keys_is_on_the_pages() -> None:
         ("trainer", "max_grad_norm"): ("renamed", "train.clip: 0.5"),
         ("trainer", "label_smoothing_factor"): ("refused", ""),
         ("trainer", "logging_steps"): ("defaulted", ""),
+        ("megatron", "use-distributed-optimizer"): ("renamed", "plan.name: zero1"),
+        ("megatron", "num-virtual-stages-per-pipeline-rank"): ("renamed", "parallel.pipeline.chunks: 2"),
+        ("megatron", "fp8-format"): ("refused", ""),
+        ("megatron", "overlap-grad-reduce"): ("defaulted", ""),
     }
     assert {key: (told[key].kind, told[key].target) for key in certain} == certain
     assert spellings("deepspeed")["bfloat16.enabled"] == "bf16.enabled"

@@ -17,6 +17,14 @@ _FSDP1 = {"sharding_strategy": "FULL_SHARD", "mixed_precision": {"param_dtype": 
 _FSDP2 = {"mp_policy": {"param_dtype": "bfloat16"}}
 _RUN = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 8}
 _ACCELERATE = {**_RUN, "fsdp_config": {"fsdp_version": 2}}
+_MEGATRON = {
+    "bf16": True,
+    "use-distributed-optimizer": True,
+    "micro-batch-size": 2,
+    "global-batch-size": 64,
+    "lr": 1e-3,
+}
+_FP16 = {"fp16": True, "micro-batch-size": 2}
 _TRAINER = {"output_dir": "out", "bf16": True, "fsdp": True}
 
 
@@ -103,6 +111,28 @@ BESIDE: dict[str, dict[str, Document]] = {
         "fp8_config": {**_RUN, "mixed_precision": "fp8", "fsdp_config": {"fsdp_version": 2}},
         "fp16": {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}},
     },
+    "megatron": {
+        "": _MEGATRON,
+        **dict.fromkeys(("fp16", "initial-loss", "min-loss", "loss-scale-window", "hysteresis"), _FP16),
+        "bf16": {"micro-batch-size": 2},
+        "num-layers-per": {**_MEGATRON, "pipeline-model-parallel-size": 2, "num-layers": 32},
+        "num-virtual": {**_MEGATRON, "pipeline-model-parallel-size": 2},
+        "sequence-parallel": {**_MEGATRON, "tensor-model-parallel-size": 2},
+        "cp-comm": {**_MEGATRON, "context-parallel-size": 2},
+        "use-": {"bf16": True, "micro-batch-size": 2},
+        "data-parallel-sharding": {"bf16": True, "use-megatron-fsdp": True},
+        "outer-dp": {"bf16": True, "use-megatron-fsdp": True, "num-distributed-optimizer-instances": 2},
+        "torch-fsdp2": {"bf16": True, "use-torch-fsdp2": True},
+        "exp-avg": {**_MEGATRON, "use-precision-aware-optimizer": True},
+        "main-params": {**_MEGATRON, "use-precision-aware-optimizer": True},
+        "optimizer-offload": {**_MEGATRON, "optimizer-cpu-offload": True},
+        "sgd": {**_MEGATRON, "optimizer": "sgd"},
+        "lr-wsd": {**_MEGATRON, "lr-decay-style": "WSD", "train-iters": 100},
+        "recompute-": {**_MEGATRON, "recompute-granularity": "full"},
+        "recompute-granularity": _MEGATRON,
+        "recompute-activations": _MEGATRON,
+        "torchrun.nnodes": {**_MEGATRON, "torchrun": {"nproc-per-node": 4}},
+    },
     "trainer": {
         "": _TRAINER,
         "fp16": {"output_dir": "out", "fsdp": True},
@@ -131,11 +161,35 @@ CONCRETE = {
     ),
     "optimizer.params.<argument>": "optimizer.params.nesterov",
     **{f"{section}.*": f"{section}.enabled" for section in _SWITCHED},
+    "torchrun.<argument>": "torchrun.rdzv-id",
     "lr_scheduler_kwargs.*": "lr_scheduler_kwargs.min_lr_rate",
 }
 """Keys that stand for a pattern."""
 
 VALUES: dict[str, Document] = {
+    "megatron": {
+        "torchrun.nproc-per-node": 8,
+        "torchrun.<argument>": "x",
+        "micro-batch-size": 4,
+        "global-batch-size": 128,
+        "seq-length": 4096,
+        "train-iters": 5000,
+        "train-samples": 64000,
+        "lr-decay-iters": 4000,
+        "lr-warmup-iters": 100,
+        "lr-warmup-samples": 6400,
+        "lr": 3e-4,
+        "min-lr": 1e-4,
+        "lr-decay-style": "cosine",
+        "lr-wsd-decay-iters": 20,
+        "weight-decay": 0.1,
+        "clip-grad": 0.5,
+        "save-interval": 500,
+        "cp-comm-type": "a2a",
+        "optimizer": "sgd",
+        "num-experts": 8,
+        "recompute-num-layers": 4,
+    },
     "deepspeed": {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 4,

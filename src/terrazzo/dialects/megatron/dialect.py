@@ -25,7 +25,7 @@ class Megatron(Dialect):
     """The arguments of `pretrain_gpt.py` and its kin."""
 
     name = "megatron"
-    title = "Megatron-LM arguments"
+    title = "Megatron-LM"
     suffix = ".sh"
     keys = KEYS
 

@@ -5,7 +5,9 @@ Names and defaults are those of its `megatron/training/arguments.py` and of the 
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, TEXT, Key, number, section, whole, words
+from math import frexp
+
+from terrazzo.dialects.core.keys import ANY, LIST, MISSING, SWITCH, TEXT, Key, Type, number, section, whole, words
 from terrazzo.dialects.megatron.keys_others import OTHERS
 
 __all__ = ["ALIASES", "DECAYS", "DEGREES", "FSDP_ROWS", "KEYS", "LAUNCHER", "REMOVED", "canonical"]
@@ -29,12 +31,18 @@ DECAYS = {
 }
 """Schedules by --lr-decay-style in lower case."""
 
+_POWER = Type(
+    "a power of two",
+    lambda value: (
+        MISSING if (found := number(2.0**-24).parse(value)) is MISSING or frexp(found)[0] != 0.5 else float(found)
+    ),
+)
 _HALF = words({"fp32": "fp32", "bf16": "bf16"}, fold=False)
 _STATE = words({"fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}, fold=False)
 _GRANULARITY = words({"full": "full", "selective": "selective"}, fold=False)
 _WAY = words({"uniform": "uniform", "block": "block"}, fold=False)
 _FORMAT = words({"torch": "local", "torch_dist": "sharded", "torch_dcp": "sharded", "fsdp_dtensor": "sharded"})
-_HERE = "the model comes from your code there; of one that Terrazzo builds it is model.{}"
+_HERE = "the model comes from your code there, or is built by model.{}"
 _RUN = "it does not change what is trained"
 
 
@@ -83,10 +91,10 @@ _PRECISION = {
     "exp-avg-dtype": Key(_STATE, "fp32", "Adam's first moment"),
     "exp-avg-sq-dtype": Key(_STATE, "fp32", "Adam's second moment"),
     "loss-scale": Key(number(), None, "fixed loss scale; none: dynamic"),
-    "initial-loss-scale": Key(number(), 2.0**32, "first dynamic loss scale"),
-    "min-loss-scale": Key(number(), 1.0, "smallest dynamic loss scale"),
-    "loss-scale-window": Key(number(), 1000.0, "steps without overflow until the scale grows"),
-    "hysteresis": Key(whole(), 2, "overflows until the scale shrinks"),
+    "initial-loss-scale": Key(_POWER, 2.0**32, "first dynamic loss scale"),
+    "min-loss-scale": Key(_POWER, 1.0, "smallest dynamic loss scale"),
+    "loss-scale-window": Key(number(1), 1000.0, "steps without overflow until the scale grows"),
+    "hysteresis": Key(whole(1), 2, "overflows until the scale shrinks"),
     "fp8-format": Key(
         ANY, None, "matrix products in 8 bits", "refused", "Transformer Engine computes so: remove it for bf16"
     ),
@@ -177,9 +185,9 @@ _SIZES = {
     "attention-dropout": _model(0.1, "share of attention's weights dropped", "dropout, of a block's output alone"),
     "rotary-base": _model(10000, "base of rotary position embeddings", "rope_theta"),
     "position-embedding-type": _model("learned_absolute", "kind of position embedding", "rope_theta: rope alone"),
-    "normalization": _model("LayerNorm", "kind of norm", "kind decoder with RMSNorm alone"),
-    "swiglu": _model(False, "MLP with a gate", "kind decoder, which has it"),
-    "disable-bias-linear": _model(False, "linear layers without bias", "kind decoder, which has none"),
+    "normalization": _model("LayerNorm", "kind of norm", "kind: decoder, which has RMSNorm"),
+    "swiglu": _model(False, "MLP with a gate", "kind: decoder, which has it"),
+    "disable-bias-linear": _model(False, "linear layers without bias", "kind: decoder, which has none"),
     "untie-embeddings-and-output-weights": _model(False, "the head is a matrix of its own", "tie_embeddings: false"),
     "num-experts": _model(None, "experts of a mixture-of-experts layer", "experts.count"),
     "moe-router-topk": _model(2, "experts that compute a token", "experts.top_k"),
