@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import yaml
 
 from terrazzo.dialects.core.description import settings
 from terrazzo.dialects.core.dialect import Context, Reading
+from terrazzo.dialects.core.keys import Key
 from terrazzo.dialects.core.reader import flatten, split
 from terrazzo.dialects.deepspeed.keys import ALIASES
 from terrazzo.dialects.registry import dialect
@@ -55,7 +56,7 @@ class Fate:
 def fates(name: str) -> list[Fate]:
     """Of every key that the dialect of that name knows, in its order; a section's keys with one prefix or without."""
     known = [key for key in dialect(name).keys if key not in spellings(name)]
-    found = [_fate(name, key) for key in known if not _again(name, key, known) and key not in ELSEWHERE]
+    found = [_fate_of(name, key) for key in known if not _again(name, key, known) and key not in ELSEWHERE]
     said = {_said_of(each) for each in found}
     return [each for each in found if (each.key.removesuffix(".*"), each.kind, each.why) not in said - {_said_of(each)}]
 
@@ -75,6 +76,25 @@ def _again(name: str, key: str, known: list[str]) -> bool:
     if name == "trainer":
         return last.startswith("fsdp_") and f"{section}.{last.removeprefix('fsdp_')}" in known
     return f"{section}.{section.removesuffix('config')}{last}" in known
+
+
+def _fate_of(name: str, key: str) -> Fate:
+    """Of a key at the top that its library alone has: as of the first whose row is the same, default aside."""
+    rows = dialect(name).keys
+    if name != "megatron" or not rows[key].keep or key in VALUES[name] or _beside(name, key) != BESIDE[name][""]:
+        return _fate(name, key)
+    row = replace(rows[key], default=rows[key].default is None)
+    return replace(_fate(name, _first_of(name)[row]), key=key)
+
+
+@cache
+def _first_of(name: str) -> dict[Key, str]:
+    """The first key with each row, default aside."""
+    found: dict[Key, str] = {}
+    for key, row in dialect(name).keys.items():
+        if key not in VALUES[name] and _beside(name, key) == BESIDE[name][""]:
+            found.setdefault(replace(row, default=row.default is None), key)
+    return found
 
 
 @cache
