@@ -99,12 +99,16 @@ def test_stages_draw_and_train_as_one_process(pool: Pool, schedule: str, chunks:
             torch.testing.assert_close(own_weights[name], weights[name], rtol=1e-5, atol=1e-6)
 
 
-def goes_on(pp: int, saved: Path | None, folder: Path) -> dict[str, Tensor]:
-    """The whole weights after a step, from where `saved` was if it is given; then all is saved."""
+def built(pp: int):
     mesh, model = tz.mesh(pp=pp, device="cpu"), Decoder(CONFIG)
     tz.parallelize(model, mesh, pipeline=tz.Pipeline())
     adamw = functools.partial(torch.optim.AdamW, lr=0.1)
-    model, optimizer = tz.shard(model, adamw, "zero3", mesh=mesh, units=[Block], precision="bf16")
+    return tz.shard(model, adamw, "zero3", mesh=mesh, units=[Block], precision="bf16")
+
+
+def goes_on(pp: int, saved: Path | None, folder: Path) -> dict[str, Tensor]:
+    """The whole weights after a step, from where `saved` was if it is given; then all is saved."""
+    model, optimizer = built(pp)
     if saved is not None:
         tz.checkpoint.load(saved, model, optimizer)
     else:
@@ -128,11 +132,12 @@ def test_processes_save_stages_and_resume_without_and_back(pool: Pool, tmp_path:
 
 
 def dies(when: str, heard: Path) -> None:
-    """Rank 1 goes in the middle of a step; the other one notes what it hears of that."""
-    mesh = tz.mesh(pp=2, device="cpu")
-    model = Decoder(CONFIG)
-    tz.parallelize(model, mesh, pipeline=tz.Pipeline())
-    model, _ = tz.shard(model, None, "zero0", mesh=mesh, units=[Block])
+    """Rank 1 goes in the middle of the second step; the other one notes what it hears of that. The first is saved."""
+    model, optimizer = built(2)
+    tz.step(model, micro_batches(4), loss_of)
+    optimizer.step()
+    optimizer.zero_grad()
+    tz.checkpoint.save(heard.parent / "saved", model, optimizer)
     asked = 0
 
     def loss_or_death(logits: Tensor, targets: Tensor) -> Tensor:
@@ -152,7 +157,8 @@ def dies(when: str, heard: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["killed", "raises"])
-def test_a_stage_that_ends_in_mid_step_ends_all_and_is_named(when: str, tmp_path: Path) -> None:
+def test_a_stage_that_ends_in_mid_step_ends_all_and_is_named(when: str, pool: Pool, tmp_path: Path) -> None:
+    """Others go on from the step before, without stages and with, to the bit."""
     started, heard = time.monotonic(), tmp_path / "heard"
     with pytest.raises(
         RankFailed, match="rank . failed first" if when == "killed" else "the second micro-batch cannot"
@@ -161,3 +167,8 @@ def test_a_stage_that_ends_in_mid_step_ends_all_and_is_named(when: str, tmp_path
     assert time.monotonic() - started < 50.0
     if when == "killed":  # the other process lives on, and the pool ends both
         assert heard.read_text().startswith("Rank 1, from whose stage a message was to come")
+    places = [tmp_path / name for name in ("saved", "without", "back")]
+    weights = pool.run(goes_on, 1, places[0], places[1]) + pool.run(goes_on, 2, places[1], places[2])
+    states = [read_as_documented(place) for place in places]
+    assert all(state[key].tobytes() == values.tobytes() for key, values in states[0].items() for state in states[1:])
+    assert all(torch.equal(own[name], values) for name, values in weights[0].items() for own in weights[1:])
