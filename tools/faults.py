@@ -179,7 +179,7 @@ MUTATIONS = [
     Mutation(
         "the norm counts a tied weight on each stage that has it",
         "engine/optim/clipping.py",
-        "for bucket in finished if bucket.gives)",
+        "for bucket in finished if bucket.is_primary)",
         "for bucket in finished)",
         "parallel/test_pipeline_tied.py",
     ),

@@ -22,7 +22,7 @@ def check_optimizers(model: torch.nn.Module, optimizer: Optimizers) -> None:
         return
     given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     engine = engine_of(model)
-    engine.drivers.forget_gone(given)
+    engine.drivers.drop_gone(given)
     own = engine.optimizers
     if {id(each) for each in given} != {id(each) for each in own}:
         raise BadInput(

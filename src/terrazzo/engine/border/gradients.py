@@ -206,7 +206,7 @@ class _ShownGradients:
         for name in names:
             self._engine.progress.note(f"{name}.grad = None")
         for bucket, indices in dropped:
-            bucket.gradient.forget(indices)  # later micro-batches may add to the others
+            bucket.gradient.zero_some(indices)  # later micro-batches may add to the others
 
     def norm(self, key: Key, kind: float) -> Tensor:
         """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""

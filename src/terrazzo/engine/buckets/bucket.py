@@ -95,8 +95,8 @@ class Bucket(BucketSpec):
         return self._boxes[slot.name]
 
     @property
-    def gives(self) -> bool:
-        """Whether this rank gives it where ranks of all stages do: of a shared one, the first that has it."""
+    def is_primary(self) -> bool:
+        """Whether this rank's copy stands for those of all stages that share it: the first of them has that one."""
         return not self.stages or self.sharding.axes.place_among_stages == self.stages[0]
 
     def add_gradient(self, index: int, grad: Tensor, this_pass: Pass) -> None:
@@ -184,8 +184,8 @@ class Bucket(BucketSpec):
             if has_master:
                 adopt_values(self.master, self.weight)
 
-    def forget_edits(self) -> None:
-        """What has been written into gathered weights goes with them; whole ones keep it."""
+    def drop_edits(self) -> None:
+        """What has been written into gathered weights ends with them; whole ones keep it."""
         if not self.resident:
             self.edits.written()
 

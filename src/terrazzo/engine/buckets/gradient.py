@@ -372,7 +372,7 @@ class Gradient:
             self.finished.factor = None  # put off: it would meet the next gradient, and 0 times NaN is NaN
             self.finished.change(Tensor.zero_)
 
-    def forget(self, indices: Iterable[int], set_to_none: bool = True) -> None:
+    def zero_some(self, indices: Iterable[int], set_to_none: bool = True) -> None:
         """Do as `zero` does, for some of the parameters: the others keep theirs."""
         slots = self.space.layout.slots
         for index in indices:

@@ -26,6 +26,8 @@ __all__ = ["Unit", "adopt_edits", "compilation_of"]
 class Unit:
     """One unit's buckets, and the moves of weights that may be under way for them.
 
+    It is a `Runnable` of the schedule's: what that says of a method is not said again here.
+
     Args:
         names: of all units of the model.
         index: position in the order of registration, root first.
@@ -78,12 +80,10 @@ class Unit:
 
     @property
     def regathered(self) -> bool:
-        """Whether backward gathers weights again that forward has put down."""
         return any(bucket.regathered for bucket in self.buckets)
 
     @property
     def side(self) -> Side | None:
-        """Where its chains of collectives run."""
         return self.sharding.axes.side
 
     @property
@@ -105,8 +105,7 @@ class Unit:
 
     @property
     def fills_gradually(self) -> bool:
-        """Whether gradients come one after the other while backward runs; a compiled unit gives all at its end."""
-        return self.has_gradients and not self.compiled
+        return self.has_gradients and not self.compiled  # whose gradients come all at its end
 
     @property
     def generation(self) -> int:
@@ -122,14 +121,12 @@ class Unit:
         return any(bucket.trainable for bucket in self.buckets)
 
     def add_stages(self) -> None:
-        """Sum what other stages have added up for the parameters that they share with this rank's."""
         for bucket in self.trainable():
             if bucket.stages:
                 bucket.gradient.add_stages(bucket.stages, bucket.pending_dtype(Pass.ADDS))
 
     @property
     def half_filled(self) -> bool:
-        """Whether gradients for half of the trainable elements, or more, are here."""
         return 2 * sum(bucket.gradient.filled_numel for bucket in self.buckets) >= self._trainable_numel
 
     def trainable(self) -> Iterator[Bucket]:
@@ -137,18 +134,11 @@ class Unit:
 
     @property
     def at_hand(self) -> bool:
-        """Whether full weights are here or on their way."""
         arriving = self._publishing is not None
         here = all(bucket.present or (bucket.resident and arriving) for bucket in self.buckets)
         return bool(self._gathering) or (here and not self._updates)
 
     def gather(self, label: Label, from_rest: bool = False) -> None:
-        """Start gathering full weights, also where they are here already: other ranks need this one's part.
-
-        Args:
-            label: what it is for.
-            from_rest: from where they rest between steps; else from what is kept between forward and backward, if so.
-        """
         self._finish_gather()
         if self._updates:
             publish = _publish_updated(self.buckets, self._updates)
@@ -172,7 +162,6 @@ class Unit:
         return Label(Purpose.UPDATED, self.index, names=self.names)
 
     def wait(self) -> None:
-        """Return once modules can read the full weights, which are at hand."""
         self.finish_publishing()
         self.advance()
         for transfer in self._gathering:
@@ -201,17 +190,14 @@ class Unit:
             Transfer(_publish_updated(self.buckets, self._updates), self.updated).finish()
 
     def rest_between(self) -> None:
-        """Keep from forward to backward what the plan's `between` names."""
         self._finish_gather()
         do_all(bucket.rest_between for bucket in self.buckets)
 
     def release(self) -> None:
-        """Give back the memory of full weights."""
         self._finish_gather()
         do_all(bucket.release for bucket in self.buckets)
 
     def rest(self) -> None:
-        """Go back to the plan's `weight` place alone."""
         self.finish_publishing()
         self._finish_gather()
         do_all(bucket.rest for bucket in self.buckets)
@@ -221,19 +207,16 @@ class Unit:
             self.wait()
 
     def expect_gradients(self, this_pass: Pass) -> None:
-        """Have memory for its gradients: its backward begins, and no later reduction has been started."""
         for bucket in self.trainable():
             bucket.gradient.expect(bucket.pending_dtype(this_pass))
 
     def reduce(self, denominator: float | None) -> Moves[list[Tensor]]:
-        """Sum the unit's gradients over ranks; see `Gradient.reduce`."""
         sums = []
         for bucket in self.trainable():
             sums.append((yield from bucket.gradient.reduce(denominator)))  # noqa: PERF401 - which cannot yield
         return sums  # held until the computation may use them
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Forget its gradients, or set finished ones to zero."""
         for bucket in self.trainable():
             bucket.zero_grad(set_to_none)
 

@@ -125,7 +125,7 @@ class ForwardHooks:
         self._loss_scale.begin_forward(model)
         if schedule.backward is not None:  # it raised: some gradients hold a part of it and some do not
             self._progress.backward_raised()
-            schedule.forget_gradients()
+            schedule.zero_grad()
         if training:
             self._progress.begin_forward()
         schedule.begin_forward(training)

@@ -107,7 +107,7 @@ class Progress:
         """Gradients were forgotten because a backward had raised."""
         self.abandoned = True
 
-    def forget_gradients(self) -> None:
+    def gradients_zeroed(self) -> None:
         """The user has forgotten them, or set them to zero: the step can be run again."""
         self.abandoned = self._forward_raised = self.denominator.used = False
 

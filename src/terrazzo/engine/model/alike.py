@@ -58,7 +58,7 @@ def _of_first_stage(axes: Axes, bucket: Bucket) -> Tensor | None:
     if not bucket.stages:
         return None
     links = axes.along(axes.stages[0])
-    if bucket.gives:
+    if bucket.is_primary:
         for handle in [links.send(bucket.full.data, stage, tag=0) for stage in bucket.stages[1:]]:
             handle.wait()
         return None

@@ -65,7 +65,7 @@ class Drivers:
         self._added = call
 
     def stepping(self) -> list[OptimizerDriver]:
-        """Those whose optimizer is alive; behind `forget_gone`, whose optimizer somebody has."""
+        """Those whose optimizer is alive; behind `drop_gone`, whose optimizer somebody has."""
         return [driver for driver in self._drivers if driver.reference() is not None]
 
     def catch_up(self) -> None:
@@ -85,9 +85,9 @@ class Drivers:
         self._drivers = []
         self._progress.hyper_parameters.clear()
         self._progress.denominator.loss_scale = LossScale()
-        self.forget_gone()
+        self.drop_gone()
 
-    def forget_gone(self, kept: Collection[Optimizer] = ()) -> None:
+    def drop_gone(self, kept: Collection[Optimizer] = ()) -> None:
         """Let go of optimizers that nobody has any more: their parameters can get another one.
 
         That is so at the same call on every rank: what only a cycle of objects holds is collected here, not at a time

@@ -83,7 +83,7 @@ class GatheredBlocks:
                 self._adopt_written(write)
         except BaseException:
             for bucket in self._buckets:
-                bucket.forget_edits()
+                bucket.drop_edits()
             if outer is not None:  # whose weights have what was written
                 self._schedule.gather_all()
             raise

@@ -45,7 +45,7 @@ class ModelGradients:
         note_zeroed(self.buckets, self.schedule, self.progress, set_to_none)
         for driver in self.drivers:
             driver.forget(set_to_none)
-        self.schedule.forget_gradients(set_to_none)
+        self.schedule.zero_grad(set_to_none)
 
     def require_whole(self, what: str) -> None:
         """Refuse `what` where a backward has raised, or is running: each plan has another part of its gradients.

@@ -31,7 +31,7 @@ def clip_grad_norm(
     """
     finished = [bucket for bucket in buckets if bucket.gradient.finished is not None]
     gradients = [bucket.gradient for bucket in finished]
-    given = [(bucket.gradient.contribution() for bucket in finished if bucket.gives)]
+    given = [(bucket.gradient.contribution() for bucket in finished if bucket.is_primary)]
     total = norms(given, sharding, norm_type, beside=sharding.axes.stages)[0]
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(

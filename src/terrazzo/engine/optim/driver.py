@@ -324,7 +324,7 @@ class OptimizerDriver:
             note_zeroed(trainable, self.schedule, self.progress, set_to_none, self.groups.start)
         self.forget(set_to_none)
         if self.schedule.backward is not None:  # it raised: gradients of all optimizers hold a part of it, or not
-            self.schedule.forget_gradients(set_to_none)
+            self.schedule.zero_grad(set_to_none)
             return
         for bucket, own in self._owned.items():
             if len(own) == len(bucket.members):
@@ -335,7 +335,7 @@ class OptimizerDriver:
     def _zero_some(self, bucket: Bucket, own: Sequence[int], set_to_none: bool) -> None:
         """What other optimizers have of a bucket, or none has, stays."""
         self.catch_up()
-        bucket.gradient.forget(own, set_to_none)
+        bucket.gradient.zero_some(own, set_to_none)
         with torch._C.DisableTorchFunctionSubclass():
             for index in own if set_to_none else ():
                 bucket.members[index].parameter.grad = None

@@ -34,4 +34,4 @@ def note_zeroed(
         )
     if failed or any(gradient.exists for gradient in gradients):
         progress.note(f"zero_grad({which})" + (f" of param group {first} and on" if first else ""))
-    progress.forget_gradients()
+    progress.gradients_zeroed()

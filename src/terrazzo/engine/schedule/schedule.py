@@ -130,7 +130,7 @@ class Schedule:
         """Whether the backward of an earlier forward has not come, or raised."""
         return self._weights.awaits_backward
 
-    def forget_gradients(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient, or set finished ones to zero; those on their way from a backward that raised, too."""
         if self.backward is not None or self._weights.lasts:
             self._abandon_step()

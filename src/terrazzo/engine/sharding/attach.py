@@ -38,7 +38,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         Misuse: a model with states on drives.
     """
     engine = engine_of(model)
-    engine.drivers.forget_gone()
+    engine.drivers.drop_gone()
     axes, first = engine.axes, engine.drivers.next_group
     members = [member for bucket in engine.buckets() for member in bucket.members]
 
@@ -60,7 +60,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         all_templates = [*engine.drivers.templates, *templates]
         all_or_none(axes, lambda: engine.store.grow(further_moment_bytes(engine.trainable(), all_templates)))
     except BaseException:
-        engine.drivers.forget_gone()
+        engine.drivers.drop_gone()
         raise
     put_on(engine, optimizer, templates)
     return optimizer

@@ -64,7 +64,7 @@ class Piece:
 def _own_share(bucket: Bucket) -> Range:
     """What this rank gives of the states it holds: replicas of one range give a part of it each."""
     axes = bucket.sharding.axes
-    if not bucket.gives:
+    if not bucket.is_primary:
         return Range(0, 0)
     held = bucket.optim_axes
     return bucket.space.range((*held, *(axis for axis in axes.names if axis not in held)))

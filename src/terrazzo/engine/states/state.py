@@ -101,7 +101,7 @@ class ModelState:
         """This rank's share of all state; over all ranks each element comes once. Collective.
 
         Args:
-            with_optimizer: whether states of those optimizers come too that `Drivers.forget_gone` has left.
+            with_optimizer: whether states of those optimizers come too that `Drivers.drop_gone` has left.
         """
         engine = self._engine
         if with_optimizer:
@@ -117,7 +117,7 @@ class ModelState:
     def copies(self) -> Iterator[tuple[tuple[str, ...], list[Piece]]]:
         """Mesh axes, and all that this rank holds and the others along these axes hold alike. Collective."""
         self._engine.settle()
-        self._engine.drivers.forget_gone()  # ranks have to hold as many
+        self._engine.drivers.drop_gone()  # ranks have to hold as many
         yield from copied_pieces(self._engine.buckets(), self._engine.drivers.stepping())
 
     def restore(self, read: Read, with_optimizer: bool = True, as_one: AllOrNone | None = None) -> None:

@@ -147,7 +147,7 @@ class _Run:
             self.messages.finish()
         except BaseException:
             self.messages.abandon()
-            schedule.forget_gradients()
+            schedule.zero_grad()
             if self.trains:
                 engine.progress.begin_backward(has_gradients=True)
                 engine.progress.backward_raised()
