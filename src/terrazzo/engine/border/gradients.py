@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from itertools import compress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.border.measured import Spread, measured_gradient
@@ -22,13 +21,11 @@ from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
 from terrazzo.engine.plan.family import Family
 from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.errors import Misuse
 
 __all__ = ["show_gradients"]
-
-_PLAINLY = torch._C.DisableTorchFunctionSubclass
-"""Parameters at rest would answer each question in Python."""
 
 
 def show_gradients(model: nn.Module, engine: Engine) -> None:
@@ -122,7 +119,7 @@ class _ShownGradients:
 
     def show(self) -> None:
         """A backward pass has ended: every gradient gets its stand-in."""
-        with _PLAINLY():
+        with plainly():
             self._shown = [shelf for shelf in self._all_shelves() if shelf.wanted]
             for shelf in self._shown:
                 shelf.show()
@@ -139,7 +136,7 @@ class _ShownGradients:
         """A backward pass begins, which must find none."""
         if self._shown:
             self.notice_dropped()
-            with _PLAINLY():
+            with plainly():
                 for shelf in self._shown:
                     shelf.hide()
             self._shown = []
@@ -154,7 +151,7 @@ class _ShownGradients:
         self._engine.drivers.restore_groups()
         self.hide()
         is_mean = self._engine.progress.denominator.is_mean
-        with _PLAINLY():
+        with plainly():
             for shelf in self._all_shelves():
                 for member, is_forgotten in shelf.unused() if not (is_mean and shelf.is_dense) else ():
                     raise _put_back(member) if is_forgotten else _set_before(member)
@@ -180,7 +177,7 @@ class _ShownGradients:
         Raises:
             Misuse: where a parameter that is stepped has another one, which would change nothing.
         """
-        with _PLAINLY():
+        with plainly():
             for shelf in self._all_shelves():
                 for member, is_forgotten in shelf.unused():
                     if member.group >= 0 and (self._learns() or not _is_zero(member.parameter.grad)):
@@ -194,7 +191,7 @@ class _ShownGradients:
 
     def notice_dropped(self) -> None:
         """Forget gradients whose `.grad` someone has set to None since they were shown."""
-        with _PLAINLY():
+        with plainly():
             dropped = [(shelf.bucket, shelf.dropped()) for shelf in self._shown if shelf.wanted]
         names = [bucket.members[index].name for bucket, indices in dropped for index in indices]
         if not names:

@@ -17,6 +17,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameter import Refusing
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.overrides import by_torch_names
+from terrazzo.engine.runtime.private_torch import FOREACH
 from terrazzo.engine.runtime.weak import model_gone
 from terrazzo.errors import Misuse
 
@@ -177,10 +178,10 @@ def _for_each(action: Callable[..., Any], grads: Sequence[StandIn], *rest: Any, 
 
 
 _FOR_EACH: dict[Any, Callable[..., Any]] = {
-    torch._foreach_norm: _norm,
-    torch._foreach_mul_: _scale,
-    torch._foreach_div_: _divide,
-    torch._foreach_zero_: _zero,
-    torch._foreach_clamp_min_: _clamp,
-    torch._foreach_clamp_max_: lambda grad, high: _clamp(grad, None, high),
+    FOREACH["norm"]: _norm,
+    FOREACH["mul_"]: _scale,
+    FOREACH["div_"]: _divide,
+    FOREACH["zero_"]: _zero,
+    FOREACH["clamp_min_"]: _clamp,
+    FOREACH["clamp_max_"]: lambda grad, high: _clamp(grad, None, high),
 }

@@ -24,6 +24,7 @@ from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import BucketSpec, Pass
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.pages import use_large_pages, with_room
+from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.errors import Misuse, listed
 
 __all__ = ["Bucket", "adopt_displaced"]
@@ -193,7 +194,7 @@ class Bucket(BucketSpec):
         """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
         self.gradient.zero(set_to_none)
         if set_to_none:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plainly():
                 for member in self.members:
                     member.parameter.grad = None
 
@@ -277,7 +278,7 @@ class Bucket(BucketSpec):
         if self.resident or not self.full.data.untyped_storage().size():
             return
         self.ledger.release(self.full.data.nbytes)
-        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), plainly():
             left, fresh = self.full.data.untyped_storage(), torch.empty_like(self.full.data)
             self.full.data.data = fresh
             self.edits.move()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.runtime.callers import calling_module
 from terrazzo.engine.runtime.overrides import HARMLESS, arguments, function_name
+from terrazzo.engine.runtime.private_torch import COMPILERS, as_class, plainly, tensor_data
 from terrazzo.errors import Misuse
 
 __all__ = [
@@ -67,7 +68,7 @@ def _register_before_ours(self: nn.Parameter, hook: Callable[[Tensor], None]) ->
     """In place of a parameter's own method: the engine's hook, which takes the gradient away, stays the last."""
     handle = Tensor.register_post_accumulate_grad_hook(self, hook)  # type: ignore[no-untyped-call]
     if (link := link_of(self)) is not None and link.taker is not None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             hooks: Any = self._post_accumulate_grad_hooks
             hooks[link.taker] = hooks.pop(link.taker)  # torch goes by the order of entering
     return handle
@@ -89,9 +90,9 @@ class Refusing(nn.Parameter):
     @classmethod
     def blank(cls, like: Tensor, name: str, dtype: torch.dtype | None = None) -> Self:
         """One of the shape and device of `like`, and its dtype unless given, in the memory of one element."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             one = torch.zeros((), dtype=like.dtype if dtype is None else dtype, device=like.device)
-            made: Self = torch.Tensor._make_subclass(cls, one.expand(like.shape), False)
+            made: Self = as_class(cls, one.expand(like.shape), False)
         made.terrazzo_link = Link(name)
         return made
 
@@ -104,7 +105,7 @@ class Refusing(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plainly():
                 return func(*args, **(kwargs or {}))
         touched = next((arg for arg in arguments(args, kwargs) if isinstance(arg, cls)), None)
         if func in (Tensor.__repr__, Tensor.__format__) and touched is not None:
@@ -240,17 +241,10 @@ class Guard:
             parameter.__class__ = original
 
 
-_DATA: Any = vars(torch._C.TensorBase)["data"]
-
-
 def plain_data(parameter: nn.Parameter) -> Tensor:
     """What torch gives as `parameter.data`: what is written into it leaves no trace."""
-    value: Tensor = _DATA.__get__(parameter)
+    value: Tensor = tensor_data.__get__(parameter)
     return value
-
-
-_COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
-"""Modules that look at `.data` to see what a parameter is, and write nothing."""
 
 
 @functools.cache
@@ -261,12 +255,12 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         if torch.compiler.is_dynamo_compiling():
             return self.detach()  # the same to a graph, which cannot hold what follows; writing into it leaves a trace
         link, caller = link_of(self), calling_module(beyond=__name__)  # here it is what touched it while it arrived
-        if link is None or link.alias is None or caller.startswith(_COMPILERS):
+        if link is None or link.alias is None or caller.startswith(COMPILERS):  # which look at it, and write nothing
             return plain_data(self)
         return link.alias(self)
 
     def set_data(self: nn.Parameter, value: Tensor) -> None:
-        _DATA.__set__(self, value)
+        tensor_data.__set__(self, value)
 
     def pickled(self: nn.Parameter, protocol: Any) -> Any:
         """As an ordinary parameter, with what else users have noted on it."""
@@ -276,7 +270,7 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
     def text(self: nn.Parameter) -> str:
         """As of one that is of the class it had; torch shows a subclass by other words."""
-        return repr(torch.Tensor._make_subclass(kind, self.detach(), self.requires_grad))
+        return repr(as_class(kind, self.detach(), self.requires_grad))
 
     own: dict[str, Any] = {"data": property(data, set_data), "__reduce_ex__": pickled, "__repr__": text}
     own["register_post_accumulate_grad_hook"] = _register_before_ours

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
@@ -18,6 +17,7 @@ from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computa
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import Pass
 from terrazzo.engine.runtime.calls import do_all
+from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.engine.runtime.worker import Job
 
 __all__ = ["Unit", "adopt_edits", "compilation_of"]
@@ -248,7 +248,7 @@ class Unit:
 
 def adopt_edits(units: Iterable[Unit]) -> None:
     """Take over what the user has written into the weights of a model's units, or refuse it."""
-    with torch._C.DisableTorchFunctionSubclass():  # parameters at rest would answer each question in Python
+    with plainly():  # parameters at rest would answer each question in Python
         buckets = [bucket for unit in units for bucket in unit.buckets]
         adopt_displaced(buckets)
         for bucket in buckets:

@@ -17,6 +17,7 @@ from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.loop.row_exchanges import RowExchanges
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime.calls import do_nothing
+from terrazzo.engine.runtime.private_torch import plainly, queue_callback
 from terrazzo.engine.runtime.weak import weakly, while_kept
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.schedule import Schedule
@@ -72,8 +73,7 @@ class BackwardHooks:
         trainable = (bucket for unit in self.units for bucket in unit.trainable())
         self._progress.begin_backward(any(bucket.gradient.exists for bucket in trainable))
         backward = self.schedule.begin_backward()
-        engine = torch.autograd.Variable._execution_engine
-        engine.queue_callback(weakly(self, BackwardHooks.end))  # type: ignore[no-untyped-call, unused-ignore]
+        queue_callback(weakly(self, BackwardHooks.end))
         return backward
 
     def may_surprise(self) -> None:
@@ -121,7 +121,7 @@ class BackwardHooks:
         bucket = unit.buckets[number]
         backward = self.schedule.backward
         if backward is None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with plainly():
                 grad, parameter.grad = parameter.grad, None  # which was not there before this backward
                 backward = self.start()
                 parameter.grad = grad

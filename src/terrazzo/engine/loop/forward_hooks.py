@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from terrazzo.engine.buckets.parameter import link_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
@@ -26,6 +25,7 @@ from terrazzo.engine.loop.saved import SavedWeights
 from terrazzo.engine.loop.tree import ModuleTree
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime.callers import runs_inside_itself
+from terrazzo.engine.runtime.private_torch import tree_map_only
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse

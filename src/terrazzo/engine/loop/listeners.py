@@ -10,9 +10,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+from terrazzo.engine.runtime.private_torch import graph_task, uncompiled
 
 __all__ = ["before_gradient", "eager", "inside_backward", "on_backward"]
 
@@ -31,7 +32,7 @@ def _kind_of_hooks() -> type:
         def __init__(self, function: Callable[..., Any]) -> None:
             self._function = function
 
-        @torch._dynamo.disable  # type: ignore[no-untyped-call, untyped-decorator, unused-ignore]
+        @uncompiled
         def __call__(self, *args: Any, **named: Any) -> Any:
             return self._function(*args, **named)
 
@@ -51,7 +52,7 @@ def _tell_nobody(*args: Any, **named: Any) -> None:
 
 def inside_backward() -> bool:
     """Whether backward has called what runs now on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task() != -1
 
 
 def on_backward(hooks: Any, index: int, generation: int, forward: int | None) -> Callable[[Any], None]:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+
+from terrazzo.engine.runtime.private_torch import tree_leaves, tree_map
 
 __all__ = ["PLAIN", "leaves_of", "map_asides", "map_tensors", "put_aside"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from terrazzo.engine.loop.saved import packed_by
+from terrazzo.engine.runtime.private_torch import tree_leaves
 
 __all__ = ["Regions", "is_differentiated"]
 

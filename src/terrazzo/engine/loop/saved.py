@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrazzo.engine.runtime.private_torch import SavedHooks
+
 __all__ = ["SavedWeights", "others_watch", "packed_by"]
 
-_autograd: Any = torch._C._autograd
-_top = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 _Packed = tuple[Any, int, int | None, Callable[[Any], Tensor] | None]
 """A tensor, or what the user's own hooks made of it; its version; the unit whose weights it is a view of; what undoes
 those hooks.
@@ -43,14 +43,14 @@ class SavedWeights:
         """
         if not self._units or self._watching or packed_by("_checkpoint_hook") is not None:
             return
-        if _autograd._saved_tensors_hooks_is_enabled():
+        if SavedHooks.are_on():
             self._outer = _top_hooks(ignore_is_tracing=False)
-            _autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+            SavedHooks.push(self._pack, self._unpack)
             self._watching = True
 
     def end(self) -> None:
         if self._watching:
-            _autograd._pop_saved_tensors_default_hooks()
+            SavedHooks.pop()
             self._outer, self._watching = None, False
 
     def _pack(self, tensor: Tensor) -> _Packed:
@@ -77,7 +77,7 @@ class SavedWeights:
 
 def _top_hooks(ignore_is_tracing: bool = True) -> Any:
     """(pack, unpack) of whoever decides what becomes of tensors that autograd keeps now; None for nobody."""
-    return _top(ignore_is_tracing) if _top is not None else None
+    return SavedHooks.top(ignore_is_tracing)
 
 
 def others_watch() -> bool:

@@ -28,6 +28,7 @@ from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.optim.stock import Templates, hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.zeroing import note_zeroed
 from terrazzo.engine.runtime.callers import is_inside_own_step
+from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.engine.runtime.weak import model_gone, weakly
 from terrazzo.errors import Misuse
 
@@ -336,7 +337,7 @@ class OptimizerDriver:
         """What other optimizers have of a bucket, or none has, stays."""
         self.catch_up()
         bucket.gradient.zero_some(own, set_to_none)
-        with torch._C.DisableTorchFunctionSubclass():
+        with plainly():
             for index in own if set_to_none else ():
                 bucket.members[index].parameter.grad = None
 

@@ -1,0 +1,124 @@
+"""Functions and classes of torch that it does not document, each looked up here alone, as this module is imported.
+
+What the engine reads beside them are attributes that torch's objects have; whether this torch has those is looked up
+here, too. The table at the end of `docs/concepts/engine.md` says what each is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "COMPILERS",
+    "FOREACH",
+    "SavedHooks",
+    "as_class",
+    "found",
+    "graph_task",
+    "plainly",
+    "queue_callback",
+    "tensor_data",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "uncompiled",
+]
+
+
+def found(place: Any, *path: str) -> Any:
+    """What torch has there under these names, one inside of the other.
+
+    Raises:
+        ImportError: where it has not.
+    """
+    for name in path:
+        named = vars(place)[name] if isinstance(place, type) and name in vars(place) else getattr(place, name, _NONE)
+        if named is _NONE:
+            raise ImportError(
+                f"Terrazzo's engine needs {name!r} of {getattr(place, '__name__', place)!s}, which torch "
+                f"{torch.__version__} does not have. It is there from torch 2.11 to 2.13: install one of these."
+            )
+        place = named
+    return place
+
+
+_NONE = object()
+
+plainly: Any = found(torch, "_C", "DisableTorchFunctionSubclass")
+"""Inside `with plainly():` no subclass is asked what a function makes of it: parameters at rest answer in Python."""
+tensor_data: Any = found(torch, "_C", "TensorBase", "data")
+"""Torch's own property `data` of a tensor."""
+as_class: Callable[..., Any] = found(Tensor, "_make_subclass")
+"""A tensor as one of a subclass: `as_class(kind, tensor, requires_grad)`."""
+graph_task: Callable[[], int] = found(torch, "_C", "_current_graph_task_id")
+"""The number of the backward that has called what runs now on this thread; -1 outside."""
+queue_callback: Callable[[Callable[[], Any]], None] = found(
+    torch.autograd, "Variable", "_execution_engine", "queue_callback"
+)
+"""Have something called when the backward that is under way has ended."""
+
+_LISTS = (
+    "_foreach_norm",
+    "_foreach_mul_",
+    "_foreach_div_",
+    "_foreach_zero_",
+    "_foreach_clamp_min_",
+    "_foreach_clamp_max_",
+)
+FOREACH: dict[str, Any] = {name.partition("each_")[2]: found(torch, name) for name in _LISTS}
+"""What torch's own clipping and optimizers call on lists of gradients."""
+
+COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
+"""Modules of torch's compiler."""
+
+
+class SavedHooks:
+    """The default hooks for what autograd keeps for backward, of this thread."""
+
+    _autograd = found(torch, "_C", "_autograd")
+    are_on: Callable[[], bool] = staticmethod(found(_autograd, "_saved_tensors_hooks_is_enabled"))
+    push: Callable[..., None] = staticmethod(found(_autograd, "_push_saved_tensors_default_hooks"))
+    pop: Callable[[], None] = staticmethod(found(_autograd, "_pop_saved_tensors_default_hooks"))
+    top: Callable[[bool], Any] = staticmethod(found(_autograd, "_top_saved_tensors_default_hooks"))
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, out of graphs of torch's compiler; the first time that takes seconds to load."""
+    wrapped: Callable[..., Any] = found(torch, "_dynamo", "disable")(function)
+    return wrapped
+
+
+def _check_attributes() -> None:
+    """Raises `ImportError` where torch's objects have others than those that the engine reads."""
+    for place, names in (
+        (Tensor, ("_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")),
+        (torch.UntypedStorage, ("_cdata", "resize_")),
+        (torch.utils.checkpoint, ("_checkpoint_hook", "_recomputation_hook")),
+        (nn.Module, ("_call_impl", "_compiled_call_impl", "_load_from_state_dict")),
+        (DeviceMesh, ("_flatten",)),
+        (ProcessGroup, ("_get_backend",)),
+    ):
+        for name in names:
+            found(place, name)
+    modules = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks")
+    hooks = ("_forward_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    module = nn.Module()
+    for name in (*modules, *hooks):
+        found(module, name)
+    steps = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    loads = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    for name in (*steps, *loads):
+        found(SimpleNamespace(**Optimizer.__annotations__), name)  # making one loads the compiler, which takes seconds
+
+
+_check_attributes()
