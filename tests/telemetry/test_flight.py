@@ -268,9 +268,17 @@ def test_a_run_that_has_recorded_nothing_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="has no flight record"):
         flights_of(tmp_path)
     (tmp_path / "flight").mkdir()
-    (tmp_path / "flight" / "rank-00000.ended").write_bytes(b"of something else")
-    with pytest.raises(BadInput, match="is not a flight record of this version"):
-        flights_of(tmp_path)
+    ended = tmp_path / "flight" / "rank-00000.ended"
+    whole = flight_of((1, What.STEP, 0, 0, 1)).saved()
+    ended.write_bytes(whole)
+    assert [told.ordinal for told in flights_of(tmp_path)[0].records] == [1]
+    ended.write_bytes(whole[:-10])  # a full disk
+    assert flights_of(tmp_path)[0].records == []
+    no_table = flight_of().saved().replace(b'"rank"', b'"tank"')
+    for damaged in (b"of something else", whole[:30], whole[:60], no_table):
+        ended.write_bytes(damaged)
+        with pytest.raises(BadInput, match="is damaged, or not a flight record of this version"):
+            flights_of(tmp_path)
 
 
 def test_a_run_that_goes_on_is_read_from_its_memory_and_one_of_another_machine_is_not(tmp_path: Path) -> None:
@@ -284,6 +292,12 @@ def test_a_run_that_goes_on_is_read_from_its_memory_and_one_of_another_machine_i
     result = CliRunner().invoke(cli.app, ["trace", str(tmp_path), "--out", str(tmp_path / "it.json")])
     assert result.exit_code == 0, result.output
     assert json.loads((tmp_path / "it.json").read_text())["otherData"] == {"ranks": 1, "hosts": ["a"]}
-    (tmp_path / "flight" / "rank-00000.live").write_text(json.dumps(live | {"boot": "another"}))
-    with pytest.raises(BadInput, match="has no flight record"):
-        flights_of(tmp_path)
+    here, there = os.pipe()
+    os.write(there, b"not to be read")
+    for other in ({"boot": "another"}, {"descriptor": here}, {"descriptor": "../x"}, {"pid": None}):
+        (tmp_path / "flight" / "rank-00000.live").write_text(json.dumps(live | other))
+        with pytest.raises(BadInput, match="has no flight record"):
+            flights_of(tmp_path)
+    assert os.read(here, 99) == b"not to be read"
+    os.close(here)
+    os.close(there)

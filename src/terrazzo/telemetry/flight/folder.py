@@ -15,7 +15,7 @@ from terrazzo.engine import Engine
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput
 from terrazzo.telemetry.flight.recorder import Recorded
-from terrazzo.telemetry.flight.ring import Flight, Ring, Tail, read_flight
+from terrazzo.telemetry.flight.ring import FIELDS, Flight, Ring, Tail, read_flight
 
 __all__ = ["BlackBox", "flights_of", "save_flight"]
 
@@ -92,7 +92,7 @@ def flights_of(run: Path) -> list[Flight]:
                 flight = read_flight(path)
             else:
                 continue
-            if flight is not None and flight.table:
+            if flight is not None and flight.table.keys() >= FIELDS:
                 found[flight.table["rank"]] = flight
     if not found:
         raise BadInput(
@@ -104,11 +104,10 @@ def flights_of(run: Path) -> list[Flight]:
 
 def _read_live(path: Path) -> Flight | None:
     """From the memory of a process that goes on; None where it is another machine's, or there is none any more."""
-    live = json.loads(path.read_text())
-    if live["boot"] != boot_id():
-        return None
-    with contextlib.suppress(BadInput):  # another process has that number now
-        return read_flight(Path(f"/proc/{live['pid']}/fd/{live['descriptor']}"))
+    with contextlib.suppress(BadInput, ValueError, KeyError, TypeError):  # another process may have that number now
+        live = json.loads(path.read_text())
+        if live["boot"] == boot_id():
+            return read_flight(Path(f"/proc/{int(live['pid'])}/fd/{int(live['descriptor'])}"))
     return None
 
 

@@ -6,6 +6,7 @@ record is torn while it is written: its number stands in it twice, first and las
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import mmap
@@ -20,12 +21,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from terrazzo.engine.links.label import Purpose
 from terrazzo.errors import BadInput
 
-__all__ = ["CAPACITY", "Flight", "Ring", "Tail", "Told", "What", "read_flight"]
+__all__ = ["CAPACITY", "FIELDS", "Flight", "Ring", "Tail", "Told", "What", "read_flight"]
 
 CAPACITY = 1 << 15
 """Records: 2 MiB, a few steps of a large model and many of a small one."""
+
+FIELDS = {"rank", "world", "pid", "host", "boot", "units", "names", "tracks", "groups"}
+"""Of a table, which may have others."""
 
 _LAST = CAPACITY - 1
 _MAGIC, _VERSION = b"TZFLIGHT", 1
@@ -212,19 +217,25 @@ def read_flight(path: Path) -> Flight:
         BadInput: it is something else.
         OSError: it is gone.
     """
+    if not path.is_file():  # such as a pipe, which has the number of what was memory once
+        raise FileNotFoundError(path)
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
         magic, version, size, capacity = _HEAD.unpack(head) if len(head) == _HEAD.size else (b"", 0, 0, 0)
-        if (magic, version, size) != (_MAGIC, _VERSION, _RECORD.size):
-            raise BadInput(f"'{path}' is not a flight record of this version of Terrazzo: remove it.")
-        if capacity:
-            return Tail(file.fileno()).flight()
-        (length,) = struct.unpack("<I", file.read(4))
-        return Flight(json.loads(file.read(length)), _whole(file.read()))
+        if (magic, version, size) == (_MAGIC, _VERSION, _RECORD.size):
+            if capacity:
+                return Tail(file.fileno()).flight()
+            with contextlib.suppress(ValueError, struct.error):
+                (length,) = struct.unpack("<I", file.read(4))
+                table = json.loads(file.read(length))
+                if isinstance(table, dict) and table.keys() >= FIELDS:
+                    return Flight(table, _whole(file.read()))
+        raise BadInput(f"'{path}' is damaged, or not a flight record of this version of Terrazzo: remove it.")
 
 
 def _whole(data: bytes) -> list[Told]:
     """Records that are not torn, oldest first."""
     rows = np.frombuffer(data[: len(data) // _RECORD.size * _RECORD.size], _DTYPE)
+    rows = rows[rows["purpose"] <= max(Purpose)]
     rows = rows[(rows["sequence"] > 0) & (rows["sequence"] & 0xFFFF == rows["check"])]
     return [Told._make(row) for row in rows[np.argsort(rows["sequence"])].tolist()]
