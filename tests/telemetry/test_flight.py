@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -161,6 +162,24 @@ def test_moves_between_tiers_are_drawn(two_processes: Pool, tmp_path: Path) -> N
     for flight in flights_of(tmp_path / "run"):
         names = {bar.name for bar in bars_of(flight) if bar.group == "tier"}
         assert names == {"update", "read", "write"}
+
+
+def memory_of_rings() -> list[str]:
+    links = (Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd"))
+    return [name for link in links if "terrazzo-flight" in (name := os.readlink(link) if link.is_symlink() else "")]
+
+
+def attached(run: str) -> int:
+    """How many rings there are behind a model that was recorded, and is gone."""
+    before = len(memory_of_rings())
+    trained("zero2", run, steps=1)
+    gc.collect()
+    return len(memory_of_rings()) - before
+
+
+@pytest.mark.processes
+def test_nothing_stays_open_behind_a_model_that_is_gone(two_processes: Pool, tmp_path: Path) -> None:
+    assert two_processes.run(attached, str(tmp_path)) == [0, 0]
 
 
 # -- the ring ------------------------------------------------------------------------------------------------------

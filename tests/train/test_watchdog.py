@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from terrazzo.config import LaunchConfig
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.recorder import Recorded
@@ -20,6 +21,7 @@ from terrazzo.telemetry.flight.stall import Fact, Stall, find_stall
 from terrazzo.telemetry.flight.standing import Standing
 from terrazzo.train.launch.telling import STALLED
 from terrazzo.train.launch.watchdog import Patience, System, Watchdog
+from terrazzo.train.run import _unwatched
 from tests.helpers import programs
 
 S = 1_000_000_000
@@ -306,6 +308,12 @@ def test_waiting_begins_anew_where_all_are_stopped_or_a_debugger_holds_one_or_th
     watched.world.at += 60 * S  # the launcher itself was stopped
     assert watched.watch(19) is None
     assert watched.watch(3) is not None
+
+
+def test_a_limit_that_nobody_keeps_is_named() -> None:
+    (note,) = _unwatched(LaunchConfig(stall_s=5), watched=False)
+    assert note.startswith("config: launch.stall_s does nothing")
+    assert _unwatched(LaunchConfig(stall_s=5), watched=True) == _unwatched(LaunchConfig(), watched=False) == []
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------

@@ -57,10 +57,6 @@ def train_command(path: Path, overrides: list[str]) -> int:
     return run_rank(rank, lambda: _train_rank(path, overrides, command, stop))
 
 
-_UNWATCHED = (
-    "config: launch.stall_s does nothing: nobody looks after ranks that torchrun or Slurm has started, or after one"
-    " alone. Remove it"
-)
 _ASKED = "Stopping after this step, and saving a checkpoint. Ctrl-C once more ends at once, without saving."
 
 
@@ -87,9 +83,7 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
     config = together(lambda: load_config(path, overrides), TerrazzoError)
     agree_on_config(config)
     notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
-    if not box.watched and config.launch.stall_s != LaunchConfig().stall_s:
-        notes = [*notes, _UNWATCHED]
-    with open_session(config, ranks, notes) as session:
+    with open_session(config, ranks, [*notes, *_unwatched(config.launch, box.watched)]) as session:
         box.follow(engine_of(session.model), config.log.folder)
         try:
             code = Trainer(session, stop, command, box.recorder.step_done).run()
@@ -106,3 +100,11 @@ def _launch_of(path: Path, overrides: list[str]) -> LaunchConfig:
         return load_config(path, overrides).launch
     except BadInput:
         return LaunchConfig()
+
+
+def _unwatched(launch: LaunchConfig, watched: bool) -> list[str]:
+    """A line on a limit that nobody keeps."""
+    if watched or launch.stall_s == LaunchConfig().stall_s:
+        return []
+    who = "ranks that torchrun or Slurm has started, or after one alone"
+    return [f"config: launch.stall_s does nothing: nobody looks after {who}. Remove it"]

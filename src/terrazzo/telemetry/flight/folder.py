@@ -60,6 +60,7 @@ class BlackBox:
 
 def _save(descriptor: int) -> None:
     save_flight(Tail(descriptor).flight())
+    os.close(descriptor)  # the ring is mapped until its recorder is gone
 
 
 def save_flight(flight: Flight) -> None:
