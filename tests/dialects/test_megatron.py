@@ -291,3 +291,24 @@ def test_a_script_is_read_and_one_is_written(tmp_path: Path) -> None:
     out.write_text(write_arguments(conversion.document))
     again = understand(out).description
     assert (again.row, again.value("mesh.world"), again.value("precision.compute")) == ("zero1", 4, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("document", "key"),
+    [
+        ({"plan": {"weight": "D", "between": "-", "grad": "D", "optim": "D"}, "precision": "fp16"}, "plan.weight"),
+        ({"plan": "zero0@cpu"}, "plan"),
+    ],
+)
+def test_what_goes_into_no_script_is_not_written(document: dict[str, Any], key: str) -> None:
+    """Combinations that it would stop at."""
+    conversion = converted("terrazzo", "megatron", document, world=8)
+    said = {each.key: each.kind for each in conversion.verdicts}
+    assert said[key] in ("refused", "lossy")
+    assert not {"use-torch-fsdp2", "optimizer-cpu-offload"} & set(conversion.document)
+
+
+def test_its_own_fsdp_keeps_its_format_of_checkpoints() -> None:
+    """Whatever the source's checkpoints are."""
+    conversion = converted("deepspeed", "megatron", {"zero_optimization": {"stage": 3}, "train_batch_size": 8}, world=8)
+    assert conversion.document["ckpt-format"] == "fsdp_dtensor"

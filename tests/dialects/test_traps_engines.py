@@ -319,3 +319,22 @@ def test_the_trainer_is_not_given_a_hybrid_that_would_not_replicate() -> None:
     sized = converted("accelerate", "trainer", fsdp(1, sharding_strategy="HYBRID_SHARD"))
     assert sized.document["parallelism_config"] == {"dp_replicate_size": 2, "dp_shard_size": 4}
     assert sized.after.row == "hybrid_shard"
+
+
+def test_one_setting_open_under_two_keys_is_warned_of_once() -> None:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    document = {"train_batch_size": 8, "optimizer": optimizer, "scheduler": scheduler}
+    said = findings("deepspeed", document)
+    assert said["scheduler.params.warmup_max_lr"] == "as optimizer.params.lr: they are one setting"
+
+
+def test_stages_of_torchtitan_are_written_without_cuda_graphs() -> None:
+    document = {"plan": {"name": "zero2", "mesh": {"pp": 2}}, "precision": "bf16"}
+    conversion = converted("terrazzo", "torchtitan", document, world=8)
+    assert conversion.document["training"]["disable_cuda_graphs"] is True
+
+
+def test_copies_beside_other_axes_are_what_these_leave() -> None:
+    conversion = converted("terrazzo", "fsdp2", {"plan": {"name": "zero0", "mesh": {"tp": 2}}}, world=8)
+    assert conversion.document["mesh"] == {"dp_replicate": 4, "dp_shard": 1, "tp": 2}

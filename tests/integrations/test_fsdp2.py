@@ -505,6 +505,25 @@ def test_what_has_no_effect_is_said_once(two_processes: Pool) -> None:
         assert names == ["set_is_last_backward", "set_reshard_after_forward"]
 
 
+def placed(dim: int) -> list[str]:
+    model = Net()
+    for layer in model.layers:
+        tz.fully_shard(layer, shard_placement_fn=lambda parameter: Shard(min(dim, parameter.ndim - 1)))
+    tz.fully_shard(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(batches(1, 0)[0])
+    return [str(warning.message) for warning in caught if "shard_placement_fn" in str(warning.message)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dim", [0, 1])
+def test_another_dim_to_split_is_said_to_have_no_effect(dim: int, two_processes: Pool) -> None:
+    for said in two_processes.run(placed, dim):
+        assert bool(said) is (dim == 1)
+        assert all("dim 1" in each for each in said)
+
+
 def example() -> None:
     module = runpy.run_path("examples/integrations/fully_shard_script.py")
     module["train"]()

@@ -200,7 +200,7 @@ def parse_arguments(text: str, origin: str) -> dict[str, Any]:
     program = _program(words)
     launcher = _options(words[:program], origin) if program > 0 else {}
     found = _options(words[program + 1 :], origin)
-    if not found:
+    if not found and not launcher:
         raise BadInput(f"'{origin}' gives no program an argument: there is nothing to read.")
     return {**({_LAUNCHER: launcher} if launcher else {}), **found}
 

@@ -8,6 +8,7 @@ from typing import Any
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
 from terrazzo.dialects.core.dialect import Context
 from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.core.meaning import APART, left
 from terrazzo.dialects.fsdp2.read_mesh import MESH_ORDER, product
 from terrazzo.dialects.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
 
@@ -67,7 +68,7 @@ def _data_axes(pen: Pen, row: str, context: Context) -> tuple[int | None, ...]:
     known = pen.is_set("mesh.dp_replicate")
     whole = product((replicas if known else 1, shards))
     if row == "zero0":
-        ranks = None if pen.own else pen.value("mesh.world") or context.world
+        ranks = None if pen.own else left(pen.description, context.world, APART) or None
         return (whole or ranks, 1)
     return (whole,)
 

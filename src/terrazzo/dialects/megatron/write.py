@@ -104,6 +104,9 @@ def _torchs(draft: Draft, why: str) -> None:
     for path in ("mesh.pp", "mesh.ep"):
         if draft.value(path, 1) != 1:
             draft.refuse(path, "--use-torch-fsdp2, which shard_grad_op is, does not go with it: choose zero1 or zero3")
+    if draft.value("precision.compute") == "fp16":
+        draft.refuse(SHARDING, "--use-torch-fsdp2, which shard_grad_op is, is not run in fp16: choose zero1 or zero3")
+        return
     draft.put(SHARDING, "use-torch-fsdp2", True, why, "lossy" if why else "applied")
     for switch in ("torch-fsdp2-no-reshard-after-forward", "no-gradient-accumulation-fusion"):
         draft.write(switch, True)
@@ -127,7 +130,9 @@ def _offload(draft: Draft) -> None:
         if path != "offload.optim":
             draft.lossy(path, "of the states, the optimizer's alone goes to host memory: the device needs more room")
     tier, share, several = tier_and_share(tiers["offload.optim"])
-    if tier != "device":
+    if tier != "device" and not (draft.has("use-distributed-optimizer") or draft.has("use-megatron-fsdp")):
+        draft.lossy("offload.optim", "an optimizer that is split goes to host memory alone: choose zero1 or zero3")
+    elif tier != "device":
         why = "it has host memory alone" if tier == "nvme" or several else ""
         draft.put("offload.optim", "optimizer-cpu-offload", True, why, "lossy" if why else "applied")
         draft.write("use-precision-aware-optimizer", True)

@@ -162,7 +162,7 @@ def _saving(draft: Draft) -> None:
     _option(draft, "saving.folder", "save")
     _option(draft, "saving.every", "save-interval")
     state = draft.value("saving.state", "sharded")
-    if state == "local":
+    if state == "local" and not draft.has("ckpt-format"):
         draft.put("saving.state", "ckpt-format", "torch")
     else:
         draft.implied("saving.state", "" if state == "sharded" else "checkpoints are sharded: torch_dist")

@@ -43,6 +43,8 @@ def write_plan(pen: Pen, context: Context) -> None:
         pen.refuse("mesh.sp", "torchtitan has no Ulysses attention: use context parallelism (mesh.cp)")
     pen.implied("mesh.world")
     row, why = choose_row(pen, _ROWS, "zero3, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or zero0")
+    if not pen.own and pen.value("mesh.pp", 1) != 1:
+        pen.write("training.disable_cuda_graphs", True)  # on by default, and refused of a pipeline
     if row is not None:
         _reshard(pen, row, why)
         _degrees(pen, row, context)

@@ -28,13 +28,16 @@ def _keys(understood: Understood) -> Iterator[Finding]:
     if understood.loaded.relaxed:
         text = "comments or commas before a closing bracket: DeepSpeed reads them, Hugging Face's loaders do not"
         yield Finding("", "warning", text)
+    open_before: dict[str, str] = {}
     for verdict in understood.reading.verdicts:
         if verdict.kind == "refused":
             yield Finding(verdict.key, "error", verdict.why)
         elif verdict.kind in ("lossy", "renamed") and verdict.why:
             yield Finding(verdict.key, "warning", verdict.why)
         elif verdict.kind == "defaulted" and _unresolved(understood.description, verdict):
-            yield Finding(verdict.key, "warning", verdict.why or "its value is not known here")
+            same = open_before.setdefault(verdict.target, verdict.key)
+            text = verdict.why or "its value is not known here"
+            yield Finding(verdict.key, "warning", text if same == verdict.key else f"as {same}: they are one setting")
 
 
 def _unresolved(description: Description, verdict: Verdict) -> bool:

@@ -62,7 +62,7 @@ def fully_shard(  # structure: signature fixed by torch.distributed.fsdp.fully_s
         mesh: one axis to shard over, or one to replicate and one to shard over; all ranks on one axis by default.
         reshard_after_forward: True frees weights after forward, False keeps them, a number keeps them split over so
             many ranks. One for the whole model: the root's own weights are kept from forward to backward.
-        shard_placement_fn: has no effect: parameters lie in flat memory.
+        shard_placement_fn: has no effect, and warns so: parameters lie in flat memory.
         mp_policy: as there, the same in every call for a model; so are `offload_policy` and `dp_mesh_dims`.
         ignored_params: must be empty.
 
@@ -207,7 +207,7 @@ def _setup(root: nn.Module, calls: Mapping[str, Mapping[str, Any]]) -> Setup:
     own, inner = calls[""], {name: call for name, call in calls.items() if name}
     for name, call in calls.items():
         _check_same(name, call, own)
-    _check_placements(root, own["shard_placement_fn"])
+        _check_placements(root.get_submodule(name), call["shard_placement_fn"])
     document = _document(own, _reshard([call["reshard_after_forward"] for call in inner.values()] or [own[_RESHARD]]))
     loaded = _dtype_of(root)
     world = dist.get_world_size() if dist.is_initialized() else None
@@ -244,11 +244,20 @@ def _dtypes(policy: MixedPrecisionPolicy) -> tuple[torch.dtype | None, ...]:
     return policy.param_dtype, policy.reduce_dtype
 
 
-def _check_placements(root: nn.Module, chosen: Callable[[nn.Parameter], Any] | None) -> None:
+def _check_placements(module: nn.Module, chosen: Callable[[nn.Parameter], Any] | None) -> None:
     if chosen is None:
         return
-    if any(not isinstance(chosen(parameter), Shard | None) for parameter in root.parameters()):
+    placements = [chosen(parameter) for parameter in module.parameters()]
+    if any(not isinstance(placement, Shard | None) for placement in placements):
         raise BadInput("fully_shard: shard_placement_fn names a mesh for some parameters; all share the model's mesh.")
+    dims = {placement.dim for placement in placements if placement is not None} - {0}
+    if dims:
+        chosen_dims = ", ".join(map(str, sorted(dims)))
+        warnings.warn(
+            f"fully_shard: shard_placement_fn chooses dim {chosen_dims} for some parameters, which has no effect: "
+            "parameters lie in flat memory",
+            stacklevel=2,
+        )
 
 
 def _reshard(given: list[bool | int | None]) -> bool | int | None:
