@@ -19,7 +19,7 @@ from torch import nn
 from terrazzo.config import config_from_dict
 from terrazzo.engine import PRECISIONS
 from terrazzo.engine.optim.elementwise import ELEMENTWISE
-from terrazzo.engine.optim.stock import state_of
+from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
@@ -120,7 +120,7 @@ def test_what_each_optimizer_keeps_is_known(name: str, options: dict[str, Any]) 
     """The table against a step of the class itself."""
     found = setup_of(config(optimizer={"name": name, "options": options}), 1, HOST).optimizer
     probe = getattr(torch.optim, name)([nn.Parameter(torch.zeros(2, 2))], lr=0.1, **options)
-    specs = state_of(probe, probe.param_groups[0], torch.device("cpu")).values()
+    specs = OptimizerProbe(probe, probe.param_groups[0], torch.device("cpu")).specs().values()
     assert found.moments == sum(spec.per_element for spec in specs)
     assert found.fixed_bytes == sum(spec.fixed_bytes for spec in specs)
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.stepper import Stepper, bare_copy, unhooked_step
-from terrazzo.engine.optim.stock import start_of, undrawn
 from terrazzo.errors import BadInput
 
 __all__ = ["ELEMENTWISE", "check_elementwise", "check_optimizer"]
@@ -77,11 +77,12 @@ _LEAST_LR = 0.01
 
 
 def _check_claim(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> None:
+    probe = OptimizerProbe(optimizer, group, device)
     try:
-        with undrawn(device):
-            wanted = _steps_of_matrix(optimizer, group, device)
-        with undrawn(device):
-            found = _steps_of_parts(optimizer, group, device)
+        with probe.undrawn():
+            wanted = _steps_of_matrix(probe)
+        with probe.undrawn():
+            found = _steps_of_parts(probe)
     except Exception as error:
         raise BadInput(
             f"{type(optimizer).__name__} says that it is elementwise, and its step raised {type(error).__name__}: "
@@ -103,28 +104,26 @@ _CONTRACT = (
 )
 
 
-def _steps_of_matrix(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+def _steps_of_matrix(probe: OptimizerProbe) -> dict[str, Tensor]:
     """Weights, under an empty name, and states per element after steps of one column, as plain PyTorch takes them."""
-    start = start_of(optimizer, group, device)
-    shape = (start.numel, 1)
-    matrix = nn.Parameter(_weights(start.numel, device).view(shape))
-    alone = _alone(optimizer, group, [matrix])
-    if start.state:
-        alone.state[matrix] = {k: v.view(shape) if start.per_element(v) else v for k, v in start.state.items()}
-    for gradient in _gradients(start.numel, device):
+    shape = (probe.numel, 1)
+    matrix = nn.Parameter(_weights(probe).view(shape))
+    alone = _alone(probe, [matrix])
+    if begun := probe.begun():
+        alone.state[matrix] = {k: v.view(shape) if probe.per_element(v) else v for k, v in begun.items()}
+    for gradient in _gradients(probe):
         matrix.grad = gradient.view(shape)
         unhooked_step(alone)
     return {"": matrix.detach(), **{k: v for k, v in alone.state[matrix].items() if _is_like(v, matrix)}}
 
 
-def _steps_of_parts(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+def _steps_of_parts(probe: OptimizerProbe) -> dict[str, Tensor]:
     """As `_steps_of_matrix`, by the steps that the engine takes of parts: each alone, and then its own without any."""
-    start = start_of(optimizer, group, device)
-    parts = [nn.Parameter(part) for part in _weights(start.numel, device).split(_SHORTER)]
-    cut = {k: v.split(_SHORTER) if start.per_element(v) else [v] * len(parts) for k, v in start.state.items()}
+    parts = [nn.Parameter(part) for part in _weights(probe).split(_SHORTER)]
+    cut = {k: v.split(_SHORTER) if probe.per_element(v) else [v] * len(parts) for k, v in probe.begun().items()}
     states = [{key: frozen(values[i]) for key, values in cut.items()} for i in range(len(parts))]
-    alone = _alone(optimizer, group, [])
-    for gradient in _gradients(start.numel, device):
+    alone = _alone(probe, [])
+    for gradient in _gradients(probe):
         stepper = Stepper(alone)
         for i, (part, given) in enumerate(zip(parts, gradient.split(_SHORTER), strict=True)):
             part.grad = given
@@ -135,11 +134,11 @@ def _steps_of_parts(optimizer: Optimizer, group: dict[str, Any], device: torch.d
     return {"": torch.cat([part.detach() for part in parts]).unsqueeze(1), **joined}
 
 
-def _alone(optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    copied = bare_copy(optimizer)
+def _alone(probe: OptimizerProbe, parameters: list[nn.Parameter]) -> Optimizer:
+    copied = bare_copy(probe.optimizer)
     copied.state = defaultdict(dict)
-    copied.param_groups = [{**frozen({**group, "params": None}), "params": parameters}]
-    if isinstance(rate := group.get("lr"), int | float):
+    copied.param_groups = [{**frozen({**probe.group, "params": None}), "params": parameters}]
+    if isinstance(rate := probe.group.get("lr"), int | float):
         copied.param_groups[0]["lr"] = max(rate, _LEAST_LR)
     return copied
 
@@ -148,13 +147,13 @@ def _is_like(value: Any, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
-def _weights(numel: int, device: torch.device) -> Tensor:
+def _weights(probe: OptimizerProbe) -> Tensor:
     """Of either sign and many sizes, so that parts have another norm, mean and extreme than the whole."""
-    order = torch.arange(numel, device=device)
+    order = torch.arange(probe.numel, device=probe.device)
     return torch.exp2(order * 0.5 - 3) * (1 - 2 * (order % 2))
 
 
-def _gradients(numel: int, device: torch.device) -> Iterator[Tensor]:
-    order = torch.arange(numel, device=device)
+def _gradients(probe: OptimizerProbe) -> Iterator[Tensor]:
+    order = torch.arange(probe.numel, device=probe.device)
     for number in range(_STEPS):
         yield torch.cos(order * (number + 1.0) + 1) * torch.exp2(order * -0.25)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.optim.settings import NOT_HYPER, STEP_HOOKS
-from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 
 __all__ = [
-    "PROBE_NUMEL",
-    "Start",
     "StateSpec",
     "Templates",
     "assign_groups",
@@ -28,9 +23,6 @@ __all__ = [
     "hyper_parameters",
     "move_step_hooks",
     "orphans",
-    "start_of",
-    "state_of",
-    "undrawn",
 ]
 
 
@@ -139,91 +131,3 @@ def choose_kernel(optimizer: Optimizer) -> None:
 
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a probe of an optimizer begins with.
-
-    Attributes:
-        numel: elements of the tensor that is stepped.
-        state: kept for it, flat where there is a value for each element.
-    """
-
-    numel: int
-    state: Mapping[str, Any]
-
-    def per_element(self, value: Any) -> bool:
-        """Whether `value` has one value for each element."""
-        return isinstance(value, Tensor) and value.shape == (self.numel,)
-
-
-def _is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def undrawn(device: torch.device) -> AbstractContextManager[None]:
-    """The random generators are afterwards as they were."""
-    return torch.random.fork_rng(devices=[device] if devices.is_cuda(device) else [])
-
-
-def start_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Start:
-    """Nothing, but for an optimizer of a user's own that has made states already: its first elements of a parameter.
-
-    Torch's classes make theirs in a step. One that makes them as it is built may not know how to go on without.
-    """
-    parameter, state = (None, {}) if _is_torchs(optimizer) else _with_state(optimizer, group)
-    if parameter is None:
-        return Start(PROBE_NUMEL, {})
-    numel = min(PROBE_NUMEL, parameter.numel())
-
-    def part(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return (value.flatten()[:numel] if value.shape == parameter.shape else value).to(device, copy=True)
-
-    return Start(numel, {key: part(value) for key, value in state.items()})
-
-
-def state_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> dict[str, StateSpec]:
-    """What this optimizer keeps for each parameter of `group`.
-
-    Taken from a parameter that has state already, else found by stepping a tensor of a few elements on a zero gradient.
-
-    Args:
-        device: of the mesh. Where a state lives may follow the parameter, which is not there yet: a fused kernel reads
-            `step` on the device, so its place is found there, whatever state there is.
-    """
-    start = start_of(optimizer, group, device)
-    tensor = nn.Parameter(torch.zeros(start.numel, device=device))
-    tensor.grad = torch.zeros_like(tensor)
-    number = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
-    with nullcontext() if _is_torchs(optimizer) else undrawn(device):
-        probed = _specs(Stepper(optimizer).step(number, tensor, start.state), tensor.shape)
-    parameter, state = _with_state(optimizer, group)
-    if parameter is None:
-        return probed
-    specs = _specs(state, parameter.shape)
-    return {key: replace(spec, device=probed.get(key, spec).device) for key, spec in specs.items()}
-
-
-PROBE_NUMEL = 13
-"""Elements of a tensor that is stepped to see what an optimizer keeps: no number that it would keep for all of them."""
-
-
-def _with_state(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor | None, Mapping[str, Any]]:
-    """The first parameter with state that has a shape, and that."""
-    for parameter in group["params"]:
-        if parameter.dim() and (state := optimizer.state.get(parameter)):
-            return parameter, state
-    return None, {}
-
-
-def _specs(state: Mapping[str, Any], shape: torch.Size) -> dict[str, StateSpec]:
-    specs = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            specs[key] = StateSpec(per_element=False, kind=type(value))
-        else:
-            specs[key] = StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
-    return specs

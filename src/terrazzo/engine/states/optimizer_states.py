@@ -18,9 +18,10 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.together import all_or_none
+from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.settings import NOT_HYPER
-from terrazzo.engine.optim.stepper import Stepper, bare_copy
-from terrazzo.engine.optim.stock import PROBE_NUMEL, StateSpec, choose_kernel
+from terrazzo.engine.optim.stepper import bare_copy
+from terrazzo.engine.optim.stock import StateSpec, choose_kernel
 from terrazzo.engine.plan.elsewhere import require_whole
 from terrazzo.engine.states.restore import restore_optimizer
 from terrazzo.engine.states.whole import gathered_state, whole_parameter
@@ -150,8 +151,8 @@ class OptimizerStates:
                 for kind in sorted(moments):  # the same order on every rank
                     kept = {name: index for name, index in named.items() if kind in self._kept(name)}
                     yield from ((name, kind, value) for name, value in self._moments(unit, bucket, kind, kept, first))
-                for name, index in named.items():
-                    yield from ((name, *each) for each in (fixed[name] if fixed else _fixed_of(first, bucket, index)))
+                for name in named:
+                    yield from ((name, *each) for each in (fixed[name] if fixed else self._fixed_of(name, first)))
 
     def _moments(
         self, unit: Unit, bucket: Bucket, kind: str, named: Mapping[str, int], first: Mapping[int, States]
@@ -283,12 +284,16 @@ class OptimizerStates:
 
     def _first(self) -> dict[int, States]:
         """What is kept after a step on a zero gradient, by param group; the same for each element."""
-        stepper, states = Stepper(self._optimizer, self._driver.groups.start), {}
-        for group in self._driver.groups:
-            probe = nn.Parameter(torch.zeros(PROBE_NUMEL))
-            probe.grad = torch.zeros_like(probe)
-            states[group] = stepper.step(group, probe, {})
-        return states
+        alone = bare_copy(self._optimizer)
+        alone.state = defaultdict(dict)
+        probes = [OptimizerProbe(alone, group, torch.device("cpu")) for group in alone.param_groups]
+        return {number: probe.step_on_zeros() for number, probe in zip(self._driver.groups, probes, strict=True)}
+
+    def _fixed_of(self, name: str, first: Mapping[int, States]) -> Iterator[tuple[str, Any]]:
+        """The first states of a parameter that are not per element."""
+        bucket, index = self._places[name]
+        kept = first[bucket.members[index].group]
+        yield from ((kind, kept[kind]) for kind, spec in self._kept(name).items() if not spec.per_element)
 
 
 class _Whole(Mapping[str, Any]):
@@ -313,12 +318,6 @@ def _described(given: Any) -> str:
 
 def _filled(shape: tuple[int, ...], start: Any) -> Tensor:
     return torch.full(shape, start[0].item(), dtype=start.dtype)
-
-
-def _fixed_of(first: Mapping[int, States], bucket: Bucket, index: int) -> Iterator[tuple[str, Any]]:
-    for kind, value in first[bucket.members[index].group].items():
-        if not isinstance(value, Tensor) or value.shape != (PROBE_NUMEL,):
-            yield kind, value
 
 
 def _unpacked(kept: Mapping[str, StateSpec], numbers: Tensor) -> Iterator[tuple[str, Any]]:

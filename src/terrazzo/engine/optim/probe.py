@@ -1,0 +1,100 @@
+"""What an optimizer does to a tensor of a few elements, before it is given any of a model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.engine.optim.settings import frozen
+from terrazzo.engine.optim.stepper import Stepper
+from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.engine.runtime import device as devices
+
+__all__ = ["OptimizerProbe"]
+
+_NUMEL = 13
+"""Elements of the tensor that is stepped: no number that an optimizer would keep for all of them."""
+
+
+class OptimizerProbe:
+    """A flat tensor that is stepped by an optimizer's own code, with the hyper-parameters of one of its param groups.
+
+    It begins without states; but with those of the first elements of a parameter where an optimizer of a user's own has
+    made states already: one that makes them as it is built may not know how to go on without. Torch's classes make
+    theirs in a step. Neither the optimizer nor the random generators are changed.
+
+    Args:
+        device: of the mesh.
+
+    Attributes:
+        numel: elements of the tensor.
+    """
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> None:
+        self.optimizer, self.group, self.device = optimizer, group, device
+        self._kept_for, self._kept = _with_state(optimizer, group)
+        self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        self._begins_with = {} if self._is_torchs else self._kept
+        self.numel = min(_NUMEL, self._kept_for.numel()) if self._begins_with and self._kept_for is not None else _NUMEL
+
+    def begun(self) -> dict[str, Any]:
+        """The states that it begins with, flat where there is a value for each element; each time in new memory."""
+        return {key: self._part(value) for key, value in self._begins_with.items()}
+
+    def _part(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return frozen(value)
+        per_element = self._kept_for is not None and value.shape == self._kept_for.shape
+        return (value.flatten()[: self.numel] if per_element else value).to(self.device, copy=True)
+
+    def per_element(self, value: Any) -> bool:
+        """Whether `value` has one value for each element."""
+        return isinstance(value, Tensor) and value.shape == (self.numel,)
+
+    def undrawn(self) -> AbstractContextManager[None]:
+        """The random generators are afterwards as they were."""
+        return torch.random.fork_rng(devices=[self.device] if devices.is_cuda(self.device) else [])
+
+    def step_on_zeros(self) -> dict[str, Any]:
+        """What is kept for it after a step of zeros on a gradient of zeros."""
+        tensor = nn.Parameter(torch.zeros(self.numel, device=self.device))
+        tensor.grad = torch.zeros_like(tensor)
+        number = next(i for i, each in enumerate(self.optimizer.param_groups) if each is self.group)
+        with nullcontext() if self._is_torchs else self.undrawn():
+            return Stepper(self.optimizer).step(number, tensor, self.begun())
+
+    def specs(self) -> dict[str, StateSpec]:
+        """What the optimizer keeps for each parameter of the group.
+
+        Taken from a parameter that has state already, else from a step. Where a state lives may follow the parameter,
+        which is not on the mesh's device yet: a fused kernel reads `step` there, so its place is that of a step.
+        """
+        stepped = _specs(self.step_on_zeros(), torch.Size([self.numel]))
+        if self._kept_for is None:
+            return stepped
+        specs = _specs(self._kept, self._kept_for.shape)
+        return {key: replace(spec, device=stepped.get(key, spec).device) for key, spec in specs.items()}
+
+
+def _with_state(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor | None, Mapping[str, Any]]:
+    """The first parameter with state that has a shape, and that."""
+    for parameter in group["params"]:
+        if parameter.dim() and (state := optimizer.state.get(parameter)):
+            return parameter, state
+    return None, {}
+
+
+def _specs(state: Mapping[str, Any], shape: torch.Size) -> dict[str, StateSpec]:
+    specs = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            specs[key] = StateSpec(per_element=False, kind=type(value))
+        else:
+            specs[key] = StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
+    return specs
