@@ -131,7 +131,10 @@ class ShardedOptimizer(Optimizer):
         self._driver.loss_scale.load_state(state, self._driver.accumulating)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise Misuse("A sharded optimizer cannot take further param groups: give it all of them before tz.shard.")
+        raise Misuse(
+            "A sharded optimizer cannot take further param groups: give it all of them before tz.shard. Parameters of "
+            "the model that no optimizer has can get one of their own, by tz.attach(model, optimizer)."
+        )
 
     def state_dict(self) -> Any:
         """The state dict that the optimizer would have over whole parameters, on every rank. Collective.

@@ -140,7 +140,8 @@ class Edits:
         if member.parameter.requires_grad != self._trainable:
             raise Misuse(
                 f"{member.name!r} had requires_grad={self._trainable} when the model was sharded and has "
-                f"{member.parameter.requires_grad} now. Freeze or unfreeze parameters before tz.shard."
+                f"{member.parameter.requires_grad} now. Freeze or unfreeze parameters before tz.shard. To leave one "
+                "out of steps, set its .grad to None on every rank between backward() and optimizer.step()."
             )
         if registered.get(attribute) is not member.parameter:
             raise Misuse(
