@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from benchmarks.cpu.models import Decoder, Divisible, ManySmall, Shape
+from benchmarks.cpu.models import Decoder, Divisible, ManySmall, Shape, mixtral
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Case:
         small: many small tensors in the place of a decoder.
         sharing: ranks that are given the same batch: those of a tensor-parallel group, or of a context-parallel one.
         stages: these have other layers, and are no neighbours.
+        mixture: a Mixtral of transformers in the place of a decoder.
     """
 
     shape: Shape
@@ -34,6 +35,7 @@ class Case:
     small: bool = False
     sharing: int = 1
     stages: bool = False
+    mixture: bool = False
 
     def data_rank(self, rank: int, world_size: int) -> int:
         """Ranks of the same one are given the same batches."""
@@ -53,6 +55,8 @@ class Case:
     def model(self, device: str = "cpu") -> nn.Module:
         """A fresh model from torch's default generator."""
         with torch.device(device):
+            if self.mixture:
+                return mixtral(self.shape)
             if self.sharing > 1:
                 return Divisible(self.shape)
             return ManySmall(self.shape) if self.small else Decoder(self.shape)
@@ -80,5 +84,7 @@ CASES = {
     "sequences": Case(Shape(4, 256, 1024, 2048), 1, "sequences in two parts, long ones", sharing=2),
     "sequences-wide": Case(Shape(8, 768, 1024, 256), 1, "sequences in two parts, a wide model", sharing=2),
     "stages": Case(Shape(8, 512, 1024, 128), 2, "layers in two halves", accumulate=8, sharing=2, stages=True),
+    "mixture": Case(Shape(4, 256, 1024, 128, experts=8), 2, "a Mixtral of transformers, top 2 of 8", mixture=True),
+    "mixture-small": Case(Shape(4, 128, 512, 64, experts=8), 2, "the same, a small one", mixture=True),
     "tiny": Case(Shape(3, 64, 128, 32), 2, "for trying the benchmark itself"),
 }

@@ -221,5 +221,26 @@ class ManySmall(nn.Module):
         return logits
 
 
+def mixtral(shape: Shape) -> nn.Module:
+    """Of top-2 experts, each twice as wide as the model, from torch's default generator."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=2 * shape.width,
+        num_hidden_layers=shape.blocks,
+        num_attention_heads=shape.width // HEAD_WIDTH,
+        num_key_value_heads=shape.width // HEAD_WIDTH,
+        num_local_experts=shape.experts,
+        num_experts_per_tok=2,
+        max_position_embeddings=shape.sequence,
+        use_cache=False,
+        dtype=torch.float32,
+    )
+    model: nn.Module = MixtralForCausalLM(config)
+    return model
+
+
 UNITS = (Block, DivisibleBlock, Stack)
 """The module classes whose instances are gathered and reduced as one."""

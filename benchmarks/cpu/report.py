@@ -24,6 +24,8 @@ NAMES = {
     **{f"terrazzo-{plan}-stages": f"Terrazzo `{plan}`, pp" for plan in ("zero0", "zero2", "zero3", "shard_grad_op")},
     "terrazzo-zero0-zero_bubble": "Terrazzo `zero0`, pp, zero_bubble",
     "deepspeed-3-ulysses": "DeepSpeed, stage 3, Ulysses",
+    "fsdp2-experts": "transformers' FSDP2 with ep",
+    "terrazzo-zero3-experts": "Terrazzo `zero3`, ep",
     "terrazzo-zero3-tensor": "Terrazzo `zero3`, tp",
     **{f"terrazzo-zero3-{mode}": f"Terrazzo `zero3`, cp {mode}" for mode in ("gather", "ulysses", "ring")},
 }

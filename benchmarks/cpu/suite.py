@@ -18,7 +18,7 @@ from benchmarks.cpu.outcome import Outcome, disagreements
 from benchmarks.cpu.report import HOW, conditions, plot, section, tolerance
 from benchmarks.environment import processor, versions
 
-PACKAGES = ("torch", "deepspeed", "numpy")
+PACKAGES = ("torch", "deepspeed", "transformers", "numpy")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Run:
 ZERO3 = ("fsdp2", "terrazzo-zero3")
 TENSOR = ("fsdp2-tensor", "terrazzo-zero3-tensor")
 CONTEXT = ("deepspeed-3-ulysses", "terrazzo-zero3-gather", "terrazzo-zero3-ulysses", "terrazzo-zero3-ring")
+EXPERTS = ("fsdp2-experts", "terrazzo-zero3-experts")
 STAGES = [
     ["ddp", "deepspeed-0", "terrazzo-zero0"],
     ["zero-redundancy", "deepspeed-1", "terrazzo-zero1"],
@@ -81,6 +82,11 @@ SUITES: dict[str, list[Run]] = {
             ["fsdp2-stages"],
             Effort(rounds=7, ranks=4),
         ),
+    ],
+    "mixture": [
+        Run("mixture-small", [EXPERTS], ["fsdp2-experts"], Effort(rounds=15)),
+        Run("mixture", [EXPERTS], ["fsdp2-experts"], Effort(rounds=7)),
+        Run("mixture", [EXPERTS], ["fsdp2-experts"], Effort(rounds=5, ranks=4)),
     ],
     "tiny": [Run("tiny", [["alone", "ddp", "terrazzo-zero3"]], ["ddp"], Effort(rounds=2))],
 }

@@ -21,6 +21,7 @@ PEERS = {
 
 TENSOR = ("terrazzo-zero3-tensor", "fsdp2-tensor")
 FULLY = "fsdp2-stages"
+EXPERTS = ("terrazzo-zero3-experts", "fsdp2-experts")
 SEQUENCES = ("terrazzo-zero3-ulysses", "deepspeed-3-ulysses")
 
 
@@ -133,7 +134,16 @@ PIPELINES = [
 ]
 """Where ranks have other layers."""
 
-OF_SUITE = {"axes": AXES, "stages": PIPELINES}
+MIXTURE = [
+    *(
+        Target(f"{case}: `zero3`, ep / transformers' FSDP2, ep", 0.80, _time(case, *EXPERTS))
+        for case in ("mixture-small", "mixture", "mixture-4")
+    ),
+    Target("mixture: the same, peak", 1.00, _peak("mixture", EXPERTS[0], EXPERTS[1:])),
+]
+"""Where ranks share experts."""
+
+OF_SUITE = {"axes": AXES, "stages": PIPELINES, "mixture": MIXTURE}
 """Of suites that have their own."""
 
 

@@ -121,6 +121,15 @@ def test_where_matrices_are_shared_both_train_the_same() -> None:
     assert disagreements(outcomes, 1e-5) == []
 
 
+@pytest.mark.long
+@pytest.mark.processes
+def test_where_experts_are_shared_both_train_the_same() -> None:
+    """Losses of transformers' own plan over FSDP2, and of `ep`."""
+    pytest.importorskip("transformers")
+    outcomes = take_turns("mixture-small", ["fsdp2-experts", "terrazzo-zero3-experts"], EFFORT)
+    assert disagreements(outcomes, 1e-5) == []
+
+
 def test_the_committed_report_and_readme_are_made_from_the_record() -> None:
     record = json.loads(RECORD.read_text())
     assert RECORD.with_name("report.md").read_text() == suite.markdown(record)
