@@ -598,3 +598,47 @@ def test_sustained_rates() -> None:
     assert fp8 is not None and fp8 / h100 == pytest.approx(1402.6 / 794.5)
     assert matmul_rate(device("H100"), "fp4") is None
     assert math.isclose(matmul_rate(device("H20"), "bf16") or 0, 148e12 * 0.8)
+
+
+# -- ranks on the CPUs of one host -----------------------------------------------------------------------------
+
+
+def on_cpus(cores: int | None, mesh: Mesh, **figures: Any) -> Time:
+    """A step of eight micro-batches in all on a host whose messages take no time unless figures say so."""
+    free = {"scaleup_bandwidth": 1e18, "scaleup_domain": 4, "per_node": 4, "hop_s": 0.0}
+    host = Device("host", "cpu", {"fp32": 1e11}, memory_bandwidth=1e10, launch_s=1e-3, cores=cores, **(free | figures))
+    made = Setup(
+        llama(4, 256, 512, 4, 4), Cluster(host, 4), Plan.named("zero1"), mesh, sequence=256,
+        micro_batches=8 // mesh.batch_ranks, precision=PRECISIONS["fp32"],
+    )  # fmt: skip
+    return timed(made)
+
+
+@pytest.mark.parametrize("cores", [1, 2])
+def test_more_ranks_than_cores_take_turns(cores: int) -> None:
+    """Four ranks on two cores take twice as long as on four, and as long as on more."""
+    mesh = Mesh(dp_shard=4)
+    alone = on_cpus(None, mesh).step_s
+    assert on_cpus(cores, mesh).step_s == pytest.approx(4 / cores * alone)
+    assert on_cpus(4, mesh).step_s == on_cpus(8, mesh).step_s == alone
+
+
+def test_who_waits_leaves_the_core_to_others() -> None:
+    """Of stages: what idles on four cores does not on one, where all that counts is the work."""
+    stages, copies = Mesh(pp=2, dp_shard=2), Mesh(dp_shard=4)
+    waiting = {term.name for term in on_cpus(4, stages).terms}
+    assert "pipeline bubble" in waiting
+    assert on_cpus(4, stages).step_s > 1.1 * on_cpus(4, copies).step_s
+    assert on_cpus(1, stages).step_s == pytest.approx(on_cpus(1, copies).step_s, rel=0.05)
+
+
+def test_what_is_measured_of_messages_counts_for_each() -> None:
+    """A unit's gather and sum cost what a call does and what the engine does around it, others a call alone."""
+    mesh = Mesh(dp_shard=4)
+    plain, calls, units = (on_cpus(1, mesh, **figures).step_s for figures in ({}, {"call_s": 1e-3}, {"unit_s": 1e-3}))
+    exchanges = round((calls - plain) / 4e-3)  # by each of four ranks on one core
+    assert exchanges == 2 * 5  # a sum and a gather of each of five units
+    assert units == pytest.approx(calls)
+    split = Mesh(dp_shard=2, tp=2)
+    more = [on_cpus(1, split, **figures).step_s for figures in ({}, {"call_s": 1e-3}, {"unit_s": 1e-3})]
+    assert more[1] - more[0] > 3 * (more[2] - more[0])

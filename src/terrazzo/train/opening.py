@@ -31,6 +31,7 @@ from terrazzo.train.checkpoints.resume import (
     seeded_anew,
 )
 from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
+from terrazzo.train.first_use import load_kernels
 from terrazzo.train.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.model.causal_lm import num_flops_per_token
@@ -110,6 +111,12 @@ def _begin(config: Config, ranks: Ranks) -> _Begin:
     return _Begin(newest, data, None if asked is None else Asked(*asked), saved, due)
 
 
+def _base_bytes(config: Config) -> int:
+    """What the process has resident that is not of its model."""
+    load_kernels(build_precision(config).compute)
+    return resident_bytes() or 0
+
+
 def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: list[str]) -> Session:
     mesh = tz.mesh(**mesh_shape(config.plan.mesh, ranks.world_size), device=ranks.device.type)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
@@ -121,7 +128,7 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: l
     loader = Loader(begin.data.train, config, parts.reader, parts.readers, parts.of)
     make_swap_folders(config)
     optimizer = build_optimizer(config.optimizer, model)
-    base_bytes = (resident_bytes() or 0) if ranks.device.type == "cpu" else 0  # the model is still without memory
+    base_bytes = _base_bytes(config) if ranks.device.type == "cpu" else 0  # the model is still without memory
     model, sharded = tz.shard(
         model,
         optimizer,

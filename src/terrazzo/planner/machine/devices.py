@@ -35,6 +35,11 @@ class Device:
         per_node: devices of one host.
         watts: power that the device may draw.
         switch_sums: whether the scale-up switch sums what passes it (NVLink SHARP, from Hopper on).
+        launch_s: host time for launching one eager block's kernels, forward and backward; None for the usual one.
+        call_s, hop_s: time that a collective takes beside moving bytes, whatever its ranks, and for each; None for the
+            usual time for each.
+        unit_s, stage_s: host time around each gather and each sum of a unit's states, and each message between stages.
+        cores: of a host on whose CPUs ranks compute; more of them than cores take turns. None: each has its own.
         source: where the figures are from.
     """
 
@@ -51,6 +56,12 @@ class Device:
     per_node: int = 8
     watts: float | None = None
     switch_sums: bool = False
+    launch_s: float | None = None
+    call_s: float = 0.0
+    unit_s: float = 0.0
+    stage_s: float = 0.0
+    hop_s: float | None = None
+    cores: int | None = None
     source: str = ""
     notes: str = ""
 

@@ -143,13 +143,26 @@ class Network:
             return 0.0
         rate = self.bandwidth(group)
         assert rate is not None
-        if move.kind == "send":
-            return move.sent_bytes / rate + move.messages * HOP_S
+        return move.sent_bytes / self._rate(move, group, rate) + move.messages * self._waits_s(move, group)
+
+    def _rate(self, move: Transfer, group: Group, ring: float) -> float:
         if move.kind == "all_to_all":
-            return move.sent_bytes / self._scattered(group, rate) + move.messages * HOP_S
-        if move.kind == "all_reduce":
-            return move.sent_bytes / (rate * self._switch_gain(group)) + move.messages * self._tree_hops(group) * HOP_S
-        return move.sent_bytes / rate + move.messages * (group.size - 1) * HOP_S
+            return self._scattered(group, ring)
+        return ring * self._switch_gain(group) if move.kind == "all_reduce" else ring
+
+    def _waits_s(self, move: Transfer, group: Group) -> float:
+        """Of one message, what it takes beside moving bytes."""
+        hops = {"send": 1, "all_to_all": self._scattered_hops(group), "all_reduce": self._tree_hops(group)}
+        around = {"data": self.device.unit_s, "pipeline": self.device.stage_s}.get(move.purpose, 0.0)
+        return self.device.call_s + around + hops.get(move.kind, group.size - 1) * self._hop_s
+
+    def _scattered_hops(self, group: Group) -> int:
+        """Devices send to all others at once; a process on a CPU to one after the other."""
+        return group.size - 1 if self.device.kind == "cpu" else 1
+
+    @property
+    def _hop_s(self) -> float:
+        return HOP_S if self.device.hop_s is None else self.device.hop_s
 
     def _switch_gain(self, group: Group) -> float:
         summed = self.device.switch_sums and group.size >= SWITCH_MINIMUM and self.link(group) == "scaleup"

@@ -67,6 +67,13 @@ their micro-batch and tensor parallelism."""
 COMPILED_LAUNCH = 0.4
 """Of it, for a compiled block, which has fewer kernels."""
 
+EXPERT_LAUNCH = 1.9
+"""Times it, for a block with routed experts: scores, their order, rows by expert and back (`python -m
+benchmarks.planner.ranking`, on CPUs)."""
+
+CONTEXT_LAUNCH = 1.6
+"""Times it, for a block whose sequences ranks share: attention by tiles, whose results are put together (likewise)."""
+
 TENSOR_LAUNCH = 1.2
 """Times it, for a tensor-parallel block, which has collectives among its kernels (the same runs)."""
 
@@ -194,52 +201,65 @@ def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
     memory = _memory_bytes(setup, unit, block) / memory_rate(device)
     share = FORWARD_ATTENTION if setup.attention == "flash" else 1 / 3
     recompute = _recompute_s(setup, Seconds(matmul, attention, memory, forward_share=share))
-    launch = launch_seconds(setup) * (4 / 3 if recompute else 1)
-    gaps = _gaps(launch, matmul + attention + memory + recompute)
+    launch = launch_seconds(setup, block) * (4 / 3 if recompute else 1)
+    gaps = _gaps(device, launch, matmul + attention + memory + recompute)
     return Seconds(matmul, attention, memory, recompute, gaps, share)
 
 
-def launch_seconds(setup: Setup) -> float:
-    """Host time for one block, forward and backward."""
-    return LAUNCH_S * (COMPILED_LAUNCH if setup.compile else 1) * (TENSOR_LAUNCH if setup.mesh.tp > 1 else 1)
+def launch_seconds(setup: Setup, block: BlockShape | None = None) -> float:
+    """Host time for one block, forward and backward, or for what is around the blocks."""
+    usual, mesh, factor = setup.cluster.device.launch_s, setup.mesh, COMPILED_LAUNCH if setup.compile else 1.0
+    factor *= TENSOR_LAUNCH if mesh.tp > 1 else 1.0
+    if setup.cluster.device.kind == "cpu":
+        factor *= EXPERT_LAUNCH if block is not None and block.experts else 1.0
+        factor *= CONTEXT_LAUNCH if block is not None and mesh.cp > 1 else 1.0
+    return (LAUNCH_S if usual is None else usual) * factor
 
 
-def _gaps(launch: float, busy: float) -> float:
-    """Time in which the device waits for the host.
+def _gaps(device: Device, launch: float, busy: float) -> float:
+    """Time in which the device waits for the host; a CPU does both itself, one after the other.
 
     All of what launching exceeds the device's work by, and some where it does not: kernels shorter than their launch
     leave gaps between longer ones. In quadrature, which vTrain's runs between both regimes follow.
     """
-    return math.hypot(launch, busy) - busy
+    return launch if device.kind == "cpu" else math.hypot(launch, busy) - busy
 
 
 def _matmul_s(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     rate = sustained_rate(setup.cluster.device, setup.matmul)
     assert rate is not None
     mesh = setup.mesh
-    return _matmul_work(unit.tensors, block, setup.tokens / mesh.cp, mesh.tp, mesh.ep) / rate
+    in_tiles = setup.cluster.device.kind != "cpu"
+    return _matmul_work(unit.tensors, block, setup.tokens / mesh.cp, mesh.tp, mesh.ep, in_tiles) / rate
 
 
 @lru_cache(maxsize=4096)
-def _matmul_work(tensors: tuple[TensorShape, ...], block: BlockShape, tokens: float, tp: int, ep: int) -> float:
-    """FLOPs of all products of a block on one rank, and what is lost to their shapes counted as FLOPs."""
+def _matmul_work(  # structure: what it follows from, as a cache key
+    tensors: tuple[TensorShape, ...], block: BlockShape, tokens: float, tp: int, ep: int, in_tiles: bool
+) -> float:
+    """FLOPs of all products of a block on one rank, and what is lost to their shapes counted as FLOPs.
+
+    Args:
+        in_tiles: whether many multiprocessors share a product's result, and the last round leaves some without work.
+    """
     work = 0.0
     for tensor in tensors:
         if tensor.role in ("matrix", "router"):
-            work += _products(tensor, block.hidden, tokens, tp)
+            work += _products(tensor, block.hidden, tokens, in_tiles, tp)
         elif tensor.role == "expert":
             met = tokens * active_share(tensor, block) * ep  # by each of this rank's experts, from all expert ranks
-            work += _products(tensor, block.hidden, met, tp, ep)
+            work += _products(tensor, block.hidden, met, in_tiles, tp, ep)
     return work
 
 
-def _products(tensor: TensorShape, hidden: int, tokens: float, tp: int, ep: int = 1) -> float:
+def _products(tensor: TensorShape, hidden: int, tokens: float, in_tiles: bool, tp: int, ep: int = 1) -> float:
     """Forward, input gradient and weight gradient of one matrix, or of a stack of experts in grouped products."""
     out, inner = map(float, _out_and_in(tensor, hidden))
     stack = tensor.numel / (out * inner) / ep
     out, inner = out / (tp if tensor.split in _OUT else 1), inner / (tp if tensor.split in _INTO else 1)
-    work = _product(stack, tokens, out, inner) + _product(stack, tokens, inner, out)
-    return work + (_product(stack, out, inner, tokens) if tensor.trainable else 0.0)
+    product = _product if in_tiles else _plain_product
+    work = product(stack, tokens, out, inner) + product(stack, tokens, inner, out)
+    return work + (product(stack, out, inner, tokens) if tensor.trainable else 0.0)
 
 
 _OUT, _INTO = ("column", "column_gathered"), ("row", "row_splits")
@@ -258,6 +278,10 @@ def _out_and_in(tensor: TensorShape, hidden: int) -> tuple[int, int]:
 
 def _product(stack: float, rows: float, columns: float, depth: float) -> float:
     return 2 * (stack * rows * columns + HALF_WAVE) * (depth + DEPTH)
+
+
+def _plain_product(stack: float, rows: float, columns: float, depth: float) -> float:
+    return 2 * stack * rows * columns * depth
 
 
 def _attention_s(setup: Setup, block: BlockShape) -> float:
@@ -354,7 +378,7 @@ def head_seconds(setup: Setup) -> Seconds:
     taken = logits if setup.puts_logits_together else logits / apart  # for the loss
     each = LOGIT_BYTES * (COMPILED_LOGITS if setup.compile else 1)
     matmul, memory = 6 * logits / apart * model.hidden / rate, taken * each / memory_rate(device)
-    return Seconds(matmul=matmul, memory=memory, launch=_gaps(launch_seconds(setup), matmul + memory))
+    return Seconds(matmul=matmul, memory=memory, launch=_gaps(device, launch_seconds(setup), matmul + memory))
 
 
 LOGIT_BYTES = 36

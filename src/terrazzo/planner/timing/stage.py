@@ -172,6 +172,12 @@ class Stage:
         assert cluster.disk_bandwidth is not None
         return move.sent_bytes * self._setup.cluster.ranks_per_host / cluster.disk_bandwidth
 
+    @property
+    def work_s(self) -> float:
+        """In which one of its ranks keeps a core busy in a step: it computes, hands on bytes or updates."""
+        sent = self.exposure.total + self._send_s()
+        return self.busy_s + sent + sum(term.value for term in self._update_terms())
+
     # -- terms -------------------------------------------------------------------------------------------------
 
     def terms(self) -> list[Term]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from terrazzo.planner.figures import Time, Traffic
 from terrazzo.planner.formulas import Formula, Term
+from terrazzo.planner.memory.placement import stand_ins
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import flops_per_token, matmul_rate
 from terrazzo.planner.timing.measured import copied_bytes, line_terms, measured_stage, measured_terms
-from terrazzo.planner.timing.stage import slowest_stage
+from terrazzo.planner.timing.stage import Stage, slowest_stage
 from terrazzo.planner.traffic.volumes import traffic_of
 
 __all__ = ["FORMULAS", "time_of"]
@@ -70,6 +71,10 @@ FORMULAS = {
         "arXiv 2104.04473 section 2.2; arXiv 2401.10241 table 2",
     ),
     "time.optimizer": Formula("bytes / bandwidth", "elementwise, so bound by the memory"),
+    "time.turns": Formula(
+        "max(0, work_s / cores - alone_s); work_s of all ranks of a host, what they compute and hand on",
+        "python -m benchmarks.planner.ranking",
+    ),
     "time.offload": Formula(
         "pcie_s + disk_s; bytes / bandwidth, of copies that nothing hides", "ZeRO-Infinity, arXiv 2104.07857"
     ),
@@ -77,6 +82,19 @@ FORMULAS = {
     "time.waited": Formula("bytes / bandwidth; bytes that collectives send", "measured on this device"),
     "time.overhead": Formula("overhead_s; of a step, whatever its number of tokens", "measured on this device"),
 }
+
+
+def _turns(setup: Setup, alone_s: float) -> list[Term]:
+    """What a step takes longer than the `alone_s` of its slowest stage where ranks take turns on a host's cores."""
+    cores, ranks = setup.cluster.device.cores, setup.cluster.ranks_per_host
+    if cores is None or ranks <= cores:
+        return []
+    made = {index: Stage(setup, index) for index in set(stand_ins(setup))}
+    work_s = sum(made[index].work_s for index in stand_ins(setup)) / setup.mesh.pp * ranks
+    value = max(0.0, work_s / cores - alone_s)
+    inputs = {"work_s": work_s, "cores": float(cores), "alone_s": alone_s}
+    return [Term("turns on shared cores", value, value, "time.turns", inputs, "s")] if value else []
+
 
 _BOUNDS = {
     "time.matmul": "compute",
@@ -88,6 +106,7 @@ _BOUNDS = {
     "time.launch": "kernel launches",
     "time.overhead": "kernel launches",
     "time.bubble": "pipeline bubble",
+    "time.turns": "compute",
     "time.host": "offload",
     "time.offload": "offload",
 }
@@ -109,6 +128,7 @@ def time_of(setup: Setup, traffic: Traffic | None = None, calibration: Calibrati
         return why
     stage = slowest_stage(setup) if calibration is None else measured_stage(setup, calibration)
     terms = stage.terms() if calibration is None else measured_terms(stage, traffic, calibration)
+    terms += _turns(setup, sum(term.value for term in terms))
     return _time(setup, terms, stage.exposure.hidden, calibration)
 
 

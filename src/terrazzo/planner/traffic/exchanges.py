@@ -208,7 +208,8 @@ def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[Transfer]:
     once = _activation_bytes(setup) * block.active_experts * (group.size - 1) / group.size
     link = Network(setup.cluster.device).link(group)
     for when, count in (("forward", 2.0), ("backward", 2 + 2 * _repeated(setup))):
-        yield Transfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, math.ceil(count))
+        messages = 2 * math.ceil(count)  # ranks say how many rows they have before each
+        yield Transfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, messages)
 
 
 def _activation_bytes(setup: Setup) -> float:
