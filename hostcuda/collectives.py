@@ -51,6 +51,9 @@ class Carried:
     seconds: float
 
 
+Values = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
+"""What a collective has found for what it writes; or how to find it, where that is not there yet."""
+
 LISTENERS: list[list[Carried]] = []
 """Each gets every collective that begins."""
 
@@ -87,6 +90,8 @@ class _Nccl(c10d.ProcessGroupGloo):
         self._stream: torch.cuda.Stream | None = None
         self._last: torch.cuda.Event | None = None
         self.under_way: set[_Work] = set()
+        self._messages: dict[tuple[int, int], int] = {}
+        self._sending: list[tuple[Any, Tensor]] = []
         _alive.append(self)
 
     def run(self, call: _Call) -> _Work:
@@ -113,6 +118,25 @@ class _Nccl(c10d.ProcessGroupGloo):
         work = _Work(self, call, self._last, values)
         self.under_way.add(work)
         return work
+
+    def message(self, tensor: Tensor, source: int, to: int) -> Callable[[], Sequence[Tensor]]:
+        """What is in a contiguous tensor goes to a rank, or comes from one: then it is there once that is called.
+
+        Of two ranks, messages in one direction come in the order in which they were sent: there are no tags.
+        """
+        number = self._messages[source, to] = self._messages.get((source, to), 0) + 1
+        flat = _alias(tensor).clone().view(-1)
+        name, peer = ("send", to) if source == self.rank() else ("recv", source)
+        work = getattr(c10d.ProcessGroupGloo, name)(self, [flat.view(torch.uint8)], peer, number)
+
+        def values() -> list[Tensor]:
+            work.wait()
+            return [flat] if peer == source else []
+
+        if peer == to:
+            self._sending.append((work, flat))  # until it has gone
+            self._sending = [each for each in self._sending if not each[0].is_completed()]
+        return values
 
     def everyones(self, tensor: Tensor) -> list[Tensor]:
         """Each rank's values of a contiguous tensor, on the host, flat."""
@@ -152,7 +176,7 @@ class _Call:
     name: str
     reads: Sequence[Tensor]
     writes: Sequence[Tensor]
-    values: Callable[[_Nccl], Sequence[Tensor]]
+    values: Callable[[_Nccl], Values]
     asynchronous: bool
     trips: int = 1
     messages: Sequence[float] | None = None
@@ -161,7 +185,7 @@ class _Call:
 class _Work(dist.Work):
     """A collective under way. Its tensors are kept until somebody waits for it, as NCCL's are."""
 
-    def __init__(self, nccl: _Nccl, call: _Call, done: torch.cuda.Event, values: Sequence[Tensor]) -> None:
+    def __init__(self, nccl: _Nccl, call: _Call, done: torch.cuda.Event, values: Values) -> None:
         super().__init__()
         self._nccl, self._call, self._done, self._values = nccl, call, done, values
 
@@ -174,7 +198,8 @@ class _Work(dist.Work):
     def deliver(self) -> None:
         if self in self._nccl.under_way:
             self._nccl.under_way.remove(self)
-            for tensor, values in zip(self._call.writes, self._values, strict=True):
+            found = self._values() if callable(self._values) else self._values
+            for tensor, values in zip(self._call.writes, found, strict=True):
                 _alias(tensor).view(-1).copy_(values)
             del self._call, self._values
 
@@ -258,6 +283,18 @@ def _all_to_all(received: Tensor, sent: Tensor, coming: Sequence[int], going: Se
     return _Call("all_to_all", [sent], [received], values, options.asyncOp, messages=messages)
 
 
+def _send(tensors: Sequence[Tensor], to: int, tag: int) -> _Call:
+    (own,) = tensors
+    messages = [own.nbytes * (rank == to) for rank in range(to + 1)]
+    return _Call("send", [own], [], lambda nccl: nccl.message(own, nccl.rank(), to), True, messages=messages)
+
+
+def _receive(tensors: Sequence[Tensor], source: int, tag: int) -> _Call:
+    (into,) = tensors
+    messages = [into.nbytes * (rank == source) for rank in range(source + 1)]
+    return _Call("recv", [], [into], lambda nccl: nccl.message(into, source, nccl.rank()), True, messages=messages)
+
+
 _CALLS: dict[str, Callable[..., _Call]] = {
     "allreduce": _all_reduce,
     "reduce": _reduce,
@@ -267,6 +304,8 @@ _CALLS: dict[str, Callable[..., _Call]] = {
     "_allgather_base": _all_gather,
     "reduce_scatter_single": _reduce_scatter,
     "_reduce_scatter_base": _reduce_scatter,
+    "send": _send,
+    "recv": _receive,
     "alltoall_base": _all_to_all,
     "all_to_all_single": _all_to_all,
 }

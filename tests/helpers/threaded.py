@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.links.collectives import Collectives, all_gather_single
+from terrazzo.engine.links.collectives import Collectives, MessageRoute, all_gather_single
 from terrazzo.engine.links.label import moving
 from terrazzo.engine.links.sums import add_in_order
 from terrazzo.engine.links.traffic import Ledger, Traffic
@@ -54,18 +54,18 @@ class ThreadedCollectives(Collectives):
             add_in_order(self._chunks(received), total)
             return total
 
-    def send(self, values: Tensor, to: int, tag: int) -> Handle:
+    def send(self, values: Tensor, route: MessageRoute, tag: int) -> Handle:
         """By the store, through which torch's group of threads has no messages of its own."""
         self.traffic.record("send", values.nbytes, axis=self.axis)
-        self._store.set(self._letter(self.rank, to, tag), values.detach().view(-1).view(torch.uint8).numpy().tobytes())  # type: ignore[arg-type]
+        self._store.set(self._letter(route, tag), values.detach().view(-1).view(torch.uint8).numpy().tobytes())  # type: ignore[arg-type]
         return Handle()
 
-    def receive(self, into: Tensor, source: int, tag: int) -> Handle:
-        letter = _Letter(self._store, self._letter(source, self.rank, tag), into)
+    def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
+        letter = _Letter(self._store, self._letter(route, tag), into)
         return Handle([letter], times=self.traffic.times_of(self.axis, "send"))
 
-    def _letter(self, source: int, to: int, tag: int) -> str:
-        return f"terrazzo/{self.group.group_name}/from {source} to {to}/{tag}"
+    def _letter(self, route: MessageRoute, tag: int) -> str:
+        return f"terrazzo/{self.group.group_name}/from {route.source} to {route.to}/{tag}"
 
     def receive_bytes(self, full_bytes: int) -> int:
         return full_bytes

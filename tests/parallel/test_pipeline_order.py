@@ -201,3 +201,43 @@ def test_zero_bubble_waits_a_third_of_the_time_with_no_more_in_flight(ranks: int
             assert stage == rank and under_way <= ranks
         for kind in Kind:
             assert [each.micro_batch for each in order if each.kind is kind] == list(range(micro_batches))
+
+
+def asked(actions: list[Action], stages: int) -> list[Action]:
+    """What a rank asks for, in its order: each action's own, and that of the next one while it runs."""
+    found: list[Action] = []
+    ran: set[tuple[int, int]] = set()
+    for action, following in itertools.zip_longest(actions, actions[1:]):
+        for each in (action, following):
+            if each is None or each in found or each.kind is Kind.WEIGHT:
+                continue
+            forward = each.kind is Kind.FORWARD
+            comes = each.stage > 0 if forward else each.stage < stages - 1 and (each.stage, each.micro_batch) in ran
+            if comes:
+                found.append(each)
+        if action.kind is Kind.FORWARD:
+            ran.add((action.stage, action.micro_batch))
+    return found
+
+
+def sent(actions: list[Action], stages: int) -> list[Action]:
+    """The actions of others that begin with what a rank sends, in the order in which it does."""
+    ahead = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
+    found = [each._replace(stage=each.stage + ahead[each.kind]) for each in actions if each.kind in ahead]
+    return [each for each in found if 0 <= each.stage < stages]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("zero_bubble", 1), ("1f1b", 2), ("1f1b", 3)]
+)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_messages_of_a_route_are_asked_for_in_the_order_in_which_they_are_sent(schedule, chunks, ranks, rounds):
+    """NCCL knows no tags."""
+    stages = ranks * chunks
+    actions = actions_of(schedule, ranks, chunks, ranks * rounds)
+    for source, kind in itertools.product(range(ranks), (Kind.FORWARD, Kind.BACKWARD)):
+        to = (source + (1 if kind is Kind.FORWARD else -1)) % ranks
+        on_route = [each for each in sent(actions[source], stages) if each.kind is kind and each.stage % ranks == to]
+        assert [each for each in asked(actions[to], stages) if each.kind is kind] == on_route
+        assert on_route or chunks == 1

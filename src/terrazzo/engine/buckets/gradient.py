@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, view
 from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.links.collectives import MessageRoute
 from terrazzo.engine.links.sums import divide
 from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.links.transfer import Moves, Released, branching, converted, for_computation, further
@@ -175,8 +176,8 @@ class Gradient:
         links, place = axes.along(axes.stages[0]), axes.place_among_stages
         others = {stage: torch.empty_like(own) for stage in stages if stage != place}
         with self.ledger.holding(own.nbytes * len(others)):
-            handles = [links.send(own, stage, _TAG) for stage in others]
-            handles += [links.receive(into, stage, _TAG) for stage, into in others.items()]
+            handles = [links.send(own, MessageRoute("tied", place, stage), _TAG) for stage in others]
+            handles += [links.receive(into, MessageRoute("tied", stage, place), _TAG) for stage, into in others.items()]
             for handle in handles:
                 handle.wait()
             terms = [own if stage == place else others[stage] for stage in stages]

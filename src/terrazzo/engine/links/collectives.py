@@ -13,8 +13,8 @@ import os
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,18 @@ from terrazzo.engine.links.sums import divide
 from terrazzo.engine.links.traffic import Ledger, Traffic
 from terrazzo.engine.links.transfer import Handle, Moves, converted, for_computation, further
 
-__all__ = ["TRAIL", "Collectives", "NativeCollectives", "all_gather_single"]
+__all__ = ["TRAIL", "Collectives", "MessageRoute", "NativeCollectives", "all_gather_single"]
 
 TRAIL = 16
 """How many of the last exchanges a rank remembers."""
+
+
+class MessageRoute(NamedTuple):
+    """The way of messages of one kind from one rank of an axis to another."""
+
+    kind: str
+    source: int
+    to: int
 
 
 class Collectives(ABC):
@@ -114,19 +122,23 @@ class Collectives(ABC):
         """What there is to say of ranks that stand still, as far as this one can see."""
         return ()
 
-    def send(self, values: Tensor, to: int, tag: int) -> Handle:
+    def open_routes(self, routes: Sequence[MessageRoute], device: torch.device) -> None:  # noqa: B027
+        """Make ready for messages of a device's memory on these routes, and on no others. Collective."""
+
+    def send(self, values: Tensor, route: MessageRoute, tag: int) -> Handle:
         """Start sending contiguous `values` to a rank of the axis; they must stay as they are until that has ended.
 
         Args:
+            route: from this rank to that one. What is sent on one is asked for in the same order.
             tag: what the rank asks for it by; no two messages under way between two ranks have the same.
         """
         self.traffic.record("send", values.nbytes, axis=self.axis)
-        work = dist.isend(_carried(values), group=self.group, group_dst=to, tag=tag)
+        work = dist.isend(_carried(values), group=self.group, group_dst=route.to, tag=tag)
         return Handle([work], (values,), self.traffic.times_of(self.axis, "send"))
 
-    def receive(self, into: Tensor, source: int, tag: int) -> Handle:
-        """Start receiving contiguous `into` from a rank of the axis."""
-        work = dist.irecv(_carried(into), group=self.group, group_src=source, tag=tag)
+    def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
+        """Start receiving contiguous `into` on a route to this rank."""
+        work = dist.irecv(_carried(into), group=self.group, group_src=route.source, tag=tag)
         return Handle([work], (into,), self.traffic.times_of(self.axis, "send"))
 
     @abstractmethod
@@ -163,6 +175,39 @@ class NativeCollectives(Collectives):
     """The backend's own collectives: NCCL, and the `fake` backend of simulations."""
 
     all_reduce_steps = 1
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
+        super().__init__(group, traffic, ledger, axis)
+        self._routes: dict[tuple[str, bool], dist.ProcessGroup] = {}
+
+    def open_routes(self, routes: Sequence[MessageRoute], device: torch.device) -> None:
+        """NCCL knows no tags: of two ranks, each runs what it sends and receives in its own order, and waits for the
+        other. So each route has a communicator to itself. They connect one after the other, while nobody needs them.
+        """
+        ranks = dist.get_process_group_ranks(self.group)
+        for route in routes:
+            upward = route.kind, route.to > route.source
+            if upward not in self._routes:
+                self._routes[upward] = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+        for route in routes:
+            if self.rank in (route.source, route.to):
+                act = self.send if self.rank == route.source else self.receive
+                act(torch.zeros(1, device=device), route, 0).wait()
+
+    def send(self, values: Tensor, route: MessageRoute, tag: int) -> Handle:
+        if (group := self._group_of(values, route)) is None:
+            return super().send(values, route, tag)
+        self.traffic.record("send", values.nbytes, axis=self.axis)
+        return self._queued("send", dist.isend(_carried(values), group=group, group_dst=route.to), values)
+
+    def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
+        if (group := self._group_of(into, route)) is None:
+            return super().receive(into, route, tag)
+        return self._queued("send", dist.irecv(_carried(into), group=group, group_src=route.source), into)
+
+    def _group_of(self, values: Tensor, route: MessageRoute) -> dist.ProcessGroup | None:
+        """Where it is carried; None for what is in the host's memory, which gloo carries by tags."""
+        return self._routes[route.kind, route.to > route.source] if values.is_cuda else None
 
     def gather_rows(self, values: Tensor) -> Tensor:
         self._leave_trail()

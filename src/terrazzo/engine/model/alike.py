@@ -9,6 +9,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import view
+from terrazzo.engine.links.collectives import MessageRoute
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.layout import Slot
@@ -59,11 +60,13 @@ def _of_first_stage(axes: Axes, bucket: Bucket) -> Tensor | None:
         return None
     links = axes.along(axes.stages[0])
     if bucket.is_primary:
-        for handle in [links.send(bucket.full.data, stage, tag=0) for stage in bucket.stages[1:]]:
+        for handle in [
+            links.send(bucket.full.data, MessageRoute("tied", links.rank, stage), tag=0) for stage in bucket.stages[1:]
+        ]:
             handle.wait()
         return None
     received = torch.empty_like(bucket.full.data)
-    links.receive(received, bucket.stages[0], tag=0).wait()
+    links.receive(received, MessageRoute("tied", bucket.stages[0], links.rank), tag=0).wait()
     return received
 
 

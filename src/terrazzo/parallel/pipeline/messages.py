@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.links.collectives import Collectives, MessageRoute
 from terrazzo.engine.links.transfer import Handle
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.order import Action, Kind
@@ -36,11 +36,17 @@ class Messages:
     Args:
         collectives: along the axis of stages.
         stages: of the whole model.
+        device: of what stages hand on.
+        control: of what says how large that is, which the host waits for.
     """
 
-    def __init__(self, collectives: Collectives, stages: int) -> None:
+    def __init__(self, collectives: Collectives, stages: int, device: torch.device, control: torch.device) -> None:
         self._collectives, self._stages = collectives, stages
+        self._device, self._control = device, control
         self.size, self.rank = collectives.size, collectives.rank
+        if device.type == "cuda":
+            routes = dict.fromkeys(each for stage in range(stages - 1) for each in self._between(stage))
+            collectives.open_routes([*routes], device)
         self._known: dict[tuple[int, Form], tuple[tuple[int, ...], torch.dtype]] = {}
         self._sent: dict[tuple[Action, bool], Handle] = {}
         self._asked: dict[Action, Callable[[], Tensor]] = {}
@@ -53,13 +59,12 @@ class Messages:
         """
         if action in self._asked:
             return
-        source = (action.stage + (-1 if action.kind is Kind.FORWARD else 1)) % self.size
         if isinstance(like, Tensor):
-            self._asked[action] = self._receive(tuple(like.shape), like.dtype, source, self._tag(action))
+            self._asked[action] = self._receive(action, tuple(like.shape), like.dtype)
         elif (known := self._known.get((action.stage, like))) is not None:
-            self._asked[action] = self._receive(*known, source, self._tag(action))
+            self._asked[action] = self._receive(action, *known)
         else:
-            self._asked[action] = lambda: self._receive_new(action, like, source)
+            self._asked[action] = lambda: self._receive_new(action, like)
 
     def take(self, action: Action) -> Tensor:
         """What has been asked for; waits. A gradient tells that the activations which it is of have come."""
@@ -77,20 +82,20 @@ class Messages:
         Args:
             form: of the micro-batch, for activations.
         """
-        values, to = values.contiguous(), action.stage % self.size
+        values, route = values.contiguous(), self._route_of(action)
         if form is not None:
             here = tuple(values.shape), values.dtype
             known = self._known.setdefault((action.stage, form), here)
             if known is here:
-                sent = self._collectives.send(_written(*here), to, self._tag(action, header=True))
-                self._sent[action, True] = sent
+                header = _written(*here).to(self._control)
+                self._sent[action, True] = self._collectives.send(header, route, self._tag(action, header=True))
             elif known != here:
                 raise BadInput(
                     f"A stage of the pipeline returned activations of shape {list(here[0])} and {here[1]}, and before, "
                     f"for inputs of the same shapes, {list(known[0])} and {known[1]}: the next stage expects those. "
                     "Have shapes inside of the model follow from the shapes of its inputs, and not from their values."
                 )
-        self._sent[action, False] = self._collectives.send(values, to, self._tag(action))
+        self._sent[action, False] = self._collectives.send(values, route, self._tag(action))
 
     def finish(self) -> None:
         """Wait until all that was sent has been."""
@@ -103,21 +108,30 @@ class Messages:
         self._sent.clear()
         self._asked.clear()
 
-    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, tag: int) -> Callable[[], Tensor]:
-        into = torch.empty(shape, dtype=dtype)
-        handle = self._collectives.receive(into, source, tag)
+    def _receive(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+        into, route = torch.empty(shape, dtype=dtype, device=self._device), self._route_of(action)
+        handle = self._collectives.receive(into, route, self._tag(action))
 
         def arrived() -> Tensor:
-            self._wait(handle, source)
+            self._wait(handle, route.source)
             return into
 
         return arrived
 
-    def _receive_new(self, action: Action, form: Form, source: int) -> Tensor:
-        header = torch.empty(_HEADER, dtype=torch.int64)
-        self._wait(self._collectives.receive(header, source, self._tag(action, header=True)), source)
+    def _receive_new(self, action: Action, form: Form) -> Tensor:
+        header, route = torch.empty(_HEADER, dtype=torch.int64, device=self._control), self._route_of(action)
+        self._wait(self._collectives.receive(header, route, self._tag(action, header=True)), route.source)
         known = self._known[action.stage, form] = _read(header.tolist())
-        return self._receive(*known, source, self._tag(action))()
+        return self._receive(action, *known)()
+
+    def _route_of(self, action: Action) -> MessageRoute:
+        """On which comes what an action begins with."""
+        to, before = action.stage % self.size, -1 if action.kind is Kind.FORWARD else 1
+        return MessageRoute(action.kind.value, (action.stage + before) % self.size, to)
+
+    def _between(self, stage: int) -> tuple[MessageRoute, MessageRoute]:
+        """Those of activations and of gradients between a stage and the next one."""
+        return self._route_of(Action(stage + 1, Kind.FORWARD, 0)), self._route_of(Action(stage, Kind.BACKWARD, 0))
 
     def _wait(self, handle: Handle, source: int) -> None:
         try:

@@ -94,7 +94,6 @@ def take_stages(model: nn.Module, mesh: DeviceMesh, line: Line) -> None:
 
 
 def _line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline, rank: int, ranks: int) -> Line:
-    _check_mesh(mesh)
     _check_modules(model)
     check_uncut(model)
     check_uncompiled(model)
@@ -105,7 +104,9 @@ def _line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline, rank: int, 
     chunks = [names[begin:end] for begin, end in bounds[rank::ranks]]
     if rank == ranks - 1:
         chunks[-1] += tied
-    return Line(ranks, rank, tuple(chunks), names, bounds, pipeline.schedule, tied)
+    line = Line(ranks, rank, tuple(chunks), names, bounds, pipeline.schedule, tied)
+    _check_device(mesh, model, line)
+    return line
 
 
 def check_line(model: nn.Module, stages: int) -> None:
@@ -120,17 +121,21 @@ def check_line(model: nn.Module, stages: int) -> None:
     _bounds_of(model, names, Pipeline(), stages)
 
 
-def _check_mesh(mesh: DeviceMesh) -> None:
+def _check_device(mesh: DeviceMesh, model: nn.Module, line: Line) -> None:
     """Refuse what pipelines have not been tried with.
 
     Raises:
         BadInput: there.
     """
-    if mesh.device_type != "cpu":
-        raise BadInput(
-            f"The mesh is on {mesh.device_type}, and pipelines run on CPUs with gloo so far: no order of messages has "
-            "been tried with NCCL. Make the mesh with dp_shard, tp or cp in the place of pp."
-        )
+    if mesh.device_type == "cpu":
+        return
+    for names in parameter_names(model):
+        if len(line.holders(names)) > 1:
+            raise BadInput(
+                f"{names[0]} is in several stages of the pipeline, and on {mesh.device_type} no copies of weights on "
+                "other stages have been tried. Untie it (a decoder by model.tie_embeddings=false), or make the mesh "
+                "with dp_shard in the place of pp."
+            )
 
 
 def _check_modules(model: nn.Module) -> None:

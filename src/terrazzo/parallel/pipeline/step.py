@@ -253,7 +253,9 @@ def messages_of(model: nn.Module, engine: Engine, line: Line) -> Messages:
     """The messages of a model's stages, which remember shapes from step to step."""
     messages = _MESSAGES.find(model)
     if messages is None:
-        messages = _MESSAGES.leave(model, Messages(engine.axes.along(engine.axes.stages[0]), len(line.bounds)))
+        axes = engine.axes
+        along, stages = axes.along(axes.stages[0]), len(line.bounds)
+        messages = _MESSAGES.leave(model, Messages(along, stages, axes.device, axes.control_device))
     return messages
 
 
