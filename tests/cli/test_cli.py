@@ -77,14 +77,14 @@ def test_a_password_in_an_error_is_not_shown(
 
 
 @pytest.mark.processes
-def test_a_batch_that_does_not_divide_starts_no_process(tmp_path: Path) -> None:
+def test_a_mesh_that_does_not_make_up_the_ranks_starts_no_process(tmp_path: Path) -> None:
     start = time.monotonic()
-    overrides = ["batch.global_batch=7", f"log.folder={tmp_path}"]
+    overrides = ["plan.mesh.tp=3", f"log.folder={tmp_path}"]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     config = str(ROOT / "examples/quickstart.yaml")
     done = programs.run("-m", "terrazzo", "train", config, *overrides, env=environment)
     assert done.returncode == 2
-    assert "7 / 16 = 0.4375" in done.stderr
+    assert "plan.mesh: " in done.stderr and "the product of its axes must be 2" in done.stderr
     assert not list(tmp_path.iterdir())
     assert time.monotonic() - start < 20
 
@@ -157,7 +157,7 @@ def test_any_other_option_has_the_usual_answer(words: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--suite", "cup"], "there are: cpu, axes, stages, tiny"),
+        (["--suite", "cup"], "there are: cpu, axes, stages, mixture, tiny"),
         (["--suite", "tiny", "--cases", "tiny,traffic"], "--cases has traffic; suite tiny has: tiny"),
     ],
 )

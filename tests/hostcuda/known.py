@@ -25,7 +25,7 @@ def saved(folder: str) -> None:
 def pinned_on_the_host(folder: str) -> int:
     """Bytes that training on the CPU pins on a machine with CUDA."""
     model, _ = sharded(Case(tier="@cpu"), "cpu", folder)
-    return int(engine_of(model).usage()["pinned_bytes"])
+    return int(engine_of(model).store.usage()["pinned_bytes"])
 
 
 class Table(nn.Module):

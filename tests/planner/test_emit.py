@@ -239,8 +239,9 @@ def test_every_axis_of_a_mesh_is_written(tmp_path: Path) -> None:
     }
     split = {"strategy": "zero1", "pp": 2, "tp": 2, "global_batch": 8, "virtual_stages": 1}
     config, _ = emitted(tmp_path, own, gpus=4, gpu="cpu", **split)
-    with pytest.raises(BadInput, match="cuts no model but its own decoder into stages"):
-        emitted(tmp_path, gpus=4, gpu="cpu", **split)
+    gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 256}
+    with pytest.raises(BadInput, match="does not say through which modules its values go"):
+        emitted(tmp_path, gpt2, gpus=4, gpu="cpu", **split | {"tp": 1})
     assert (config.plan.mesh.pp, config.plan.mesh.tp, config.plan.mesh.dp_shard) == (2, 2, 1)
     assert (config.parallel.pipeline.schedule, config.parallel.pipeline.chunks) == ("1f1b", 1)
     assert (config.model.kind, config.model.dim, config.model.ffn_dim) == ("decoder", 64, 128)

@@ -145,7 +145,6 @@ def test_targets_are_shifted_before_they_are_split() -> None:
         (2, 2, {"model": {"heads": 3, "dim": 48, "kv_heads": 3}}, r"model.heads 3 do not divide by 2.*mode=gather"),
         (2, 2, {"objective": {"name": "dpo"}}, r"objective 'dpo' compares whole texts.*plan.mesh.cp=1"),
         (2, 2, {"train": {"compile": True}}, r"train.compile has not been tried.*train.compile=false"),
-        (6, 2, {}, r"\(6 ranks / plan.mesh.cp 2\) = 3 sequences at once"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_built(

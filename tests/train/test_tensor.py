@@ -227,7 +227,6 @@ def test_the_example_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             r"cp 2 × plan\.mesh\.tp 2 .* 2 do not divide by 4",
         ),
         ({"tp": 4, "cp": 2}, {"batch": {"sequence_length": 36}}, r"gives each .* 18 tokens.*Use sequences of 32 or 40"),
-        ({"tp": 2}, {"batch": {"global_batch": 3}}, r"\(4 ranks / plan\.mesh\.tp 2\) = 2 sequences at once"),
         ({"cp": 2, "tp": 2}, {"objective": {"name": "dpo"}}, r"'dpo' compares whole texts.*plan\.mesh\.cp=1"),
     ],
 )

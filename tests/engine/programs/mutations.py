@@ -18,7 +18,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.loop.backward_hooks import BackwardHooks
 from terrazzo.engine.loop.progress import Denominator
-from terrazzo.engine.optim import optimizer
+from terrazzo.engine.optim import driver
 from terrazzo.engine.sharding import prepare
 
 STRUCK = "tree.parts.0"
@@ -57,14 +57,14 @@ def the_denominator_is_wrong_by_a_percent(patch: pytest.MonkeyPatch) -> None:
 
 def an_update_is_lost(patch: pytest.MonkeyPatch) -> None:
     """Of the last segment that an optimizer has on a rank, in every step."""
-    before = optimizer.OptimizerDriver._before_step
+    before = driver.OptimizerDriver._before_step
 
     def step(self: Any, stepped: Any, args: Any, kwargs: Any) -> None:
         before(self, stepped, args, kwargs)
         if self.segments:
             self.segments[-1].parameter.grad = None
 
-    patch.setattr(optimizer.OptimizerDriver, "_before_step", step)
+    patch.setattr(driver.OptimizerDriver, "_before_step", step)
 
 
 def a_tied_weight_is_untied(patch: pytest.MonkeyPatch) -> None:
