@@ -576,3 +576,58 @@ def test_a_scale_is_not_loaded_between_micro_batches() -> None:
         assert optimizer.loss_scale == 2.0
 
     on_ranks(2, body)
+
+
+def of_vectors() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3"])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_gradients_that_leave_through_inputs_are_without_the_scale(plan: str, scale: float) -> None:
+    """Of an encoder in front of the model, and of a tensor that is given to it; the oracle casts by hand."""
+    base, encoder = of_vectors(), nn.Linear(8, 8)
+
+    def gradients(model: nn.Module, cast: bool) -> list[Tensor]:
+        own = copy.deepcopy(encoder)
+        x = torch.linspace(-1, 1, 32).reshape(4, 8).requires_grad_()
+        inside = own(x).half() if cast else own(x)
+        model(inside).float().square().mean().backward()
+        assert x.grad is not None and own.weight.grad is not None
+        return [x.grad, own.weight.grad]
+
+    wanted = gradients(copy.deepcopy(base).half(), cast=True)
+
+    def body(rank: int) -> list[Tensor]:
+        model, _ = tz.shard(copy.deepcopy(base), None, plan, units=[nn.Linear], precision=fp16(init=scale))
+        return gradients(model, cast=False)
+
+    for found in on_ranks(2, body):
+        for gradient, expected in zip(found, wanted, strict=True):
+            assert (gradient - expected).abs().max() <= 0.01 * expected.abs().max()
+
+
+def test_two_models_in_a_row_have_the_gradients_of_one_each() -> None:
+    """The second one's backward begins that of the first, whose outputs multiply once more."""
+    first, second = of_vectors(), of_vectors()
+
+    def norms(precision: Any) -> list[float]:
+        encoder, decoder = (
+            tz.shard(copy.deepcopy(each), torch.optim.AdamW, "zero2", units=[nn.Linear], precision=precision)[0]
+            for each in (first, second)
+        )
+        decoder(encoder(torch.linspace(-1, 1, 32).reshape(4, 8))).square().mean().backward()
+        return [float(tz.clip_grad_norm_(model, 1e9)) for model in (encoder, decoder)]
+
+    for found in on_ranks(2, lambda rank: (norms(fp16(init=256.0)), norms("fp32"))):
+        assert found[0] == pytest.approx(found[1], rel=0.02)
+
+
+def test_a_parameter_that_comes_later_is_refused_on_one_rank_too() -> None:
+    def body(rank: int) -> None:
+        model, _ = sharded(Net(), "zero2", precision=fp16(init=64.0))
+        model.late = nn.Parameter(torch.zeros(8))
+        with pytest.raises(tz.Misuse, match=r"'late' came to the model after tz\.shard.*that have the loss scale"):
+            loss_of(model, batch(0, rank))
+
+    on_ranks(1, body)

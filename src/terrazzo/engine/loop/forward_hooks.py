@@ -81,7 +81,8 @@ class ForwardHooks:
                 if (link := link_of(member.parameter)) is not None:
                     link.reach = weakly(self, ForwardHooks.reach, unit.index)
         members = [member for unit in self._units for bucket in unit.buckets for member in bucket.members]
-        self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, self._alone)
+        lets_in = self._alone and not self._loss_scale.multiplies
+        self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, lets_in)
         for module in model.modules():
             module.register_state_dict_post_hook(eager(weakly(self._copies, Copies.in_state_dict)))
         model.register_forward_hook(eager(weakly(self, ForwardHooks.after_model)))
@@ -105,6 +106,8 @@ class ForwardHooks:
             self._begin(module)
         if self._units[0].is_root:
             self.before_unit(0)
+        if self._loss_scale.multiplies and run is not _Run.NESTED and torch.is_grad_enabled():
+            args, kwargs = tree_map_only(Tensor, self._unscaled, (args, kwargs))
         return (self._cast(args), self._cast(kwargs)) if self._compute in _HALF else (args, kwargs)
 
     def _run_that_begins(self, model: nn.Module) -> _Run:
@@ -163,6 +166,11 @@ class ForwardHooks:
             if self._schedule.forward is not None:
                 self._progress.forward_raised(torch.is_grad_enabled())
                 self._schedule.abandon_forward()
+
+    def _unscaled(self, tensor: Tensor) -> Tensor:
+        """An input whose gradient leaves the model."""
+        leaves = tensor.requires_grad and tensor.is_floating_point()
+        return self._loss_scale.of_input(tensor) if leaves else tensor
 
     def _cast(self, inputs: Any) -> Any:
         def cast(tensor: Tensor) -> Tensor:

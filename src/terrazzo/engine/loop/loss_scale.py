@@ -45,6 +45,13 @@ class LossScale:
             Misuse: where its gradients would lack the scale.
         """
 
+    multiplies = False
+    """Whether gradients inside of the model are others than those outside."""
+
+    def of_input(self, tensor: Tensor) -> Tensor:
+        """What the model gets of an input that is differentiated, whose gradient is that of an unscaled run."""
+        return tensor
+
     def of_output(self, output: Any) -> Any:
         """What the user gets of what the model's forward has returned, or of what is run again in backward.
 
@@ -173,6 +180,12 @@ class DynamicLossScale(LossScale):
             "tz.register_forward_method, call it under torch.no_grad(), or train in bf16."
         )
 
+    multiplies = True
+
+    def of_input(self, tensor: Tensor) -> Tensor:
+        unscaled: Tensor = _UnscaleBackward.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return unscaled
+
     def of_output(self, output: Any) -> Any:
         """Its structure in fp32."""
 
@@ -243,3 +256,14 @@ class _ScaleBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         ctx.scale.gradient_has_it()
         return (grads[0] * ctx.scale.scale).to(ctx.dtype), None
+
+
+class _UnscaleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: DynamicLossScale) -> Tensor:
+        ctx.scale, ctx.dtype = scale, tensor.dtype
+        return tensor.to(torch.float32, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (grads[0] / ctx.scale.scale).to(ctx.dtype), None

@@ -28,11 +28,11 @@ class ModuleTree:
 
     Args:
         names: of each parameter, its own first.
-        alone: whether there is one rank, to which nobody is missing.
+        lets_in: whether other parameters may come: on one rank nobody's data are missing to them.
     """
 
-    def __init__(self, model: nn.Module, names: Mapping[nn.Parameter, tuple[str, ...]], alone: bool) -> None:
-        self._names, self._alone, self._warned = names, alone, False
+    def __init__(self, model: nn.Module, names: Mapping[nn.Parameter, tuple[str, ...]], lets_in: bool) -> None:
+        self._names, self._lets_in, self._warned = names, lets_in, False
         self._note(model)
 
     def _note(self, model: nn.Module) -> None:
@@ -65,10 +65,11 @@ class ModuleTree:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             now.setdefault(parameter, []).append(name)
         fresh = [held[0] for each, held in now.items() if each.requires_grad and link_of(each) is None]
-        if fresh and not self._alone:
+        if fresh and not self._lets_in:
             raise Misuse(
                 f"{listed([*map(repr, fresh)])} came to the model after tz.shard: on each rank it would be trained on "
-                "that rank's data alone. Add modules and parameters, and unfreeze them, before tz.shard."
+                "that rank's data alone, and under fp16 by gradients that have the loss scale. Add modules and "
+                "parameters, and unfreeze them, before tz.shard."
             )
         moved = [(own[0], now[each][0]) for each, own in self._names.items() if each in now and own[0] not in now[each]]
         if moved and not self._warned:
