@@ -15,6 +15,7 @@ from torch import Tensor
 from terrazzo.checkpoint import latest, open_source
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.train.guard import spike_above
+from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.loop import Trainer
 from terrazzo.train.objectives import NextToken
 from terrazzo.train.plan import build_offload
@@ -89,6 +90,61 @@ def test_after_a_spike_the_run_goes_back_and_around_the_batches_since(
 
     on_ranks_of_a_run(1, config, moved)
     assert equal(final_state(tmp_path), final_state(other))
+
+
+def spoil_batches(monkeypatch: pytest.MonkeyPatch, spoilt: set[bytes]) -> None:
+    """A hundred times the losses of some batches, whenever they are read."""
+
+    def loss_of(objective: Any, model: Any, output: Any, batch: Any) -> Tensor:
+        return REAL(objective, model, output, batch) * (100.0 if targets_of(batch) in spoilt else 1.0)
+
+    monkeypatch.setattr(NextToken, "loss_of", loss_of)
+
+
+def targets_of(batch: Any) -> bytes:
+    return bytes(batch.targets.numpy().tobytes())
+
+
+@pytest.mark.parametrize(("bad", "left_out"), [((12, 15), [2, 5]), ((12, 13), [2, 3])])
+def test_of_several_spikes_behind_a_checkpoint_none_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: tuple[int, int], left_out: list[int]
+) -> None:
+    """They are bad batches, and not bad calls. The oracle goes around all that was read until the last one."""
+    sections: dict[str, Any] = {"checkpoint": {"every": 10}, "schedule": {"name": "constant"}, "log": {"every": 1}}
+    other = tmp_path / "other"
+    other.mkdir()
+    assert trained(config_in(other, train={"steps": 10}, **sections)) == 0
+    ahead: list[bytes] = []  # from the 11th batch on
+
+    def moved(session: Any) -> None:
+        cursor = session.loader.cursor
+        ahead.extend(targets_of(session.loader.next_step().micro_batches[0]) for _ in range(8))
+        session.loader.ahead, session.loader.cursor = None, cursor
+        session.loader.skip(left_out[-1])
+        Trainer(session, StopAfter(None)).run()
+
+    on_ranks_of_a_run(1, config_in(other, train={"steps": 14}, **sections), moved)
+
+    spoil_batches(monkeypatch, {ahead[number - 11] for number in bad})
+    guard = {"action": "rollback", "spike": 8.0}
+    assert trained(config_in(tmp_path, guard=guard, train={"steps": 14}, **sections)) == 0
+    assert [line["batches"] for line in lines(tmp_path, "guard")] == left_out
+    assert equal(final_state(tmp_path), final_state(other))
+
+
+def test_fp16_leaves_a_loss_that_is_not_finite_to_the_guard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, {3: math.nan})
+    config = config_in(tmp_path, guard={"action": "skip"}, precision={"name": "fp16"}, checkpoint={"every": None})
+    assert trained(config) == 0
+    assert [line["not_taken"] for line in lines(tmp_path, "guard")] == [3]
+
+
+def test_a_resumed_run_compares_with_the_steps_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"guard": {"action": "skip", "spike": 8.0}, "checkpoint": {"every": None}}
+    assert trained(config_in(tmp_path, train={"steps": 12}, **options), stop_after=9) == PREEMPTED
+    spoil(monkeypatch, {2: 100.0})
+    assert trained(config_in(tmp_path, train={"steps": 12}, **options)) == 0
+    assert [line["not_taken"] for line in lines(tmp_path, "guard")] == [11]
 
 
 def test_two_ranks_decide_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

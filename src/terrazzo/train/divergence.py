@@ -32,7 +32,7 @@ class DivergenceWatch:
         self._skips = bool(session.optimizer.scaler_state())
         self._losses: list[Tensor] = []  # of steps that `check` has not seen, this rank's share of each
         self._norms: list[Tensor] = []  # of the same steps, over all ranks
-        self._first = session.step + 1  # of these steps
+        self._steps: list[int] = []  # their numbers
         self._queued: tuple[Tensor, torch.Event | None] | None = None
 
     @property
@@ -52,6 +52,7 @@ class DivergenceWatch:
         """
         self._losses.append(loss)
         self._norms.append(norm)
+        self._steps.append(self._session.step + 1)
         if not self._skips and not math.isfinite(self._known(norm)):
             self.check()
 
@@ -80,9 +81,9 @@ class DivergenceWatch:
         """
         values, everyone = self._session.parts.total_beside(torch.stack(self._losses), numbers)
         norms: list[float] = torch.stack(self._norms).tolist()
-        first, self._first = self._first, self._first + len(values)
-        self._losses, self._norms = [], []
-        for step, (value, norm) in enumerate(zip(values, norms, strict=True), first):
+        steps = self._steps
+        self._losses, self._norms, self._steps = [], [], []
+        for step, value, norm in zip(steps, values, norms, strict=True):
             self._refuse(f"loss of step {step}", value)
             if not self._skips:
                 self._refuse(f"gradients' norm of step {step}", norm)

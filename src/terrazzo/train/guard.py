@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from terrazzo.errors import Diverged
-from terrazzo.train.opening import resume
+from terrazzo.train.checkpoints.restore import restore
 from terrazzo.train.session import Session
 
 __all__ = ["FEWEST", "Guard", "spike_above"]
@@ -36,14 +35,12 @@ def spike_above(before: Sequence[float], deviations: float) -> float:
 class Guard:
     """Judges each step by its loss and its gradients' norm over all ranks, and does as `guard.action` says.
 
-    Both numbers are the same on every rank, and so is what is decided. The host waits for them, on CUDA too. Steps that
-    fp16 loss scaling leaves out are its own matter.
+    Both numbers are the same on every rank, and so is what is decided. The host waits for them, on CUDA too. A norm
+    that is not finite, of a loss that is, is left to fp16's loss scaling where there is that.
     """
 
     def __init__(self, session: Session) -> None:
         self._session, self._settings = session, session.config.guard
-        self._losses: deque[float] = deque(maxlen=self._settings.window)
-        self._norms: deque[float] = deque(maxlen=self._settings.window)
         self._scales = bool(session.optimizer.scaler_state())
 
     def objection(self, loss: Tensor, norm: Tensor) -> str | None:
@@ -55,16 +52,19 @@ class Guard:
         """
         if not self._settings.acts:
             return None
-        values = float(self._session.parts.total(loss.detach().clone())), float(norm)
-        if self._scales and not math.isfinite(values[1]):
-            return None
-        for what, value, before in zip(("loss", "gradients' norm"), values, (self._losses, self._norms), strict=True):
+        judged = self._session.judged
+        both = (
+            ("loss", float(self._session.parts.total(loss.detach().clone())), judged.losses),
+            ("gradients' norm", float(norm), judged.norms),
+        )
+        for what, value, before in both:
             if not math.isfinite(value):
-                return f"its {what} is {value}"
+                return None if self._scales and before is judged.norms else f"its {what} is {value}"
             if self._settings.spike is not None and value > (most := spike_above(before, self._settings.spike)):
                 return f"its {what} is {value:.4g}, where more than {most:.4g} is a spike"
-        self._losses.append(values[0])
-        self._norms.append(values[1])
+        for _, value, before in both:
+            before.append(value)
+            del before[: -self._settings.window]
         return None
 
     def act(self, why: str) -> str:
@@ -101,10 +101,8 @@ class Guard:
                 f"Step {step} was not taken: {why}, and there is no checkpoint to go back to. Set checkpoint.every, or"
                 " guard.action=skip."
             )
-        skipped, notes = session.skipped, len(session.notes)
-        resume(session)
-        del session.notes[notes:]
-        batches = step - session.step + self._settings.skip_batches
-        session.loader.skip(batches)
+        skipped, reached = session.skipped, session.loader.cursor  # beyond the step, where batches were left out before
+        restore(session)
+        batches = session.loader.skip_to(reached) + session.loader.skip(self._settings.skip_batches)
         session.skipped = [*skipped, {"step": step, "batches": batches, "why": why}]
         return f"step {step} not taken, back to {session.step}, around {batches} batches: {why}"

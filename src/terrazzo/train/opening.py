@@ -13,7 +13,6 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.checkpoint import Resumed
 from terrazzo.config import Config
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError
@@ -21,13 +20,12 @@ from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.parallel import context_of
 from terrazzo.telemetry import Console, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
+from terrazzo.train.checkpoints.restore import restore, seed_of
 from terrazzo.train.checkpoints.resume import (
     clear_checkpoints,
-    data_changes,
     is_restored,
     resume_from,
     resume_notes,
-    saying_what_differs,
     seeded_anew,
 )
 from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
@@ -40,16 +38,13 @@ from terrazzo.train.model.load import count_rows
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
-from terrazzo.train.optimizer import build_optimizer, build_schedule, resume_schedule
+from terrazzo.train.optimizer import build_optimizer, build_schedule
 from terrazzo.train.parts import parts_of
 from terrazzo.train.plan import build_offload, build_plan, build_precision, mesh_shape
 from terrazzo.train.reference import Due, check_same_initial, compute_reference, initial_model, reference_due
 from terrazzo.train.session import Origin, Sampling, Session
 
-__all__ = ["evaluation_limit", "open_session", "resume"]
-
-EXTRA = ("step", "tokens", "best", "schedule", "data", "evaluation", "config")
-"""What a checkpoint of a run has beside model and optimizer, at the least."""
+__all__ = ["evaluation_limit", "open_session"]
 
 
 def evaluation_limit(config: Config, readers: int) -> int:
@@ -172,63 +167,33 @@ def _fill(session: Session, begin: _Begin) -> None:
         if (say := _saying(session.ranks)) is not None:
             say(f"computing the reference of {sum(len(part.pairs) for part in begin.due):,} pairs ...")
         compute_reference(begin.due, model, config, session.parts, session.ranks.device)
-    torch.manual_seed(_seed(session, 0))  # dropout must differ between data
+    torch.manual_seed(seed_of(session, 0))  # dropout must differ between data
     if begin.newest:
-        resume(session)
+        _resume(session)
     else:  # last, so that nothing is lost to a run that cannot start
         on_first(lambda: clear_checkpoints(config), BadInput)
 
 
-def resume(session: Session) -> None:
-    """Continue from the newest whole checkpoint. Collective."""
-    config = session.config
-    resumed = _resumed(session)
-    extra = resumed.extra
-    session.step, session.tokens = extra["step"], extra["tokens"]
-    session.skipped = list(extra.get("skipped", ()))
-    session.validations.best = extra["best"]
-    session.notes.append(f"resumed at step {session.step}")
-    session.notes += [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
-    group = session.optimizer.param_groups[0]
-    due = group["lr"]
-    resume_schedule(session.schedule, extra["schedule"])
-    why = data_changes(config, extra, session.data.files)
-    session.loader.load_state_dict(extra["data"], config.checkpoint.allow_changed_data, why)
-    session.notes += resume_notes(config, extra["config"])
-    goes_on = session.step < config.train.steps
-    if goes_on and not math.isclose(group["lr"], due, rel_tol=1e-9):  # train.steps may stretch a schedule
-        session.notes.append(
-            f"resume: the learning rate goes on at {group['lr']:.1e}, where this schedule has it; it was {due:.1e}"
+def _resume(session: Session) -> None:
+    """Continue from the newest whole checkpoint, and note what is not as in there. Collective."""
+    config, restored = session.config, restore(session)
+    resumed, extra = restored.resumed, restored.resumed.extra
+    notes, origin, goes_on = session.notes, session.origin, session.step < config.train.steps
+    notes.append(f"resumed at step {session.step}")
+    notes += [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
+    notes += resume_notes(config, extra["config"])
+    rate = session.optimizer.param_groups[0]["lr"]
+    if goes_on and not math.isclose(rate, restored.rate, rel_tol=1e-9):  # train.steps may stretch a schedule
+        notes.append(
+            f"resume: the learning rate goes on at {rate:.1e}, where this schedule has it; it was {restored.rate:.1e}"
         )
-    origin = session.origin
     origin.optimizer = {key: it for key, it in extra["config"]["optimizer"].items() if is_restored(f"optimizer.{key}")}
     origin.same_evaluation = session.evaluation == extra["evaluation"]
     if not origin.same_evaluation:
-        session.notes.append("resume: the validation data are not those of the checkpoint")
-    size, tp = session.ranks.world_size, config.plan.mesh.tp
-    before = extra["config"]["plan"].get("mesh", {}).get("tp", 1)
-    if not resumed.generators or tp != before:  # ranks along tp draw alike, and others did
-        torch.manual_seed(_seed(session, session.step))
-        if goes_on:
-            session.notes.append(seeded_anew((resumed.world_size, before), (size, tp)))
-
-
-def _resumed(session: Session) -> Resumed:
-    """The newest whole checkpoint, once model and optimizer have taken it up; it is one of a run. Collective."""
-    folder = session.keeper.folder
-    with saying_what_differs(session.config, folder):
-        resumed = session.keeper.resume(session.model, session.optimizer)
-    if resumed is None:  # it was there when this run began, and so nothing else has given the model its weights
-        raise BadInput(
-            f"{folder} had a checkpoint when this run began, and has none that can be read now: put it back, or start"
-            " anew with checkpoint.resume=never."
-        )
-    if missing := sorted(set(EXTRA) - resumed.extra.keys()):
-        raise BadInput(
-            f"The newest checkpoint in {folder} is not of 'terrazzo train': its extra has no {', '.join(missing)}. Go"
-            " on with it by tz.checkpoint.load in a loop of your own, or use another checkpoint.folder."
-        )
-    return resumed
+        notes.append("resume: the validation data are not those of the checkpoint")
+    if restored.draws_anew and goes_on:
+        here = session.ranks.world_size, config.plan.mesh.tp
+        notes.append(seeded_anew((resumed.world_size, restored.tp), here))
 
 
 def _saying(ranks: Ranks) -> Callable[[str], None] | None:
@@ -278,11 +243,6 @@ def _saved_with_reference(path: str) -> dict[str, Any]:
     except TerrazzoError:
         return {}
     return found if found.get("reference") and "config" in found else {}
-
-
-def _seed(session: Session, step: int) -> int:
-    """For what ranks draw each for itself from `step` on; those along tp draw alike, as `Parts.drawer` says."""
-    return session.config.train.seed + 1 + session.parts.drawer + step * 1_000_003
 
 
 def _model(config: Config, data: TokenData, prompt: list[int]) -> tuple[nn.Module, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
 from torch import nn
@@ -19,7 +19,7 @@ from terrazzo.train.parts import Parts
 from terrazzo.train.plan import empty_rows, micro_batches_per_rank
 from terrazzo.train.reference import reference_state
 
-__all__ = ["Origin", "Sampling", "Session", "Validations"]
+__all__ = ["Judged", "Origin", "Sampling", "Session", "Validations"]
 
 
 class Sampling(NamedTuple):
@@ -62,6 +62,14 @@ class Origin:
 
 
 @dataclass
+class Judged:
+    """Losses and norms of the newest steps that the guard has let be, oldest first."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+@dataclass
 class Session:
     """The objects of a run.
 
@@ -71,6 +79,7 @@ class Session:
         notes: what is to be said of it before the first step, in lines.
         step: finished optimizer steps.
         tokens: targets trained on.
+        judged: what the guard compares steps with.
         skipped: what the guard has left out: at which `step`, how many `batches`, and `why`.
     """
 
@@ -90,6 +99,7 @@ class Session:
     origin: Origin
     step: int = 0
     tokens: int = 0
+    judged: Judged = field(default_factory=Judged)
     skipped: list[dict[str, Any]] = field(default_factory=list)
     validations: Validations = field(default_factory=Validations)
 
@@ -123,6 +133,7 @@ class Session:
             "step": self.step,
             "tokens": self.tokens,
             "skipped": self.skipped,
+            "judged": asdict(self.judged),
             "metric": self.validations.of(self.step),
             "best": self.validations.best,
             "schedule": self.schedule.state_dict(),

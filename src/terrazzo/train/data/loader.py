@@ -161,11 +161,17 @@ class Loader:
         epochs, samples = divmod(cursor.samples, self.order.num_sequences)  # 0 epochs, unless the data are fewer now
         self.ahead, self.cursor = None, Cursor(cursor.epoch + epochs, samples)
 
-    def skip(self, steps: int) -> None:
-        """Leave out so many steps."""
+    def skip(self, steps: int) -> int:
+        """Leave out so many steps; returns the number."""
         self.ahead = None
         for _ in range(steps):
             _, self.cursor = self.order.take(self.cursor, self.batch.global_batch)
+        return steps
+
+    def skip_to(self, cursor: Cursor) -> int:
+        """Leave out what is before a cursor that this loader has had, in steps of this batch; returns their number."""
+        from_epoch = (cursor.epoch - self.cursor.epoch) * self.order.num_sequences
+        return self.skip((from_epoch + cursor.samples - self.cursor.samples) // self.batch.global_batch)
 
     def close(self) -> None:
         """Ends the reading thread; the loader can still be used, without reading ahead."""
