@@ -36,6 +36,17 @@ class Between(nn.Module):
         return x
 
 
+class InPlace(Between):
+    """Changes values between two of its layers, without another tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            if number == 1:
+                x.mul_(2)
+        return x
+
+
 class Named(Between):
     """Calls its layers in another order than the line has them."""
 
@@ -159,6 +170,18 @@ def test_a_forward_that_is_no_line(kind, message):
         tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
 
     with pytest.raises(tz.BadInput, match=message):
+        run_in_threads(2, body, timeout_s=3.0)
+
+
+def test_values_that_are_changed_in_place_between_stages():
+    """Without gradients, where torch lets it be: each of two stages would double them."""
+
+    def body(rank: int) -> None:
+        model, _ = sharded(InPlace(), LINE)
+        with torch.no_grad():
+            tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
+
+    with pytest.raises(tz.BadInput, match=r"changes what 'layers\.1' returns"):
         run_in_threads(2, body, timeout_s=3.0)
 
 

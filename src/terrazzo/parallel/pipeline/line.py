@@ -94,6 +94,7 @@ class _Running:
         come_to: how many modules of the line have been called.
         received: from the stage before.
         values: what the last of them has returned.
+        version: of these then: how often they had been changed in place.
         result: what goes to the next stage.
     """
 
@@ -101,6 +102,7 @@ class _Running:
     come_to: int = 0
     received: Any = None
     values: Any = None
+    version: int = 0
     result: Tensor | None = None
 
     def begin(self, stage: int, received: Tensor | None) -> None:
@@ -145,11 +147,13 @@ class _InLine:
         else:  # what the stage before has sent is the output of its last module alone
             received = running.received
             running.values = received if self.place == first - 1 else _Away(line.names[self.place], received)
+        running.version = _version_of(running.values)
         return running.values
 
     def _check(self, given: Any) -> None:
         """Refuse what is not the tensor that the module before has returned."""
-        if not _is_all_of(given, self.line.running.values):
+        running = self.line.running
+        if not _is_all_of(given, running.values) or _version_of(given) != running.version:
             before, name = self.line.names[self.place - 1], self.line.names[self.place]
             raise BadInput(
                 f"The model changes what {before!r} returns before it gives it to {name!r} as its first argument, "
@@ -242,6 +246,12 @@ def _is_all_of(given: Any, values: Any) -> bool:
         return given is values
     alike = given.shape == values.shape and given.stride() == values.stride() and given.dtype == values.dtype
     return alike and given.data_ptr() == values.data_ptr()
+
+
+def _version_of(values: Any) -> int:
+    """How often it has been changed in place, as far as torch counts."""
+    counts = type(values) is Tensor and not values.is_inference()
+    return values._version if counts else 0
 
 
 def _graphs_in(args: Any, kwargs: Any) -> list[Tensor]:
