@@ -16,7 +16,7 @@ from terrazzo.config import LaunchConfig
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.recorder import Recorded
-from terrazzo.telemetry.flight.ring import Ring, Tail
+from terrazzo.telemetry.flight.ring import Ring, Tail, What
 from terrazzo.telemetry.flight.stall import Fact, Stall, find_stall
 from terrazzo.telemetry.flight.standing import Standing
 from terrazzo.train.launch.telling import STALLED
@@ -110,6 +110,20 @@ def test_a_rank_that_was_stopped_in_an_exchange_that_it_has_asked_for_is_found(r
     for rank in range(4):
         ranks.wait(rank)
     assert ranks.stall({3: Fact("T", False)}).text.endswith(MISSING)
+
+
+def test_a_wait_whose_end_was_written_over_is_forgotten(ranks: Ranks) -> None:
+    """Its launcher was late by a whole ring: what the rank waits for now stands behind the gap."""
+    ranks.wait(0, ordinal=90)
+    ranks.ranks[0].waited(0, 90, 0.0)
+    ranks.wait(0, ordinal=91)
+    records = ranks.tails[0].flight().records
+    ended = next(index for index, told in enumerate(records) if told.event == What.WAITED)
+    standing = Standing()
+    standing.take(ranks.tails[0].table, records[:ended])
+    assert [key[-1] for key in standing.waits] == [90]
+    standing.take(ranks.tails[0].table, records[ended + 1 :])
+    assert [key[-1] for key in standing.waits] == [91]
 
 
 def test_while_one_is_at_work_others_that_do_nothing_are_not_blamed(ranks: Ranks) -> None:

@@ -47,6 +47,7 @@ class Standing:
         self.slowest: dict[str, int] = defaultdict(int)
         self._names, self._since = Names({}), 0
         self._waits: dict[tuple[int, int], Told] = {}
+        self._sequence = 0  # of the newest record
         self._issued: dict[int, dict[int, Told]] = defaultdict(dict)
 
     def take(self, table: Mapping[str, Any], records: Iterable[Told]) -> None:
@@ -54,6 +55,9 @@ class Standing:
         self.table, self._names = table, Names(table)
         for told in records:
             self.newest = max(self.newest, told.time)
+            if told.sequence != self._sequence + 1:  # overtaken: an end of these may be among what was lost
+                self._waits.clear()
+            self._sequence = told.sequence
             if told.event == What.ISSUED:
                 mine = self._issued[told.track]
                 mine[told.ordinal] = told
