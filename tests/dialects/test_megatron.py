@@ -256,6 +256,11 @@ def test_what_becomes_of_others(key: str, value: Any, kind: str, words: str) -> 
         ({"overlap-param-gather": True, "use-distributed-optimizer": True}, "overlap-param-gather"),
         ({"num-virtual-stages-per-pipeline-rank": 2}, "num-virtual-stages-per-pipeline-rank"),
         ({"num-layers": 30, "pipeline-model-parallel-size": 4}, "num-layers"),
+        ({**DOCUMENTS["stages"], "num-layers": 30}, "num-layers-per-virtual-pipeline-stage"),
+        (
+            {"num-layers": 30, "pipeline-model-parallel-size": 4, "account-for-loss-in-pipeline-split": False},
+            "num-layers",
+        ),
         ({"num-experts": 8, "tensor-model-parallel-size": 2}, "num-experts"),
         ({"seq-length": 1022, "context-parallel-size": 2}, "seq-length"),
         ({"use-megatron-fsdp": True}, "use-megatron-fsdp"),
@@ -267,6 +272,12 @@ def test_what_becomes_of_others(key: str, value: Any, kind: str, words: str) -> 
 )
 def test_findings(arguments: dict[str, Any], key: str) -> None:
     assert found("megatron", arguments)[key].level == "error"
+
+
+@pytest.mark.parametrize("off", [False, "false"])
+def test_switches_that_are_off_go_with_all_others(off: Any) -> None:
+    assert not found("megatron", {"use-torch-fsdp2": off, "pipeline-model-parallel-size": 2})
+    assert not found("megatron", {"bf16": True, "fp16": off})
 
 
 def test_what_it_cannot_do_is_refused_or_lost_by_name() -> None:

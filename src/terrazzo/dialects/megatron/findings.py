@@ -18,7 +18,7 @@ def findings(document: Document, reading: Reading) -> Iterable[Finding]:
     said = {canonical(str(key)): value for key, value in document.items()}
     on = {key for key, value in said.items() if SWITCH.parse(value) is True}
     for key, together, text in _TOGETHER:
-        if key in on and together & (on | {name for name, value in said.items() if value not in (None, False)}):
+        if key in on and together & on:
             yield Finding(key, "error", text)
     for key, needed, text in _ALONE:
         if key in on and not needed & on:
@@ -54,10 +54,16 @@ def _stages(said: Mapping[str, Any], description: Description) -> Iterable[Findi
         yield Finding(description["parallel.chunks"].key, "error", "several stages of a rank need a pipeline of ranks")
     uneven = {"decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout"}
     uneven |= {"account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "hybrid-layer-pattern"}
-    if isinstance(layers, int) and stages and layers % stages and not uneven & set(said):
+    given = {key for key, value in said.items() if value is not None and SWITCH.parse(value) is not False}
+    if isinstance(layers, int) and stages and layers % stages and not uneven & given:
         text = f"{layers} layers are not divisible by {stages} pipeline stages"
         yield Finding("num-layers", "error", text)
-    if "use-torch-fsdp2" in said:
+    each = said.get("num-layers-per-virtual-pipeline-stage")
+    divides = isinstance(layers, int) and isinstance(each, int) and stages and layers % stages == 0
+    if divides and layers // stages % each:
+        text = f"the {layers // stages} layers of a pipeline stage are not divisible by {each}"
+        yield Finding("num-layers-per-virtual-pipeline-stage", "error", text)
+    if "use-torch-fsdp2" in given:
         for path, axis in (("mesh.pp", "pipeline"), ("mesh.ep", "expert")):
             if (description.value(path) or 1) > 1:
                 yield Finding(description[path].key, "error", f"--use-torch-fsdp2 does not go with {axis} parallelism")
