@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
@@ -23,7 +26,7 @@ from terrazzo.parallel.exchanges import Peers
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.hostcuda.cases import EPS, LR, apart
 
-__all__ = ["Found", "Shared", "compare", "faults_of_a_hasty_ring", "waits_unplaced"]
+__all__ = ["Found", "Shared", "compare", "faults_of_a_hasty_ring", "sharded_decoder", "waits_unplaced"]
 
 SHAPE = DecoderConfig(vocab_size=36, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_sequence_length=32)
 STEPS, MICRO, ROWS = 2, 2, 2
@@ -94,14 +97,7 @@ def _trained(case: Shared, device: str) -> tuple[dict[str, Tensor], Tensor, dict
     plan = model.tensor_plan(gathered=False)
     tz.parallelize(model, mesh, tensor=plan if case.tp > 1 else None, sequence=case.split, context=case.mode)
     loss_of = VocabularyLoss(mesh, SHAPE.vocab_size) if case.tp > 1 else _whole_loss
-    model, optimizer = tz.shard(
-        model,
-        lambda parameters: torch.optim.AdamW(parameters, lr=LR, eps=EPS),
-        case.plan,
-        units=[Block],
-        precision=case.precision,
-        mesh=mesh,
-    )
+    model, optimizer = sharded_decoder(model, case.plan, case.precision, mesh)
     context, data = context_of(model), torch.Generator().manual_seed(mesh.get_local_rank("dp_shard"))
     losses, waits = list[Tensor](), Counter[str]()
     for _ in range(STEPS):
@@ -133,6 +129,12 @@ def _trained(case: Shared, device: str) -> tuple[dict[str, Tensor], Tensor, dict
         told = torch.stack(losses).float().cpu()
     counted = {f"{each.phase}: {each.where}": n for each, n in waits.items() if not each.thread.startswith("terrazzo-")}
     return weights, told, counted
+
+
+def sharded_decoder(model: Decoder, plan: str, precision: str, mesh: DeviceMesh) -> tuple[nn.Module, Any]:
+    """With the optimizer that both devices are compared behind."""
+    adamw = functools.partial(torch.optim.AdamW, lr=LR, eps=EPS)
+    return tz.shard(model, adamw, plan, units=[Block], precision=precision, mesh=mesh)
 
 
 def waits_unplaced(mode: str) -> int:

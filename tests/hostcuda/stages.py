@@ -17,7 +17,8 @@ from terrazzo.engine import checkpoint_activations
 from terrazzo.engine.links.collectives import NativeCollectives
 from terrazzo.engine.links.transfer import Handle
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from tests.hostcuda.cases import EPS, LR, apart
+from tests.hostcuda.cases import apart
+from tests.hostcuda.shared import sharded_decoder
 
 __all__ = ["Found", "Staged", "compare", "faults_of_hasty_stages"]
 
@@ -89,14 +90,7 @@ def _trained(case: Staged, device: str) -> tuple[dict[str, Tensor], Tensor]:
     if case.recomputed:
         checkpoint_activations(model, "full", units=[Block])
     tz.parallelize(model, mesh, pipeline=tz.Pipeline(case.schedule, case.chunks))
-    model, optimizer = tz.shard(
-        model,
-        lambda parameters: torch.optim.AdamW(parameters, lr=LR, eps=EPS),
-        case.plan,
-        units=[Block],
-        precision=case.precision,
-        mesh=mesh,
-    )
+    model, optimizer = sharded_decoder(model, case.plan, case.precision, mesh)
     data, losses = torch.Generator().manual_seed(mesh.get_local_rank("dp_shard")), list[Tensor]()
     for _ in range(STEPS):
         with report.phase("input"):

@@ -26,6 +26,7 @@ from terrazzo.telemetry.flight.ring import CAPACITY, Flight, Ring, Tail, What
 from terrazzo.telemetry.flight.spans import bars_of
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.processes import Pool
+from tests.telemetry.test_steps import Net
 
 TABLE: dict[str, Any] = {
     "rank": 0,
@@ -38,17 +39,6 @@ TABLE: dict[str, Any] = {
     "names": ["forward", "backward", "recompute", "other"],
     "tracks": [],
 }
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        return x
 
 
 def trained(plan: str, run: str | None, offload: Mapping[str, Any] | None = None, steps: int = 3) -> list[float]:

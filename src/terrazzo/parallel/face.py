@@ -72,8 +72,7 @@ def parallelize(  # structure: signature fixed by the design
         BadInput: on every rank along `tp`, before anything is changed: a plan that is unknown, matches nothing or does
             not fit the model; heads that tp does not divide; a model that is cut already. Likewise along `cp`: a model
             whose attention cannot be shared; no context. Along `ep`: a model without experts, or with a number of them
-            that ep does not divide. Along `pp`: a model that cannot be cut into so many stages, `ep` beside it, or no
-            pipeline.
+            that ep does not divide. Along `pp`: a model that cannot be cut into so many stages, or no pipeline.
     """
     dims = mesh.mesh_dim_names or ()
     pp, cp, tp = (mesh[axis].size() if axis in dims else 1 for axis in (STAGES, "cp", "tp"))

@@ -24,11 +24,11 @@ from terrazzo.engine.plan.axes import Axes
 from terrazzo.errors import RanksApart
 from terrazzo.parallel.exchanges import Peers, exchange
 
-__all__ = ["ExpertRanks", "Experts", "MessageRoute", "permuted"]
+__all__ = ["ExpertRanks", "Experts", "RowRoute", "permuted"]
 
 
 @dataclass(frozen=True)
-class MessageRoute:
+class RowRoute:
     """How rows have come to this rank, for their way back.
 
     Attributes:
@@ -141,7 +141,7 @@ class Experts:
         own = self.count // self.ranks.size
         return slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
 
-    def _dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, MessageRoute]:
+    def _dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, RowRoute]:
         """Bring rows to the ranks that have their experts. Collective; the host waits for the device.
 
         Args:
@@ -162,11 +162,11 @@ class Experts:
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order))
         order, inverse = (each.to(rows.device, non_blocking=True) for each in (order, inverse))
-        route = MessageRoute(here.sum(dim=0), going, coming, order, inverse)
+        route = RowRoute(here.sum(dim=0), going, coming, order, inverse)
         arrived = exchange(rows, lambda x: ranks.deal(x, going, coming), lambda grad: ranks.deal(grad, coming, going))
         return permuted(arrived, order, inverse), route
 
-    def _combine(self, outputs: Tensor, route: MessageRoute) -> Tensor:
+    def _combine(self, outputs: Tensor, route: RowRoute) -> Tensor:
         """Bring what has come of arrived rows back to where they are from. Collective.
 
         Args:

@@ -26,7 +26,7 @@ class _Product(NamedTuple):
     """What the gradient of a weight `[outputs, inputs]` is the product of.
 
     Attributes:
-        weight: the place of the parameter in its bucket.
+        place: of the parameter in its bucket.
         inputs: `[..., inputs]`.
         grad: of the outputs, `[..., outputs]`.
     """
