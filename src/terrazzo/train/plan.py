@@ -106,21 +106,23 @@ def micro_batches_per_rank(batch: BatchConfig, world_size: int, mesh: MeshConfig
 
     Also where ranks that are gone have left another number than the one that the batch was made for.
     """
-    return -(-batch.global_batch // (batch.micro_batch * mesh.readers(world_size)))
+    return -(-batch.global_batch // _rows_at_once(batch, world_size, mesh))
 
 
 def empty_rows(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> int:
     """Sequences of a step, over all ranks, that fill micro-batches up and have nothing to learn."""
-    at_once = batch.micro_batch * mesh.readers(world_size)
-    return micro_batches_per_rank(batch, world_size, mesh) * at_once - batch.global_batch
+    return -batch.global_batch % _rows_at_once(batch, world_size, mesh)
+
+
+def _rows_at_once(batch: BatchConfig, world_size: int, mesh: MeshConfig) -> int:
+    return batch.micro_batch * mesh.readers(world_size)
 
 
 def filling_note(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> str | None:
     """What empty rows cost and what to do about them, in a line; None where there are none."""
-    empty = empty_rows(batch, world_size, mesh)
-    if not empty:
+    if not (empty := empty_rows(batch, world_size, mesh)):
         return None
-    at_once = batch.micro_batch * mesh.readers(world_size)
+    at_once = _rows_at_once(batch, world_size, mesh)
     rows = batch.global_batch + empty
     options = [str(size) for size in (batch.global_batch // at_once * at_once, rows) if size]
     shared = {axis: size for axis in ("pp", "cp", "tp") if (size := getattr(mesh, axis)) > 1}

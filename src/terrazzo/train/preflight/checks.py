@@ -39,7 +39,7 @@ def check(config: Config, world_size: int) -> list[str]:
     build_precision(config)
     build_offload(config)
     mesh_shape(config.plan.mesh, world_size)
-    _check_filling(config, world_size)
+    filling = _told_of_filling(config, world_size)
     micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     check_axes(config)
     if config.plan.mesh.pp > 1:
@@ -49,19 +49,18 @@ def check(config: Config, world_size: int) -> list[str]:
     _check_model(config, load_tokenizer(config.data.tokenizer, config.data.end_of_document))
     _check_data(config)
     check_written(config)
-    notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config))]
-    if (note := filling_note(config.batch, world_size, config.plan.mesh)) is not None:
-        notes.append(note)
+    notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config)), *filling]
     return [*notes, *check_plan(config, world_size)]
 
 
-def _check_filling(config: Config, world_size: int) -> None:
-    """Empty rows would count where a loss or a bias is of all rows that experts compute."""
+def _told_of_filling(config: Config, world_size: int) -> list[str]:
+    """The note of empty rows, if there are any; refuses them where routers count all rows that experts compute."""
     note, experts = filling_note(config.batch, world_size, config.plan.mesh), config.model.experts
     counting = [f"model.experts.balance {experts.balance}"] if experts.balance != "none" else []
     counting += ["model.experts.z_loss"] if experts.z_loss else []
     if note is not None and experts.count is not None and counting:
         raise BadInput(f"{note}. The experts' routers would count them ({listed(counting)}): take such a batch.")
+    return [] if note is None else [note]
 
 
 def _check_model(config: Config, tokenizer: Tokenizer) -> None:
