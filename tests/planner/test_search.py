@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +26,7 @@ from terrazzo.planner.report.schema import StatesReport
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_setup, counts_of
 from terrazzo.planner.timing.calibration import Calibration, Software
+from tests.helpers.calls import calls_of
 
 # -- published arithmetic ----------------------------------------------------------------------------------------
 
@@ -378,11 +378,11 @@ def test_sizing_keeps_to_a_range_and_says_so_when_nothing_in_it_runs() -> None:
     [{"strategy": "zero3"}, {}, {"global_batch": 4096}, {"parallel": True, "sequence": 4096}],
     ids=str,
 )
-def test_a_huge_range_is_searched_in_less_than_two_seconds(options: dict[str, Any]) -> None:
-    started = time.process_time()
-    sizing = min_gpus(request("llama3-405b", "1..1000000", **{"sequence": 1_000_000, **options}))
-    assert time.process_time() - started < 2
-    assert (sizing.gpus is None) is ("parallel" not in options)
+def test_a_huge_range_is_searched_in_few_calls(options: dict[str, Any]) -> None:
+    found = []
+    asked = request("llama3-405b", "1..1000000", **{"sequence": 1_000_000, **options})
+    assert calls_of(lambda: found.append(min_gpus(asked))) < 2_500_000
+    assert (found[0].gpus is None) is ("parallel" not in options)
 
 
 @pytest.mark.parametrize("options", [{"tp": 8}, {"tp": 8, "parallel": True}, {"tp": 8, "strategy": "zero1"}], ids=str)

@@ -26,17 +26,20 @@ def has_ended(lines: Lines) -> bool:
 
 
 def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
-    """A row for each log step, evaluation and change of the run, below a header.
+    """A header and, below it, a row for each log step, evaluation and change of the run.
+
+    Of a run whose first log step is still to come there are none: it tells which columns there are.
 
     Args:
-        steps: of the whole run; None where that is not known.
+        steps: of the whole run; None where that is not known, as of a loop of one's own.
         width: the most characters of a line.
     """
     told = [(line, _metrics(line)) for line in lines]
     known = {name for _, metrics in told if metrics is not None for name in metrics.as_dict()}
-    last = steps or int(lines[-1]["step"])
-    table = StepTable(last, known, width)
-    found = [table.header()] if known else []
+    if not known and steps is not None and not has_ended(lines):
+        return []
+    table = StepTable(last := steps or int(lines[-1]["step"]), known, width)
+    found = [table.header() if known else f"{'step':>6}  time"]
     for line, metrics in told:
         if metrics is not None:
             found.append(table.row(metrics, max(0, last - metrics.step) * metrics.step_s))
@@ -57,8 +60,9 @@ def screen_of(name: str, lines: Lines, *, steps: int | None, verdict: str | None
         age_s: seconds since the last line was written.
     """
     records = [line for line in lines if line["kind"] == "step" and line.get("step_s")]
-    header, *rows = rows_of(lines, steps, width)
-    parts = [_heading(name, lines, records, steps, age_s), "\n".join([header, *rows[-_ROWS:]])]
+    parts = [_heading(name, lines, records, steps, age_s)]
+    if rows := rows_of(lines, steps, width):
+        parts.append("\n".join([rows[0], *rows[1:][-_ROWS:]]))
     if records:
         parts.append(_causes(records[-1]))
         if skew := records[-1].get("skew"):

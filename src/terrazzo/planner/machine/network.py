@@ -7,6 +7,7 @@ Megatron lay them out: what is sent most often stays closest.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.machine.mesh import Mesh
@@ -38,8 +39,7 @@ SWITCH_GAIN = 1.3
 """All-reduce of 8 H200 with it 480 GB/s, without it 367 (stas00/ml-engineering)."""
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Ranks of one collective: `size` of them, `stride` ranks apart."""
 
     axis: str
@@ -67,8 +67,7 @@ def group_of(mesh: Mesh, axis: str) -> Group:
     return Group(axis, getattr(mesh, axis), stride)
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One collective or copy of one unit.
 
     Attributes:
@@ -152,13 +151,16 @@ class Network:
 
     def _waits_s(self, move: Transfer, group: Group) -> float:
         """Of one message, what it takes beside moving bytes."""
-        hops = {"send": 1, "all_to_all": self._scattered_hops(group), "all_reduce": self._tree_hops(group)}
-        around = {"data": self.device.unit_s, "pipeline": self.device.stage_s}.get(move.purpose, 0.0)
-        return self.device.call_s + around + hops.get(move.kind, group.size - 1) * self._hop_s
+        device = self.device
+        around = device.unit_s if move.purpose == "data" else device.stage_s if move.purpose == "pipeline" else 0.0
+        return device.call_s + around + self._hops(move.kind, group) * self._hop_s
 
-    def _scattered_hops(self, group: Group) -> int:
-        """Devices send to all others at once; a process on a CPU to one after the other."""
-        return group.size - 1 if self.device.kind == "cpu" else 1
+    def _hops(self, kind: str, group: Group) -> float:
+        if kind == "all_reduce":
+            return self._tree_hops(group)
+        if kind == "send" or (kind == "all_to_all" and self.device.kind != "cpu"):
+            return 1  # devices send to all others at once, a process on a CPU to one after the other
+        return group.size - 1
 
     @property
     def _hop_s(self) -> float:

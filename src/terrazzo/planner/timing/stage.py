@@ -129,7 +129,7 @@ class Stage:
         moves = [move for move in self._messages if move.kind == "send"]
         return sum(map(self._network.move_s, moves)) / (sum(move.messages for move in moves) or 1)
 
-    @property
+    @cached_property
     def _messages(self) -> list[Transfer]:
         """Of a rank in the middle: all others wait for what it sends."""
         return list(pipeline_moves(self._setup, min(1, max(0, self._setup.mesh.pp - 2))))

@@ -230,11 +230,12 @@ def pipeline_moves(setup: Setup, stage: int) -> Iterator[Transfer]:
     neighbours = Group("pp", 2, group.stride)
     parts, link = setup.mesh.tp if setup.as_megatron else 1, Network(setup.cluster.device).link(neighbours)
     once = _activation_bytes(setup) / parts
+    shares = _TensorMoves(setup) if setup.mesh.tp > 1 and setup.sequence_parallel and setup.staged else None
     for when, count in (("forward", chunks - (stage == ranks - 1)), ("backward", chunks - (stage == 0))):
         if count:
             yield Transfer("send", "pipeline activations", "pipeline", when, once * count, neighbours, link, count)
-            if setup.mesh.tp > 1 and setup.sequence_parallel and setup.staged:
-                yield _TensorMoves(setup).put_together(when, count)
+            if shares is not None:
+                yield shares.put_together(when, count)
 
 
 def shared_gradients(setup: Setup, copied_bytes: int) -> Transfer:
