@@ -107,7 +107,7 @@ def _threaded_backend() -> Iterator[None]:
     _install_threaded_pg()
     try:
         with (
-            mock.patch.multiple(ProcessLocalGroup, all_gather_single=_gather, all_to_all_single=_exchange),
+            mock.patch.multiple(ProcessLocalGroup, **{_GATHER: _gather, _EXCHANGE: _exchange}),
             mock.patch.object(Collective, "join", _join_collective),
             mock.patch.object(sys, "excepthook", sys.excepthook),  # which every rank wraps once more
         ):
@@ -163,7 +163,9 @@ def _exchange(self: Any, output: Tensor, own: Tensor, to: Sequence[int], of: Seq
     return _meet(self, _Exchange(), (output, own))
 
 
-_all_to_all = ProcessLocalGroup.all_to_all_single
+_RENAMED = hasattr(ProcessLocalGroup, "all_to_all_single")  # by torch 2.13
+_GATHER, _EXCHANGE = ("all_gather_single", "all_to_all_single") if _RENAMED else ("_allgather_base", "alltoall_base")
+_all_to_all = getattr(ProcessLocalGroup, _EXCHANGE)
 
 
 def _meet(group: Any, collective: Any, data: tuple[Tensor, Tensor]) -> dist.Work:

@@ -16,9 +16,12 @@ from tests.hostcuda.timeline import step_ms
 pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 
 
-def test_checkpoints_are_saved_where_the_group_is_nccl_alone(tmp_path: Path) -> None:
+def test_where_the_group_is_nccl_alone(tmp_path: Path) -> None:
+    """Checkpoints are saved, and ranks hear of each other beside the device: the host does not wait for it."""
     with Ranks(2, backend="cuda:nccl") as ranks:
         ranks.run(known.saved, str(tmp_path))
+        for counts in ranks.run(known.syncs, Case(), str(tmp_path)):
+            assert not {"forward", "backward", "clip", "step"} & counts.keys()
 
 
 def test_training_on_the_host_pins_nothing(one_rank: Ranks, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def peak_bytes_of_step(raw: dict[str, Any], world_size: int, device: str = "cpu"
     """
     config = config_from_dict(raw)
     gc.collect()  # what an earlier run has left must not be freed while this one is measured
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         _train(config, world_size, torch.device(device), steps=2)
     events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")

@@ -45,10 +45,14 @@ class Collectives(ABC):
 
     Args:
         axis: by which waits are counted; empty where there are no others.
+
+    Attributes:
+        host_group: of the same ranks, for what is in the host's memory: `group`, where that can.
     """
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
         self._group, self.traffic, self.ledger = group, traffic, ledger
+        self.host_group = group
         self.axis = axis
         self.size, self.rank = group.size(), group.rank()
         self.trail, self.checksum = deque[int](maxlen=TRAIL), 0
@@ -67,8 +71,13 @@ class Collectives(ABC):
 
     def leave_to_parent(self) -> None:
         """Keep the group, in a forked child: gloo's destructor would wait for threads that are not here."""
-        for group in (self._group, dist.group.WORLD):
+        for group in (self._group, self.host_group, dist.group.WORLD):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def _group_for(self, values: Tensor) -> dist.ProcessGroup:
+        """The one that carries them."""
+        require_own(self._process)
+        return self._group if values.is_cuda else self.host_group
 
     def all_gather(self, full: Tensor) -> Moves[Tensor]:
         """Fill `full` from every rank's own chunk of it, in place."""
@@ -90,7 +99,7 @@ class Collectives(ABC):
         """The elementwise maximum over the ranks, for small control data; blocks."""
         self.traffic.record("control", values.nbytes, axis=self.axis)
         with self._meeting("control"):
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group_for(values))
         return values
 
     def gather_rows(self, values: Tensor) -> Tensor:
@@ -98,14 +107,14 @@ class Collectives(ABC):
         rows = values.new_empty((self.size, values.numel()))
         self.traffic.record("control", values.nbytes, axis=self.axis)
         with self._meeting("control"):
-            all_gather_single(rows.view(-1), values.reshape(-1), group=self.group)
+            all_gather_single(rows.view(-1), values.reshape(-1), group=self._group_for(values))
         return rows.view(self.size, *values.shape)
 
     def broadcast(self, values: Tensor, source: int = 0) -> None:
         """Overwrite `values` with those of one rank of the axis, by default of the first; blocks."""
         self.traffic.record("broadcast", values.nbytes if self.rank == source else 0, axis=self.axis)
         with self._meeting("broadcast"):
-            dist.broadcast(_carried(values), group=self.group, group_src=source)
+            dist.broadcast(_carried(values), group=self._group_for(values), group_src=source)
 
     @contextlib.contextmanager
     def _meeting(self, kind: str) -> Iterator[None]:
@@ -133,12 +142,12 @@ class Collectives(ABC):
             tag: what the rank asks for it by; no two messages under way between two ranks have the same.
         """
         self.traffic.record("send", values.nbytes, axis=self.axis)
-        work = dist.isend(_carried(values), group=self.group, group_dst=route.to, tag=tag)
+        work = dist.isend(_carried(values), group=self._group_for(values), group_dst=route.to, tag=tag)
         return Handle([work], (values,), self.traffic.times_of(self.axis, "send"))
 
     def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
         """Start receiving contiguous `into` on a route to this rank."""
-        work = dist.irecv(_carried(into), group=self.group, group_src=route.source, tag=tag)
+        work = dist.irecv(_carried(into), group=self._group_for(into), group_src=route.source, tag=tag)
         return Handle([work], (into,), self.traffic.times_of(self.axis, "send"))
 
     @abstractmethod

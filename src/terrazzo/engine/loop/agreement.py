@@ -18,6 +18,7 @@ from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meet
 from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.order import Event, Visit, merge
 from terrazzo.engine.schedule.schedule import Schedule
@@ -43,9 +44,9 @@ class Agreement:
 
     def _rows(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, none of which is negative."""
-        axes, device = self._axes, self._axes.control_device
-        longest = int(axes.maximum(torch.tensor([len(numbers)], device=device)).item())
-        own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=device)
+        axes = self._axes
+        longest = int(axes.maximum(torch.tensor([len(numbers)], device=HOST)).item())
+        own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=HOST)
         return [[number for number in row if number >= 0] for row in axes.rows(own).tolist()]
 
     def on_gradients(self, backward: BackwardPass) -> None:

@@ -15,6 +15,7 @@ from terrazzo.engine.links.collectives import TRAIL
 from terrazzo.engine.links.label import RUN_THE_SAME, Label, moving
 from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 
 __all__ = ["MEETING_NUMEL", "meet", "weights_are_split"]
@@ -37,7 +38,7 @@ def meet(axes: Axes, progress: Progress, label: Label, numbers: Sequence[int]) -
             transport whose messages carry no labels.
     """
     trail = _trail(axes, progress)
-    values = torch.tensor([label.code, ~label.code, trail, ~trail, *numbers], device=axes.control_device)
+    values = torch.tensor([label.code, ~label.code, trail, ~trail, *numbers], device=HOST)
     before = moving.set(label)
     try:
         highest, lowest, most, least, *top = axes.maximum(values).tolist()
@@ -101,7 +102,7 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
     for axis in axes.exchanging:
         last = [*axes.along(axis).trail][-TRAIL:]
         trail = [-1] * (TRAIL - len(last)) + last
-        for theirs in axes.rows(torch.tensor(trail, device=axes.device)).tolist():
+        for theirs in axes.rows(torch.tensor(trail, device=HOST)).tolist():
             for mine, other in zip(trail, theirs, strict=True):
                 if mine != other and min(mine, other) >= 0:
                     label.of_code(mine).check(other, "another rank")
@@ -110,6 +111,6 @@ def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:
 
 def _apart(axes: Axes, numbers: Mapping[K, float]) -> dict[K, tuple[float, float, float]]:
     """Numbers that are not the same on all ranks, under the same keys on each: this rank's, the lowest, the highest."""
-    rows = axes.rows(torch.tensor([*numbers.values()], dtype=torch.float64, device=axes.control_device))
+    rows = axes.rows(torch.tensor([*numbers.values()], dtype=torch.float64, device=HOST))
     ranges = zip(numbers.items(), rows.amin(0).tolist(), rows.amax(0).tolist(), strict=True)
     return {key: (own, low, high) for (key, own), low, high in ranges if low != high}

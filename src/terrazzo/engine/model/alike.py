@@ -13,6 +13,7 @@ from terrazzo.engine.links.collectives import MessageRoute
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.layout import Slot
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart, listed
 
 __all__ = ["broadcast_first", "compare_written"]
@@ -36,7 +37,7 @@ def compare_written(axes: Axes, buckets: Sequence[Bucket]) -> None:
         first = _of_first_stage(axes, bucket)
         slots = [] if first is None else [slot for slot in bucket.slots if _differ(bucket, slot, first)]
         differing += [slot.name for slot in slots]
-    if axes.maximum(torch.tensor([len(differing)], device=axes.control_device), axes.with_stages).item():
+    if axes.maximum(torch.tensor([len(differing)], device=HOST), axes.with_stages).item():
         raise RanksApart(
             "The ranks have not written the same inside 'with tz.gathered(model, write=True)': they differ in "
             f"{listed([*map(repr, differing)]) or 'what other ranks hold'}. Each rank keeps its own part of what it "

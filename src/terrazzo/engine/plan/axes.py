@@ -157,13 +157,6 @@ class Axes:
         """All axes of the mesh."""
         return (*self.every, *self.stages)
 
-    @property
-    def control_device(self) -> torch.device:
-        """Where small numbers are exchanged that the host waits for: beside the device's work, if the group can."""
-        host = torch.device("cpu")
-        groups = [collectives.group for collectives in self._collectives.values()]
-        return host if all(backend_of(group, host) == "gloo" for group in groups) else self.device
-
     def along(self, axis: str) -> Collectives:
         return self._collectives[axis]
 
@@ -212,12 +205,11 @@ class Axes:
         live = self.live(self.every if axes is None else axes)
         if not facts or not live:
             return []
-        device = self.control_device  # others than torch's default, under which a model may be built on paper
         told = torch.stack(
             [
-                fact.to(device).reshape(())
+                fact.to(devices.HOST).reshape(())
                 if isinstance(fact, Tensor)
-                else torch.tensor(_checksum(fact), device=device)
+                else torch.tensor(_checksum(fact), device=devices.HOST)  # torch's default may be paper
                 for fact in facts.values()
             ]
         )

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
+    "HOST",
     "KINDS",
     "Stream",
     "allocator",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 KINDS = ("cpu", "cuda")
+HOST = torch.device("cpu")
+"""Where numbers are on which the host decides: those of other ranks arrive there beside the device's work."""
 
 
 def is_cuda(device: torch.device) -> bool:

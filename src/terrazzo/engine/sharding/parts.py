@@ -14,6 +14,7 @@ from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
 from terrazzo.engine.plan.elsewhere import stages_of
 from terrazzo.engine.plan.family import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Family, record_of
 from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, Misuse, listed
 
 __all__ = [
@@ -138,7 +139,7 @@ def check_parts(members: Sequence[Member], axes: Axes) -> None:
             continue
         numels = axes.total(torch.tensor([m.parameter.numel() for m in cut], device=axes.device), along).tolist()
         wrong = [m.name for m, numel in zip(cut, numels, strict=True) if numel != torch.Size(m.shape).numel()]
-        if axes.maximum(torch.tensor([len(wrong)], device=axes.control_device)).item():
+        if axes.maximum(torch.tensor([len(wrong)], device=HOST)).item():
             raise BadInput(
                 f"{listed(wrong) or 'Parameters of other ranks'}: the ranks along {', '.join(along)} do not have the "
                 "whole of it between them. Pass tz.shard the mesh that tz.parallelize was given, and leave parameters "

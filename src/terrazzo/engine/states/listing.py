@@ -10,6 +10,7 @@ from torch import nn
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.plan.elsewhere import as_one
 from terrazzo.engine.plan.partition import parameter_names
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.state import ModelState
 
 __all__ = ["Listed", "listing"]
@@ -59,7 +60,7 @@ def listing(model: nn.Module) -> list[Listed]:
             position, info = own[name]
             numbers = [stage, position, _DTYPES.index(info.dtype), info.group + 1, info.states is not None]
             row.copy_(torch.tensor(numbers))
-    told = axes.maximum(table.to(axes.control_device), axes.stages).tolist()
+    told = axes.maximum(table.to(HOST), axes.stages).tolist()
     return [
         Listed(
             tuple(each), own[each[0]][1].shape if each[0] in own else shape, _DTYPES[dtype], group - 1, bool(stepped),

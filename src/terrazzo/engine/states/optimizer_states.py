@@ -23,6 +23,7 @@ from terrazzo.engine.optim.settings import NOT_HYPER
 from terrazzo.engine.optim.stepper import bare_copy
 from terrazzo.engine.optim.stock import StateSpec, choose_kernel
 from terrazzo.engine.plan.elsewhere import require_whole
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.restore import restore_optimizer
 from terrazzo.engine.states.whole import gathered_state, whole_parameter
 from terrazzo.errors import BadInput, RanksApart, listed
@@ -278,7 +279,7 @@ class OptimizerStates:
                     numbers = [torch.as_tensor(state[kind]).double().reshape(-1).cpu() for kind in kinds]
                     row = torch.cat([torch.zeros(1, dtype=torch.float64), *numbers])
                     rows[slot.name][: len(row)] = row
-        told = self.engine.axes.maximum(table.to(self.engine.axes.control_device)).cpu()
+        told = self.engine.axes.maximum(table.to(HOST))
         found = zip(self._places, told, strict=True)
         return {name: list(_unpacked(self._kept(name), row[1:])) for name, row in found if row[0] == 0}
 

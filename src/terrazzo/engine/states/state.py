@@ -20,6 +20,7 @@ from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.plan.elsewhere import as_one
 from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.partition import parameter_names
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.pieces import Piece, average_pieces, copied_pieces, model_pieces, optimizer_pieces
 from terrazzo.engine.states.restore import Read, restore_averages, restore_model, restore_optimizer
 from terrazzo.errors import BadInput, RanksApart, listed
@@ -201,7 +202,7 @@ class ModelState:
             hashes = all_or_none(engine.axes, write)
         engine.blocks.show_changed()
         stages, differing = engine.axes.stages, engine.axes.differing(hashes)
-        if engine.axes.maximum(torch.tensor([len(differing)], device=engine.axes.control_device), stages).item():
+        if engine.axes.maximum(torch.tensor([len(differing)], device=HOST), stages).item():
             raise RanksApart(
                 "load_state_dict: the ranks were given other values of "
                 f"{listed([*map(repr, differing)]) or 'what other stages have'}, and each has kept its own part. "

@@ -24,6 +24,7 @@ from terrazzo.engine.plan.elsewhere import stages_of
 from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.plan.rectangles import Rectangle
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.errors import BadInput, RanksApart, did_you_mean, listed
 
@@ -40,7 +41,7 @@ def collect_buffers(model: nn.Module) -> None:
     axes, buffers = engine_of(model).axes, persistent_buffers(model)
     (along,) = (axes.along(axis) for axis in axes.stages)
     held = [along.rank if stages.chunks_of(*buffer.names) else -1 for buffer in buffers]
-    holders = axes.maximum(torch.tensor(held, device=axes.control_device), axes.stages).tolist()
+    holders = axes.maximum(torch.tensor(held, device=HOST), axes.stages).tolist()
     for buffer, holder in zip(buffers, holders, strict=True):
         if holder >= 0 and buffer.tensor.numel():
             values = buffer.tensor.detach().flatten()

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 from terrazzo.parallel.exchanges import Peers, exchange
 
@@ -103,7 +104,7 @@ class ExpertRanks(Peers):
         numbers[0] = label.code
         if counts is not None:
             numbers[1 : 1 + counts.numel()] = counts
-        rows = self._along.gather_rows(numbers.to(self.axes.control_device)).cpu()
+        rows = self._along.gather_rows(numbers.to(HOST))
         here = replace(label, names=(*self._units, *self._modules))
         for rank, code in enumerate(rows[:, 0].tolist()):
             if code != label.code:

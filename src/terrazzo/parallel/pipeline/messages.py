@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from terrazzo.engine.links.collectives import Collectives, MessageRoute
 from terrazzo.engine.links.transfer import Handle
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.order import Action, Kind
 
@@ -37,12 +38,11 @@ class Messages:
         collectives: along the axis of stages.
         stages: of the whole model.
         device: of what stages hand on.
-        control: of what says how large that is, which the host waits for.
     """
 
-    def __init__(self, collectives: Collectives, stages: int, device: torch.device, control: torch.device) -> None:
+    def __init__(self, collectives: Collectives, stages: int, device: torch.device) -> None:
         self._collectives, self._stages = collectives, stages
-        self._device, self._control = device, control
+        self._device = device
         self.size, self.rank = collectives.size, collectives.rank
         if device.type == "cuda":
             routes = dict.fromkeys(each for stage in range(stages - 1) for each in self._between(stage))
@@ -87,7 +87,7 @@ class Messages:
             here = tuple(values.shape), values.dtype
             known = self._known.setdefault((action.stage, form), here)
             if known is here:
-                header = _written(*here).to(self._control)
+                header = _written(*here).to(HOST)
                 self._sent[action, True] = self._collectives.send(header, route, self._tag(action, header=True))
             elif known != here:
                 raise BadInput(
@@ -119,7 +119,7 @@ class Messages:
         return arrived
 
     def _receive_new(self, action: Action, form: Form) -> Tensor:
-        header, route = torch.empty(_HEADER, dtype=torch.int64, device=self._control), self._route_of(action)
+        header, route = torch.empty(_HEADER, dtype=torch.int64, device=HOST), self._route_of(action)
         self._wait(self._collectives.receive(header, route, self._tag(action, header=True)), route.source)
         known = self._known[action.stage, form] = _read(header.tolist())
         return self._receive(action, *known)()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine import Engine, StagedSchedule, accumulate, engine_of, stages_of
 from terrazzo.engine.plan.marks import Mark
+from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel.pipeline.deferred import DeferredWeights
 from terrazzo.parallel.pipeline.line import Line
@@ -160,7 +161,7 @@ class _Run:
         """What this rank does, once all along the pipeline have been told the same."""
         count, axes = len(self.micro_batches), self.engine.axes
         told = torch.tensor([count, self.trains, self.engine.progress.denominator.unscaled], dtype=torch.float64)
-        highest, lowest = axes.maximum(torch.stack([told, -told]).to(axes.control_device), axes.stages)
+        highest, lowest = axes.maximum(torch.stack([told, -told]).to(HOST), axes.stages)
         if not torch.equal(highest, -lowest):
             raise RanksApart(
                 f"The stages of a pipeline have not been told the same: tz.step was given {count} micro-batches here, "
@@ -255,7 +256,7 @@ def messages_of(model: nn.Module, engine: Engine, line: Line) -> Messages:
     if messages is None:
         axes = engine.axes
         along, stages = axes.along(axes.stages[0]), len(line.bounds)
-        messages = _MESSAGES.leave(model, Messages(along, stages, axes.device, axes.control_device))
+        messages = _MESSAGES.leave(model, Messages(along, stages, axes.device))
     return messages
 
 
