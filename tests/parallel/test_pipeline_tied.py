@@ -127,6 +127,74 @@ def test_a_weight_of_several_modules_of_the_line(pipeline: tz.Pipeline) -> None:
     assert torch.equal(ranks[0][1]["0.weight"][1], ranks[1][1]["0.weight"][1])
 
 
+class Scaled(nn.Linear):
+    """Multiplies what comes out by a weight that other modules may have too, where the step says so."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6, bias=False)
+        self.scale, self.used = nn.Parameter(torch.linspace(0.5, 1.5, 6)), False
+
+    def forward(self, values: Tensor) -> Tensor:
+        return super().forward(values) * self.scale if self.used else super().forward(values)
+
+
+def scaled_line() -> nn.Sequential:
+    generator = torch.Generator().manual_seed(4)
+    model = nn.Sequential(*(Scaled() for _ in range(4)))
+    with torch.no_grad():
+        for each in model:
+            each.weight.copy_(torch.randn(6, 6, generator=generator) / 2)
+    model[3].scale = model[0].scale
+    return model
+
+
+def use(model: nn.Module, step: int, data_rank: int) -> None:
+    """All modules use theirs, then none, then the last one alone, and on the second data rank alone."""
+    for place, module in model.named_children():
+        module.used = step == 0 or (step == 2 and place == "3" and data_rank == 1)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3@cpu"])
+def test_one_that_no_stage_has_used_is_left_alone(plan: str) -> None:
+    """As of a parameter whose gradient is None: neither weight decay nor momentum moves it."""
+    adamw = functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.3)
+
+    def body(rank: int):
+        model, mesh = scaled_line(), tz.mesh(pp=2, device="cpu")
+        tz.parallelize(model, mesh, pipeline=tz.Pipeline())
+        model, optimizer = tz.shard(model, adamw, plan, mesh=mesh, units=[Scaled])
+        trace = []
+        for step in range(4):
+            use(model, step, rank % 2)
+            batches = [rows(10 * step + 2 * (rank % 2) + micro) for micro in range(2)]
+            tz.step(model, batches, squares, denominator=2.0)
+            absent = {name for name, each in model.named_parameters() if each.grad is None}
+            optimizer.step()
+            optimizer.zero_grad()
+            engine_of(model).settle()
+            trace.append((absent, own_parts(model, masters)))
+        return trace
+
+    ranks, model = run_in_threads(4, body), scaled_line()
+    optimizer, names = adamw(model.parameters()), dict(model.named_parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        for data_rank in range(2):
+            use(model, step, data_rank)
+            for micro in range(2):
+                inputs, targets = rows(10 * step + 2 * data_rank + micro)
+                (squares(model(inputs), targets) / 2).backward()
+        expected = {name for name, each in names.items() if each.grad is None}
+        optimizer.step()
+        for rank, trace in enumerate(ranks):
+            absent, parts = trace[step]
+            assert absent == expected - ({"2.scale"} if rank < 2 else {"1.scale"})
+            for name, (start, values) in parts.items():
+                there = names[name].detach().flatten()[start : start + len(values)]
+                torch.testing.assert_close(values, there, rtol=1e-4, atol=1e-5)
+                assert name not in expected or step == 0 or torch.equal(values, trace[step - 1][1][name][1])
+
+
 def sharded(rank: int, plan: str = "zero2"):
     model, mesh = model_of(TIED), tz.mesh(pp=2, device="cpu")
     tz.parallelize(model, mesh, pipeline=tz.Pipeline())

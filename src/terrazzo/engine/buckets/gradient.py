@@ -20,16 +20,18 @@ from terrazzo.engine.links.collectives import MessageRoute
 from terrazzo.engine.links.sums import divide
 from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.links.transfer import Moves, Released, branching, converted, for_computation, further
+from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import MoveBytes, Reduction, Sums
+from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["Gradient"]
 
 
-_TAG = 2**30
-"""Of what stages send each other of gradients: above the tags of activations."""
+_TAG, _SEEN_TAG = 2**30, 2**30 + 1
+"""Of what stages send each other of gradients, and of which there are: above the tags of activations."""
 
 
 class Gradient:
@@ -165,7 +167,8 @@ class Gradient:
     def add_stages(self, stages: Sequence[int], dtype: torch.dtype) -> None:
         """Have the unreduced gradient be the sum of those of the ranks that have stages with these parameters.
 
-        Added in the order of ranks: all have the same bits. Collective over these.
+        Added in the order of ranks: all have the same bits. A parameter counts as seen where it does on any of them.
+        Collective over these.
 
         Args:
             stages: their numbers along the axis of stages, in order.
@@ -173,18 +176,12 @@ class Gradient:
         """
         axes = self.sharding.axes
         own = self._take_pending(dtype)
-        links, place = axes.along(axes.stages[0]), axes.place_among_stages
-        others = {stage: torch.empty_like(own) for stage in stages if stage != place}
-        with self.ledger.holding(own.nbytes * len(others)):
-            handles = [links.send(own, MessageRoute("tied", place, stage), _TAG) for stage in others]
-            handles += [links.receive(into, MessageRoute("tied", stage, place), _TAG) for stage, into in others.items()]
-            for handle in handles:
-                handle.wait()
-            terms = [own if stage == place else others[stage] for stage in stages]
-            total = functools.reduce(torch.add, terms)
+        with self.ledger.holding(own.nbytes * (len(stages) - 1)):
+            total = functools.reduce(torch.add, _on_stages(axes, stages, own, _TAG))
         self.pending = own.copy_(total)
         self._filled, self.filled_numel = [True] * len(self._filled), sum(self._numels)
-        self.seen = [True] * len(self.seen)
+        seen = torch.tensor(self.seen, device=HOST)
+        self.seen = functools.reduce(torch.logical_or, _on_stages(axes, stages, seen, _SEEN_TAG)).tolist()
 
     # -- over the ranks ----------------------------------------------------------------------------------------
 
@@ -387,3 +384,14 @@ class Gradient:
                 self.seen[index] = False
         if not any(self.seen) and not self.unfinished:
             self.zero(set_to_none=True)
+
+
+def _on_stages(axes: Axes, stages: Sequence[int], own: Tensor, tag: int) -> list[Tensor]:
+    """What each of these stages has where this rank has `own`, in their order. Collective over them; blocks."""
+    links, place = axes.along(axes.stages[0]), axes.place_among_stages
+    others = {stage: torch.empty_like(own) for stage in stages if stage != place}
+    handles = [links.send(own, MessageRoute("tied", place, stage), tag) for stage in others]
+    handles += [links.receive(into, MessageRoute("tied", stage, place), tag) for stage, into in others.items()]
+    for handle in handles:
+        handle.wait()
+    return [own if stage == place else others[stage] for stage in stages]
