@@ -20,11 +20,11 @@ import torch
 
 from terrazzo import cli
 from terrazzo.config import load_config
+from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train import run
 from terrazzo.train.command import Command, folded, program
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
-from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.loop import Trainer
 from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check

@@ -14,10 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.exit_codes import FAILED, PREEMPTED
 from terrazzo.train.launch import failure, preempted
 from terrazzo.train.launch.failure import run_rank
 from terrazzo.train.launch.preempted import stays_stopped
-from terrazzo.train.launch.telling import FAILED, PREEMPTED, REPORT
+from terrazzo.train.launch.telling import REPORT
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.threads import run_in_threads
 

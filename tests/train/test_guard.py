@@ -14,8 +14,8 @@ from torch import Tensor
 
 from terrazzo.checkpoint import latest, open_source
 from terrazzo.errors import BadInput, Diverged
+from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train.guard import spike_above
-from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.loop import Trainer
 from terrazzo.train.objectives import NextToken
 from terrazzo.train.plan import build_offload

@@ -24,6 +24,7 @@ from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import ModelState
 from terrazzo.errors import BadInput, Diverged
+from terrazzo.exit_codes import INTERRUPTED
 from terrazzo.train import loop
 from terrazzo.train.command import Command, program
 from terrazzo.train.data import IGNORED, SequenceDataset
@@ -31,7 +32,6 @@ from terrazzo.train.data import load as load_module
 from terrazzo.train.evaluate import evaluate
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import Notices, StopRequest
-from terrazzo.train.launch.telling import INTERRUPTED
 from terrazzo.train.loop import Trainer, step_on
 from terrazzo.train.objectives import NextToken
 from terrazzo.train.opening import open_session

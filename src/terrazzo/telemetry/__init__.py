@@ -2,7 +2,8 @@
 
 Open to other packages:
 
-    flight      what each rank has recorded, for whoever looks after ranks
+    flight      what each rank has recorded
+    watchdog    whether ranks stand still, for whoever has started them
 """
 
 from terrazzo.telemetry.attach import Telemetry, attach

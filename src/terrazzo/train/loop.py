@@ -11,6 +11,7 @@ import terrazzo as tz
 from terrazzo.checkpoint import check_replicas
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.phases import Phases
+from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import PeakMemory, StepRecorder, Stopwatch
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
@@ -20,7 +21,6 @@ from terrazzo.train.divergence import DivergenceWatch
 from terrazzo.train.evaluate import evaluate, sample_text
 from terrazzo.train.guard import Guard
 from terrazzo.train.launch.stop import StopRequest
-from terrazzo.train.launch.telling import PREEMPTED
 from terrazzo.train.micro_batches import learnt
 from terrazzo.train.model.experts import balance_experts, forget_load
 from terrazzo.train.model.load import Load

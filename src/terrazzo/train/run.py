@@ -12,17 +12,18 @@ from terrazzo.config import Config, LaunchConfig, load_config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exchange import together
+from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import Console
+from terrazzo.telemetry.watchdog.looking import Patience
+from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.train.command import Command
 from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.preempted import STAYS_STOPPED, stays_stopped
 from terrazzo.train.launch.ranks import agree_on_config, join
-from terrazzo.train.launch.recording import black_box
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
 from terrazzo.train.launch.stop import Notices, StopRequest, say_now
-from terrazzo.train.launch.telling import PREEMPTED, REPORT
-from terrazzo.train.launch.watchdog import Patience
+from terrazzo.train.launch.telling import REPORT
 from terrazzo.train.loop import Trainer
 from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check

@@ -9,9 +9,6 @@ labelled     what they print, with their numbers
 joining      where ranks meet, and who has not come in time
 here         a process on its machine: its number there, the ranks beside it, its device and threads
 ranks        a rank's place in the run, and the same configuration on all
-recording    what they record, in memory of the process that has started them
-watchdog     whether they stand still, and why
-evidence     what they were doing then
 stop         a signal as a request that all ranks hear of
 failure      who failed first is said once, with the exit code
 scratch      temporary folders that do not stay behind

@@ -23,10 +23,11 @@ from typing import NoReturn, Protocol
 
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, Diverged, SaveFailed, SwapFailed
+from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.tether import PARENT
 from terrazzo.train.launch.preempted import leave_note
 from terrazzo.train.launch.scratch import Scratch
-from terrazzo.train.launch.telling import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, REPORT, Failure, ToLauncher
+from terrazzo.train.launch.telling import REPORT, Failure, ToLauncher
 
 __all__ = ["SIBLING_GRACE_S", "announce_ready", "run_rank"]
 

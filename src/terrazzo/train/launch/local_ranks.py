@@ -18,13 +18,15 @@ from types import FrameType
 import torch.distributed as dist
 
 from terrazzo.engine.runtime.system import is_ending, is_stopped, oom_kills
-from terrazzo.telemetry.flight.stall import Stall
+from terrazzo.exit_codes import PREEMPTED
+from terrazzo.telemetry.watchdog.evidence import Suspect
+from terrazzo.telemetry.watchdog.looking import Patience, Watchdog
+from terrazzo.telemetry.watchdog.recording import ASK, GIVEN, Recording
+from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.tether import tethered
 from terrazzo.train.launch.failure import SIBLING_GRACE_S
 from terrazzo.train.launch.labelled import Labelled
-from terrazzo.train.launch.recording import GIVEN, Recording
-from terrazzo.train.launch.telling import PREEMPTED, REPORT, Failure
-from terrazzo.train.launch.watchdog import Patience, Watchdog
+from terrazzo.train.launch.telling import REPORT, Failure
 
 __all__ = ["RUN_ID", "LocalRank", "LocalRanks", "Signals"]
 
@@ -140,6 +142,13 @@ class LocalRank:
         if self.code is None:
             self._process.send_signal(number)
 
+    def ask(self) -> bool:
+        """Have it write where its threads are; False if it cannot."""
+        able = self.code is None and not is_stopped(self.pid)
+        if able:
+            self.send(ASK)
+        return able
+
     def end(self) -> None:
         """Kill it, unless it has ended by itself, or is about to: its connections go before it has an exit code."""
         self.poll()
@@ -252,6 +261,12 @@ class LocalRanks:
             return False
         self.stall = self._watchdog.look()
         return self.stall is not None
+
+    @property
+    def suspects(self) -> list[Suspect]:
+        """Ranks that record."""
+        found = zip(self.ranks, self.recordings, strict=True)
+        return [Suspect(rank.rank, rank.pid, recording, rank.ask) for rank, recording in found]
 
     @property
     def oom_kills(self) -> int | None:

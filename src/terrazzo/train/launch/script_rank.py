@@ -13,8 +13,9 @@ import traceback
 from types import TracebackType
 
 from terrazzo import tether
+from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.tether import become
-from terrazzo.train.launch.telling import FAILED, INTERRUPTED, PREEMPTED, REPORT, Failure, ToLauncher
+from terrazzo.train.launch.telling import REPORT, Failure, ToLauncher
 
 __all__ = ["own_frames"]
 

@@ -16,13 +16,14 @@ from terrazzo.config import LaunchConfig
 from terrazzo.engine.offload.topology import cpus_of_a_rank
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.telemetry.flight.stall import Stall
-from terrazzo.train.launch.evidence import keep_evidence
+from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED
+from terrazzo.telemetry.watchdog.evidence import keep_evidence
+from terrazzo.telemetry.watchdog.looking import Patience
+from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks, Signals
 from terrazzo.train.launch.stop import Notices, say_now
-from terrazzo.train.launch.telling import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED, Failure, first_failure
-from terrazzo.train.launch.watchdog import Patience
+from terrazzo.train.launch.telling import Failure, first_failure
 
 __all__ = ["adopt_slurm", "first_host", "is_rank", "launch_ranks", "ranks_to_start"]
 
@@ -114,7 +115,7 @@ def launch_ranks(
     try:
         with LocalRanks(ranks, arguments, defaults, labelled=labelled, patience=patience) as started:
             stopped_by = started.wait(signals, lambda: say_now(notices.asked) if notices is not None else None)
-            kept = keep_evidence(started) if started.stall is not None else ""
+            kept = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
         if started.stall is not None:
             return _stalled(started.stall, kept, notices)
         if stopped_by is None:
@@ -128,7 +129,7 @@ def launch_ranks(
 
 
 def _stalled(stall: Stall, kept: str, notices: Notices | None) -> int:
-    print(f"{stall.text}\n{kept}", file=sys.stderr)
+    print(f"{stall.text}\nAll ranks were ended. {kept}".rstrip(), file=sys.stderr)
     if notices is not None:
         say_now(notices.cut_short())
     return STALLED

@@ -20,7 +20,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from terrazzo.train.launch.telling import INTERRUPTED
+from terrazzo.exit_codes import INTERRUPTED
 
 __all__ = ["Notices", "StopRequest", "say_now"]
 

@@ -11,22 +11,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 __all__ = [
-    "BAD_INPUT",
-    "FAILED",
-    "INTERRUPTED",
-    "PREEMPTED",
     "REPORT",
-    "STALLED",
     "Failure",
     "ToLauncher",
     "first_failure",
 ]
-
-FAILED = 1
-BAD_INPUT = 2
-STALLED = 81  # ranks stood still, and were ended
-PREEMPTED = 75  # EX_TEMPFAIL: asked to stop, saved, start again to continue
-INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 REPORT = "TERRAZZO_REPORT"
 """The descriptor of the pipe, in the environment of a rank."""

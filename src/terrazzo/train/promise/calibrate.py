@@ -10,6 +10,7 @@ from pathlib import Path
 
 from terrazzo.config import Config, load_config
 from terrazzo.errors import BadInput, TerrazzoError
+from terrazzo.exit_codes import BAD_INPUT
 from terrazzo.planner import Setup, Time
 from terrazzo.planner.timing.calibration import Calibration, Software, processor, run_of
 from terrazzo.planner.timing.compute import step_flops
@@ -19,7 +20,6 @@ from terrazzo.tether import tethered
 from terrazzo.train.folders import make_swap_folders
 from terrazzo.train.launch.scratch import Scratch
 from terrazzo.train.launch.starting import ranks_to_start
-from terrazzo.train.launch.telling import BAD_INPUT
 from terrazzo.train.preflight import check
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned

@@ -6,16 +6,17 @@ import contextlib
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from terrazzo.engine.runtime.system import is_stopped, text_of
+from terrazzo.engine.runtime.system import text_of
 from terrazzo.telemetry.flight.ring import Flight, What
 from terrazzo.telemetry.flight.spans import Names
-from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks
-from terrazzo.train.launch.recording import ASK, Recording
+from terrazzo.telemetry.watchdog.recording import Recording
+from terrazzo.telemetry.watchdog.stall import Stall
 
-__all__ = ["keep_evidence"]
+__all__ = ["Suspect", "keep_evidence"]
 
 _FOLDER = "stall"
 _ANSWER_S = 3.0
@@ -25,27 +26,44 @@ _NEWEST = 60
 """Records of each rank that are written down in words."""
 
 
-def keep_evidence(started: LocalRanks) -> str:
-    """Write a file for each rank into the run's folder; returns a sentence that says where."""
-    folder = next((table["folder"] for each in started.recordings if "folder" in (table := each.tail.table)), None)
-    if folder is None or started.stall is None:
-        return "All ranks were ended."
-    asked = [rank for rank in started.ranks if rank.code is None and not is_stopped(rank.pid)]
-    for rank in asked:
-        rank.send(ASK)
-    _await([started.recordings[rank.rank] for rank in asked])
-    target = Path(folder) / _FOLDER
+class Suspect(NamedTuple):
+    """A rank of which evidence is kept.
+
+    Attributes:
+        ask: has it write where its threads are; False if it cannot.
+    """
+
+    rank: int
+    pid: int
+    recording: Recording
+    ask: Callable[[], bool]
+
+
+def keep_evidence(suspects: Sequence[Suspect], stall: Stall) -> str:
+    """Write a file for each rank into the run's folder; returns a sentence that says where, empty if there is none."""
+    table = next((table for each in suspects if "folder" in (table := each.recording.tail.table)), None)
+    if table is None:
+        return ""
+    _await([each.recording for each in suspects if each.ask()])
+    target = Path(table["folder"]) / _FOLDER
     try:
         target.mkdir(exist_ok=True)
-        for old in target.glob("*.txt"):
-            old.unlink()
-        (target / "stall.txt").write_text(started.stall.text + "\n", encoding="utf-8")
-        for rank, recording in zip(started.ranks, started.recordings, strict=True):
-            text = "\n".join(_evidence(rank, recording))
-            (target / f"rank-{rank.rank}.txt").write_text(text, encoding="utf-8", errors="replace")
+        _clear(target, table["world"])
+        (target / "stall.txt").write_text(stall.text + "\n", encoding="utf-8")
+        for each in suspects:
+            text = "\n".join(_evidence(each))
+            (target / f"rank-{each.rank}.txt").write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
-        return f"All ranks were ended. What they were doing could not be written to '{target}' ({error.strerror})."
-    return f"All ranks were ended. Where their threads were, and what they did last, is in {target}."
+        return f"What they were doing could not be written to '{target}' ({error.strerror})."
+    return f"Where their threads were, and what they did last, is in {target}."
+
+
+def _clear(target: Path, world: int) -> None:
+    """Remove what an earlier run has left of ranks that there are no more."""
+    for old in target.glob("rank-*.txt"):
+        number = old.stem.removeprefix("rank-")
+        if number.isdecimal() and int(number) >= world:
+            old.unlink(missing_ok=True)
 
 
 def _await(recordings: list[Recording]) -> None:
@@ -59,10 +77,11 @@ def _await(recordings: list[Recording]) -> None:
         time.sleep(0.1)
 
 
-def _evidence(rank: LocalRank, recording: Recording) -> Iterator[str]:
-    yield f"Rank {rank.rank}, process {rank.pid}"
+def _evidence(suspect: Suspect) -> Iterator[str]:
+    recording = suspect.recording
+    yield f"Rank {suspect.rank}, process {suspect.pid}"
     yield "\nWhere its threads were:\n"
-    yield recording.threads.strip() or _by_another(rank.pid) or _by_system(rank.pid)
+    yield recording.threads.strip() or _by_another(suspect.pid) or _by_system(suspect.pid)
     yield f"\nThe last {_NEWEST} of what it recorded, seconds before the newest first:\n"
     yield from _told(recording.tail.flight())
 

@@ -12,7 +12,7 @@ import signal
 
 from terrazzo.telemetry.flight.folder import BlackBox, save_flight
 from terrazzo.telemetry.flight.ring import Ring, Tail
-from terrazzo.telemetry.flight.standing import Standing
+from terrazzo.telemetry.watchdog.standing import Standing
 
 __all__ = ["ASK", "GIVEN", "Recording", "black_box"]
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from terrazzo.engine.runtime.system import is_traced, processor_s, state_of, waits_for_drive
 from terrazzo.telemetry.flight.ring import Tail
-from terrazzo.telemetry.flight.stall import Fact, Stall, find_stall
-from terrazzo.telemetry.flight.standing import Standing
+from terrazzo.telemetry.watchdog.stall import Fact, Stall, find_stall
+from terrazzo.telemetry.watchdog.standing import Standing
 
 __all__ = ["Patience", "System", "Watchdog"]
 

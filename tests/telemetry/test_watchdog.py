@@ -14,13 +14,13 @@ import pytest
 
 from terrazzo.config import LaunchConfig
 from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.recorder import Recorded
 from terrazzo.telemetry.flight.ring import Ring, Tail, What
-from terrazzo.telemetry.flight.stall import Fact, Stall, find_stall
-from terrazzo.telemetry.flight.standing import Standing
-from terrazzo.train.launch.telling import STALLED
-from terrazzo.train.launch.watchdog import Patience, System, Watchdog
+from terrazzo.telemetry.watchdog.looking import Patience, System, Watchdog
+from terrazzo.telemetry.watchdog.stall import Fact, Stall, find_stall
+from terrazzo.telemetry.watchdog.standing import Standing
 from terrazzo.train.run import _unwatched
 from tests.helpers import programs
 
@@ -339,7 +339,7 @@ from pathlib import Path
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.train.launch.failure import announce_ready, run_rank
-from terrazzo.train.launch.recording import black_box
+from terrazzo.telemetry.watchdog.recording import black_box
 
 how, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
 
@@ -386,7 +386,7 @@ run_rank(rank, work)
 LAUNCH = """
 import sys
 from terrazzo.train.launch.starting import launch_ranks
-from terrazzo.train.launch.watchdog import Patience
+from terrazzo.telemetry.watchdog.looking import Patience
 sys.exit(launch_ranks(2, sys.argv[1:], patience=Patience(1.0, 60.0)))
 """
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from terrazzo.engine.links.label import RUN_THE_SAME
 from terrazzo.errors import listed
-from terrazzo.telemetry.flight.standing import Key, Standing
+from terrazzo.telemetry.watchdog.standing import Key, Standing
 
 __all__ = ["Cause", "Fact", "Stall", "find_stall"]
 

@@ -1,0 +1,11 @@
+"""How processes of this package end: `docs/reference/exit-codes.md` says what to do about each."""
+
+from __future__ import annotations
+
+__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "PREEMPTED", "STALLED"]
+
+FAILED = 1
+BAD_INPUT = 2
+PREEMPTED = 75  # EX_TEMPFAIL: asked to stop, saved, start again to continue
+STALLED = 81  # ranks stood still, and were ended
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it

@@ -1,0 +1,12 @@
+"""Ranks that stand still: seen from outside, named with the cause, and ended once what they were doing has been kept.
+
+standing     where a rank stands, by what it has recorded
+stall        why a run stands still
+looking      whether it does, several times a second
+recording    what a rank records, and where its threads are, in memory that another process reads
+evidence     what ranks were doing, as files
+warden       the process that looks, for each machine whose ranks others have started
+ward         a rank that it looks after
+
+The launcher of `terrazzo train` looks after its ranks itself, and needs no warden.
+"""
