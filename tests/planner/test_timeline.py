@@ -1,37 +1,59 @@
-"""A pipeline's step in time: the engine's own list of actions against the published formula of its bubble."""
+"""A pipeline's step in time: the engine's own list of actions against the formula of its bubble."""
 
 from __future__ import annotations
 
 import itertools
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline.order import Action, Kind
+from terrazzo.parallel.pipeline.order import SCHEDULES, Action, Kind
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.report.bars import chart_of
 from terrazzo.planner.report.picture import svg
-from terrazzo.planner.timing.bubble import bubble
+from terrazzo.planner.setup.request import Request, build_setup
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.timeline import timeline_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "ranks", "chunks", "micro_batches"),
-    [
-        *(("gpipe", ranks, 1, micro_batches) for ranks, micro_batches in ((2, 2), (4, 8), (8, 9))),
-        *(("1f1b", ranks, 1, micro_batches) for ranks, micro_batches in ((2, 2), (4, 5), (4, 8), (8, 32))),
-        *(("1f1b", ranks, chunks, 2 * ranks) for ranks in (2, 4, 8) for chunks in (2, 3, 4)),
-    ],
-)
-def test_equal_stages_idle_as_published(schedule: str, ranks: int, chunks: int, micro_batches: int) -> None:
+def played(schedule: str, ranks: int, chunks: int, micro_batches: int) -> None:
     """ArXiv 2104.04473, section 2.2; a backward takes twice as long as a forward there, too."""
     step = timeline_of(schedule, micro_batches, [[(1 / chunks, 2 / chunks)] * chunks] * ranks)
-    idle = bubble(ranks, micro_batches, chunks)
+    idle = idle_share(engine(schedule, ranks, chunks, micro_batches))
     assert step.seconds == pytest.approx(3 * micro_batches * (1 + idle))
     assert [step.idle_share(rank) for rank in range(ranks)] == pytest.approx([idle / (1 + idle)] * ranks)
+
+
+def engine(schedule: str, ranks: int, chunks: int, micro_batches: int) -> Setup:
+    """A pipeline of the engine's."""
+    request = Request(
+        "llama3-8b", ranks, gpu="h100-sxm", pp=ranks, virtual_stages=chunks, pipeline=schedule, micro_batch=1,
+        global_batch=micro_batches, strategy="zero1",
+    )  # fmt: skip
+    return build_setup(request)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+def test_equal_stages_idle_as_the_actions_of_the_engine_leave_them(ranks: int) -> None:
+    """Under every schedule, with every number of micro-batches that it takes, a multiple of the ranks or not."""
+    for micro_batches in range(ranks, 3 * ranks + 2):
+        for schedule in SCHEDULES:
+            played(schedule, ranks, 1, micro_batches)
+        for chunks in (2, 3, 4):
+            if micro_batches % (micro_batches // ranks) == 0:
+                played("1f1b", ranks, chunks, micro_batches)
+
+
+def test_six_micro_batches_on_four_ranks_of_two_stages_idle_a_quarter() -> None:
+    """The engine runs all six through a stage before the next; Megatron-core four, and two with gaps between."""
+    setup = engine("1f1b", 4, 2, 6)
+    assert idle_share(setup) == 0.25
+    assert idle_share(replace(setup, whole_gradients=True)) == pytest.approx(5 / 12)
 
 
 def test_a_slow_stage_is_never_idle_between_its_first_and_its_last() -> None:

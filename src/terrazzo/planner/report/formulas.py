@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.memory import activations, overheads, peak, replay, states, tiers
-from terrazzo.planner.timing import step, update
+from terrazzo.planner.timing import bubble, step, update
 from terrazzo.planner.traffic import exchanges, volumes
 
 __all__ = ["FORMULAS"]
 
 FORMULAS: Mapping[str, Formula] = {
     key: formula
-    for module in (states, activations, peak, tiers, overheads, replay, exchanges, volumes, step, update)
+    for module in (states, activations, peak, tiers, overheads, replay, exchanges, volumes, step, bubble, update)
     for key, formula in module.FORMULAS.items()
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from terrazzo.planner.figures import Traffic
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.bubble import idle_share
+from terrazzo.planner.timing.bubble import bubble_term
 from terrazzo.planner.timing.calibration import Calibration
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.stage import PCIE_COPY_SHARE, Stage, slowest_stage
@@ -47,10 +47,8 @@ def line_terms(setup: Setup, traffic: Traffic, record: Calibration) -> list[Term
     busy = flops / record.flops_per_s
     terms = [Term("computation", busy, busy, "time.measured", {"flops": flops, "flops_per_s": record.flops_per_s}, "s")]
     terms += [*_overhead(record), *_waits(traffic, record)]
-    schedule = {"pp": setup.mesh.pp, "micro_batches": setup.micro_batches, "virtual_stages": setup.virtual_stages}
-    if idle := busy * idle_share(setup):
-        inputs = {"busy_s": busy, "missing": -setup.micro_batches % setup.mesh.pp, **schedule}
-        terms.append(Term("pipeline bubble", idle, idle, "time.bubble", inputs, "s"))
+    if setup.mesh.pp > 1:
+        terms.append(bubble_term(setup, busy))
     if copied:
         pcie_s = copied.get("pcie", 0.0) / ((setup.cluster.device.pcie_bandwidth or 1.0) * PCIE_COPY_SHARE)
         disk_s = copied.get("disk", 0.0) * setup.cluster.ranks_per_host / (setup.cluster.disk_bandwidth or 1.0)

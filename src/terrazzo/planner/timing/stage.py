@@ -13,7 +13,7 @@ from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.bubble import idle_share
+from terrazzo.planner.timing.bubble import bubble_term
 from terrazzo.planner.timing.compute import (
     Seconds,
     attention_rate,
@@ -213,17 +213,16 @@ class Stage:
 
     def _wait_terms(self) -> list[Term]:
         setup, send, exposure = self._setup, self._send_s(), self.exposure
-        schedule = {"pp": setup.mesh.pp, "micro_batches": setup.micro_batches, "virtual_stages": setup.virtual_stages}
-        busy, hidden, waits = self.busy_s + send, exposure.hidden, self._blocking_s()
-        idle, counts = busy * idle_share(setup), self._counts
+        busy, hidden, waits, counts = self.busy_s + send, exposure.hidden, self._blocking_s(), self._counts
         each = waits / setup.micro_batches / counts["layers"] if counts["layers"] else 0.0
-        missing, busy_links = -setup.micro_batches % setup.mesh.pp, exposure.total
         return [
             _term("tensor, context and expert communication", waits, "time.tensor", waits_s=each, **counts),
-            _term("data-parallel communication", exposure.exposed, "time.data", total_s=busy_links, hidden_s=hidden),
+            _term(
+                "data-parallel communication", exposure.exposed, "time.data", total_s=exposure.total, hidden_s=hidden
+            ),
             _term("contention", CONTENTION * hidden, "time.contention", contention=CONTENTION, hidden_s=hidden),
             _term("pipeline communication", send, "time.send", **self._sends()),
-            _term("pipeline bubble", idle, "time.bubble", busy_s=busy, missing=missing, **schedule),
+            bubble_term(setup, busy),
         ]
 
     def _sum(self, part: str) -> float:

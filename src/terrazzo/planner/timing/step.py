@@ -65,11 +65,6 @@ FORMULAS = {
         "collectives take multiprocessors and memory from what hides them; set on MosaicML's runs",
     ),
     "time.send": Formula("micro_batches * send_s; bytes / bandwidth", "arXiv 2104.04473 section 4.1"),
-    "time.bubble": Formula(
-        "busy_s * (pp - 1 + (virtual_stages - 1) * missing) / (virtual_stages * micro_batches); missing are the "
-        "micro-batches that would fill the last group of pp; a third of it under zero_bubble",
-        "arXiv 2104.04473 section 2.2; arXiv 2401.10241 table 2",
-    ),
     "time.optimizer": Formula("bytes / bandwidth", "elementwise, so bound by the memory"),
     "time.turns": Formula(
         "max(0, work_s / cores - alone_s); work_s of all ranks of a host, what they compute and hand on",
