@@ -131,7 +131,6 @@ def test_a_model_that_is_garbage_while_the_interpreter_holds_its_locks(tiers: di
             with locks_of_the_interpreter():
                 del model, optimizer
                 gc.collect()
-        gc.unfreeze()
         passed.put(True)
 
     threading.Thread(target=collect, daemon=True).start()
@@ -148,7 +147,6 @@ def collecting_at_every_allocation() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        gc.unfreeze()
 
 
 @pytest.mark.cover(strength=1, tiers=by_state)

@@ -55,6 +55,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a module has imported, compiled or cached stays too.
+
+    Who collects garbage, as the engine does where optimizers may be gone, would look through a million such objects.
+    """
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def _check_groups(items: list[pytest.Item]) -> None:
     """Raises when xdist and pytest do not understand each other: then modules run twice, and nothing says so."""
     for item in items:
