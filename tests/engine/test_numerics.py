@@ -20,6 +20,7 @@ from tests.engine.parity import (
     Trace,
     assemble,
     assert_parity,
+    assert_same_bits,
     axes,
     bits,
     check,
@@ -90,6 +91,34 @@ def test_clipping_is_torchs_own_on_whole_gradients(case: Case, norm_type: float)
         torch.testing.assert_close(grads[name], grad, rtol=1e-6, atol=0.0)
     for name, weight in expected.weights.items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-7)
+
+
+HOSTED = Case("zero2", 2, tiers=(("grad", "cpu"), ("optim", "cpu")), offload=tz.Offload(step="synchronous"))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
+@pytest.mark.parametrize("case", [Case("zero0"), Case("zero3", 3), HOSTED], ids=["zero0", "zero3", "zero2@cpu"])
+def test_clipped_gradients_are_torchs_to_the_bit(case: Case, precision: str) -> None:
+    """Of the same norm, with which torch multiplies gradients of 16 bits unrounded."""
+    case = replace(case, precision=precision, steps=1)
+
+    def by_sgd(model: nn.Module) -> Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def on_rank(rank: int) -> tuple[Tensor, Trace]:
+        norms: list[Tensor] = []
+        runner = Runner(case, rank, by_sgd)
+        runner.tune = lambda model, optimizer: norms.append(tz.clip_grad_norm_(model, 0.05))
+        trace = runner.step()
+        return norms[0], trace
+
+    ranks = run_in_threads(case.ranks, on_rank)
+    trainer, norm = Trainer(case.recipe, by_sgd), ranks[0][0]
+    trainer.after_backward = lambda model: torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+    expected = trainer.step()
+    assert norm > 0.05, "nothing was clipped"
+    assert_same_bits(assemble([trace.grads for _, trace in ranks], "gradients"), expected.grads, "gradients")
+    assert_same_bits(assemble([trace.weights for _, trace in ranks], "weights"), expected.weights, "weights")
 
 
 def test_a_norm_below_the_limit_changes_no_bit() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, view
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.links.collectives import MessageRoute
-from terrazzo.engine.links.sums import divide
+from terrazzo.engine.links.sums import divide, multiply
 from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.links.transfer import Moves, Released, branching, converted, for_computation, further
 from terrazzo.engine.plan.axes import Axes
@@ -287,10 +287,10 @@ class Gradient:
         if finished is None:
             return
         if self._home is None:
-            finished.change(lambda data: data.mul_(factor.to(data.dtype)))
+            finished.change(lambda data: multiply(data, factor))
             return
         finished.apply_factor()
-        finished.factor = factor.to(finished.data.dtype)  # on the device: who uses it waits, not the host
+        finished.factor = factor  # on the device: who uses it waits, not the host
 
     def whole(self, index: int | None = None) -> Tensor | None:
         """The finished gradient as one tensor in memory, scaled; None where there is none.

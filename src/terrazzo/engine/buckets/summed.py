@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from terrazzo.engine.buckets.buffer import Resting
+from terrazzo.engine.links.sums import multiply
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.runtime.worker import Job
 
@@ -44,7 +45,7 @@ class SummedGradient:
 
     def scaled(self, part: Tensor) -> Tensor:
         """`part` of the data, or a copy of one, multiplied in place by what has been put off."""
-        return part if self.factor is None else part.mul_(self.factor.to(part.device))
+        return part if self.factor is None else multiply(part, self.factor)
 
     def apply_factor(self) -> None:
         """Multiply by what has been put off so far: the elements are about to change."""

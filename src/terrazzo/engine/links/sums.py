@@ -1,4 +1,4 @@
-"""Sums whose order is promised (see docs/numerics.md), and their one division."""
+"""Sums whose order is promised (see docs/numerics.md), their one division, and what they are multiplied by."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["add_in_order", "divide"]
+from terrazzo.engine.runtime import device as devices
+
+__all__ = ["add_in_order", "divide", "multiply"]
 
 
 def add_in_order(parts: Sequence[Tensor], total: Tensor) -> None:
@@ -21,3 +23,10 @@ def add_in_order(parts: Sequence[Tensor], total: Tensor) -> None:
 def divide(total: Tensor, denominator: float) -> Tensor:
     """`total` divided in place; left alone by a denominator of one."""
     return total if denominator == 1 else total.div_(denominator)
+
+
+def multiply(total: Tensor, factor: Tensor) -> Tensor:
+    """`total` multiplied in place by a 0-d tensor, whose dtype may be the wider one: it is not rounded before."""
+    factor = factor.to(total.device)
+    rounds = devices.is_cuda(total.device) and factor.dtype != total.dtype  # what is 0-d, to the dtype of the rest
+    return total.mul_(factor[None] if rounds else factor)

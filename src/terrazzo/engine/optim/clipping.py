@@ -32,7 +32,8 @@ def clip_grad_norm(
     finished = [bucket for bucket in buckets if bucket.gradient.finished is not None]
     gradients = [bucket.gradient for bucket in finished]
     given = [(bucket.gradient.contribution() for bucket in finished if bucket.is_primary)]
-    total = norms(given, sharding, norm_type, beside=sharding.axes.stages)[0]
+    wide = torch.promote_types(sharding.precision.accumulate, torch.float32)  # than which torch's factor is no wider
+    total = norms(given, sharding, norm_type, beside=sharding.axes.stages)[0].to(wide)
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(
             f"The total norm of order {norm_type:g} of the gradients is {float(total)}, so they cannot be clipped. "
