@@ -21,7 +21,12 @@ NAMES = {
     "fsdp2-tensor": "FSDP2 with DTensor tensor parallelism",
     "torch-stages": "torch's 1F1B",
     "fsdp2-stages": "FSDP2 in torch's 1F1B",
-    **{f"terrazzo-{plan}-stages": f"Terrazzo `{plan}`, pp" for plan in ("zero0", "zero2", "zero3", "shard_grad_op")},
+    **{
+        f"terrazzo-{plan}-stages": f"Terrazzo `{plan}`, pp"
+        for plan in ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
+    },
+    "deepspeed-0-stages": "DeepSpeed's pipeline",
+    "deepspeed-1-stages": "DeepSpeed's pipeline, stage 1",
     "terrazzo-zero0-zero_bubble": "Terrazzo `zero0`, pp, zero_bubble",
     "deepspeed-3-ulysses": "DeepSpeed, stage 3, Ulysses",
     "fsdp2-experts": "transformers' FSDP2 with ep",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.cpu.cases import Case
-from benchmarks.cpu.loops import Contender, Counted, Loop, adamw
+from benchmarks.cpu.loops import Contender, Counted, Loop, adamw, deepspeed_config
 from benchmarks.cpu.models import Divisible, DivisibleBlock
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
@@ -61,6 +61,42 @@ class TorchStages(Loop):
         return loss
 
 
+class DeepSpeedStages(Loop):
+    """`PipelineModule`, which takes ZeRO of stages 0 and 1; the same halves, as `uniform` parts them."""
+
+    def __init__(self, model: nn.Module, case: Case, stage: int) -> None:
+        import deepspeed
+        from deepspeed.pipe import PipelineModule
+
+        super().__init__(model, case)
+        assert isinstance(model, Divisible)
+        first, second = map(list, _halves(model))
+        # The norm and the head are one layer: as many layers to each half.
+        layers = [*first, *second[:-2], nn.Sequential(*second[-2:])]
+        deepspeed.init_distributed("gloo")
+        piped = PipelineModule(layers, num_stages=case.sharing, loss_fn=_loss, partition_method="uniform")
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=piped,
+            optimizer=adamw(piped.parameters()),
+            config=deepspeed_config(stage, False, case.batch, case.accumulate),
+            dist_init_required=False,
+        )
+        self.model = self.engine
+
+    def micro_batches(self, batches: MicroBatches) -> Tensor:
+        """With the optimizer's step, which its schedule ends with; what it returns is the mean over all ranks."""
+        self.engine.train_batch(iter(batches))
+        found: Tensor | None = self.engine.total_loss  # of this rank's micro-batches, on the last stage
+        return torch.zeros(()) if found is None else found.detach() / len(batches)
+
+    def shown(self, loss: Tensor) -> Tensor:
+        dist.all_reduce(loss, group=self.engine.grid.get_pipe_parallel_group())
+        return loss
+
+    def update(self) -> None:
+        """Nothing is left to do."""
+
+
 class TerrazzoStages(Counted):
     """A row of the table with `pp`."""
 
@@ -94,9 +130,10 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
 CONTENDERS = {
     "torch-stages": Contender(partial(TorchStages, sharded=False), "torch.distributed.pipelining"),
     "fsdp2-stages": Contender(partial(TorchStages, sharded=True), "torch.distributed.pipelining"),
+    **{f"deepspeed-{stage}-stages": Contender(partial(DeepSpeedStages, stage=stage), "deepspeed") for stage in (0, 1)},
     **{
         f"terrazzo-{plan}-stages": Contender(partial(TerrazzoStages, plan=plan), "terrazzo")
-        for plan in ("zero0", "zero2", "zero3", "shard_grad_op")
+        for plan in ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
     },
     "terrazzo-zero0-zero_bubble": Contender(partial(TerrazzoStages, plan="zero0", schedule="zero_bubble"), "terrazzo"),
 }

@@ -72,13 +72,16 @@ SUITES: dict[str, list[Run]] = {
     "stages": [
         Run(
             "stages",
-            [["torch-stages", "terrazzo-zero0-stages", "terrazzo-zero0-zero_bubble"]],
+            [["torch-stages", "deepspeed-0-stages", "terrazzo-zero0-stages", "terrazzo-zero0-zero_bubble"]],
             ["torch-stages"],
             Effort(rounds=9),
         ),
         Run(
             "stages",
-            [["fsdp2-stages", "terrazzo-zero3-stages", "terrazzo-zero2-stages", "terrazzo-shard_grad_op-stages"]],
+            [
+                ["fsdp2-stages", "terrazzo-zero3-stages", "terrazzo-zero2-stages", "terrazzo-shard_grad_op-stages"],
+                ["deepspeed-1-stages", "terrazzo-zero1-stages"],
+            ],
             ["fsdp2-stages"],
             Effort(rounds=7, ranks=4),
         ),

@@ -130,6 +130,12 @@ PIPELINES = [
         Target(f"4 ranks: `{plan}`, pp / FSDP2, 1F1B", 1.00, _time("stages-4", f"terrazzo-{plan}-stages", FULLY))
         for plan in ("zero2", "zero3", "shard_grad_op")
     ),
+    Target("2 ranks: `zero0`, pp / DeepSpeed's", 0.80, _time("stages", "terrazzo-zero0-stages", "deepspeed-0-stages")),
+    Target(
+        "4 ranks: `zero1`, pp / DeepSpeed's, stage 1",
+        0.80,
+        _time("stages-4", "terrazzo-zero1-stages", "deepspeed-1-stages"),
+    ),
     Target("4 ranks: `zero3`, the same, peak", 1.00, _peak("stages-4", "terrazzo-zero3-stages", [FULLY])),
 ]
 """Where ranks have other layers."""
