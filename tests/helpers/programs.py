@@ -26,6 +26,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
+from terrazzo.telemetry.watchdog.ward import TOLD
 from terrazzo.train.launch.telling import REPORT
 from tests.helpers.forkserver import spawning_by_fork
 
@@ -143,11 +144,12 @@ def _run(words: list[str]) -> None:
 
 
 class Popen(subprocess.Popen[Any]):
-    """In a program: the ranks that Terrazzo's launcher starts are forks, too."""
+    """In a program: the ranks that Terrazzo's launcher starts are forks, too, and who looks after ranks."""
 
     def __init__(self, args: Any, *, env: Mapping[str, str] | None = None, **options: Any) -> None:
-        if env is not None and REPORT in env:
-            options["preexec_fn"] = functools.partial(_become, args[1:], env, options.get("pass_fds", ()))
+        if env is not None and (REPORT in env or TOLD in env):
+            words = [word for word in args[1:] if word != "-P"]
+            options["preexec_fn"] = functools.partial(_become, words, env, options.get("pass_fds", ()))
             sys.stdout.flush()
             sys.stderr.flush()
         super().__init__(args, env=env, **options)

@@ -20,7 +20,7 @@ from terrazzo.telemetry.flight.recorder import Recorded
 from terrazzo.telemetry.flight.ring import Ring, Tail, What
 from terrazzo.telemetry.watchdog.looking import Patience, System, Watchdog
 from terrazzo.telemetry.watchdog.stall import Fact, Stall, find_stall
-from terrazzo.telemetry.watchdog.standing import Standing
+from terrazzo.telemetry.watchdog.standing import LEFT, Standing
 from terrazzo.train.run import _unwatched
 from tests.helpers import programs
 
@@ -206,12 +206,17 @@ class World(System):
         return self.slept
 
 
+def numbered(ranks: Ranks) -> dict[int, tuple[Tail, int]]:
+    """What is looked at: rank N is process N."""
+    return {rank: (tail, rank) for rank, tail in enumerate(ranks.tails)}
+
+
 class Watched:
     """Two ranks, of which rank 0 waits for the other in their second step."""
 
-    def __init__(self, stall_s: float = 20.0, timeout_s: float = 600.0) -> None:
+    def __init__(self, patience: Patience | None = None) -> None:
         self.ranks, self.world, self.said = Ranks(2), World(), list[str]()
-        self.dog = Watchdog(self.ranks.tails, [0, 1], Patience(stall_s, timeout_s), self.world, self.said.append)
+        self.dog = Watchdog(numbered(self.ranks), patience or Patience(20, 600), self.world, self.said.append)
         self.ranks.step(1)
         self.ranks.ask(1, ordinal=90)
         self.ranks.wait(0)
@@ -252,7 +257,7 @@ def test_what_takes_long_by_its_nature_is_no_stall_unless_somebody_has_stopped_i
 
 def test_the_first_step_is_waited_for() -> None:
     ranks, world = Ranks(2), World()
-    dog = Watchdog(ranks.tails, [0, 1], Patience(20, 600), world)
+    dog = Watchdog(numbered(ranks), Patience(20, 600), world)
     ranks.ranks[1].phase("forward")
     ranks.wait(0)
     for _ in range(1000):
@@ -272,7 +277,7 @@ def test_a_phase_that_has_taken_long_before_may_do_so_again(watched: Watched) ->
 
 
 def test_it_is_never_waited_for_longer_than_ranks_wait_for_each_other() -> None:
-    watched = Watched(stall_s=100, timeout_s=30)
+    watched = Watched(Patience(100, 30))
     assert watched.watch(28) is None
     assert watched.watch(4) is not None
     watched.ranks.close()
@@ -291,6 +296,34 @@ def test_a_rank_that_waits_for_data_is_named_and_not_ended(watched: Watched) -> 
     watched.ranks.ranks[1].phase("input")
     assert watched.watch(100) is None
     assert len(watched.said) == 1 and "waits for data" in watched.said[0]
+
+
+def test_in_a_loop_of_ones_own_what_is_between_steps_is_named_where_others_wait_and_never_ended() -> None:
+    own = Patience(20, 600, own_loop=True)
+    awaited, alone = Watched(patience=own), Watched(patience=own)
+    alone.ranks.ranks[0].waited(alone.ranks.ranks[0].track("dp_shard", "all_gather", False), 91, 0.0)
+    for each in (awaited, alone):
+        for rank in each.ranks.ranks[1:] if each is awaited else each.ranks.ranks:
+            rank.phase("other")
+        assert each.watch(500) is None
+        each.ranks.close()
+    (said,) = awaited.said
+    assert "is between steps, in code of your own, and is not ended for it. Missing from" in said
+    assert alone.said == []
+
+
+def test_a_rank_that_is_gone_without_a_word_is_not_waited_for_in_a_phase_that_may_last(watched: Watched) -> None:
+    watched.ranks.ranks[1].phase("save")
+    watched.world.states[1] = ""
+    assert watched.watch(19) is None
+    found = watched.watch(3)
+    assert found is not None and (found.cause, list(found.ranks)) == ("died", [1])
+
+
+def test_a_rank_that_has_left_is_no_dead_one(watched: Watched) -> None:
+    watched.ranks.ranks[1].phase(LEFT)
+    watched.world.states[1] = ""
+    assert watched.watch(500) is None
 
 
 def test_a_rank_that_has_waited_for_a_drive_now_and_then_is_named_and_not_ended(watched: Watched) -> None:
@@ -325,9 +358,9 @@ def test_waiting_begins_anew_where_all_are_stopped_or_a_debugger_holds_one_or_th
 
 
 def test_a_limit_that_nobody_keeps_is_named() -> None:
-    (note,) = _unwatched(LaunchConfig(stall_s=5), watched=False)
+    (note,) = _unwatched(LaunchConfig(stall_s=5), 1)
     assert note.startswith("config: launch.stall_s does nothing")
-    assert _unwatched(LaunchConfig(stall_s=5), watched=True) == _unwatched(LaunchConfig(), watched=False) == []
+    assert _unwatched(LaunchConfig(stall_s=5), 2) == _unwatched(LaunchConfig(), 1) == []
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------

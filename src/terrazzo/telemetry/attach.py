@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch.optim import Optimizer
 
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.exchange import on_first
+from terrazzo.exchange import on_first, timeout_s
 from terrazzo.telemetry.flight.folder import BlackBox
 from terrazzo.telemetry.records import METRICS, lines_of, steps_of
 from terrazzo.telemetry.sinks import JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.steps import StepRecorder
 from terrazzo.telemetry.verdict import Verdict, verdict_of
+from terrazzo.telemetry.watchdog.looking import Patience
+from terrazzo.telemetry.watchdog.ward import look_after
 
 __all__ = ["Telemetry", "attach"]
 
@@ -30,10 +33,20 @@ class Telemetry:
         every: steps between two records.
         first_step: steps that were made before.
         box: where each exchange is recorded, on all ranks.
+        leave: has nobody look after this rank any more.
     """
 
-    def __init__(self, recorder: StepRecorder, sinks: list[Sink], every: int, first_step: int, box: BlackBox) -> None:
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        sinks: list[Sink],
+        every: int,
+        first_step: int,
+        box: BlackBox,
+        leave: Callable[[], None] | None,
+    ) -> None:
         self._recorder, self._sinks, self._every, self._step, self._box = recorder, sinks, every, first_step, box
+        self._leave = leave
         self._handle: Any = None
         self._path = next((sink.path for sink in sinks if isinstance(sink, JsonLines)), None)
 
@@ -67,10 +80,12 @@ class Telemetry:
         for sink in self._sinks:
             sink.close()
         self._sinks = []
+        if self._leave is not None:
+            self._leave()
         self._box.close()
 
 
-def attach(
+def attach(  # structure: signature fixed by what the records of a run have
     model: nn.Module,
     folder: str | Path,
     *,
@@ -78,11 +93,14 @@ def attach(
     micro_batches: int = 1,
     first_step: int = 0,
     tensorboard: bool = False,
+    stall_s: float | None = 20.0,
 ) -> Telemetry:
     """Write a record of where the time of steps goes into `folder/metrics.jsonl`, on rank 0. Collective.
 
     Each rank also records the newest exchanges in memory, for `terrazzo trace folder`, and leaves them in
-    `folder/flight` when it ends.
+    `folder/flight` when it ends. On each machine a process of its own looks whether ranks stand still: one that does
+    inside of a step, for good, is named, what all were doing is kept in `folder/stall`, and they are ended with exit
+    code 81. What a loop does between steps may last; see `docs/guides/slow-runs.md`.
 
     A step ends when the model's optimizer has stepped, the last of several. The record is the mean of the steps since
     the last one; `docs/concepts/step-record.md` has its fields. Nothing of what the model computes changes, and ranks
@@ -96,6 +114,8 @@ def attach(
         first_step: steps of the run that were made before, where it goes on in the folder of its earlier records: those
             of later steps are dropped.
         tensorboard: write event files to `folder/tensorboard`, too.
+        stall_s: seconds in which nothing happens, and five times a phase's longest, after which ranks stand still;
+            None: nobody looks after them.
 
     Returns:
         What `close()` ends; it may be dropped otherwise.
@@ -114,6 +134,8 @@ def attach(
     for name, number in (("every", every), ("micro_batches", micro_batches)):
         if number < 1:
             raise BadInput(f"tz.telemetry.attach was given {name}={number}: use 1 or more.")
+    if stall_s is not None and not stall_s > 0:
+        raise BadInput(f"tz.telemetry.attach was given stall_s={stall_s}: use seconds above 0, or None for no limit.")
     if first_step < 0:
         raise BadInput(f"tz.telemetry.attach was given first_step={first_step}: use 0 or more.")
     path = Path(folder) / METRICS
@@ -123,7 +145,8 @@ def attach(
         sinks = [JsonLines(path, first_step), *([TensorBoard(Path(folder) / "tensorboard")] if tensorboard else [])]
     box = BlackBox(dist.get_rank(), dist.get_world_size())
     box.follow(engine, Path(folder))
-    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step, box)
+    leave = look_after(box, Patience(stall_s, timeout_s(), own_loop=True)) if stall_s is not None else None
+    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step, box, leave)
     telemetry.follow(engine.optimizers[-1])
     return telemetry
 

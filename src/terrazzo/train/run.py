@@ -16,6 +16,8 @@ from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import Console
 from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.telemetry.watchdog.recording import black_box
+from terrazzo.telemetry.watchdog.standing import LEFT
+from terrazzo.telemetry.watchdog.ward import look_after
 from terrazzo.train.command import Command
 from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
@@ -84,12 +86,16 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
     config = together(lambda: load_config(path, overrides), TerrazzoError)
     agree_on_config(config)
     notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
-    with open_session(config, ranks, [*notes, *_unwatched(config.launch, box.watched)]) as session:
+    with open_session(config, ranks, [*notes, *_unwatched(config.launch, ranks.world_size)]) as session:
         box.follow(engine_of(session.model), config.log.folder)
+        patience = Patience(config.launch.stall_s, config.launch.timeout_s)
+        leave = None if box.watched else look_after(box, patience)
         try:
             code = Trainer(session, stop, command, box.recorder.step_done).run()
         finally:
-            box.recorder.phase("end")  # which may take long, and is not looked after
+            box.recorder.phase(LEFT)  # what is left to do may take long, and is not looked after
+            if leave is not None:
+                leave()
             box.close()
     dist.destroy_process_group()
     return code
@@ -103,9 +109,8 @@ def _launch_of(path: Path, overrides: list[str]) -> LaunchConfig:
         return LaunchConfig()
 
 
-def _unwatched(launch: LaunchConfig, watched: bool) -> list[str]:
+def _unwatched(launch: LaunchConfig, ranks: int) -> list[str]:
     """A line on a limit that nobody keeps."""
-    if watched or launch.stall_s == LaunchConfig().stall_s:
+    if ranks > 1 or launch.stall_s == LaunchConfig().stall_s:
         return []
-    who = "ranks that torchrun or Slurm has started, or after one alone"
-    return [f"config: launch.stall_s does nothing: nobody looks after {who}. Remove it"]
+    return ["config: launch.stall_s does nothing: one rank alone waits for no other. Remove it"]

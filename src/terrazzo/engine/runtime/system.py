@@ -11,6 +11,7 @@ from pathlib import Path
 
 __all__ = [
     "SYS",
+    "birth_of",
     "boot_id",
     "control_groups",
     "is_ending",
@@ -71,6 +72,11 @@ def is_stopped(pid: int, root: Path = SYS) -> bool:
 def state_of(pid: int, root: Path = SYS) -> str:
     """The letter of a process's state; empty where there is no such process."""
     return "".join(_stat(pid, root)[:1])
+
+
+def birth_of(pid: int, root: Path = SYS) -> str:
+    """When a process began: another time than that of an earlier one of its number; empty where there is none."""
+    return "".join(_stat(pid, root)[19:20])
 
 
 def waits_for_drive(pid: int, root: Path = SYS) -> bool:

@@ -31,6 +31,7 @@ class BlackBox:
             the run's folder when this object is closed or gone, or the process exits.
 
     Attributes:
+        descriptor: of the ring.
         watched: whether the process that has given it may look after this one.
     """
 
@@ -38,7 +39,7 @@ class BlackBox:
         descriptor = Ring.memory() if given is None else given
         os.set_inheritable(descriptor, False)
         self.recorder, self._rank, self.watched = Recorded(Ring(descriptor), rank, world), rank, given is not None
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._saving: Ending | None = None
 
     def follow(self, engine: Engine, folder: Path) -> None:
@@ -47,10 +48,10 @@ class BlackBox:
         self.recorder.follow(engine, folder=str(folder))
         with contextlib.suppress(OSError):  # a full disk: the run goes on
             _clear(folder, self.recorder.table)
-            live = {"pid": os.getpid(), "descriptor": self._descriptor, "boot": boot_id()}
+            live = {"pid": os.getpid(), "descriptor": self.descriptor, "boot": boot_id()}
             _live(folder, self._rank).write_text(json.dumps(live))
         if not self.watched:
-            self._saving = Ending(self, functools.partial(_save, self._descriptor))
+            self._saving = Ending(self, functools.partial(_save, self.descriptor))
 
     def close(self) -> None:
         """Nothing more is recorded of this run; where nobody else does so, what has been is put into its folder."""
@@ -98,7 +99,8 @@ def flights_of(run: Path) -> list[Flight]:
     if not found:
         raise BadInput(
             f"'{run}' has no flight record: give the folder of a run of `terrazzo train`, which log.folder names, or of"
-            " tz.telemetry.attach. Of ranks that torchrun or srun has started, those that were killed leave none."
+            " tz.telemetry.attach. Ranks that torchrun or srun has started leave none if they are killed in their first"
+            " seconds."
         )
     return [found[rank] for rank in sorted(found)]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from terrazzo.engine.runtime.system import is_traced, processor_s, state_of, waits_for_drive
 from terrazzo.telemetry.flight.ring import Tail
-from terrazzo.telemetry.watchdog.stall import Fact, Stall, find_stall
+from terrazzo.telemetry.watchdog.stall import GONE, Fact, Stall, find_stall
 from terrazzo.telemetry.watchdog.standing import Standing
 
 __all__ = ["Patience", "System", "Watchdog"]
@@ -32,10 +32,17 @@ _STEADY = ("forward", "backward", "clip", "update", "input", "other")
 
 
 class Patience(NamedTuple):
-    """Seconds: how long nothing may happen, and after which ranks give up waiting for each other."""
+    """How long nothing may happen.
+
+    Attributes:
+        stall_s: seconds.
+        timeout_s: after so many, ranks give up waiting for each other.
+        own_loop: what a rank does between steps is not known, as it is in a loop that is not ours.
+    """
 
     stall_s: float
     timeout_s: float
+    own_loop: bool = False
 
 
 class System:
@@ -69,22 +76,22 @@ class Watchdog:
     """Looks at the records of all ranks, as often as it is called, and four times a second at most.
 
     Args:
-        tails: of the ranks' rings, in their order.
-        pids: of their processes.
+        ranks: of each the tail of its ring, and the number of its process.
         say: told of a rank that is slow, or waits for data.
     """
 
     def __init__(
         self,
-        tails: Sequence[Tail],
-        pids: Sequence[int],
+        ranks: Mapping[int, tuple[Tail, int]],
         patience: Patience,
         system: System | None = None,
         say: Callable[[str], object] = lambda text: print(text, file=sys.stderr, flush=True),
     ) -> None:
-        self._tails, self._pids, self._patience, self._say = tails, pids, patience, say
+        self._tails = {rank: tail for rank, (tail, _) in ranks.items()}
+        self._pids = {rank: pid for rank, (_, pid) in ranks.items()}
+        self._patience, self._say = patience, say
         self._system = system or System()
-        self.standings = {rank: Standing() for rank in range(len(tails))}
+        self.standings = {rank: Standing() for rank in ranks}
         self._looked = self._armed = self._system.now()
         self._slept_s, self._said = self._system.slept_s(), False
         self._stopped_since: dict[int, int] = {}
@@ -99,10 +106,8 @@ class Watchdog:
         if since_looked < _EVERY_S * 1e9:
             return None
         self._looked = now
-        for rank, tail in enumerate(self._tails):
-            if records := tail.new():
-                self.standings[rank].take(tail.table, records)
-        states = {rank: self._system.state(pid) for rank, pid in enumerate(self._pids)}
+        self.read()
+        states = self._states()
         self._arm(now, states, since_looked / 1e9)
         newest = max(self._armed, *(standing.newest for standing in self.standings.values()))
         if newest > self._newest:
@@ -111,25 +116,49 @@ class Watchdog:
         elif self._used is None:  # nothing has happened for a moment: from now on, what processors are had counts
             self._used = (now, self._processors())
         else:
-            self._held |= {rank for rank, pid in enumerate(self._pids) if self._system.waits_for_drive(pid)}
+            self._held |= {rank for rank, pid in self._pids.items() if self._system.waits_for_drive(pid)}
         if (stopped := self._stopped(now, states)) is not None:
             return stopped
-        if now - newest < self._limit_s() * 1e9:
+        if now - newest < self._limit_s(states) * 1e9:
             return None
-        stall = find_stall(self.standings, self._facts(now, states), now)
+        stall = self._find(self._facts(now, states), now)
         if stall.is_final:
             return stall
         if not self._said:
             self._said = True
-            self._say(stall.text)
+            if self._awaited or not self._patience.own_loop:
+                self._say(stall.text)
         return None
+
+    def read(self) -> None:
+        """Take in what ranks have recorded."""
+        for rank, tail in self._tails.items():
+            if records := tail.new():
+                self.standings[rank].take(tail.table, records)
+
+    def why(self) -> Stall:
+        """Of what has happened to a rank now."""
+        now = self._system.now()
+        return self._find(self._facts(now, self._states()), now)
+
+    def _find(self, facts: Mapping[int, Fact], now: int) -> Stall:
+        there = {rank: standing for rank, standing in self.standings.items() if not standing.has_left}
+        return find_stall(there or self.standings, facts, now, own_loop=self._patience.own_loop)
+
+    def _states(self) -> dict[int, str]:
+        return {rank: self._system.state(pid) for rank, pid in self._pids.items()}
+
+    @property
+    def _awaited(self) -> bool:
+        """Whether a rank waits for others."""
+        return any(standing.waits for standing in self.standings.values())
 
     def _arm(self, now: int, states: Mapping[int, str], late_s: float) -> None:
         """Begin to wait anew, where it is no wonder that nothing has happened."""
         slept_s = self._system.slept_s()
         woken = slept_s - self._slept_s > 1.0
         self._slept_s = slept_s
-        traced = any(self._system.traced(pid) for pid in self._pids)
+        traced = any(self._system.traced(pid) for pid in self._pids.values())
         if woken or traced or late_s > _LATE_S or all(state in ("T", "t") for state in states.values()):
             self._armed = now
             self._stopped_since.clear()
@@ -145,10 +174,12 @@ class Watchdog:
         awaited = any(self.standings[rank].waits for rank in self.standings if rank not in long)
         if not (long and awaited):
             return None
-        return find_stall(self.standings, {rank: Fact(state, False) for rank, state in states.items()}, now)
+        return self._find({rank: Fact(state, False) for rank, state in states.items()}, now)
 
-    def _limit_s(self) -> float:
+    def _limit_s(self, states: Mapping[int, str]) -> float:
         """How long nothing may happen now."""
+        if any(state in GONE and not self.standings[rank].has_left for rank, state in states.items()):
+            return self._patience.stall_s
         now_in = [standing.phase for standing in self.standings.values()]
         if any(phase not in _STEADY for phase in now_in) or not all(each.steps for each in self.standings.values()):
             return float("inf")
@@ -156,7 +187,7 @@ class Watchdog:
         return min(self._patience.timeout_s, max(self._patience.stall_s, _TIMES_SLOWEST * slowest / 1e9))
 
     def _processors(self) -> dict[int, float]:
-        return {rank: self._system.processor_s(pid) for rank, pid in enumerate(self._pids)}
+        return {rank: self._system.processor_s(pid) for rank, pid in self._pids.items()}
 
     def _facts(self, now: int, states: Mapping[int, str]) -> dict[int, Fact]:
         used = self._processors()

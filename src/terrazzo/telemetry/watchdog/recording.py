@@ -14,7 +14,7 @@ from terrazzo.telemetry.flight.folder import BlackBox, save_flight
 from terrazzo.telemetry.flight.ring import Ring, Tail
 from terrazzo.telemetry.watchdog.standing import Standing
 
-__all__ = ["ASK", "GIVEN", "Recording", "black_box"]
+__all__ = ["ASK", "GIVEN", "Recording", "black_box", "threads_memory"]
 
 GIVEN = "TERRAZZO_FLIGHT"
 """Two descriptors in the environment of a rank: of its ring, and of the file that its threads write to."""
@@ -24,16 +24,17 @@ ASK = signal.SIGUSR2
 
 
 class Recording:
-    """The memory that one rank writes to, in the process that starts it.
+    """The memory that one rank writes to, in another process, as a rule the one that starts it.
+
+    Args:
+        given: of memory that is there already: the ring, and what its threads write to.
 
     Attributes:
         tail: what it has recorded.
     """
 
-    def __init__(self) -> None:
-        self._ring = Ring.memory()
-        self._threads = os.memfd_create("terrazzo-threads") if hasattr(os, "memfd_create") else Ring.memory()
-        os.ftruncate(self._threads, 0)
+    def __init__(self, given: tuple[int, int] | None = None) -> None:
+        self._ring, self._threads = given or (Ring.memory(), threads_memory())
         self.tail = Tail(self._ring)
 
     @property
@@ -54,12 +55,23 @@ class Recording:
         standing.take(self.tail.table, self.tail.flight().records)
         return f", in phase {standing.phase} of step {standing.step + 1}" if standing.steps else ""
 
-    def close(self) -> None:
-        """The rank has ended: put what it has recorded into the run's folder."""
+    def save(self) -> None:
+        """Put what it has recorded into the run's folder."""
         save_flight(self.tail.flight())
+
+    def close(self) -> None:
+        """The rank has ended: save what it has recorded."""
+        self.save()
         for descriptor in self.descriptors:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
+
+
+def threads_memory() -> int:
+    """A descriptor of memory for where threads are."""
+    made = os.memfd_create("terrazzo-threads") if hasattr(os, "memfd_create") else Ring.memory()
+    os.ftruncate(made, 0)
+    return made
 
 
 def black_box(rank: int, world: int) -> BlackBox:

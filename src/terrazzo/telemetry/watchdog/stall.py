@@ -9,14 +9,15 @@ from terrazzo.engine.links.label import RUN_THE_SAME
 from terrazzo.errors import listed
 from terrazzo.telemetry.watchdog.standing import Key, Standing
 
-__all__ = ["Cause", "Fact", "Stall", "find_stall"]
+__all__ = ["GONE", "Cause", "Fact", "Stall", "find_stall"]
 
-Cause = Literal["died", "stopped", "slow", "input", "drive", "stuck", "desynchronised", "lost"]
+Cause = Literal["died", "stopped", "slow", "input", "outside", "drive", "stuck", "desynchronised", "lost"]
 """
 died             its process is gone
 stopped          a signal has stopped it
 slow             it computes: nobody need be ended for it
 input            it waits for its data, which may still come
+outside          it is between steps, in code of a loop that is not ours, which may still go on
 drive            it waits for a drive or a file system, which may still answer
 stuck            it does nothing, and waits for no other rank
 desynchronised   ranks wait for each other in different exchanges
@@ -25,6 +26,10 @@ lost             all are in one exchange, which does not end
 
 _UNMATCHED = ("send", "all_to_all")
 """Kinds whose ordinals ranks do not share, or that not all of an axis take part in."""
+
+
+GONE = ("", "Z", "X")
+"""States of processes that there are no more."""
 
 
 class Fact(NamedTuple):
@@ -42,7 +47,7 @@ class Fact(NamedTuple):
 
     @property
     def gone(self) -> bool:
-        return self.state in ("", "Z", "X")
+        return self.state in GONE
 
     @property
     def stopped(self) -> bool:
@@ -59,15 +64,16 @@ class Stall(NamedTuple):
     @property
     def is_final(self) -> bool:
         """Whether nothing will come of waiting longer."""
-        return self.cause not in ("slow", "input", "drive")
+        return self.cause not in ("slow", "input", "outside", "drive")
 
 
-def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: int) -> Stall:
+def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: int, *, own_loop: bool = False) -> Stall:
     """Of a run in which nothing has happened for long enough; see `Cause`.
 
     Args:
         ranks: by number.
         now: nanoseconds of CLOCK_MONOTONIC.
+        own_loop: what ranks do between steps is not known.
     """
     waits = {rank: standing.waits for rank, standing in ranks.items()}
     for cause in ("died", "stopped"):
@@ -80,6 +86,8 @@ def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: in
         return _of_some("slow", busy, ranks, now)
     if reading := [rank for rank in absent if ranks[rank].phase == "input"]:
         return _of_some("input", reading, ranks, now)
+    if own_loop and (outside := [rank for rank in absent if ranks[rank].phase in ("other", "")]):
+        return _of_some("outside", outside, ranks, now)
     if held := [rank for rank in absent if facts[rank].held]:
         return _of_some("drive", held, ranks, now)
     if absent:
@@ -92,6 +100,7 @@ _WORDS = {
     "stopped": "{is_} stopped (SIGSTOP)",
     "slow": "{is_} still at work, and {is_} not ended for it",
     "input": "{waits} for data",
+    "outside": "{is_} between steps, in code of your own, and {is_} not ended for it",
     "drive": "{waits} for a drive or a file system",
     "stuck": "{does} nothing, and {waits} for no other rank",
 }

@@ -10,7 +10,10 @@ from terrazzo.engine.links.label import Purpose
 from terrazzo.telemetry.flight.ring import Told, What
 from terrazzo.telemetry.flight.spans import Names
 
-__all__ = ["Key", "Standing"]
+__all__ = ["LEFT", "Key", "Standing"]
+
+LEFT = "end"
+"""The phase of a rank that nobody looks after any more."""
 
 Key = tuple[str, str, bool, int]
 """An exchange: axis, kind, whether modules exchange, ordinal. Ranks of an axis mean the same by it."""
@@ -71,6 +74,11 @@ class Standing:
                 self._turn(told)
             elif told.event == What.STEP:
                 self.steps, self.step = self.steps + 1, told.ordinal
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has ended in order, or is about to."""
+        return self.phase == LEFT
 
     def _turn(self, told: Told) -> None:
         if self.phase:

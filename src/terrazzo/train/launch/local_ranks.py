@@ -219,8 +219,9 @@ class LocalRanks:
         except BaseException:
             self.end()
             raise
-        tails, pids = [each.tail for each in self.recordings], [rank.pid for rank in self.ranks]
-        self._watchdog = Watchdog(tails, pids, patience) if patience is not None else None
+        self._watchdog = None
+        if patience is not None:
+            self._watchdog = Watchdog({each.rank: (each.recording.tail, each.pid) for each in self.suspects}, patience)
 
     def __enter__(self) -> LocalRanks:
         return self

@@ -1,0 +1,156 @@
+"""A rank that a warden looks after: what the warden is told of it, and what it does when the warden says so.
+
+Ranks that torchrun, Slurm or a launcher of scripts has started are not looked after by whoever has started them. The
+lowest rank of each machine starts a process for that, once a loop has gone on for a while: short ones never have one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from terrazzo.ending import Ending, start_thread
+from terrazzo.engine.runtime.system import birth_of, boot_id
+from terrazzo.exchange import gather_json
+from terrazzo.exit_codes import STALLED
+from terrazzo.telemetry.flight.folder import BlackBox
+from terrazzo.telemetry.flight.recorder import Recorded
+from terrazzo.telemetry.watchdog.looking import Patience
+from terrazzo.telemetry.watchdog.recording import ASK, threads_memory
+from terrazzo.telemetry.watchdog.standing import LEFT
+
+__all__ = ["ASKED", "END", "TOLD", "look_after"]
+
+TOLD = "TERRAZZO_WARD"
+"""In the environment of a warden: the ranks it looks after, and how, as JSON."""
+
+ASKED, END, _LEAVE = b"?", b"x", b"-"
+"""What a rank hears: to write where its threads are, to end for the reason that follows, that nobody looks any more."""
+
+_MODULE = "terrazzo.telemetry.watchdog.warden"
+_SOONEST_S = 5.0
+_started: list[subprocess.Popen[bytes]] = []
+"""For as long as this process lives: they end after it."""
+
+
+def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
+    """Have a process on each machine look after the ranks there. Collective.
+
+    Returns:
+        What ends that for this rank, as does the end of the box; None where nobody looks: one rank waits for no other,
+        and there are systems that do not show processes to each other.
+    """
+    here = _Here()
+    everyone = gather_json(here.told(box.descriptor))
+    machines = list(dict.fromkeys(told["machine"] for told in everyone))
+    if len(everyone) == 1 or machines != [here.machine] or not here.machine:
+        here.close()
+        return None
+    table = box.recorder.table
+    beside = [rank for rank, told in enumerate(everyone) if told["machine"] == here.machine]
+    start = None
+    if beside[0] == table["rank"]:
+        ranks = [{"rank": rank, **everyone[rank]} for rank in beside]
+        start = functools.partial(_start, {"ranks": ranks, "patience": patience})
+    soon_s = min(_SOONEST_S, patience.stall_s / 4)
+    start_thread("terrazzo-ward", functools.partial(_listen, here, start, soon_s), here.leave)
+    return Ending(box, functools.partial(_leave, here, box.recorder))
+
+
+class _Here:
+    """This rank's side: a pipe on which it hears, and memory for where its threads are."""
+
+    def __init__(self) -> None:
+        self.machine, self._lock, self._open = _machine(), threading.Lock(), True
+        self.ears, self._mouth = os.pipe()
+        self._threads = threads_memory()
+        self._signalled = signal.getsignal(ASK) is signal.SIG_DFL  # a script may have a use of its own for it
+        if self._signalled:
+            faulthandler.register(ASK, file=self._threads, all_threads=True, chain=False)
+
+    def told(self, ring: int) -> dict[str, Any]:
+        """How another process of this machine finds what is here."""
+        found = {}
+        for name, number in (("ring", ring), ("threads", self._threads), ("mouth", self._mouth)):
+            status = os.fstat(number)
+            found[name] = [number, status.st_dev, status.st_ino]
+        about = {"machine": self.machine, "pid": os.getpid(), "birth": birth_of(os.getpid())}
+        return {**about, **found, "signalled": self._signalled}
+
+    def show_threads(self) -> None:
+        faulthandler.dump_traceback(self._threads, all_threads=True)
+
+    def leave(self) -> None:
+        with self._lock:
+            if self._open:
+                os.write(self._mouth, _LEAVE)
+
+    def close(self) -> None:
+        with self._lock:
+            self._open = False
+            if self._signalled:
+                faulthandler.unregister(ASK)
+            for number in (self.ears, self._mouth, self._threads):
+                os.close(number)
+
+
+def _machine() -> str:
+    """The same for processes that see each other; empty where none does."""
+    with contextlib.suppress(OSError):
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _leave(here: _Here, recorder: Recorded) -> None:
+    recorder.phase(LEFT)
+    here.leave()
+
+
+def _start(told: Mapping[str, Any]) -> None:
+    """The warden: not in the session of this process, with which it would be ended."""
+    environment = os.environ | {
+        TOLD: json.dumps(told),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
+    command, nothing = [sys.executable, "-P", "-m", _MODULE], subprocess.DEVNULL
+    with contextlib.suppress(OSError):  # no more processes, or no memory: the run goes on, and nobody looks
+        _started.append(
+            subprocess.Popen(command, stdin=nothing, stdout=nothing, env=environment, start_new_session=True)
+        )
+
+
+def _listen(here: _Here, start: Callable[[], None] | None, soon_s: float) -> None:
+    """Start the warden after a while, if this rank does that; then do what is said on the pipe."""
+    if start is not None:
+        waiting = select.poll()
+        waiting.register(here.ears, select.POLLIN)
+        if not waiting.poll(soon_s * 1e3):
+            start()
+    while (said := os.read(here.ears, 1)) == ASKED:
+        here.show_threads()
+    if said == END:
+        _end(os.read(here.ears, 1 << 16).decode())
+    here.close()
+
+
+def _end(why: str) -> None:
+    """At once: whatever this process waits for, it waits for in vain. torchrun is told why, for its own report."""
+    if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        said = {"message": why, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            Path(report).write_text(json.dumps({"message": said}))
+    os._exit(STALLED)

@@ -1,0 +1,193 @@
+"""The process that looks after ranks which others have started: `python -m terrazzo.telemetry.watchdog.warden`.
+
+There is one for each machine, outside of the ranks, whose interpreters and devices cannot hold it up, and whose ends it
+outlives: what they have recorded lies in memory that it has, too. It ends with the last of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from terrazzo.engine.runtime.system import birth_of, is_stopped, oom_kills, state_of
+from terrazzo.exit_codes import STALLED
+from terrazzo.telemetry.watchdog.evidence import Suspect, keep_evidence
+from terrazzo.telemetry.watchdog.looking import Patience, Watchdog
+from terrazzo.telemetry.watchdog.recording import ASK, Recording
+from terrazzo.telemetry.watchdog.stall import GONE, Stall
+from terrazzo.telemetry.watchdog.ward import ASKED, END, TOLD
+
+__all__ = ["Warden"]
+
+_EVERY_S = 0.25
+_TOGETHER_S = 0.02
+"""Ranks that end within that have been ended by somebody."""
+_GRACE_S = 2.0
+"""For a rank to end when it is told to, before it is killed."""
+
+
+class _Charge:
+    """One rank, seen from here.
+
+    Args:
+        told: as its own side has it.
+
+    Raises:
+        OSError: it is gone, or closed.
+    """
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.rank, self.pid, self._birth = int(told["rank"]), int(told["pid"]), told["birth"]
+        self._signalled = bool(told["signalled"])
+        opened = [self._open(told[name], mode) for name, mode in _WHAT.items()]
+        self._mouth = opened.pop()
+        self.recording = Recording((opened[0], opened[1]))
+        self._watch = -1
+        with contextlib.suppress(OSError, AttributeError):  # not everywhere
+            self._watch = os.pidfd_open(self.pid)
+
+    def _open(self, place: Sequence[int], mode: int) -> int:
+        number, device, inode = place
+        path = f"/proc/{self.pid}/fd/{number}"
+        found = os.stat(path)
+        if (found.st_dev, found.st_ino) != (device, inode):  # it has closed that, and the number is another's
+            raise FileNotFoundError(path)
+        return os.open(path, mode | os.O_CLOEXEC)
+
+    @property
+    def watch(self) -> int:
+        """A descriptor that can be read once it has ended; negative for none."""
+        return self._watch
+
+    @property
+    def is_gone(self) -> bool:
+        return state_of(self.pid) in GONE or birth_of(self.pid) != self._birth
+
+    def ask(self) -> bool:
+        """Have it write where its threads are; False if it cannot."""
+        if self.is_gone or is_stopped(self.pid):
+            return False
+        if self._signalled:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, ASK)
+        else:
+            self._say(ASKED)
+        return True
+
+    def end(self, why: str) -> None:
+        """Have it end by itself, with the exit code that says so."""
+        self._say(END + why.encode())
+
+    def kill(self) -> None:
+        if not self.is_gone:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def _say(self, what: bytes) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._mouth, what)
+
+
+_WHAT = {"ring": os.O_RDONLY, "threads": os.O_RDONLY, "mouth": os.O_WRONLY | os.O_NONBLOCK}
+
+
+class Warden:
+    """Looks after ranks of this machine until they have ended, or stand still and are ended.
+
+    Args:
+        told: of each rank, as its own side has it.
+
+    Raises:
+        OSError: one of them is gone already, or nobody is to look after it any more.
+    """
+
+    def __init__(self, told: Sequence[Mapping[str, Any]], patience: Patience) -> None:
+        self._charges = [_Charge(each) for each in told]
+        ranks = {each.rank: (each.recording.tail, each.pid) for each in self._charges}
+        self._watchdog = Watchdog(ranks, patience, say=_say)
+        self._oom_kills, self._told_of_dead = oom_kills(), False
+
+    def run(self) -> None:
+        """Until then."""
+        while not self._all_ended():
+            self._sleep()
+            self._tell_of_dead()
+            if (stall := self._watchdog.look()) is not None:
+                self._end(stall)
+                break
+        for each in self._charges:
+            if not self._watchdog.standings[each.rank].has_left:  # who has, has done so itself
+                each.recording.save()
+
+    def _all_ended(self) -> bool:
+        self._watchdog.read()
+        return all(each.is_gone or self._watchdog.standings[each.rank].has_left for each in self._charges)
+
+    def _sleep(self) -> None:
+        """For a while, or until a rank has ended."""
+        waiting = select.poll()
+        for each in self._charges:
+            if each.watch >= 0 and not each.is_gone:
+                waiting.register(each.watch, select.POLLIN)
+        waiting.poll(_EVERY_S * 1e3)
+
+    def _tell_of_dead(self) -> None:
+        """Of the first rank that has ended without a word, while others may still show what they wait for.
+
+        Where one has left in order, or all end at once, somebody has ended the run, and knows why.
+        """
+        if self._told_of_dead or not any(each.is_gone for each in self._charges):
+            return
+        self._told_of_dead = True
+        time.sleep(_TOGETHER_S)
+        self._watchdog.read()
+        if self._all_ended() or any(standing.has_left for standing in self._watchdog.standings.values()):
+            return
+        stall = self._watchdog.why()
+        kept = keep_evidence(self._suspects, stall)
+        now = oom_kills()
+        of_memory = now is not None and self._oom_kills is not None and now > self._oom_kills
+        more = "The kernel's out-of-memory killer has ended a process here meanwhile." if of_memory else ""
+        _say(" ".join(filter(None, [stall.text, more, kept])))
+
+    @property
+    def _suspects(self) -> list[Suspect]:
+        return [Suspect(each.rank, each.pid, each.recording, each.ask) for each in self._charges]
+
+    def _end(self, stall: Stall) -> None:
+        """Everything is kept before anything ends."""
+        kept = keep_evidence(self._suspects, stall)
+        for each in self._charges:
+            each.recording.save()
+        _say(f"{stall.text}\nAll ranks are ended, with exit code {STALLED}. {kept}".rstrip())
+        for each in self._charges:
+            if not is_stopped(each.pid):
+                each.end(stall.text)
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline and not all(each.is_gone or is_stopped(each.pid) for each in self._charges):
+            time.sleep(0.05)
+        for each in self._charges:
+            each.kill()
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        print(text, file=sys.stderr, flush=True)
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its ranks
+    told = json.loads(os.environ[TOLD])
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a run that is over before it was looked after
+        Warden(told["ranks"], Patience(*told["patience"])).run()
+
+
+if __name__ == "__main__":
+    _main()

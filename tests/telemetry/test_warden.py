@@ -1,0 +1,123 @@
+"""Ranks that others have started: who looks after them, what is kept before they end, and how they end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from terrazzo.exit_codes import STALLED
+from terrazzo.telemetry import flights_of
+from terrazzo.telemetry.flight.ring import What
+from tests.helpers import programs
+
+pytestmark = pytest.mark.processes
+
+LOOP = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import terrazzo as tz
+from terrazzo.telemetry.watchdog import ward
+
+how, folder, stall_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{rank}.json")
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = tz.shard(model, optimizer, plan="zero3", units=[torch.nn.Linear])
+if how == "busy":
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+tz.telemetry.attach(model, folder, stall_s=stall_s)
+
+def until(true):
+    while not true():
+        time.sleep(0.02)
+
+def looked_after():
+    for process in ward._started:
+        fds = Path(f"/proc/{process.pid}/fd").glob("*")
+        if sum("terrazzo-threads" in os.readlink(fd) for fd in fds if os.path.lexists(fd)) > 1:
+            return True
+    return False
+
+def act():
+    if how == "stopped" and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how in ("stuck", "busy") and rank == 1:
+        threading.Event().wait(60)
+    elif how == "killed" and rank == 0:
+        until(looked_after)
+        (folder / "ready").touch()
+        until((folder / "stall/rank-1.txt").exists)
+    elif how == "killed":
+        until((folder / "ready").exists)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+for step in range(1, 4):
+    loss = model(torch.ones(2, 8)).sum()
+    if step == 3:
+        act()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if how == "patient" and step == 2:
+        time.sleep(1.5 * rank)  # such as a checkpoint that rank 1 alone writes to a network, while rank 0 waits
+        with torch.no_grad():
+            model(torch.ones(2, 8))
+        time.sleep(0.8 * rank)
+"""
+
+Done = subprocess.CompletedProcess[str]
+
+
+def train(folder: Path, how: str, stall_s: float = 0.5) -> list[Done]:
+    return programs.on_ranks(2, "-c", LOOP, how, str(folder), str(stall_s))
+
+
+def steps_of(folder: Path) -> list[list[int]]:
+    return [[told.ordinal for told in each.records if told.event == What.STEP] for each in flights_of(folder)]
+
+
+def test_a_stopped_rank_is_named_and_all_is_kept_before_the_others_end_with_a_code_of_their_own(tmp_path: Path) -> None:
+    first, second = train(tmp_path, "stopped")
+    assert (first.returncode, second.returncode) == (STALLED, -signal.SIGKILL), first.stderr
+    said = re.search(
+        r"Rank 1 \(host .+, pid \d+\) is stopped \(SIGSTOP\)\. Missing from all_gather \d+ on dp_shard, unit \d,"
+        r" backward, step 3\. Rank 0 has waited \d+ s\.\nAll ranks are ended, with exit code 81\.",
+        first.stderr,
+    )
+    assert said is not None, first.stderr
+    assert {path.name for path in (tmp_path / "stall").iterdir()} == {"rank-0.txt", "rank-1.txt", "stall.txt"}
+    assert "in wait" in (tmp_path / "stall/rank-0.txt").read_text()  # the frames of its main thread
+    assert steps_of(tmp_path) == [[1, 2], [1, 2]]
+    assert "is stopped" in json.loads((tmp_path / "error-0.json").read_text())["message"]["message"]
+
+
+@pytest.mark.parametrize("how", ["stuck", "busy"])
+def test_a_rank_that_does_nothing_in_a_step_shows_where_it_is_also_where_the_script_has_the_signal(
+    tmp_path: Path, how: str
+) -> None:
+    done = train(tmp_path, how)
+    assert [each.returncode for each in done] == [STALLED, STALLED], done[0].stderr
+    assert re.search(r"Rank 1 .* does nothing, and waits for no other rank\. Missing from", done[0].stderr)
+    assert "in act" in (tmp_path / "stall/rank-1.txt").read_text()
+
+
+def test_a_killed_rank_is_named_and_leaves_its_records(tmp_path: Path) -> None:
+    first, second = train(tmp_path, "killed")
+    assert second.returncode == -signal.SIGKILL
+    assert re.search(r"Rank 1 \(host .+, pid \d+\) has ended\. Last in phase forward, step 3\.", first.stderr), first
+    assert steps_of(tmp_path) == [[1, 2], [1, 2]]
+
+
+def test_what_a_loop_does_between_steps_may_last(tmp_path: Path) -> None:
+    done = train(tmp_path, "patient", stall_s=0.25)
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr
+    assert not (tmp_path / "stall").exists()
+    assert "Rank 1" not in done[0].stderr or "between steps, in code of your own, and is not ended" in done[0].stderr
