@@ -130,6 +130,7 @@ def test_learning_rates_that_come_apart_are_refused(plan: str) -> None:
         (torch.optim.AdamW, "weight_decay", [0.0, 0.1], "['weight_decay']"),
         (torch.optim.AdamW, "maximize", [False, True], "['maximize']"),
         (torch.optim.SGD, "momentum", [0.9, 0.8], "['momentum']"),
+        (torch.optim.SGD, "lr", [torch.tensor(0.1), torch.tensor(0.2)], "['lr']"),
     ],
 )
 def test_hyper_parameters_that_come_apart_are_refused(kind: Any, key: str, values: list[Any], place: str) -> None:

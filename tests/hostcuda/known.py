@@ -12,8 +12,8 @@ from terrazzo.engine import compile_units, engine_of
 from tests.hostcuda.cases import STEPS, Case, mesh_of, sharded, step, train
 
 __all__ = [
-    "integers_are_gathered", "pinned_on_the_host", "refuses_graphs", "refuses_reductions_in_fp16", "saved", "syncs",
-    "syncs_of_a_background_save", "syncs_of_torch_s_clipping",
+    "integers_are_gathered", "of_a_rate_on_the_device", "pinned_on_the_host", "refuses_graphs",
+    "refuses_reductions_in_fp16", "saved", "syncs", "syncs_of_a_background_save", "syncs_of_torch_s_clipping",
 ]  # fmt: skip
 
 
@@ -75,6 +75,23 @@ def syncs(case: Case, folder: str) -> dict[str, float]:
             counts[finding.phase] = counts.get(finding.phase, 0) + count / STEPS
     report.take()
     return counts
+
+
+def of_a_rate_on_the_device(folder: str) -> tuple[int, str]:
+    """How often a step waits for the device, and what is said of a rate that one rank alone changes there."""
+    model, rate = nn.Linear(64, 64), torch.tensor(0.5, device="cuda")
+    sgd = torch.optim.SGD(model.parameters(), rate, foreach=True)
+    model, optimizer = tz.shard(model, sgd, "zero2", mesh=mesh_of(Case(), "cuda"))
+    model(torch.ones(8, 64, device="cuda")).sum().backward()
+    rate.mul_(0.5 ** dist.get_rank())
+    report.take()
+    optimizer.step()
+    waits = report.of("sync", "pageable").total()
+    try:
+        model(torch.ones(8, 64, device="cuda")).sum().backward()
+    except tz.RanksApart as error:
+        return waits, str(error)
+    return waits, "never noticed"
 
 
 def syncs_of_torch_s_clipping(folder: str) -> int:

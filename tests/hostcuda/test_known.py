@@ -54,6 +54,13 @@ WAITS = [
 ]
 
 
+def test_a_learning_rate_on_the_device_is_compared_and_no_step_waits_for_it(two_ranks: Ranks, tmp_path: Path) -> None:
+    for waits, said in two_ranks.run(known.of_a_rate_on_the_device, str(tmp_path)):
+        assert waits == 0
+        assert "param_groups[0]['lr'] = " in said
+        assert "0.25 to 0.5 on all ranks" in said
+
+
 @pytest.mark.parametrize(("case", "phase", "most"), WAITS)
 def test_the_host_waits_no_more_than(case: Case, phase: str, most: int, two_ranks: Ranks, tmp_path: Path) -> None:
     for counts in two_ranks.run(known.syncs, case, str(tmp_path)):

@@ -65,7 +65,8 @@ def _trail(axes: Axes, progress: Progress) -> int:
 
 
 def _hyper_parameters(progress: Progress) -> dict[tuple[int, str], float]:
-    return {(first, name): value for first, held in progress.hyper_parameters.items() for name, value in held.items()}
+    every = progress.hyper_parameters.items()
+    return {(first, name): value for first, held in every for name, value in held.values().items()}
 
 
 def _compare_trails(axes: Axes, progress: Progress, label: Label) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
+from terrazzo.engine.loop.hyper_parameters import HyperParameters
 from terrazzo.engine.loop.loss_scale import LossScale
 from terrazzo.errors import Misuse
 
@@ -68,8 +69,8 @@ class Progress:
     Attributes:
         denominator: of finished gradient sums, as this rank was told; has the loss scale.
         steps: how often this rank's optimizers have stepped.
-        hyper_parameters: those of each optimizer's last step as `optim.stock` reads them, by the number of its first
-            param group. On every rank the same names, which are fixed when the optimizer is attached.
+        hyper_parameters: those of each optimizer's last step, by the number of its first param group. On every rank
+            the same names, which are fixed when the optimizer is attached.
         edits: a checksum of all that the loop has done to gradients: forgotten, zeroed, scaled, clipped.
         last_edit: the last of it, as a user writes it.
         abandoned: whether gradients were forgotten because a backward had raised, and nothing has been run since.
@@ -77,7 +78,7 @@ class Progress:
 
     denominator: Denominator
     steps: int = 0
-    hyper_parameters: dict[int, dict[str, float]] = field(default_factory=dict)
+    hyper_parameters: dict[int, HyperParameters] = field(default_factory=dict)
     edits: int = 0
     last_edit: str = "none"
     abandoned: bool = False

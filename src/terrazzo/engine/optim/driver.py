@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.loop.hyper_parameters import HyperParameters
 from terrazzo.engine.loop.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
@@ -72,7 +73,7 @@ class OptimizerDriver:
         self.reference, self._retired, self.kind = weakref.ref(optimizer), False, type(optimizer)
         self._moments_differ = self.sharding.precision.moments != self.sharding.precision.master
         self._listed = [*optimizer.param_groups]
-        self.progress.hyper_parameters[self.groups.start] = hyper_parameters(optimizer)
+        self.progress.hyper_parameters[self.groups.start] = HyperParameters(hyper_parameters(optimizer))
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
         self._step_hooks = (before.id, after.id)
@@ -256,9 +257,8 @@ class OptimizerDriver:
         self.sharding.axes.tally.phases.begin("other")
 
     def _note_hyper_parameters(self, optimizer: Optimizer) -> None:
-        """Those that there were at the beginning: ranks compare as many as ever, whoever adds a key to a group."""
-        noted, held = self.progress.hyper_parameters[self.groups.start], hyper_parameters(optimizer)
-        noted.update({place: held.get(place, 0.0) for place in noted})
+        noted = self.progress.hyper_parameters
+        noted[self.groups.start] = noted[self.groups.start].followed_by(hyper_parameters(optimizer))
 
     def restore_groups(self) -> None:
         """A step has ended, perhaps without a word, since it raised: the optimizer's groups hold parameters again."""

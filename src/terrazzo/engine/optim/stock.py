@@ -65,21 +65,21 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
         member.group = owned.get(id(member), member.group)
 
 
-def hyper_parameters(optimizer: Optimizer) -> dict[str, float]:
-    """Every number in its param groups, by where it is; 0 for one on a device, which the host would wait for."""
+def hyper_parameters(optimizer: Optimizer) -> dict[str, float | Tensor]:
+    """Every number in its param groups, by where it is; tensors of one element as they are."""
     held = [(number, *item) for number, group in enumerate(optimizer.param_groups) for item in group.items()]
     places = [(f"param_groups[{number}][{key!r}]", value) for number, key, value in held if key not in NOT_HYPER]
     return {place: number for each in places for place, number in _numbers(*each)}
 
 
-def _numbers(place: str, value: Any) -> Iterator[tuple[str, float]]:
+def _numbers(place: str, value: Any) -> Iterator[tuple[str, float | Tensor]]:
     if isinstance(value, list | tuple):
         for index, part in enumerate(value):
             yield from _numbers(f"{place}[{index}]", part)
     elif isinstance(value, int | float):
         yield place, float(value)
     elif isinstance(value, Tensor) and value.numel() == 1:
-        yield place, float(value) if value.is_cpu else 0.0
+        yield place, value
 
 
 def orphans(members: Sequence[Member]) -> list[str]:
