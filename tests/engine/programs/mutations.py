@@ -26,13 +26,13 @@ STRUCK = "tree.parts.0"
 
 
 def a_rank_is_left_out_of_a_sum(patch: pytest.MonkeyPatch) -> None:
-    take = Gradient._take_pending
+    take = Gradient._take_unreduced
 
-    def taken(self: Gradient, dtype: torch.dtype) -> torch.Tensor:
-        pending = take(self, dtype)
-        return pending.zero_() if _struck(self) and dist.get_rank() == 1 else pending
+    def taken(self: Gradient, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+        elements, lent = take(self, dtype)
+        return elements.zero_() if _struck(self) and dist.get_rank() == 1 else elements, lent
 
-    patch.setattr(Gradient, "_take_pending", taken)
+    patch.setattr(Gradient, "_take_unreduced", taken)
 
 
 def a_gather_is_stale(patch: pytest.MonkeyPatch) -> None:
@@ -113,13 +113,13 @@ def a_late_gradient_is_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def an_absent_gradient_is_stepped_on(patch: pytest.MonkeyPatch) -> None:
     """Parameters that no rank ran are updated with a gradient of zero."""
-    take = gradient.Gradient._take_pending
+    take = gradient.Gradient._take_unreduced
 
-    def taken(self: Gradient, dtype: torch.dtype) -> torch.Tensor:
+    def taken(self: Gradient, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
         self.seen = [True] * len(self.seen)
         return take(self, dtype)
 
-    patch.setattr(gradient.Gradient, "_take_pending", taken)
+    patch.setattr(gradient.Gradient, "_take_unreduced", taken)
 
 
 def _struck(owner: Any) -> bool:

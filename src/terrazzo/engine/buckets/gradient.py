@@ -10,12 +10,14 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, view
+from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space
 from terrazzo.engine.buckets.summed import SummedGradient
+from terrazzo.engine.buckets.unreduced import UnreducedGradient
 from terrazzo.engine.links.collectives import MessageRoute
 from terrazzo.engine.links.sums import divide, multiply
 from terrazzo.engine.links.traffic import Ledger
@@ -45,8 +47,6 @@ class Gradient:
 
     Attributes:
         seen: for each parameter, whether it has got a gradient since the last `zero`; on any rank, once they agreed.
-        filled_numel: elements of the parameters whose gradients are in the unreduced gradient; of whole ones, so that
-            ranks with other parts of them count the same.
         finished: if there is a finished gradient, be it still on its way to its tier.
         changes: counts those of the finished gradient.
     """
@@ -64,11 +64,9 @@ class Gradient:
         self._counts = [first or member.record is None or not member.record.replicated for member in members]
         self.finished: SummedGradient | None = None
         self.changes = 0
-        self.pending: Tensor | None = None
-        self._lent = False
+        self._unreduced: UnreducedGradient | None = None
         self._partial: SummedGradient | None = None
         self._partial_home: Buffer | None = None
-        self._empty()
 
     def build(self, store: Homes) -> None:
         """Allocate what lies elsewhere than on the device."""
@@ -114,21 +112,21 @@ class Gradient:
 
     def add(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
         """The same of a gradient that autograd has not brought."""
-        target = view(self.begin(dtype), self.space.layout.slots[index])
-        given = grad if self._counts[index] else torch.zeros_like(grad)
-        if self._filled[index]:
-            target.add_(given)
-        else:
-            target.copy_(given)
-            self.filled_numel += self._numels[index]
-        self._filled[index] = self.seen[index] = True
+        self.begin(dtype).add(index, grad if self._counts[index] else torch.zeros_like(grad))
+        self.seen[index] = True
 
-    def begin(self, dtype: torch.dtype) -> Tensor:
+    @property
+    def filled_numel(self) -> int:
+        """Elements of the parameters whose gradients are in the unreduced gradient; of whole ones, so that ranks with
+        other parts of them count the same.
+        """
+        return 0 if self._unreduced is None else sum(compress(self._numels, self._unreduced.filled))
+
+    def begin(self, dtype: torch.dtype) -> UnreducedGradient:
         """The unreduced gradient, from now on if there was none. `dtype` as for `accumulate`."""
-        if self.pending is None:
-            self.pending = self._start_pending(dtype)
-            self._lent = False
-        return self.pending
+        if self._unreduced is None:
+            self._unreduced = self._make_unreduced(dtype, lent=False)
+        return self._unreduced
 
     def expect(self, dtype: torch.dtype) -> None:
         """Gradients will come: have memory for them that, once they are reduced, need not come back to computation.
@@ -137,32 +135,21 @@ class Gradient:
             dtype: as for `accumulate`.
         """
         side = self.sharding.axes.side
-        if side is not None and self.sharding.ranks and self.pending is None:
-            self.pending = side.lend(lambda: self._start_pending(dtype))
-            self._lent = True
+        if side is not None and self.sharding.ranks and self._unreduced is None:
+            self._unreduced = side.lend(lambda: self._make_unreduced(dtype, lent=True))
 
-    def _empty(self) -> None:
-        """Nothing is in the unreduced gradient."""
-        self._filled, self.filled_numel = [False] * len(self.space.layout.slots), 0
+    def _make_unreduced(self, dtype: torch.dtype, *, lent: bool) -> UnreducedGradient:
+        data = self.space.empty((), dtype).data
+        self.ledger.acquire(data.nbytes)
+        return UnreducedGradient(self.space.layout, data, lent)
 
-    def _start_pending(self, dtype: torch.dtype) -> Tensor:
-        pending = self.space.empty((), dtype).data
-        for gap in self.space.layout.gaps:
-            pending[gap.start : gap.stop].zero_()
-        self.ledger.acquire(pending.nbytes)
-        return pending
+    def _take_unreduced(self, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """Inside of a chain: its elements, or zeros of the side's where there are none, and whether they are lent.
 
-    def _take_pending(self, dtype: torch.dtype) -> Tensor:
-        if self.pending is None:
-            self.pending = self._start_pending(dtype)
-            self._lent = True
-        for slot, filled in zip(self.space.layout.slots, self._filled, strict=True):
-            if not filled:
-                self.pending[slot.range.start : slot.range.stop].zero_()
-        pending = self.pending
-        self.pending = None
-        self._empty()
-        return pending
+        Gradients that come from now on are those of another one.
+        """
+        taken, self._unreduced = self._unreduced or self._make_unreduced(dtype, lent=True), None
+        return taken.complete(), taken.lent
 
     def add_stages(self, stages: Sequence[int], dtype: torch.dtype) -> None:
         """Have the unreduced gradient be the sum of those of the ranks that have stages with these parameters.
@@ -175,11 +162,9 @@ class Gradient:
             dtype: as for `accumulate`.
         """
         axes = self.sharding.axes
-        own = self._take_pending(dtype)
+        own = self.begin(dtype).complete()
         with self.ledger.holding(own.nbytes * (len(stages) - 1)):
-            total = functools.reduce(torch.add, _on_stages(axes, stages, own, _TAG))
-        self.pending = own.copy_(total)
-        self._filled, self.filled_numel = [True] * len(self._filled), sum(self._numels)
+            own.copy_(functools.reduce(torch.add, _on_stages(axes, stages, own, _TAG)))
         seen = torch.tensor(self.seen, device=HOST)
         self.seen = functools.reduce(torch.logical_or, _on_stages(axes, stages, seen, _SEEN_TAG)).tolist()
 
@@ -193,8 +178,7 @@ class Gradient:
                 plan's `grad` place.
         """
         ledger, reduction = self.ledger, self.sums.of(last=denominator is not None)
-        pending = self._take_pending(self.sharding.precision.reduce)
-        lent = self._lent  # now: while the sum is under way, memory for the next one may be taken
+        pending, lent = self._take_unreduced(self.sharding.precision.reduce)
         held_bytes = pending.nbytes
         data = yield from self._sum(pending, reduction.partial)
         if reduction.partial:  # the memory of its terms goes as soon as it has arrived
@@ -348,16 +332,16 @@ class Gradient:
     @property
     def unfinished(self) -> bool:
         """Whether micro-batches have left gradients that no last one has finished."""
-        return self.pending is not None or self._partial is not None
+        return self._unreduced is not None or self._partial is not None
 
     def drop_unfinished(self) -> None:
         """Forget gradients of a step that was abandoned or has been consumed."""
+        unreduced = self._unreduced.data if self._unreduced is not None else None
         partial = self._partial.data if self._partial is not None and self.tier == "device" else None
-        for part in (self.pending, partial):
+        for part in (unreduced, partial):
             if part is not None:
                 self.ledger.release(part.nbytes)
-        self.pending = self._partial = None
-        self._empty()
+        self._unreduced = self._partial = None
 
     def zero(self, set_to_none: bool) -> None:
         """Forget every gradient, finished or not; or set finished ones to zero, which an optimizer still steps on."""
@@ -374,9 +358,8 @@ class Gradient:
         """Do as `zero` does, for some of the parameters: the others keep theirs."""
         slots = self.space.layout.slots
         for index in indices:
-            if self._filled[index]:
-                self._filled[index] = False  # what is not filled counts as zero
-                self.filled_numel -= self._numels[index]
+            if self._unreduced is not None:
+                self._unreduced.forget(index)
             if self._partial is not None:
                 self._partial.change(Tensor.zero_, slots[index].range)
             self.change(index, Tensor.zero_)  # behind the factor, for 0 times NaN is NaN

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.device import Stream
 
 __all__ = ["Side", "side_of"]
+
+T = TypeVar("T")
 
 
 def side_of(device: torch.device, backends: Collection[str]) -> Side | None:
@@ -61,7 +62,7 @@ class Side:
         """Inside of `chain`: memory that is allocated here is the computation's."""
         return self._user.inside()
 
-    def lend(self, make: Callable[[], Tensor]) -> Tensor:
+    def lend(self, make: Callable[[], T]) -> T:
         """What `make` allocates is the side's memory; the computation may use it, after all chains so far."""
         with self.chain():
             made = make()
