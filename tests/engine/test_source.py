@@ -54,6 +54,13 @@ def test_every_internal_of_torch_is_in_the_table() -> None:
     } == set()
 
 
+def test_what_a_folder_says_of_its_modules_names_each() -> None:
+    folders = {name.removesuffix("/__init__"): ast.get_docstring(TREES[name]) for name in TREES if "/__init__" in name}
+    for folder, text in folders.items():
+        own = {name.split("/")[1] for name in SOURCES if name.startswith(f"{folder}/")} - {"__init__"}
+        assert own - {*re.findall(r"\w+", text or "")} == set(), folder
+
+
 def test_who_drives_a_model_is_told_and_not_set() -> None:
     """Attributes of a schedule, its program and the hooks are set by themselves alone."""
     for name, tree in TREES.items():

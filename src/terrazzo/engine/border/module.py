@@ -113,8 +113,9 @@ class ShardedModule(nn.Module):
 
         Raises:
             BadInput: for what is no state dict, for names, if `strict`, for tensors of other shapes, and for modules
-                that load in a way of their own, on any rank; nothing has been changed.
-            RanksApart: where ranks were given other names, before anything is changed, or other values.
+                that load in a way of their own, on any rank. No weight and no buffer has been changed by then, but
+                hooks from before loading have been called, and what they have done to the model stays.
+            RanksApart: where ranks were given other names, likewise, or other values.
         """
         buffers, takers, axes = persistent_buffers(self), extra_state_takers(self), self._terrazzo.axes
         own = ModelState(self)

@@ -162,8 +162,9 @@ class ShardedOptimizer(Optimizer):
 
         Raises:
             BadInput: for what is no optimizer's state dict, groups of other sizes, and states of other kinds or shapes,
-                on any rank; nothing has been changed.
-            RanksApart: where ranks were given other states; nothing has been changed.
+                on any rank. No state and no setting has been changed by then, but hooks from before loading have been
+                called.
+            RanksApart: where ranks were given other states, likewise.
             Misuse: for a model in stages, or inside `ema.swapped` or `tz.gathered(model, write=True)`.
         """
         states = self.states()

@@ -34,7 +34,8 @@ class Reductions:
         denominator: returns what finished sums are divided by; asked for each sum as it starts.
 
     Attributes:
-        on_finished: called with the index of each unit whose gradients are finished, once, when they are there.
+        on_finished: called with the index of each unit behind the sum that finishes its gradients. In a step one more
+            time for each gradient that comes late, which is summed by itself.
     """
 
     def __init__(self, denominator: Divisor) -> None:

@@ -88,8 +88,8 @@ class OptimizerStates:
 
         Raises:
             BadInput: for what is no optimizer's state dict, groups of other sizes, and states of other kinds or shapes,
-                on any rank; nothing has been changed.
-            RanksApart: where ranks were given other states; nothing has been changed.
+                on any rank. Hooks from before loading have been called by then, and nothing else has been done.
+            RanksApart: where ranks were given other states, likewise.
         """
         optimizer = self._optimizer
         edited = all_or_none(self.engine.axes, lambda: self._checked(given))
