@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import os
 import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from _pytest.assertion import rewrite
 from torch.distributed.device_mesh import init_device_mesh
 
+from terrazzo.engine.links.collectives import MessageRoute
+from terrazzo.engine.links.traffic import Ledger, Traffic
 from tests.helpers import programs
-from tests.helpers.cover import cover, places
+from tests.helpers.cover import cover, in_turns, places
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool, RankFailed, run_in_processes
+from tests.helpers.rewritten import make_a_part
+from tests.helpers.threaded import ThreadedCollectives
 from tests.helpers.threads import RanksStuck, exclusive, run_in_threads
 
 
@@ -72,6 +80,19 @@ def test_a_failing_thread_is_raised_as_itself_and_frees_the_others() -> None:
     assert caught.value.__notes__ == ["raised on rank 1 of 3"]
     assert "fail_on_one" in {entry.name for entry in caught.traceback}
     assert run_in_threads(3, lambda rank: _sum_of_ranks()) == [3.0] * 3
+
+
+def test_a_thread_that_waits_for_a_message_ends_with_the_one_that_fails() -> None:
+    def body(rank: int) -> None:
+        if rank == 0:
+            raise ZeroDivisionError
+        links = ThreadedCollectives(dist.group.WORLD, Traffic(), Ledger(), "pp")
+        links.receive(torch.empty(2), MessageRoute("value", 0, 1), 0).wait()
+
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        run_in_threads(2, body)
+    assert threading.active_count() == before
 
 
 def test_threads_that_wait_forever_are_named() -> None:
@@ -168,6 +189,35 @@ def test_a_cover_meets_all_that_the_grid_meets(strength: int) -> None:
 def test_a_grid_of_one_axis_is_its_own_cover() -> None:
     assert cover([{"a": value} for value in "xyz"]) == [0, 1, 2]
     assert cover([{"a": value} for value in "xyx"]) == [0, 1]
+
+
+def test_of_cases_in_turns_each_has_one_value_that_is_not_long() -> None:
+    cases = in_turns((("a",), ("b",), ("c",)), [1, 2])
+    assert len(cases) == 6
+    assert [case.values for case in cases if not case.marks] == [("a", 1), ("b", 2), ("c", 1)]
+
+
+def test_workers_rewrite_a_part_of_the_modules_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    config, kept = request.config, []
+    for name in "abc":
+        (tmp_path / f"test_{name}.py").write_text("VALUE = 1\ndef test_it():\n    assert VALUE == 1\n")
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    for number in range(2):
+        worker = {"workerid": f"gw{number}", "workercount": 2}
+        monkeypatch.setattr(config, "workerinput", worker, raising=False)
+        make_a_part(config, tmp_path)
+        kept.append(len(list(tmp_path.glob("__pycache__/*"))))
+    assert kept == [2, 3]
+    monkeypatch.setattr(rewrite, "_rewrite_test", None)  # nothing is left to do
+    hook = rewrite.AssertionRewritingHook(config)
+    for name in "abc":
+        spec = importlib.util.spec_from_file_location(name, tmp_path / f"test_{name}.py", loader=hook)
+        assert spec is not None
+        hook.exec_module(module := importlib.util.module_from_spec(spec))
+        assert module.VALUE == 1
 
 
 def test_plans_are_told_apart_by_their_places() -> None:

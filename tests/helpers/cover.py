@@ -19,7 +19,7 @@ import pytest
 
 import terrazzo as tz
 
-__all__ = ["cover", "mark_what_is_long", "places"]
+__all__ = ["cover", "in_turns", "mark_what_is_long", "places"]
 
 
 def cover(cases: Sequence[Mapping[str, object]], strength: int = 2) -> list[int]:
@@ -37,6 +37,15 @@ def cover(cases: Sequence[Mapping[str, object]], strength: int = 2) -> list[int]
         used.update(met[best])
         left -= met[best]
     return sorted(chosen)
+
+
+def in_turns(cases: Iterable[Sequence[object]], values: Sequence[object]) -> list[Any]:
+    """Every case with every value, as parameters; with all but one of them, by turns, it is long."""
+    return [
+        pytest.param(*case, value, marks=[pytest.mark.long] if index % len(values) != turn else [])
+        for index, case in enumerate(cases)
+        for turn, value in enumerate(values)
+    ]
 
 
 def _met(case: Mapping[str, str], strength: int) -> frozenset[object]:

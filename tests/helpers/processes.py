@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -143,7 +144,12 @@ def serve(rank: int, world_size: int, folder: str, pipe: Connection, backend: st
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+    modules = 0
     while True:
+        if len(sys.modules) != modules:  # what a function has imported stays
+            modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
         try:
             function, arguments = pipe.recv()
         except (EOFError, KeyboardInterrupt):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch._dynamo  # with the first optimizer torch imports it anyway
 
-from tests.helpers import alone
+from tests.helpers import alone, rewritten
 from tests.helpers.cover import mark_what_is_long
 from tests.helpers.processes import Pool
 
@@ -20,10 +20,11 @@ pytest_plugins = ["tests.helpers.stuck"]
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """Nothing of what tests are collected into is garbage."""
     gc.disable()
     try:
+        rewritten.make_a_part(session.config, TESTS)
         return (yield)
     finally:
         gc.enable()

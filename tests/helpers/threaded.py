@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 from terrazzo.engine.links.collectives import Collectives, MessageRoute, all_gather_single
 from terrazzo.engine.links.label import moving
@@ -71,6 +75,10 @@ class ThreadedCollectives(Collectives):
         return full_bytes
 
 
+_LOOKS_S = timedelta(milliseconds=100)
+"""Between two looks whether another rank has failed, which ends no wait for a message."""
+
+
 class _Letter:
     """A message on its way."""
 
@@ -78,6 +86,11 @@ class _Letter:
         self._store, self._key, self._into = store, key, into
 
     def wait(self) -> None:
-        sent = bytearray(self._store.get(self._key))  # waits for it
+        while not self._store.check([self._key]):
+            if ProcessLocalGroup._terminate.is_set():
+                sys.exit("another rank has failed")
+            with contextlib.suppress(dist.DistStoreError):  # it has not come in this time
+                self._store.wait([self._key], _LOOKS_S)
+        sent = bytearray(self._store.get(self._key))
         self._store.delete_key(self._key)
         self._into.view(-1).view(torch.uint8).copy_(torch.frombuffer(sent, dtype=torch.uint8))

@@ -14,6 +14,7 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import ExpertsConfig
+from tests.helpers.cover import in_turns
 from tests.helpers.threads import run_in_threads
 
 SIZES = DecoderConfig(61, 32, 2, 4, 2, 48, 16, experts=ExpertsConfig(count=8, top_k=2, ffn_dim=16, shared=1))
@@ -25,24 +26,22 @@ def base() -> Decoder:
     return Decoder(SIZES)
 
 
-@pytest.mark.parametrize(
-    ("plan", "mesh"),
-    [
-        ("zero1", {"ep": 2}),
-        ("zero2", {"ep": 4}),
-        ("zero3", {"ep": 2}),
-        ("zero3", {"ep": 4}),
-        ("shard_grad_op", {"ep": 2}),
-        ("zero3", {"ep": 2, "tp": 4}),  # experts are split, and nothing else
-        ("zero3", {"ep": 2, "tp": 2}),
-        ("hpz", {"ep": 2, "dp_replicate": 2}),  # between forward and backward experts are whole, and nothing else
-        ("hpz", {"ep": 1, "tp": 2, "dp_replicate": 2}),
-        ("hfsdp", {"ep": 2, "dp_replicate": 2}),
-        ("zero3@cpu", {"ep": 2}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+CASES: list[tuple[str, dict[str, int]]] = [
+    ("zero1", {"ep": 2}),
+    ("zero2", {"ep": 4}),
+    ("zero3", {"ep": 2}),
+    ("zero3", {"ep": 4}),
+    ("shard_grad_op", {"ep": 2}),
+    ("zero3", {"ep": 2, "tp": 4}),  # experts are split, and nothing else
+    ("zero3", {"ep": 2, "tp": 2}),
+    ("hpz", {"ep": 2, "dp_replicate": 2}),  # between forward and backward experts are whole, and nothing else
+    ("hpz", {"ep": 1, "tp": 2, "dp_replicate": 2}),
+    ("hfsdp", {"ep": 2, "dp_replicate": 2}),
+    ("zero3@cpu", {"ep": 2}),
+]
+
+
+@pytest.mark.parametrize(("plan", "mesh", "precision"), in_turns(CASES, ["bf16", "fp32"]), ids=str)
 def test_a_step_sends_and_needs_what_was_promised(plan: str, mesh: dict[str, int], precision: str) -> None:
     start = base()
 

@@ -32,6 +32,7 @@ from tests.engine.toys import (
     sharded,
     train,
 )
+from tests.helpers.cover import in_turns
 
 
 @dataclass
@@ -192,7 +193,7 @@ DOORS = [evaluate, gather, write, load_state_dict, save, load, zero_grad, clip, 
 @pytest.mark.parametrize(
     ("door", "tiers"),
     [
-        *((door, tiers) for door in DOORS for tiers in ("cpu-all", "all on nvme", "nvme")),
+        *in_turns(((door,) for door in DOORS), ("cpu-all", "all on nvme", "nvme")),
         (state_dict, "nvme"),  # which has no weights that lie elsewhere
     ],
 )
