@@ -80,8 +80,8 @@ def syncs(case: Case, folder: str) -> dict[str, float]:
 def of_a_rate_on_the_device(folder: str) -> tuple[int, str]:
     """How often a step waits for the device, and what is said of a rate that one rank alone changes there."""
     model, rate = nn.Linear(64, 64), torch.tensor(0.5, device="cuda")
-    sgd = torch.optim.SGD(model.parameters(), rate, foreach=True)
-    model, optimizer = tz.shard(model, sgd, "zero2", mesh=mesh_of(Case(), "cuda"))
+    adamw = torch.optim.AdamW(model.parameters(), rate, capturable=True)  # else torch itself waits
+    model, optimizer = tz.shard(model, adamw, "zero2", mesh=mesh_of(Case(), "cuda"))
     model(torch.ones(8, 64, device="cuda")).sum().backward()
     rate.mul_(0.5 ** dist.get_rank())
     report.take()
