@@ -539,6 +539,43 @@ def test_a_model_that_calls_itself_without_gradients() -> None:
         assert_close(found, dict(alone.named_parameters()), 1e-5)
 
 
+class Trying(Net):
+    """Tries itself on other tokens first, and goes on where that raises."""
+
+    def forward(self, x: Tensor, trying: bool = True) -> Tensor:
+        if trying:
+            with contextlib.suppress(KeyError):
+                self(x, False)
+        output: Tensor = super().forward(x)
+        return output
+
+
+def refuse_trying(module: nn.Module, args: Any) -> None:
+    if args[1:]:
+        raise KeyError("not on other tokens")
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the engine's", "behind the engine's"])
+@pytest.mark.parametrize("plan", ["zero1", "zero3"])
+def test_a_hook_that_raises_in_a_call_inside_of_a_call_ends_that_one_alone(plan: str, first: bool) -> None:
+    base = Trying()
+    alone = copy.deepcopy(base)
+    alone.register_forward_pre_hook(refuse_trying)
+    optimizer = sgd(alone.parameters())
+    for number in range(3):
+        step(alone, optimizer, number, 0)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = tz.shard(copy.deepcopy(base), sgd, plan)
+        model.register_forward_pre_hook(refuse_trying, prepend=first)
+        for number in range(3):
+            step(model, optimizer, number, 0)
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 1e-5)
+
+
 def test_a_copied_unit_runs_on_one_rank_alone() -> None:
     def body(rank: int) -> None:
         model, _ = tz.shard(Net(), None, "zero3")

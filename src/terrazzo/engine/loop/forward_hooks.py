@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import Enum
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from terrazzo.engine.loop.row_exchanges import RowExchanges
 from terrazzo.engine.loop.saved import SavedWeights
 from terrazzo.engine.loop.tree import ModuleTree
 from terrazzo.engine.plan.sharding import ShardingSpec
-from terrazzo.engine.runtime.callers import runs_inside_itself
+from terrazzo.engine.runtime.callers import calls_of
+from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import tree_map_only
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.schedule import Schedule
@@ -35,16 +37,13 @@ __all__ = ["ForwardHooks"]
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class _Run(Enum):
-    """As what a forward of the model runs: decided when it begins, for all that it does."""
-
-    OWN = "the model's own: begins and ends a pass"
-    NESTED = "called inside of its own: a part of that pass"
-    AGAIN = "in backward, by activation checkpointing: a part of that"
-
-
 class ForwardHooks:
-    """Those of one sharded model. Torch's side holds this object weakly, so that the model can be freed at once."""
+    """Those of one sharded model. Torch's side holds this object weakly, so that the model can be freed at once.
+
+    A call of the model is a pass of its own; or a part of one, inside of whose call it is; or a part of backward, which
+    activation checkpointing runs again. Which it is shows from where it is called, and not from how many have begun:
+    one in which a user's hook raises may begin without a word, or end without one.
+    """
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class ForwardHooks:
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self._compute, self._alone = sharding.precision.compute, sharding.axes.size() == 1
         self.refuse(None)
-        self._runs: list[_Run] = []  # under way, outermost first
+        self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
         storages: dict[int, int] = {}
         for unit in units:
             for bucket in (bucket for bucket in unit.buckets if not bucket.resident):
@@ -81,7 +80,7 @@ class ForwardHooks:
                 if (link := link_of(member.parameter)) is not None:
                     link.reach = weakly(self, ForwardHooks.reach, unit.index)
         members = [member for unit in self._units for bucket in unit.buckets for member in bucket.members]
-        lets_in = self._alone and not self._loss_scale.multiplies
+        lets_in = self._alone and not self._loss_scale.scales
         self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, lets_in)
         for module in model.modules():
             module.register_state_dict_post_hook(eager(weakly(self._copies, Copies.in_state_dict)))
@@ -100,23 +99,25 @@ class ForwardHooks:
 
     def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A forward of the model is about to run; returns its inputs, cast."""
-        run = self._run_that_begins(module)
-        self._runs.append(run)
-        if run is _Run.OWN:
+        again = inside_backward()
+        begins = not again and not self._is_in_pass(module)
+        if begins:
+            self._pass_call = weakref.ref(next(calls_of(module)))
             self._begin(module)
         if self._units[0].is_root:
             self.before_unit(0)
-        if self._loss_scale.multiplies and run is not _Run.NESTED and torch.is_grad_enabled():
+        if self._loss_scale.scales and (begins or again) and torch.is_grad_enabled():
             args, kwargs = tree_map_only(Tensor, self._unscaled, (args, kwargs))
         return (self._cast(args), self._cast(kwargs)) if self._compute in _HALF else (args, kwargs)
 
-    def _run_that_begins(self, model: nn.Module) -> _Run:
-        if inside_backward():
-            return _Run.AGAIN
-        if self._schedule.forward is not None and runs_inside_itself(model):
-            return _Run.NESTED
-        self._runs.clear()  # some may have ended without a word
-        return _Run.OWN
+    def _is_in_pass(self, model: nn.Module) -> bool:
+        """Whether the call of the model that runs now is inside of that which is the pass."""
+        own, outer = self._pass_call(), islice(calls_of(model), 1, None)
+        return self._schedule.forward is not None and any(call is own for call in outer)
+
+    def _is_pass(self, model: nn.Module) -> bool:
+        """Whether it is that one."""
+        return next(calls_of(model)) is self._pass_call()
 
     def _begin(self, model: nn.Module) -> None:
         """Start from what the user and the last pass have left, be it a backward that raised."""
@@ -137,13 +138,13 @@ class ForwardHooks:
             self._saved.begin()
 
     def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """A forward of the model has returned `output`; returns what its caller gets. Collective until ranks agree."""
-        run, output = self._runs[-1], self._copies.of_output(output)
-        if run is _Run.AGAIN:  # a reentrant checkpoint around the model differentiates what it runs again
+        """A forward of the model has returned `output`; returns what its caller gets. Collective where a pass ends."""
+        output = self._copies.of_output(output)
+        if inside_backward():  # a reentrant checkpoint around the model differentiates what it runs again
             return self._loss_scale.of_output(output) if is_differentiated() else output
         if self._units[0].is_root:
             self.after_unit(0, module, args, output)
-        return self._end(output) if run is _Run.OWN else output
+        return self._end(output) if self._is_pass(module) else output
 
     def _end(self, output: Any) -> Any:
         """The pass ends; returns what the user gets."""
@@ -159,8 +160,7 @@ class ForwardHooks:
 
     def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """A forward of the model has returned, or raised."""
-        run = self._runs.pop() if self._runs else _Run.OWN  # where another hook raised before ours
-        if run is _Run.OWN:
+        if self._is_pass(module):
             self._saved.end()
             self._loss_scale.end_forward(module)
             if self._schedule.forward is not None:

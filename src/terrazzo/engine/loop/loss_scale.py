@@ -26,8 +26,8 @@ class LossScale:
     """What a loop tells the loss scale of its model, and asks of it; this one scales nothing.
 
     Attributes:
-        scales: whether gradients are multiplied at all.
-        scale: factor on gradients inside the model.
+        scales: whether gradients inside of the model are multiplied by it, and are others than those outside.
+        scale: that factor.
         skipped_steps: steps that an overflow on any rank has cancelled, since the start.
     """
 
@@ -44,9 +44,6 @@ class LossScale:
         Raises:
             Misuse: where its gradients would lack the scale.
         """
-
-    multiplies = False
-    """Whether gradients inside of the model are others than those outside."""
 
     def of_input(self, tensor: Tensor) -> Tensor:
         """What the model gets of an input that is differentiated, whose gradient is that of an unscaled run."""
@@ -103,7 +100,7 @@ class LossScale:
 
 
 class DynamicLossScale(LossScale):
-    """A power of two that grows while gradients are finite, and shrinks behind steps that were not."""
+    """A power of two that grows while gradients are finite, and shrinks behind steps where they were not."""
 
     scales = True
 
@@ -179,8 +176,6 @@ class DynamicLossScale(LossScale):
             "gradients would be too small by that. Call it in a method and name that by "
             "tz.register_forward_method, call it under torch.no_grad(), or train in bf16."
         )
-
-    multiplies = True
 
     def of_input(self, tensor: Tensor) -> Tensor:
         unscaled: Tensor = _UnscaleBackward.apply(tensor, self)  # type: ignore[no-untyped-call]

@@ -14,12 +14,16 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.runtime.private_torch import found
 
-__all__ = ["calling_module", "is_inside_own_step", "runs_inside_itself"]
+__all__ = ["calling_module", "calls_of", "is_inside_own_step"]
 
 
-def runs_inside_itself(model: nn.Module) -> bool:
-    """Whether two calls of `model` are under way on this thread, one in the other; asked in the inner one."""
-    return _runs_twice(_CALL, lambda held: held["self"] is model)
+def calls_of(model: nn.Module) -> Iterator[Callable[..., Any]]:
+    """For each call of `model` that is under way on this thread, innermost first, what stands for that one alone.
+
+    It is the function in which torch runs that call's hooks and forward, and ends with the call.
+    """
+    outwards = _outwards(sys._getframe(1))
+    return (held["inner"] for held in _locals_of(_CALL, outwards) if held["self"] is model)
 
 
 def is_inside_own_step(optimizer: Optimizer) -> bool:
@@ -27,7 +31,8 @@ def is_inside_own_step(optimizer: Optimizer) -> bool:
 
     Both have hooks once a plain optimizer of the base class has been built in this process.
     """
-    return _runs_twice(_STEP, lambda held: held["args"][0] is optimizer)
+    steps = (held for held in _locals_of(_STEP, _outwards(sys._getframe(1))) if held["args"][0] is optimizer)
+    return len(list(islice(steps, 2))) == 2
 
 
 def calling_module(beyond: str) -> str:
@@ -45,10 +50,9 @@ def calling_module(beyond: str) -> str:
     return str(caller.f_globals.get("__name__", ""))
 
 
-def _runs_twice(code: CodeType, is_it: Callable[[Mapping[str, Any]], bool]) -> bool:
-    """Whether two calls of one function are under way on this thread whose local variables are so."""
-    calls = (frame for frame in _outwards(sys._getframe(2)) if frame.f_code is code and is_it(frame.f_locals))
-    return len(list(islice(calls, 2))) == 2
+def _locals_of(code: CodeType, frames: Iterator[FrameType]) -> Iterator[Mapping[str, Any]]:
+    """The local variables of those calls that run one function."""
+    return (frame.f_locals for frame in frames if frame.f_code is code)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -57,22 +61,23 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _code_of(function: Any, local: str) -> CodeType:
-    """The code of one of torch's functions, which has a local variable of that name.
+def _code_of(function: Any, *names: str) -> CodeType:
+    """The code of one of torch's functions, which has local variables of these names.
 
     Raises:
-        ImportError: where it has none.
+        ImportError: where it lacks one.
     """
     code: CodeType = function.__code__
-    if local not in code.co_varnames:
-        raise ImportError(
-            f"Terrazzo's engine looks for {local!r} in {code.co_qualname}, which is not there in torch "
-            f"{torch.__version__}. It is there from torch 2.11 to 2.13: install one of these."
-        )
+    for name in names:
+        if name not in code.co_varnames:
+            raise ImportError(
+                f"Terrazzo's engine looks for {name!r} in {code.co_qualname}, which is not there in torch "
+                f"{torch.__version__}. It is there from torch 2.11 to 2.13: install one of these."
+            )
     return code
 
 
-_CALL = _code_of(found(nn.Module, "_call_impl"), "self")
+_CALL = _code_of(found(nn.Module, "_call_impl"), "self", "inner")
 """What runs a module's forward."""
 _STEP = _code_of(found(Optimizer, "profile_hook_step")(lambda: None), "args")
 """What runs an optimizer's step, and the hooks around it."""
