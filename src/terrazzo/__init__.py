@@ -13,7 +13,17 @@ from terrazzo import tether  # noqa: F401  first: it notes who the parent is, be
 from typing import TYPE_CHECKING, Any
 
 from terrazzo import checkpoint, ending  # noqa: F401  how a process ends that has this package
-from terrazzo.errors import BadInput, Damaged, Diverged, Misuse, RanksApart, SaveFailed, SwapFailed, TerrazzoError
+from terrazzo.errors import (
+    BadInput,
+    Corrupted,
+    Damaged,
+    Diverged,
+    Misuse,
+    RanksApart,
+    SaveFailed,
+    SwapFailed,
+    TerrazzoError,
+)
 from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
@@ -64,6 +74,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "BadInput",
+    "Corrupted",
     "Damaged",
     "Diverged",
     "LossScaling",

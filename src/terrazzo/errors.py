@@ -7,7 +7,10 @@
     │   └── RanksApart  ranks that came to one exchange with different things            (CLI exit code 1)
     ├── SaveFailed   a checkpoint could not be written; earlier ones are intact          (CLI exit code 1)
     ├── SwapFailed   a state in a swap file cannot be had any more; checkpoints are      (CLI exit code 1)
-    └── Diverged     the numbers left the range that training can recover from           (CLI exit code 1)
+    │   └── SwapChanged  it holds other bytes than were written                          (CLI exit code 82)
+    ├── Diverged     the numbers left the range that training can recover from           (CLI exit code 83)
+    │   └── CopiesDiffer  of one state, on ranks that should hold the same               (CLI exit code 82)
+    └── Corrupted    memory or a drive has changed what was written: the two above       (CLI exit code 82)
 
 Every message is one paragraph that names the value found, what was expected, and the edit that fixes it.
 Assertions are reserved for bugs in Terrazzo itself.
@@ -23,11 +26,14 @@ from collections.abc import Iterable, Sequence
 __all__ = [
     "ALL",
     "BadInput",
+    "CopiesDiffer",
+    "Corrupted",
     "Damaged",
     "Diverged",
     "Misuse",
     "RanksApart",
     "SaveFailed",
+    "SwapChanged",
     "SwapFailed",
     "TerrazzoError",
     "did_you_mean",
@@ -72,6 +78,18 @@ class SwapFailed(TerrazzoError, RuntimeError):
 
 class Diverged(TerrazzoError, ArithmeticError):
     """A loss or gradient became non-finite and no policy allows training to go on."""
+
+
+class Corrupted(TerrazzoError):
+    """Memory or a drive has changed what was written there; earlier checkpoints are intact."""
+
+
+class CopiesDiffer(Diverged, Corrupted):
+    """Ranks that should hold the same state do not; the message names those that are not as most are."""
+
+
+class SwapChanged(SwapFailed, Corrupted):
+    """A swap file holds other bytes than were written, by `offload.digest`."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

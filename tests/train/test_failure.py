@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.exit_codes import FAILED, PREEMPTED
+from terrazzo.errors import BadInput, CopiesDiffer, Damaged, Diverged, Misuse, SaveFailed, SwapChanged, SwapFailed
+from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.train.launch import failure, preempted
 from terrazzo.train.launch.failure import run_rank
 from terrazzo.train.launch.preempted import stays_stopped
@@ -85,6 +85,30 @@ def test_a_second_run_of_a_job_step_is_not_the_first_one(
     assert reap(spawn_rank(1, explode)) == FAILED
     assert reap(hanging, 10) == FAILED
     assert capfd.readouterr().err.count("ZeroDivisionError: the cause") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadInput("a"), BAD_INPUT),
+        (Damaged("a"), BAD_INPUT),
+        (Misuse("a"), FAILED),
+        (SwapFailed("a"), FAILED),
+        (SwapChanged("a"), CORRUPTED),
+        (CopiesDiffer("a"), CORRUPTED),
+        (Diverged("a"), DIVERGED),
+        (KeyboardInterrupt(), INTERRUPTED),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_rank_ends_with_the_code_of_what_it_raises(
+    temporary: Path, error: BaseException, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> int:
+        raise error
+
+    assert reap(spawn_rank(0, work)) == code
+    assert capfd.readouterr().err != ""
 
 
 @pytest.mark.parametrize("to", ["launcher", "torchrun", "slurm"])

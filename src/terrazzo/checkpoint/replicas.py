@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.engine import Engine, ModelState, Piece, engine_of
-from terrazzo.errors import Diverged
+from terrazzo.errors import CopiesDiffer
 from terrazzo.exchange import gather_json
 
 __all__ = ["check_replicas"]
@@ -21,13 +21,13 @@ def check_replicas(model: nn.Module) -> None:
     What a plan splits over all ranks has no copies, and is not read.
 
     Raises:
-        Diverged: copies differ; names the state, and the ranks whose copy is not that of most.
+        CopiesDiffer: they differ; names the state, and the ranks whose copy is not that of most.
     """
     engine = engine_of(model)
     problems = [_difference(engine, along, pieces) for along, pieces in ModelState(model).copies()]
     first = next((problem for rank in gather_json(problems) for problem in rank if problem is not None), None)
     if first is not None:
-        raise Diverged(
+        raise CopiesDiffer(
             f"{first}. Training leaves them equal: memory has changed by itself, or a rank has written to its own."
             " Start again from a checkpoint, without that rank's machine if it happens again."
         )

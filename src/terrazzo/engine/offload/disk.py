@@ -29,7 +29,7 @@ from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.plan.layout import PAGE_BYTES, padded_bytes
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job, Worker, again
-from terrazzo.errors import Misuse, warn
+from terrazzo.errors import Misuse, SwapChanged, warn
 
 __all__ = ["Disk", "DiskTraffic", "Pending", "page_aligned"]
 
@@ -222,7 +222,8 @@ class Disk:
         block.file.read(block.position, block.data)
         for start in self._digests.mismatches(block.offset, block.data) if self._settings.digest else ():
             position = block.position + start - block.offset
-            raise lost(block.file.path, position, "holds other bytes than were written (its digest differs)")
+            what = "holds other bytes than were written (its digest differs)"
+            raise lost(block.file.path, position, what, SwapChanged)
 
     def _warn_if_buffered(self) -> None:
         for file in self._files:

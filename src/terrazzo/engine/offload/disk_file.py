@@ -176,9 +176,9 @@ def _swap_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(os.listdir(folder)) if _NAME.fullmatch(name)]
 
 
-def lost(path: Path, position: int, what: str) -> SwapFailed:
+def lost(path: Path, position: int, what: str, kind: type[SwapFailed] = SwapFailed) -> SwapFailed:
     """The error for state that lay at `position` of the file and is gone."""
-    return SwapFailed(
+    return kind(
         f"The swap file '{path}' {what} at byte {position}: the state that lay there is lost. {_RESTART} If nobody "
         "changed the file, look for errors of the disk (dmesg, smartctl -a) and name another folder in offload.path."
     )

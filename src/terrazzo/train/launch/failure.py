@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from terrazzo.config import without_passwords
-from terrazzo.errors import BadInput, Diverged, SaveFailed, SwapFailed
-from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED
+from terrazzo.errors import BadInput, Corrupted, Diverged, SaveFailed, SwapFailed
+from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.tether import PARENT
 from terrazzo.train.launch.preempted import leave_note
 from terrazzo.train.launch.scratch import Scratch
@@ -173,6 +173,10 @@ def _tell_torchrun(report: Path, error: BaseException, failure: Failure, *, is_f
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, BadInput):
         return BAD_INPUT
+    if isinstance(error, Corrupted):  # which may be one of those below, too
+        return CORRUPTED
+    if isinstance(error, Diverged):
+        return DIVERGED
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, SystemExit) and isinstance(error.code, int):
