@@ -2,7 +2,8 @@
 
 Values go through the hosts' memory at once, summed in rank order; they arrive in the device's memory when somebody
 waits for them. What is asynchronous runs on the communicator's own stream, after all that the caller's stream has
-queued; what is not, on the caller's. Collectives of one communicator come one after the other.
+queued; what is not, on the caller's. Collectives of one communicator come one after the other, and so do its messages
+from or to one rank.
 """
 
 from __future__ import annotations
@@ -19,49 +20,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from hostcuda.lanes import LINKS, LISTENERS, Carried, Lane, Launched, Moment
 from hostcuda.library import native
 
-__all__ = ["LINKS", "LISTENERS", "Carried", "Links", "install"]
-
-
-@dataclass
-class Links:
-    """What collectives take in virtual time: bytes per second of a rank among neighbours and among others, and seconds
-    of each step of a ring. Ranks of a group are neighbours if their numbers follow one another.
-
-    A ring of n ranks gathers or scatters S bytes in n - 1 steps of S / n, and sums them everywhere in twice as many
-    (NVIDIA/nccl-tests, doc/PERFORMANCE.md; Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication
-    Operations in MPICH", 2005, section 4). Of an exchange of all with all each message is a step.
-    """
-
-    near: float = 3e11
-    far: float = 5e10
-    hop_s: float = 0.0
-
-
-LINKS = Links()
-
-
-@dataclass(frozen=True)
-class Carried:
-    """A collective that has begun, and what it takes. `near`: among neighbours."""
-
-    name: str
-    near: bool
-    seconds: float
-
+__all__ = ["install"]
 
 Values = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 """What a collective has found for what it writes; or how to find it, where that is not there yet."""
-
-LISTENERS: list[list[Carried]] = []
-"""Each gets every collective that begins."""
 
 _DTYPES = {
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
     torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
 }  # fmt: skip
 """What NCCL can send; see `ncclDataType` in torch's NCCLUtils."""
+
+
+_TOLD_BYTES = 16
+"""Of a `Moment`."""
 
 
 class _Options:
@@ -87,8 +62,8 @@ class _Nccl(c10d.ProcessGroupGloo):
         ranks = list(options.global_ranks_in_group) or list(range(size))
         self._near = ranks[-1] - ranks[0] == len(ranks) - 1
         self._name = options.group_name
-        self._stream: torch.cuda.Stream | None = None
-        self._last: torch.cuda.Event | None = None
+        self._lanes: dict[str, Lane] = {}
+        self._told = self.heard = Moment(0.0, 0.0)
         self.under_way: set[_Work] = set()
         self._messages: dict[tuple[int, int], int] = {}
         self._sending: list[tuple[Any, Tensor]] = []
@@ -99,57 +74,64 @@ class _Nccl(c10d.ProcessGroupGloo):
         for tensor in (*call.reads, *call.writes):
             if tensor.dtype not in _DTYPES:
                 raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
-        values = call.values(self)
-        stream = current = torch.cuda.current_stream()
-        if call.asynchronous:
-            stream = self._own_stream()
-            stream.wait_stream(current)
-        if self._last is not None:
-            stream.wait_event(self._last)
+        lane = self._lane(call.lane)
+        stream = lane.enter(call.asynchronous)
         where = stream.device_index, stream.stream_id
         carried = Carried(call.name, self._near, self._seconds(call))
+        self._told = self.heard = Moment(native.ready_s(*where), carried.seconds)
+        values = call.values(self)
         for listener in LISTENERS:
             listener.append(carried)
-        native.launch(*where, carried.seconds)
+        number = lane.launch(stream, self.heard)
         for writes, tensors in enumerate((call.reads, call.writes)):
             for tensor in tensors:
                 native.use(*where, tensor.data_ptr(), tensor.nbytes, writes, call.name.encode())
-        self._last = stream.record_event()
-        work = _Work(self, call, self._last, values)
+        work = _Work(self, lane, call, lane.leave(stream, number), values)
+        if callable(values):
+            lane.expect(work)
         self.under_way.add(work)
         return work
 
-    def message(self, tensor: Tensor, source: int, to: int) -> Callable[[], Sequence[Tensor]]:
+    def _lane(self, name: str) -> Lane:
+        return self._lanes.setdefault(name, Lane(" ".join(filter(None, [f"NCCL of {self._name}", name]))))
+
+    def message(self, tensor: Tensor, source: int, to: int) -> Values:
         """What is in a contiguous tensor goes to a rank, or comes from one: then it is there once that is called.
 
         Of two ranks, messages in one direction come in the order in which they were sent: there are no tags.
         """
         number = self._messages[source, to] = self._messages.get((source, to), 0) + 1
-        flat = _alias(tensor).clone().view(-1)
+        parcel = self._parcel(tensor)
         name, peer = ("send", to) if source == self.rank() else ("recv", source)
-        work = getattr(c10d.ProcessGroupGloo, name)(self, [flat.view(torch.uint8)], peer, number)
+        work = getattr(c10d.ProcessGroupGloo, name)(self, [parcel], peer, number)
 
         def values() -> list[Tensor]:
             work.wait()
-            return [flat] if peer == source else []
+            return self._unpacked(parcel.unsqueeze(0), tensor.dtype)
 
-        if peer == to:
-            self._sending.append((work, flat))  # until it has gone
-            self._sending = [each for each in self._sending if not each[0].is_completed()]
-        return values
+        if peer == source:
+            return values
+        self._sending.append((work, parcel))  # until it has gone
+        self._sending = [each for each in self._sending if not each[0].is_completed()]
+        return []
 
     def everyones(self, tensor: Tensor) -> list[Tensor]:
         """Each rank's values of a contiguous tensor, on the host, flat."""
-        own = _alias(tensor).clone().view(-1)
-        rows = torch.empty(self.size() * own.nbytes, dtype=torch.uint8)
-        _quietly(self, "_allgather_base", rows, own.view(torch.uint8))
-        return list(rows.view(own.dtype).view(self.size(), -1).unbind())
+        own = self._parcel(tensor)
+        parcels = torch.empty(self.size(), own.nbytes, dtype=torch.uint8)
+        _quietly(self, "_allgather_base", parcels.view(-1), own)
+        return self._unpacked(parcels, tensor.dtype)
 
-    def _own_stream(self) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-            native.name_stream(self._stream.device_index, self._stream.stream_id, f"NCCL of {self._name}".encode())
-        return self._stream
+    def _parcel(self, tensor: Tensor) -> Tensor:
+        """The bytes of a contiguous tensor, with when this rank has come to the exchange."""
+        told = torch.tensor(self._told, dtype=torch.float64)
+        return torch.cat([told.view(torch.uint8), _alias(tensor).clone().view(-1).view(torch.uint8)])
+
+    def _unpacked(self, parcels: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """What is in parcels; when the last was sent is `heard`."""
+        told, values = parcels.split([_TOLD_BYTES, parcels.shape[1] - _TOLD_BYTES], dim=1)
+        self.heard = Moment(*told.reshape(-1).view(torch.float64).view(-1, len(Moment._fields)).amax(0).tolist())
+        return [row.clone().view(dtype) for row in values]
 
     def _seconds(self, call: _Call) -> float:
         if call.messages is not None:
@@ -171,6 +153,7 @@ class _Call:
     Attributes:
         trips: how often its largest tensor goes over the links.
         messages: bytes to each rank, where these differ from what a ring would carry.
+        lane: in which it comes behind others.
     """
 
     name: str
@@ -180,31 +163,39 @@ class _Call:
     asynchronous: bool
     trips: int = 1
     messages: Sequence[float] | None = None
+    lane: str = ""
 
 
 class _Work(dist.Work):
     """A collective under way. Its tensors are kept until somebody waits for it, as NCCL's are."""
 
-    def __init__(self, nccl: _Nccl, call: _Call, done: torch.cuda.Event, values: Values) -> None:
+    def __init__(self, nccl: _Nccl, lane: Lane, call: _Call, launched: Launched, values: Values) -> None:
         super().__init__()
-        self._nccl, self._call, self._done, self._values = nccl, call, done, values
+        self._nccl, self._lane, self._call, self._launched, self._values = nccl, lane, call, launched, values
 
     def wait(self, timeout: Any = None) -> bool:
         """The current stream waits. Only now are the values there: who reads before finds what was in the memory."""
-        torch.cuda.current_stream().wait_event(self._done)
+        self._lane.arrive(self)
+        torch.cuda.current_stream().wait_event(self._launched.done)
         self.deliver()
         return True
+
+    def arrive(self) -> None:
+        assert callable(self._values), "what is sent is there"
+        self._values = self._values()
+        self._lane.postpone(self._launched, self._nccl.heard)
 
     def deliver(self) -> None:
         if self in self._nccl.under_way:
             self._nccl.under_way.remove(self)
-            found = self._values() if callable(self._values) else self._values
-            for tensor, values in zip(self._call.writes, found, strict=True):
+            assert not callable(self._values), "it has arrived"
+            for tensor, values in zip(self._call.writes, self._values, strict=True):
                 _alias(tensor).view(-1).copy_(values)
             del self._call, self._values
 
     def is_completed(self) -> bool:
-        self._done.query()
+        self._lane.arrive(self)
+        self._launched.done.query()
         self.deliver()
         return True
 
@@ -274,6 +265,7 @@ def _all_to_all(received: Tensor, sent: Tensor, coming: Sequence[int], going: Se
     """`coming` and `going`: rows from and to each rank; empty where all are alike."""
 
     def values(nccl: _Nccl) -> list[Tensor]:
+        nccl.everyones(sent[:0])  # when each has come to it
         found = torch.empty(received.shape, dtype=received.dtype)
         _quietly(nccl, "alltoall_base", found, _alias(sent).clone(), list(coming), list(going))
         return [found.view(-1)]
@@ -285,14 +277,20 @@ def _all_to_all(received: Tensor, sent: Tensor, coming: Sequence[int], going: Se
 
 def _send(tensors: Sequence[Tensor], to: int, tag: int) -> _Call:
     (own,) = tensors
-    messages = [own.nbytes * (rank == to) for rank in range(to + 1)]
-    return _Call("send", [own], [], lambda nccl: nccl.message(own, nccl.rank(), to), True, messages=messages)
+    return _message("send", [own], [], to, lambda nccl: nccl.message(own, nccl.rank(), to))
 
 
 def _receive(tensors: Sequence[Tensor], source: int, tag: int) -> _Call:
     (into,) = tensors
-    messages = [into.nbytes * (rank == source) for rank in range(source + 1)]
-    return _Call("recv", [], [into], lambda nccl: nccl.message(into, source, nccl.rank()), True, messages=messages)
+    return _message("recv", [], [into], source, lambda nccl: nccl.message(into, source, nccl.rank()))
+
+
+def _message(
+    name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], peer: int, values: Callable[[_Nccl], Values]
+) -> _Call:
+    nbytes = sum(tensor.nbytes for tensor in (*reads, *writes))
+    messages = [nbytes * (rank == peer) for rank in range(peer + 1)]
+    return _Call(name, reads, writes, values, asynchronous=True, messages=messages, lane=f"{name} {peer}")
 
 
 _CALLS: dict[str, Callable[..., _Call]] = {

@@ -178,7 +178,7 @@ def _bindings() -> dict[str, Callable[..., Any]]:
         "_cuda_getCurrentStream": lambda device: (native.get_stream(device), device, _CUDA),
         "_cuda_getCurrentRawStream": lambda device: native.get_stream(device),
         "_cuda_getDefaultStream": lambda device: (0, device, _CUDA),
-        "_cuda_sleep": lambda cycles: native.launch(_index(), native.get_stream(_index()), cycles / CLOCK),
+        "_cuda_sleep": lambda cycles: native.sleep(_index(), native.get_stream(_index()), cycles / CLOCK),
         "_cuda_set_sync_debug_mode": report.warn_of_syncs,
         "_cuda_synchronize": lambda: native.synchronize(native.get_device()),
     }

@@ -1,8 +1,8 @@
 """Virtual time: what a program would take if kernels, copies and collectives took what these speeds say.
 
 A product of matrices takes its FLOPs, every other kernel the bytes that it reads and writes, a copy the bytes that
-cross PCIe, and a collective what a ring takes (`Links`). Nothing else takes time: no Python, no late ranks, no work of
-the host.
+cross PCIe, and a collective what a ring takes (`Links`), from when the last of its ranks has come to it. A message
+comes no earlier than it was sent. Nothing else takes time: no Python, no work of the host, no messages of hosts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from hostcuda.collectives import LINKS, LISTENERS, Carried, Links
+from hostcuda.lanes import LINKS, LISTENERS, Carried, Links
 from hostcuda.library import native
 
 __all__ = [
@@ -77,7 +77,10 @@ def listening() -> Iterator[list[Carried]]:
 
 
 class Span(NamedTuple):
-    """Work of a kind that `spent_s` knows, or a collective by its name; on the default stream, or `beside` it."""
+    """Work of a kind that `spent_s` knows, or a collective by its name; on the default stream, or `beside` it.
+
+    A collective lasts from when this rank has come to it: what it waits for others is in it.
+    """
 
     what: str
     beside: bool
@@ -89,6 +92,7 @@ class _Row(ctypes.Structure):
     _fields_ = (
         ("kind", ctypes.c_int64),
         ("beside", ctypes.c_int64),
+        ("number", ctypes.c_int64),
         ("begin_s", ctypes.c_double),
         ("end_s", ctypes.c_double),
     )

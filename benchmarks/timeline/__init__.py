@@ -14,4 +14,6 @@ suite        all of it
 page         the targets in docs/performance.md
 axes         a step in which ranks share matrices or sequences, in a rank
 exposed      what of their exchanges nothing hides: a table, by a command of its own
+staged       a step of a pipeline, in its ranks
+bubbles      how long ranks of pipelines wait: a table, by a command of its own
 """

@@ -18,11 +18,13 @@ def main(job_path: str, rank: int) -> None:
 
     from benchmarks.timeline.axes import exchanged
     from benchmarks.timeline.measure import join, outcomes
+    from benchmarks.timeline.staged import stages
 
     with open(job_path) as file:
         job = json.load(file)
     join(job, rank)
-    for outcome in exchanged(job) if "axes" in job else outcomes(job):
+    found = exchanged(job) if "axes" in job else stages(job) if "schedules" in job else outcomes(job)
+    for outcome in found:
         if rank == 0:
             print(json.dumps(outcome), flush=True)
     destroy_process_group()

@@ -15,7 +15,8 @@ def waits(spans: Sequence[Span], begin_s: float, end_s: float) -> dict[str, floa
     At the end of such a time some other work ends; before that ran what it had waited for itself, and so on. What is
     copied by that stream counts as waited for.
     """
-    ends = {span.end_s: span for span in sorted(spans, key=_is_computation, reverse=True)}
+    lasting = (span for span in spans if span.end_s > span.begin_s)
+    ends = {span.end_s: span for span in sorted(lasting, key=_is_computation, reverse=True)}
     found: dict[str, float] = {}
     for idle_s, until_s in _idle(spans, begin_s, end_s):
         while until_s > idle_s:

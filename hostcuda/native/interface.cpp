@@ -50,11 +50,28 @@ void hc_synchronize(int device) {
   synchronize_device(device, "torch.cuda.synchronize");
 }
 
-// Work of a collective: `seconds` on a stream, and what it reads and writes.
-void hc_launch(int device, int64_t stream, double seconds) {
+// A kernel that does nothing but take time.
+void hc_sleep(int device, int64_t stream, double seconds) {
+  Locked locked;
+  check_home(device, "torch.cuda._sleep");
+  launch(stream_entity(device, stream), seconds);
+}
+
+double hc_ready_s(int device, int64_t stream) {
+  Locked locked;
+  return ready_s(stream_entity(device, stream));
+}
+
+// Work of a collective: `seconds` on a stream from some moment on, and what it reads and writes.
+int64_t hc_launch(int device, int64_t stream, double seconds, double not_before_s) {
   Locked locked;
   check_home(device, "a collective");
-  launch(stream_entity(device, stream), seconds, kCollective);
+  return launch(stream_entity(device, stream), seconds, kCollective, not_before_s);
+}
+
+void hc_postpone(int device, int64_t stream, void* event, int64_t number, double end_s) {
+  Locked locked;
+  postpone(stream_entity(device, stream), *static_cast<Clock*>(event), number, end_s);
 }
 
 void hc_use(int device, int64_t stream, void* data, int64_t bytes, int write, const char* by) {

@@ -28,6 +28,7 @@ struct State {
   double spent_s[kKinds] = {};
   bool recording = false;
   std::vector<Span> spans;
+  int64_t launched = 0;
   int home = 0, devices = 1;
   std::deque<Entity> entities;  // their addresses stay
   std::map<std::pair<int, int64_t>, int> streams;
@@ -51,14 +52,14 @@ int new_entity(const std::string& name, bool is_stream, bool beside) {
   return static_cast<int>(state().entities.size()) - 1;
 }
 
-void record(Kind kind, bool beside, double begin_s, double end_s) {
+void record(Kind kind, bool beside, int64_t number, double begin_s, double end_s) {
   auto& spans = state().spans;
   const bool kernel = kind == kKernel || kind == kKernelBeside;
   if (kernel && begin_s == end_s) return;
   if (kernel && !spans.empty() && spans.back().kind == kind && spans.back().end_s == begin_s)
     spans.back().end_s = end_s;
   else
-    spans.push_back({kind, beside, begin_s, end_s});
+    spans.push_back({kind, beside, number, begin_s, end_s});
 }
 
 bool is_autograds() {
@@ -149,18 +150,30 @@ bool is_stream(int entity) { return state().entities[entity].is_stream; }
 std::string& name_of(int entity) { return state().entities[entity].name; }
 double& spent_s(Kind kind) { return state().spent_s[kind]; }
 
-void launch(int entity, double seconds, Kind kind) {
+double ready_s(int entity) {
+  return std::max(clock_of(entity).time_s, clock_of(thread_entity()).time_s + speeds().launch_s);
+}
+
+int64_t launch(int entity, double seconds, Kind kind, double not_before_s) {
   auto& host = clock_of(thread_entity());
   host.time_s += speeds().launch_s;
   auto& clock = clock_of(entity);
   clock.join(host);
   clock.tick(entity);
   const double begin_s = clock.time_s;
-  clock.time_s += seconds;
+  clock.time_s = std::max(begin_s, not_before_s) + seconds;
+  const int64_t number = ++state().launched;
   const bool beside = state().entities[entity].beside;
   if (kind == kKernel && beside) kind = kKernelBeside;
   spent_s(kind) += seconds;
-  if (state().recording) record(kind, beside, begin_s, clock.time_s);
+  if (state().recording) record(kind, beside, number, begin_s, clock.time_s);
+  return number;
+}
+
+void postpone(int entity, Clock& event, int64_t number, double end_s) {
+  for (Clock* clock : {&event, &clock_of(entity)}) clock->time_s = std::max(clock->time_s, end_s);
+  for (auto span = state().spans.rbegin(); span != state().spans.rend(); ++span)
+    if (span->kind == kCollective && span->number == number) span->end_s = std::max(span->end_s, end_s);
 }
 
 void record_spans(bool on) {

@@ -34,9 +34,10 @@ struct Speeds {
 // What work is: kernels, on the default stream and on others, copies from and to the host, and collectives.
 enum Kind { kKernel, kKernelBeside, kCopyIn, kCopyOut, kCollective, kKinds };
 
-// Work in virtual time, on the default stream or beside it. Kernels that follow one another are one.
+// Work in virtual time, on the default stream or beside it. Kernels that follow one another are one. `number` tells a
+// collective from others; it lasts from when its stream comes to it, and so has the wait for other ranks in it.
 struct Span {
-  int64_t kind, beside;
+  int64_t kind, beside, number;
   double begin_s, end_s;
 };
 
@@ -82,8 +83,12 @@ bool is_stream(int entity);
 // Seconds of all work of a kind so far.
 double& spent_s(Kind kind);
 
-// An entity for a stream begins work that takes so long, after all that the calling thread knows to be over.
-void launch(int entity, double seconds = 0, Kind kind = kKernel);
+// When work that is launched now has its turn on a stream: all is over then that this waits for or the thread knows of.
+double ready_s(int entity);
+// An entity for a stream begins work that takes so long, once it has its turn and a moment has come. Its number.
+int64_t launch(int entity, double seconds = 0, Kind kind = kKernel, double not_before_s = 0);
+// A collective ends later than was known when it was launched, and with it what its stream and its event stand for.
+void postpone(int entity, Clock& event, int64_t number, double end_s);
 // Spans since the recording was last switched on.
 void record_spans(bool on);
 const std::vector<Span>& spans();

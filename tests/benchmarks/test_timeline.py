@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.timeline import page, suite
+from benchmarks.timeline import bubbles, page, suite
 from benchmarks.timeline.above import above_floor
 from benchmarks.timeline.contenders import CONTENDERS
 from benchmarks.timeline.machines import LAYOUTS, Cell
@@ -17,7 +17,9 @@ from benchmarks.timeline.outcome import PEERS, Outcome, ratios
 from benchmarks.timeline.report import outcomes_of, targets
 from benchmarks.timeline.waits import waits
 from hostcuda.virtual import Span
+from terrazzo.parallel.pipeline.order import Kind, actions_of
 from terrazzo.planner.machine.devices import device
+from tests.parallel.test_pipeline_order import steps_of
 
 RECORD = page.RECORD
 
@@ -107,6 +109,7 @@ def test_what_is_waited_for_is_followed_back() -> None:
     spans = [
         Span("kernels beside", True, 0.0, 1.0),
         Span("all_gather", True, 1.0, 4.0),
+        Span("send", True, 4.0, 4.0),  # in no time
         Span("reduce_scatter", True, 4.0, 9.0),  # nobody waits for it
         Span("kernels", False, 4.0, 6.0),
         Span("copies in", False, 6.0, 7.0),
@@ -116,6 +119,30 @@ def test_what_is_waited_for_is_followed_back() -> None:
     assert waits(spans, 8.0, 9.0) == {"reduce_scatter": 1.0}
     with pytest.raises(ValueError, match=r"nothing ends at 7\.0"):
         waits(spans[-1:], 0.0, 7.5)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 4), (4, 8)])
+def test_pipelines_wait_by_formula_as_their_order_does(ranks: int, micro_batches: int) -> None:
+    """A forward takes a turn, and so does each half of a backward."""
+    for schedule, backward in (("1f1b", 2), ("zero_bubble", 1)):
+        orders = actions_of(schedule, ranks, 1, micro_batches)
+        turns = steps_of(orders, {Kind.FORWARD: 1, Kind.BACKWARD: backward, Kind.WEIGHT: 1})
+        assert bubbles.expected(schedule, ranks, 1, micro_batches) == pytest.approx(1 - 3 * micro_batches / turns)
+    assert bubbles.expected("1f1b", 2, 2, 4) == pytest.approx(1 / 9)
+
+
+def test_a_table_of_pipelines_divides_by_1f1b_on_the_same_machine() -> None:
+    idle = {("1f1b", 1): (0.2, 0.4), ("1f1b", 2): (0.1, 0.3), ("zero_bubble", 1): (0.05, 0.1)}
+    outcomes = [
+        {"ranks": 2, "micro_batches": 4, "schedule": schedule, "chunks": chunks, "layout": layout, "idle": share}
+        for (schedule, chunks), shares in idle.items()
+        for layout, share in zip(("free", "host"), shares, strict=True)
+    ]
+    assert list(bubbles.rows(outcomes)) == [
+        ["2", "4", "1F1B", "20.0%", "20.0%", "1.00", "40.0%", "1.00"],
+        ["2", "4", "interleaved, 2 chunks", "11.1%", "10.0%", "0.50", "30.0%", "0.75"],
+        ["2", "4", "zero-bubble", "7.7%", "5.0%", "0.25", "10.0%", "0.25"],
+    ]
 
 
 def test_waits_and_the_floor_add_up_to_what_a_step_has_above_it() -> None:

@@ -45,6 +45,27 @@ def test_collectives_take_what_a_ring_takes(four_ranks: Ranks) -> None:
         assert took == pytest.approx(sum(amount for *_, amount in heard))
 
 
+def test_ranks_wait_for_each_other(two_ranks: Ranks) -> None:
+    """By hand: what is sent after 3 s is there after 4, and work of 2 s goes on behind it; and so on."""
+    first, second = two_ranks.run(times.meetings)
+    ends = {name: (first[name], second[name]) for name in first}
+    assert ends == {
+        "late_sender": (3 + 1, 3 + 1 + 2),
+        "late_receiver": (1, 3 + 1 + 2),
+        "receiver_at_work": (1, 3 + 2),
+        "ping_pong": (1 + 1 + 2 + 1 + 1, 1 + 1 + 2 + 1),
+        "second_first": (3 + 2, 3 + 2),
+        "late_rank": (3 + 1 + 1, 3 + 1 + 1),
+        "uneven": (2 + 1, 2 + 1),
+    }
+
+
+def test_what_is_waited_for_lasts_until_it_is_there(two_ranks: Ranks) -> None:
+    """In a trace, as on a GPU: from when a rank has come to it; a kernel of three seconds, then a message of one."""
+    _, spans = two_ranks.run(times.traced_message)
+    assert spans == [("recv", 0.0, 4.0), ("kernels", 4.0, 6.0)]
+
+
 @pytest.mark.parametrize(("precision", "itemsize"), [("bf16", 2), ("fp32", 4)])
 def test_new_weights_cross_to_the_device_in_their_own_dtype(one_rank: Ranks, precision: str, itemsize: int) -> None:
     ((moved, numel, same),) = one_rank.run(times.updates_on_the_host, precision)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ import terrazzo as tz
 from hostcuda.device import virtual
 from terrazzo.engine import engine_of
 
-__all__ = ["collectives", "kernels", "updates_on_the_host"]
+__all__ = ["collectives", "kernels", "meetings", "traced_message", "updates_on_the_host"]
 
 SPEED = 2.0**30  # of everything, so that seconds times it are bytes or FLOPs
 
@@ -81,6 +82,116 @@ def collectives() -> tuple[list[tuple[str, bool, float]], float]:
         took_s = virtual.now_s() - begun_s
     dist.all_reduce(own)  # nobody listens
     return [(each.name, each.near, each.seconds * SPEED) for each in heard], took_s * SPEED
+
+
+def meetings() -> dict[str, float]:
+    """Seconds after which a rank of two has ended programs in which it meets the other one.
+
+    A message of 64 elements takes a second, and so does their sum.
+    """
+    first, peer = dist.get_rank() == 0, 1 - dist.get_rank()
+    own, into = torch.ones(64, device="cuda"), torch.empty(64, device="cuda")
+
+    def work(seconds: int) -> None:
+        torch.cuda._sleep(seconds * 10**9)
+
+    def send() -> Any:
+        return dist.isend(own, peer)
+
+    def receive() -> Any:
+        return dist.irecv(into, peer)
+
+    def late_sender() -> None:
+        if first:
+            work(3)
+            send()
+        else:
+            message = receive()
+            work(1)
+            message.wait()
+            work(2)
+
+    def late_receiver() -> None:
+        if first:
+            send()
+        else:
+            work(3)
+            receive().wait()
+            work(2)
+
+    def receiver_at_work() -> None:
+        if first:
+            send()
+        else:
+            message = receive()
+            work(3)
+            message.wait()
+            work(2)
+
+    def ping_pong() -> None:
+        work(1)
+        if first:
+            send()
+            receive().wait()
+            work(1)
+        else:
+            receive().wait()
+            work(2)
+            send()
+
+    def second_first() -> None:
+        if first:
+            work(3)
+            send()
+            send()
+        else:
+            receive()
+            receive().wait()
+
+    def late_rank() -> None:
+        work(3 if first else 1)
+        total = dist.all_reduce(own, async_op=True)
+        work(2 * (not first))
+        total.wait()
+        work(1)
+
+    def uneven() -> None:
+        work(2 * (not first))
+        coming, going = ([0, 0], [0, 64]) if first else ([64, 0], [0, 0])
+        dist.all_to_all_single(into[: sum(coming)], own[: sum(going)], coming, going)
+
+    ends = {}
+    with _speeds():
+        virtual.LINKS.near, virtual.LINKS.hop_s = own.nbytes, 0.0
+        virtual.set_speeds(memory=1e30)
+        for program in (
+            late_sender, late_receiver, receiver_at_work, ping_pong, second_first, late_rank, uneven,
+        ):  # fmt: skip
+            dist.all_reduce(own)
+            torch.cuda.synchronize()
+            begun_s = virtual.now_s()
+            program()
+            torch.cuda.synchronize()
+            ends[program.__name__] = round(virtual.now_s() - begun_s, 9)
+    return ends
+
+
+def traced_message() -> list[tuple[str, float, float]]:
+    """What the second of two ranks does, in seconds since they met: it is sent something late, and goes on."""
+    own = torch.ones(64, device="cuda")
+    with _speeds():
+        virtual.LINKS.near, virtual.LINKS.hop_s = own.nbytes, 0.0
+        dist.all_reduce(own)
+        torch.cuda.synchronize()
+        begun_s = virtual.now_s()
+        with virtual.tracing() as spans:
+            if dist.get_rank() == 0:
+                torch.cuda._sleep(3 * 10**9)
+                dist.send(own, 1)
+            else:
+                dist.recv(own, 0)
+                torch.cuda._sleep(2 * 10**9)
+    return [(span.what, round(span.begin_s - begun_s, 9), round(span.end_s - begun_s, 9)) for span in spans]
 
 
 def updates_on_the_host(precision: str) -> tuple[int, int, bool]:
