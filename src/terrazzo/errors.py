@@ -6,6 +6,7 @@
     ├── Misuse       a correct object used at the wrong moment: fix the calling code     (CLI exit code 1)
     │   └── RanksApart  ranks that came to one exchange with different things            (CLI exit code 1)
     ├── SaveFailed   a checkpoint could not be written; earlier ones are intact          (CLI exit code 1)
+    │   └── FolderLost  the folder of a run was moved away under it                       (CLI exit code 1)
     ├── SwapFailed   a state in a swap file cannot be had any more; checkpoints are      (CLI exit code 1)
     │   └── SwapChanged  it holds other bytes than were written                          (CLI exit code 82)
     ├── Diverged     the numbers left the range that training can recover from           (CLI exit code 83)
@@ -30,6 +31,7 @@ __all__ = [
     "Corrupted",
     "Damaged",
     "Diverged",
+    "FolderLost",
     "Misuse",
     "RanksApart",
     "SaveFailed",
@@ -70,6 +72,10 @@ class RanksApart(Misuse):
 
 class SaveFailed(TerrazzoError, RuntimeError):
     """A checkpoint could not be written completely; it is not visible, and earlier ones are intact."""
+
+
+class FolderLost(SaveFailed):
+    """The folder that a run writes to was renamed, removed or replaced; nothing more is written there."""
 
 
 class SwapFailed(TerrazzoError, RuntimeError):

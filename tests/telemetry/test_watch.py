@@ -52,6 +52,12 @@ def test_a_screen_has_progress_log_steps_causes_and_ranks() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_a_restart_stands_between_the_log_steps() -> None:
+    restart = {"kind": "restart", "step": 10, "number": 1, "most": 3, "ranks": 2, "why": "Rank 1 was ended by SIGKILL"}
+    rows = rows_of([logged(10, 4.5), restart, logged(20, 4.25)], 40, 80)
+    assert rows[2].split(maxsplit=1) == ["10", "restart 1 of 3, on 2 ranks, after: Rank 1 was ended by SIGKILL"]
+
+
 def test_no_more_log_steps_than_a_screen_has_and_ranks_are_counted() -> None:
     text = shown([logged(step, 1.0) for step in range(1, 60)] + [record(60, late=[0.1] * 40)])
     assert [f"\n    {step}   1.0000" in text for step in (47, 48, 59)] == [False, True, True]

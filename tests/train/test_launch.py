@@ -200,7 +200,7 @@ WORDS = {
 def test_a_death_and_a_failure_are_both_said_the_first_one_last(
     ranks: list[Any], said: list[str], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _report(ranks) == code
+    assert _report(ranks).code == code
     assert capsys.readouterr().err.strip() == "\n\n".join(WORDS[name] for name in said)
 
 
@@ -215,7 +215,7 @@ def test_the_kernels_count_says_whether_memory_ran_out(
     oom_kills: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks: list[Any] = [CAUSE, Ended(1, -9, ended_ns=98 * S)]
-    assert _report(ranks, oom_kills=oom_kills) == 1
+    assert _report(ranks, oom_kills=oom_kills).code == 1
     assert f"Rank 1 was ended by SIGKILL ({said});" in capsys.readouterr().err
 
 

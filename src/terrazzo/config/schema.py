@@ -264,6 +264,12 @@ class LaunchConfig(Section):
     """How many processes this command starts when torchrun or Slurm has not started it."""
 
     ranks: int | None = Field(None, gt=0, description="default: one per GPU, or one on a CPU")
+    restarts: int = Field(
+        0,
+        ge=0,
+        description="so often all ranks are started again after a failure, from the newest checkpoint; not under "
+        "torchrun or Slurm, which do so by --max-restarts and --requeue",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees it")
     timeout_s: float = Field(
         600.0, gt=0, description="longest wait for another rank, and for a background save that stands still"

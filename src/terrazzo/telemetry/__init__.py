@@ -12,7 +12,7 @@ from terrazzo.telemetry.flight.trace import trace_of
 from terrazzo.telemetry.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
 from terrazzo.telemetry.metrics import StepMetrics, Stopwatch
 from terrazzo.telemetry.page import VERDICT, ReportPage, page_of
-from terrazzo.telemetry.records import lines_of, run_lines, steps_of
+from terrazzo.telemetry.records import lines_of, restart_text, run_lines, steps_of
 from terrazzo.telemetry.screen import has_ended, rows_of, screen_of
 from terrazzo.telemetry.sinks import Console, JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.step_table import StepTable, duration
@@ -45,6 +45,7 @@ __all__ = [
     "lines_of",
     "page_of",
     "resident_bytes",
+    "restart_text",
     "rows_of",
     "run_lines",
     "save_flight",

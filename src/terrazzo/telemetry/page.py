@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.telemetry.picture import PICTURE_STYLE, step_picture
-from terrazzo.telemetry.records import lines_of, steps_of
+from terrazzo.telemetry.records import lines_of, restart_text, steps_of
 from terrazzo.telemetry.sinks import Sink
 from terrazzo.telemetry.tables import Table, tables_of
 
@@ -88,10 +88,13 @@ def page_of(
     if against:
         curves["against"] = _points(against, "train")
     samples = [line for line in lines if line["kind"] == "sample"]
+    restarts = [f"step {line['step']}: {restart_text(line)}" for line in lines if line["kind"] == "restart"]
     parts = [f"<h2>Loss</h2>\n{_chart(curves)}"] if any(curves.values()) else []
     if records := steps_of(lines):
         parts.append(f"<h2>{VERDICT}</h2>\n<p>{escape(details.get(VERDICT, ''))}</p>\n{step_picture(records)}")
         parts += [_table(table) for table in tables_of(records)]
+    if restarts:
+        parts.append(_section("Started again", "\n".join(restarts)))
     if samples:
         parts.append(_section(f"Sample at step {samples[-1]['step']}", str(samples[-1]["text"])))
     parts += [_section(heading, text) for heading, text in details.items() if heading != VERDICT]

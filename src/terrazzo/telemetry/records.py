@@ -9,7 +9,7 @@ from typing import Any
 
 from terrazzo.errors import BadInput
 
-__all__ = ["METRICS", "lines_of", "run_lines", "steps_of", "weighted"]
+__all__ = ["METRICS", "lines_of", "restart_text", "run_lines", "steps_of", "weighted"]
 
 METRICS = "metrics.jsonl"
 
@@ -53,6 +53,12 @@ def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The records of steps, in order. The first is left out where there are others: it holds what is done once."""
     found = [dict(line) for line in lines if line["kind"] == "step" and line.get("steps") and line.get("step_s")]
     return found[1:] or found
+
+
+def restart_text(line: Mapping[str, Any]) -> str:
+    """A line of kind `restart` in words."""
+    ranks = f"{line['ranks']} rank{'s' if line['ranks'] > 1 else ''}"
+    return f"restart {line['number']} of {line['most']}, on {ranks}, after: {line['why']}"
 
 
 def weighted(records: Sequence[Mapping[str, Any]], *names: str) -> float:

@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from terrazzo.telemetry.metrics import StepMetrics
+from terrazzo.telemetry.records import restart_text
 from terrazzo.telemetry.step_table import StepTable, duration
 
 __all__ = ["has_ended", "rows_of", "screen_of"]
@@ -45,6 +46,8 @@ def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
             found.append(table.row(metrics, max(0, last - metrics.step) * metrics.step_s))
         elif line["kind"] == "validation" and "loss" in line:
             found.append(table.remark(line["step"], f"{line['loss']:.4f}", "held out"))
+        elif line["kind"] == "restart":
+            found.append(table.remark(line["step"], "", restart_text(line))[:width])
         elif not known and line["kind"] == "step":  # a loop of one's own, which says nothing of its loss
             found.append(f"{line['step']:>6}  {line['step_s']:.3g} s a step")
     return found

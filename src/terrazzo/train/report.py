@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,17 @@ from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import printable
 from terrazzo.planner.machine.devices import this_machine
-from terrazzo.telemetry import Console, JsonLines, ReportPage, Sink, StepMetrics, StepTable, TensorBoard, duration
+from terrazzo.telemetry import (
+    Console,
+    JsonLines,
+    ReportPage,
+    Sink,
+    StepMetrics,
+    StepTable,
+    TensorBoard,
+    duration,
+    restart_text,
+)
 from terrazzo.train.command import Command, folded, program
 from terrazzo.train.look import verdict_on
 from terrazzo.train.mesh_picture import mesh_picture
@@ -140,6 +150,10 @@ class Report:
         self._row("step", f"{batch.global_batch} × {batch.sequence_length} tokens{micro}")
         self._row("memory", f"{self._bill_text()} per rank, beside activations")
         self._row("folder", str(config.log.folder))
+        if session.restart is not None:
+            told = {**asdict(session.restart), "ranks": size}
+            self._note(restart_text(told))
+            self._log("restart", told)
         for note in session.notes:
             self._note(note)
         if session.step < config.train.steps:

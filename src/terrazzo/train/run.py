@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from terrazzo.checkpoint import latest
+from terrazzo.checkpoint import latest, open_source
+from terrazzo.checkpoint.storage.store import step_of
 from terrazzo.config import Config, LaunchConfig, load_config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError
@@ -19,11 +20,12 @@ from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.standing import LEFT
 from terrazzo.telemetry.watchdog.ward import look_after
 from terrazzo.train.command import Command
+from terrazzo.train.launch.again import Again, Saved, Start, refuse_restarts, told_of_restart
 from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.preempted import STAYS_STOPPED, stays_stopped
 from terrazzo.train.launch.ranks import agree_on_config, join
-from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
+from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_again, launch_ranks, ranks_to_start
 from terrazzo.train.launch.stop import Notices, StopRequest, say_now
 from terrazzo.train.launch.telling import REPORT
 from terrazzo.train.loop import Trainer
@@ -50,17 +52,48 @@ def train_command(path: Path, overrides: list[str]) -> int:
         ranks = ranks_to_start(config.launch)
         check(config, ranks)
         Console().say(f"starting {ranks} {resolve_device(config.launch).upper()} rank{'s' if ranks > 1 else ''} ...")
-        if ranks > 1:
+        if ranks > 1 or config.launch.restarts:
             words = ["-m", "terrazzo", "train", str(path), *overrides]
-            patience = Patience(config.launch.stall_s, config.launch.timeout_s)
+            patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None
+            if config.launch.restarts:
+                return launch_again(Start(ranks, words), _again(config, words), notices, patience)
             return launch_ranks(ranks, words, notices=notices, patience=patience)
         os.environ.update(ALONE, MASTER_ADDR="localhost", MASTER_PORT="0")
     rank = int(os.environ["RANK"])
     stop = StopRequest(notices if rank == 0 and not launched else None)
-    return run_rank(rank, lambda: _train_rank(path, overrides, command, stop))
+    return run_rank(rank, lambda: _train_rank(path, overrides, command, stop, launched=launched))
 
 
 _ASKED = "Stopping after this step, and saving a checkpoint. Ctrl-C once more ends at once, without saving."
+
+
+def _again(config: Config, words: list[str]) -> Again:
+    """What is done after failures of a run that is about to start."""
+    folder, anew = config.checkpoint_folder, config.checkpoint.resume == "never"
+    before = latest(folder)
+    identity = _identity(before) if anew else ""
+
+    def newest() -> Saved:
+        path = latest(folder)
+        if anew and path is not None and _identity(path) == identity:  # another run's, still to be removed
+            path = None
+        if path is None and before is not None and not anew:
+            raise BadInput(f"'{folder}' held a checkpoint when this run began, and holds none now: put it back")
+        return Saved() if path is None else Saved(step_of(path.rpartition("/")[2]) or 0, str(without_passwords(path)))
+
+    def following(saved: Saved) -> list[str]:
+        goes_on = anew and saved.path
+        return [*words, "checkpoint.resume=if_exists"] if goes_on else words
+
+    return Again(config.launch.restarts, newest, following, Console().say)
+
+
+def _identity(path: str | None) -> str:
+    """Of a checkpoint's contents, or its path where these cannot be read."""
+    try:
+        return "" if path is None else open_source(path).identity
+    except TerrazzoError:
+        return str(path)
 
 
 def _cut_short(config: Config, command: Command) -> str:
@@ -73,8 +106,13 @@ def _cut_short(config: Config, command: Command) -> str:
     return str(without_passwords(f"Ended at once, without saving: {lost} {how}: {again}"))
 
 
-def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRequest) -> int:
-    """One rank's whole life; its exit code. What is wrong on one is raised on all: each reads its own file."""
+def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRequest, *, launched: bool) -> int:
+    """One rank's whole life; its exit code. What is wrong on one is raised on all: each reads its own file.
+
+    Args:
+        launched: by this command, which starts ranks again where that is asked for.
+    """
+    restart = told_of_restart()
     announce_ready()
     ranks = join(_launch_of(path, overrides))
     if stays_stopped():
@@ -85,8 +123,11 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
     box.recorder.phase("setup")
     config = together(lambda: load_config(path, overrides), TerrazzoError)
     agree_on_config(config)
+    if not launched:
+        refuse_restarts(config.launch.restarts)
     notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
     with open_session(config, ranks, [*notes, *_unwatched(config.launch, ranks.world_size)]) as session:
+        session.restart = restart
         box.follow(engine_of(session.model), config.log.folder)
         patience = Patience(config.launch.stall_s, config.launch.timeout_s)
         leave = None if box.watched else look_after(box, patience)

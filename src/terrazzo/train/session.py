@@ -14,6 +14,7 @@ from terrazzo.engine import engine_of
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import stamps
 from terrazzo.train.data import Asked, Loader, TokenData
+from terrazzo.train.launch.again import Restart
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.parts import Parts
 from terrazzo.train.plan import empty_rows, micro_batches_per_rank
@@ -80,6 +81,7 @@ class Session:
         step: finished optimizer steps.
         tokens: targets trained on.
         judged: what the guard compares steps with.
+        restart: what these ranks were told, where they are not the first of the run.
         skipped: what the guard has left out: at which `step`, how many `batches`, and `why`.
     """
 
@@ -101,6 +103,7 @@ class Session:
     tokens: int = 0
     judged: Judged = field(default_factory=Judged)
     skipped: list[dict[str, Any]] = field(default_factory=list)
+    restart: Restart | None = None
     validations: Validations = field(default_factory=Validations)
 
     @property

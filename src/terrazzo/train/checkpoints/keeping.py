@@ -12,7 +12,7 @@ from torch import nn
 from terrazzo import checkpoint
 from terrazzo.checkpoint import Resumed, Saver
 from terrazzo.config import Config
-from terrazzo.errors import Misuse, SaveFailed
+from terrazzo.errors import FolderLost, Misuse
 from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.files import GIB
 from terrazzo.train.launch.ranks import Ranks
@@ -25,12 +25,12 @@ def refuse_lost(lost: str | None) -> None:
 
     def look() -> None:
         if lost is not None:
-            raise SaveFailed(
+            raise FolderLost(
                 f"While training, {lost} was renamed, removed or replaced: nothing more is written there. Put it back"
                 " under its name and start the same command again, which continues from its newest checkpoint."
             )
 
-    together(look, SaveFailed)
+    together(look, FolderLost)
 
 
 class Keeper:

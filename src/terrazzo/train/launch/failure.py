@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from terrazzo.config import without_passwords
-from terrazzo.errors import BadInput, Corrupted, Diverged, SaveFailed, SwapFailed
+from terrazzo.errors import BadInput, Corrupted, Diverged, FolderLost, Misuse, SaveFailed, SwapFailed
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.tether import PARENT
 from terrazzo.train.launch.preempted import leave_note
@@ -32,6 +32,8 @@ from terrazzo.train.launch.telling import REPORT, Failure, ToLauncher
 __all__ = ["SIBLING_GRACE_S", "announce_ready", "run_rank"]
 
 _MENDABLE = BadInput | Diverged | SaveFailed | SwapFailed  # one paragraph says it all
+_LASTING = (BadInput, Misuse, Diverged, Corrupted, FolderLost, KeyboardInterrupt)
+"""What no restart mends, or nobody wants one after."""
 
 SIBLING_GRACE_S = 8.0  # time for a rank to fail by itself before it is ended because another one failed
 WATCH_EVERY_S = 0.5
@@ -105,7 +107,7 @@ def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
         code = work()
     except BaseException as error:
         code = _exit_code(error)
-        _tell(Failure(rank, time.monotonic_ns(), code, _text(error)), error)
+        _tell(Failure(rank, time.monotonic_ns(), code, _text(error), isinstance(error, _LASTING)), error)
     finally:
         for last in (lambda: _reporter.leave(code), sys.stdout.flush, sys.stderr.flush):
             with contextlib.suppress(Exception):  # such as a pipe that nobody reads any more

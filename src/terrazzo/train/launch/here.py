@@ -11,7 +11,18 @@ from terrazzo.engine.offload import topology
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 
-__all__ = ["local_rank", "ranks_here", "require_environment", "resolve_device", "set_threads"]
+__all__ = [
+    "RUN_ID",
+    "local_rank",
+    "ranks_here",
+    "require_environment",
+    "resolve_device",
+    "set_threads",
+    "starter",
+]
+
+RUN_ID = "terrazzo"
+"""By which what this package has started is known from what torchrun has started."""
 
 _TOLD = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -25,6 +36,14 @@ def require_environment() -> None:
             " machine from 0, LOCAL_WORLD_SIZE, which is how many these are, and MASTER_ADDR and MASTER_PORT, where"
             " rank 0 can be reached."
         )
+
+
+def starter() -> str:
+    """Who has started this rank, by what it has left in the environment."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is not None:
+        return "`terrazzo run`" if run == RUN_ID else "torchrun"
+    return "Slurm" if "SLURM_PROCID" in os.environ else "whoever set RANK"
 
 
 def local_rank() -> int:

@@ -25,13 +25,11 @@ from terrazzo.telemetry.watchdog.recording import ASK, GIVEN, Recording
 from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.tether import tethered
 from terrazzo.train.launch.failure import SIBLING_GRACE_S
+from terrazzo.train.launch.here import RUN_ID
 from terrazzo.train.launch.labelled import Labelled
 from terrazzo.train.launch.telling import REPORT, Failure
 
-__all__ = ["RUN_ID", "LocalRank", "LocalRanks", "Signals"]
-
-RUN_ID = "terrazzo"
-"""By which what is started by this module is known from what torchrun has started."""
+__all__ = ["LocalRank", "LocalRanks", "Signals"]
 
 _POLL_S = 0.1
 _STOPPING_S = 30.0  # time for ranks that were asked to stop to save, once one of them has ended

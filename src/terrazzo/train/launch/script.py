@@ -15,8 +15,7 @@ from typing import NamedTuple, NoReturn
 from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
 from terrazzo.train.command import program
-from terrazzo.train.launch.here import require_environment
-from terrazzo.train.launch.local_ranks import RUN_ID
+from terrazzo.train.launch.here import require_environment, starter
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
 from terrazzo.train.launch.stop import Notices
 
@@ -83,23 +82,15 @@ def _is_lone_task() -> bool:
 
 
 def _become(script: Script, ranks: int | None) -> NoReturn:
-    starter, started = _starter(), os.environ["WORLD_SIZE"]
+    who, started = starter(), os.environ["WORLD_SIZE"]
     if ranks is not None and str(ranks) != started:
         raise BadInput(
-            f"--ranks is {ranks}, but {starter} has started this process as one of WORLD_SIZE={started} ranks: leave"
-            f" --ranks out to run the script on these, or start `terrazzo run` without {starter}."
+            f"--ranks is {ranks}, but {who} has started this process as one of WORLD_SIZE={started} ranks: leave"
+            f" --ranks out to run the script on these, or start `terrazzo run` without {who}."
         )
     require_environment()
     if os.environ["RANK"] == "0":
-        print(f"terrazzo run: the script joins the {started} ranks that {starter} has started.", file=sys.stderr)
+        print(f"terrazzo run: the script joins the {started} ranks that {who} has started.", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, *script.words])
-
-
-def _starter() -> str:
-    """Who has started this rank, by what it has left in the environment."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run is not None:
-        return "`terrazzo run`" if run == RUN_ID else "torchrun"
-    return "Slurm" if "SLURM_PROCID" in os.environ else "whoever set RANK"

@@ -1,7 +1,7 @@
 """Starting ranks: join what torchrun or Slurm has started, else start `launch.ranks` processes on this machine.
 
 Local ranks are processes that each run `python -m terrazzo train ...` with the environment that torchrun would have
-given it, so there is one way in which a rank begins. Nothing is restarted.
+given it, so there is one way in which a rank begins. They are started again where somebody has asked for that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from terrazzo.errors import BadInput
 from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED
 from terrazzo.telemetry.watchdog.evidence import keep_evidence
 from terrazzo.telemetry.watchdog.looking import Patience
-from terrazzo.telemetry.watchdog.stall import Stall
+from terrazzo.train.launch.again import Again, Ended, Start
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks, Signals
 from terrazzo.train.launch.stop import Notices, say_now
@@ -31,6 +31,7 @@ _SEEN_LATE_NS = 200_000_000
 """By how much a death may be seen too late. The others' errors, of connections to the dead, come as soon as it."""
 _KILL_SEEN_LATE_NS = 2_000_000_000
 """The same of a SIGKILL: no rank ends so because another has failed, and a busy machine lets the launcher wait."""
+_REST = "; the other ranks were stopped."
 
 
 def is_rank() -> bool:
@@ -110,33 +111,60 @@ def launch_ranks(
         labelled, patience: as for `LocalRanks`.
         notices: what is said as soon as a signal comes.
     """
-    defaults = environment_of(ranks) if defaults is None else defaults
-    signals = Signals()
+    signals, defaults = Signals(), environment_of(ranks) if defaults is None else defaults
     try:
-        with LocalRanks(ranks, arguments, defaults, labelled=labelled, patience=patience) as started:
-            stopped_by = started.wait(signals, lambda: say_now(notices.asked) if notices is not None else None)
-            kept = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
-        if started.stall is not None:
-            return _stalled(started.stall, kept, notices)
-        if stopped_by is None:
-            return _report(started.ranks, next(iter(signals.received), None), started.oom_kills)
-        if notices is not None:
-            begun = any(rank.begun for rank in started.ranks)
-            say_now(notices.cut_short() if begun else notices.unbegun)
-        return 128 + stopped_by
+        started = LocalRanks(ranks, arguments, defaults, labelled=labelled, patience=patience)
+        return _left(_run(started, signals, notices), notices)
     finally:
         signals.restore()
 
 
-def _stalled(stall: Stall, kept: str, notices: Notices | None) -> int:
-    print(f"{stall.text}\nAll ranks were ended. {kept}".rstrip(), file=sys.stderr)
-    if notices is not None:
+def launch_again(start: Start, again: Again, notices: Notices, patience: Patience | None) -> int:
+    """The same of the trainer's ranks, which are started again as `again` decides."""
+    signals = Signals()
+    try:
+        while True:
+            given = {**environment_of(start.ranks), **start.environment}
+            ended = _run(LocalRanks(start.ranks, start.words, given, patience=patience), signals, notices)
+            failed = ended.code not in (0, PREEMPTED) and not signals.received
+            following = again.after(start, ended) if failed else None
+            if following is None:
+                return _left(ended, notices)
+            start = following
+    finally:
+        signals.restore()
+
+
+def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None) -> Ended:
+    """Until they have ended, which is said."""
+    with ranks as started:
+        stopped_by = started.wait(signals, lambda: say_now(notices.asked) if notices is not None else None)
+        kept = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
+    return _told(started, stopped_by, kept, next(iter(signals.received), None), notices)
+
+
+def _left(ended: Ended, notices: Notices | None) -> int:
+    """The exit code of a run that goes on no more."""
+    if ended.code == STALLED and notices is not None:
         say_now(notices.cut_short())
-    return STALLED
+    return ended.code
 
 
-def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int | None = None) -> int:
-    """Say what ended the run, what came first last; its exit code.
+def _told(started: LocalRanks, stopped_by: int | None, kept: str, asked: int | None, notices: Notices | None) -> Ended:
+    """How ranks have ended, once that is said."""
+    if (stall := started.stall) is not None:
+        print(f"{stall.text}\nAll ranks were ended. {kept}".rstrip(), file=sys.stderr)
+        return Ended(STALLED, stall.text, any(rank.code is None for rank in started.ranks))
+    if stopped_by is None:
+        return _report(started.ranks, asked, started.oom_kills)
+    if notices is not None:
+        begun = any(rank.begun for rank in started.ranks)
+        say_now(notices.cut_short() if begun else notices.unbegun)
+    return Ended(128 + stopped_by)
+
+
+def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int | None = None) -> Ended:
+    """Say what ended the run, what came first last; how it has ended.
 
     Args:
         asked: the signal that was passed on to all ranks: that they died of it is no failure.
@@ -145,15 +173,17 @@ def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int
     first = first_failure(rank.failure for rank in ranks)
     silent = first_failure(_silent(rank, asked, oom_kills) for rank in ranks)
     if asked is not None and silent is None and (first is None or first.exit_code == INTERRUPTED):
-        return _stopped(ranks, asked)
+        return Ended(_stopped(ranks, asked))
     if first is None and silent is None:
-        return max((rank.code for rank in ranks if rank.code is not None and not rank.ended_by_us), default=FAILED)
+        return Ended(
+            max((rank.code for rank in ranks if rank.code is not None and not rank.ended_by_us), default=FAILED)
+        )
     if first is None or (silent is not None and silent.time_ns < first.time_ns):
         assert silent is not None
         if first is not None:
             print(f"Rank {first.rank} failed as well:\n{first.text}\n", file=sys.stderr)
         print(silent.text, file=sys.stderr)
-        return silent.exit_code
+        return _ended_by(silent, silent.text.removesuffix(_REST), ranks)
     if silent is not None:
         print(f"{silent.text}\n", file=sys.stderr)
     if first.exit_code == BAD_INPUT:
@@ -163,7 +193,12 @@ def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int
     for rank in ranks:
         if rank.stopped:
             print(f"\n{_stopped_rank(rank)}", file=sys.stderr)
-    return first.exit_code
+    return _ended_by(first, f"rank {first.rank} failed: {first.text.splitlines()[-1]}", ranks)
+
+
+def _ended_by(failure: Failure, why: str, ranks: Sequence[LocalRank]) -> Ended:
+    """What the system does not let go of still has its device and its files."""
+    return Ended(failure.exit_code, why, failure.lasts or any(rank.code is None for rank in ranks))
 
 
 def _stopped_rank(rank: LocalRank) -> str:
@@ -189,13 +224,13 @@ def _silent(rank: LocalRank, asked: int | None, oom_kills: int | None) -> Failur
     if rank.code in (None, 0, PREEMPTED) or rank.ended_by_us or rank.failure is not None:
         return None
     if rank.code > 0:
-        said = f"Rank {rank.rank} ended with exit code {rank.code}; the other ranks were stopped."
+        said = f"Rank {rank.rank} ended with exit code {rank.code}{_REST}"
         return Failure(rank.rank, (rank.ended_ns or 0) - _SEEN_LATE_NS, rank.code, said)
     if asked is not None and rank.code == -asked:
         return None
     name = signal.Signals(-rank.code).name
     hint = _who_kills(oom_kills) if name == "SIGKILL" else ""
-    said = f"Rank {rank.rank} was ended by {name}{hint}{rank.at}; the other ranks were stopped."
+    said = f"Rank {rank.rank} was ended by {name}{hint}{rank.at}{_REST}"
     late_ns = _KILL_SEEN_LATE_NS if name == "SIGKILL" else _SEEN_LATE_NS
     return Failure(rank.rank, (rank.ended_ns or 0) - late_ns, FAILED, said)
 

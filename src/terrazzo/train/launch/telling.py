@@ -23,12 +23,16 @@ REPORT = "TERRAZZO_REPORT"
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a rank. `time_ns` is monotonic and comparable between processes of one machine."""
+    """What ended a rank. `time_ns` is monotonic and comparable between processes of one machine.
+
+    `lasts` says that ranks that are started again would end so, too: it is for somebody to mend.
+    """
 
     rank: int
     time_ns: int
     exit_code: int
     text: str
+    lasts: bool = False
 
 
 def first_failure(failures: Iterable[Failure | None]) -> Failure | None:

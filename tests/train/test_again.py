@@ -1,0 +1,169 @@
+"""Ranks that are started again after a failure: to the same bits, told of, and not for ever."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from terrazzo.errors import BadInput
+from terrazzo.train.launch.again import Again, Ended, Restart, Saved, Start, refuse_restarts, told_of_restart
+from terrazzo.train.run import _again
+from tests.helpers import programs
+from tests.train.test_loop import command, curve, environment, metrics, one_rank_of
+from tests.train.test_session import config_in, trained
+
+FAILED = Ended(1, "Rank 1 was ended by SIGKILL", lasts=False)
+START = Start(2, ["words"])
+
+
+class Told:
+    """An `Again` whose checkpoints are given, one for each failure."""
+
+    def __init__(self, most: int, *steps: int) -> None:
+        saved: Iterator[Saved] = iter([Saved(step, f"step-{step}" if step else "") for step in steps])
+        self.said: list[str] = []
+        self.again = Again(most, lambda: next(saved), self.words, self.said.append)
+
+    def words(self, saved: Saved) -> Sequence[str]:
+        return [f"from {saved.step}"]
+
+    def after(self, ended: Ended = FAILED) -> Start | None:
+        return self.again.after(START, ended)
+
+
+def test_each_restart_goes_on_from_the_newest_checkpoint_and_ranks_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(2, 0, 3)
+    for number, step in ((1, 0), (2, 3)):
+        start = told.after()
+        assert start is not None
+        assert (start.ranks, start.words) == (2, [f"from {step}"])
+        for name, value in start.environment.items():
+            monkeypatch.setenv(name, value)
+        assert told_of_restart() == Restart(number, 2, FAILED.why)
+        assert told_of_restart() is None, "what a rank starts is not this rank"
+    assert told.said == [
+        "restart 1 of 2: starting 2 ranks again, from the beginning: there is no checkpoint yet",
+        "restart 2 of 2: starting 2 ranks again, from step-3",
+    ]
+
+
+def test_no_more_than_that(capsys: pytest.CaptureFixture[str]) -> None:
+    told = Told(2, 1, 2, 3)
+    assert told.after() is not None and told.after() is not None
+    assert told.after() is None
+    assert capsys.readouterr().err == "\nNot started again: launch.restarts is 2.\n"
+
+
+@pytest.mark.parametrize(("steps", "at"), [((3, 3), "the newest is step-3"), ((0, 0), "there is none")])
+def test_two_failures_without_a_checkpoint_in_between_end_it_with_the_first_one_named(
+    steps: tuple[int, int], at: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = Told(9, *steps)
+    assert told.after() is not None
+    assert told.after(Ended(1, "rank 0 failed: ConnectionError", lasts=False)) is None
+    assert capsys.readouterr().err == (
+        f"\nNot started again: no checkpoint was saved since the failure before ({at}), which was: {FAILED.why}.\n"
+    )
+
+
+def test_what_no_restart_mends_is_not_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Told(9, 3).after(Ended(2, "rank 0 failed: Error: no fruit", lasts=True)) is None
+    assert capsys.readouterr().err == "\nNot started again: it would end so again.\n"
+
+
+# -- what a run goes on from ---------------------------------------------------------------------------------------
+
+
+def test_a_run_begun_anew_goes_on_from_its_own_checkpoints_alone(tmp_path: Path) -> None:
+    launch = {"restarts": 1}
+    assert trained(config_in(tmp_path, train={"steps": 3})) == 0
+    anew = config_in(tmp_path, launch=launch, checkpoint={"resume": "never", "overwrite": True})
+    again = _again(anew, ["words"])
+    assert again._newest() == Saved(), "what is there is of another run"
+    assert trained(anew) == 0
+    saved = again._newest()
+    assert (saved.step, Path(saved.path).name) == (4, "step-00000004")
+    assert again._words(saved) == ["words", "checkpoint.resume=if_exists"]
+    assert again._words(Saved()) == ["words"]
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(tmp_path: Path) -> None:
+    config = config_in(tmp_path, launch={"restarts": 1})
+    assert trained(config) == 0
+    again = _again(config, ["words"])
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(BadInput, match="held a checkpoint when this run began, and holds none now"):
+        again._newest()
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, "torchrun has started these ranks, .*torchrun does so by --max-restarts 2"),
+        ({"SLURM_PROCID": "0"}, "Slurm has started these ranks, .*Slurm does so by sbatch --requeue"),
+        ({"TORCHELASTIC_RUN_ID": "terrazzo"}, r"`terrazzo run` has started .*start them again\. Use launch.restarts=0"),
+        ({}, r"whoever set RANK has started .*start them again\. Use launch.restarts=0"),
+    ],
+)
+def test_others_start_their_ranks_again_themselves(
+    told: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInput, match=rf"launch\.restarts is 2, but {said}"):
+        refuse_restarts(2)
+    refuse_restarts(0)
+
+
+# -- real ranks ----------------------------------------------------------------------------------------------------
+
+
+STEPS = [
+    "model.dropout=0",
+    "model.layers=1",
+    "train.steps=30",
+    "train.eval_every=null",
+    "train.sample_tokens=0",
+    "checkpoint.every=5",
+]
+
+
+def undisturbed(folder: Path, *overrides: str) -> list[tuple[float, ...]]:
+    """Losses, norms, rates and tokens of the same configuration in `folder`, on ranks that nobody starts again."""
+    for done in programs.on_ranks(2, *command(folder, *STEPS, *overrides)):
+        assert done.returncode == 0, done.stderr
+    return curve(folder)
+
+
+def killed_in_a_step(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A run whose last rank is killed behind its eighth step."""
+    launcher = programs.Program(*command(folder, *STEPS, *overrides), env=environment())
+    for line in launcher.stdout:
+        if re.match(r" +8 +\d+\.\d{4}", line):
+            break
+    os.kill(one_rank_of(launcher), signal.SIGKILL)
+    return launcher.communicate(90)
+
+
+@pytest.mark.processes
+def test_a_rank_that_is_killed_in_a_step_changes_no_loss(tmp_path: Path) -> None:
+    """The oracle is the run that nobody has disturbed."""
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    done = killed_in_a_step(tmp_path / "killed", "launch.restarts=1")
+    assert done.returncode == 0, done.stderr
+    assert "was ended by SIGKILL" in done.stderr
+    assert re.search(r"\nrestart 1 of 1: starting 2 ranks again, from .*/step-\d+[05]\n", done.stdout), done.stdout
+    (restart,) = metrics(tmp_path / "killed", "restart")
+    assert (restart["number"], restart["most"], restart["ranks"]) == (1, 1, 2)
+    assert restart["step"] in range(5, 30, 5) and "was ended by SIGKILL" in restart["why"]
+    assert f"step {restart['step']}: restart 1 of 1" in (tmp_path / "killed" / "run" / "report.html").read_text()
+    assert curve(tmp_path / "killed") == undisturbed(tmp_path / "whole")
