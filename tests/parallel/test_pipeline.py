@@ -197,17 +197,17 @@ def assert_equal(parts: dict[str, tuple[int, Tensor]], wholes: dict[str, Tensor]
 @pytest.mark.parametrize(
     "case",
     [
-        Case("zero0"),
+        pytest.param(Case("zero0"), marks=pytest.mark.long),
         Case("zero3"),
         Case("zero2", schedule="gpipe"),
         Case("shard_grad_op", micro_batches=5),
-        Case("zero3", chunks=2),
+        pytest.param(Case("zero3", chunks=2), marks=pytest.mark.long),
         Case("zero1", pp=4, micro_batches=6),
-        Case("hybrid_shard", ranks=8),
+        pytest.param(Case("hybrid_shard", ranks=8), marks=pytest.mark.long),
         Case("hpz", ranks=8),
         Case("zero3", pp=4, ranks=4, checkpointing="full"),
         Case("zero3", chunks=2, checkpointing="full", checkpoints_last=True),
-        Case("shard_grad_op", frozen=("embedding", "head")),
+        pytest.param(Case("shard_grad_op", frozen=("embedding", "head")), marks=pytest.mark.long),
         Case("zero2", chunks=2, frozen=("blocks.1.", "blocks.4.attention")),
         Case("zero0", schedule="zero_bubble"),
         Case("zero3", schedule="zero_bubble", pp=4, micro_batches=7),
@@ -255,8 +255,11 @@ PLANS = ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "h
 @pytest.mark.parametrize(
     "case",
     [
-        *(Case(plan) for plan in PLANS),
-        *(Case(plan, chunks=2) for plan in PLANS),
+        *(
+            pytest.param(Case(plan, chunks=chunks), marks=[pytest.mark.long] if (number + chunks) % 2 else [])
+            for number, plan in enumerate(PLANS)
+            for chunks in (1, 2)
+        ),
         Case("zero3", precision="fp16", pp=4, micro_batches=6),
         Case("zero2", schedule="gpipe", checkpointing="full"),
         Case("zero3", schedule="zero_bubble"),

@@ -104,7 +104,7 @@ def test_a_step_of_eight_ranks_takes_what_was_promised(plan: str, options: dict[
 @pytest.mark.parametrize(
     "options",
     [
-        {"plan": "zero3", "mode": "gather"},
+        pytest.param({"plan": "zero3", "mode": "gather"}, marks=pytest.mark.long),
         {"plan": "zero2", "precision": "bf16", "mode": "gather", "checkpointing": "full"},
         {"plan": "shard_grad_op", "mode": "ring"},
         {"plan": "zero3", "precision": "bf16", "mode": "ulysses", "checkpointing": "selective"},

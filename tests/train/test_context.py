@@ -93,7 +93,7 @@ def apart(folder: Path, attention: str) -> dict[str, Any]:
         (2, 2, "gather", "sequence"),
         (4, 2, "ulysses", "document"),
         (4, 4, "ring", "sequence"),
-        (2, 2, "ring", "document"),
+        pytest.param(2, 2, "ring", "document", marks=pytest.mark.long),
     ],
 )
 def test_every_mesh_trains_alike(tmp_path: Path, ranks: int, cp: int, mode: str, attention: str) -> None:

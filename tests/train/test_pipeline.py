@@ -51,9 +51,11 @@ def said(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("mesh", "ranks", "plan", "more"),
     [
-        ({"pp": 2}, 2, "zero0", {}),
+        pytest.param({"pp": 2}, 2, "zero0", {}, marks=pytest.mark.long),
         ({"pp": 2}, 2, "zero3@cpu", {"parallel": {"pipeline": {"chunks": 2}}}),
-        ({"pp": 2, "tp": 2}, 4, "zero3", {"parallel": {"pipeline": {"schedule": "gpipe"}}}),
+        pytest.param(
+            {"pp": 2, "tp": 2}, 4, "zero3", {"parallel": {"pipeline": {"schedule": "gpipe"}}}, marks=pytest.mark.long
+        ),
         ({"pp": 2}, 4, "zero2", {"train": {"eval_batches": 1, "sample_tokens": 0}}),
         ({"pp": 2, "tp": 2}, 4, "zero3@cpu", {"parallel": {"pipeline": {"schedule": "zero_bubble"}}}),
         ({"pp": 2, "cp": 2, "ep": 2}, 4, "zero3", {"model": EXPERTS}),

@@ -217,7 +217,7 @@ def lora_run(values: dict[str, Any], start: Path) -> tuple[list[int], list[float
     return [bill.weight_bytes, bill.moments_bytes], [planned["weights"], planned["moments"]]
 
 
-@pytest.mark.parametrize(("plan", "tp"), [("zero1", 1), ("zero3", 1), ("zero2", 2)])
+@pytest.mark.parametrize(("plan", "tp"), [pytest.param("zero1", 1, marks=pytest.mark.long), ("zero3", 1), ("zero2", 2)])
 def test_adapters_are_those_of_one_process_with_peft(two_processes: Pool, tmp_path: Path, plan: str, tp: int) -> None:
     """Also where the two share matrices: of each an adapter has a part, or is whole on both."""
     peft = pytest.importorskip("peft")
