@@ -60,13 +60,13 @@ class ThreadedCollectives(Collectives):
 
     def send(self, values: Tensor, route: MessageRoute, tag: int) -> Handle:
         """By the store, through which torch's group of threads has no messages of its own."""
-        self.traffic.record("send", values.nbytes, axis=self.axis)
+        self.traffic.record(route.counts_as, values.nbytes, axis=self.axis)
         self._store.set(self._letter(route, tag), values.detach().view(-1).view(torch.uint8).numpy().tobytes())  # type: ignore[arg-type]
         return Handle()
 
     def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
         letter = _Letter(self._store, self._letter(route, tag), into)
-        return Handle([letter], times=self.traffic.times_of(self.axis, "send"))
+        return Handle([letter], times=self.traffic.times_of(self.axis, route.counts_as))
 
     def _letter(self, route: MessageRoute, tag: int) -> str:
         return f"terrazzo/{self.group.group_name}/from {route.source} to {route.to}/{tag}"

@@ -32,7 +32,7 @@ from terrazzo.engine.runtime.device import HOST
 __all__ = ["Gradient"]
 
 
-_TAG, _SEEN_TAG = 2**30, 2**30 + 1
+_TAGS = {"tied": 2**30, "control": 2**30 + 1}
 """Of what stages send each other of gradients, and of which there are: above the tags of activations."""
 
 
@@ -164,9 +164,9 @@ class Gradient:
         axes = self.sharding.axes
         own = self.begin(dtype).complete()
         with self.ledger.holding(own.nbytes * (len(stages) - 1)):
-            own.copy_(functools.reduce(torch.add, _on_stages(axes, stages, own, _TAG)))
+            own.copy_(functools.reduce(torch.add, _on_stages(axes, stages, own, "tied")))
         seen = torch.tensor(self.seen, device=HOST)
-        self.seen = functools.reduce(torch.logical_or, _on_stages(axes, stages, seen, _SEEN_TAG)).tolist()
+        self.seen = functools.reduce(torch.logical_or, _on_stages(axes, stages, seen, "control")).tolist()
 
     # -- over the ranks ----------------------------------------------------------------------------------------
 
@@ -369,12 +369,12 @@ class Gradient:
             self.zero(set_to_none=True)
 
 
-def _on_stages(axes: Axes, stages: Sequence[int], own: Tensor, tag: int) -> list[Tensor]:
+def _on_stages(axes: Axes, stages: Sequence[int], own: Tensor, kind: str) -> list[Tensor]:
     """What each of these stages has where this rank has `own`, in their order. Collective over them; blocks."""
     links, place = axes.along(axes.stages[0]), axes.place_among_stages
     others = {stage: torch.empty_like(own) for stage in stages if stage != place}
-    handles = [links.send(own, MessageRoute("tied", place, stage), tag) for stage in others]
-    handles += [links.receive(into, MessageRoute("tied", stage, place), tag) for stage, into in others.items()]
+    handles = [links.send(own, MessageRoute(kind, place, stage), _TAGS[kind]) for stage in others]
+    handles += [links.receive(into, MessageRoute(kind, stage, place), _TAGS[kind]) for stage, into in others.items()]
     for handle in handles:
         handle.wait()
     return [own if stage == place else others[stage] for stage in stages]

@@ -33,11 +33,16 @@ TRAIL = 16
 
 
 class MessageRoute(NamedTuple):
-    """The way of messages of one kind from one rank of an axis to another."""
+    """The way of messages of one kind from one rank of an axis to another; of flags, "control"."""
 
     kind: str
     source: int
     to: int
+
+    @property
+    def counts_as(self) -> str:
+        """As which kind of traffic: flags are none that is promised."""
+        return "control" if self.kind == "control" else "send"
 
 
 class Collectives(ABC):
@@ -141,14 +146,14 @@ class Collectives(ABC):
             route: from this rank to that one. What is sent on one is asked for in the same order.
             tag: what the rank asks for it by; no two messages under way between two ranks have the same.
         """
-        self.traffic.record("send", values.nbytes, axis=self.axis)
+        self.traffic.record(route.counts_as, values.nbytes, axis=self.axis)
         work = dist.isend(_carried(values), group=self._group_for(values), group_dst=route.to, tag=tag)
-        return Handle([work], (values,), self.traffic.times_of(self.axis, "send"))
+        return Handle([work], (values,), self.traffic.times_of(self.axis, route.counts_as))
 
     def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
         """Start receiving contiguous `into` on a route to this rank."""
         work = dist.irecv(_carried(into), group=self._group_for(into), group_src=route.source, tag=tag)
-        return Handle([work], (into,), self.traffic.times_of(self.axis, "send"))
+        return Handle([work], (into,), self.traffic.times_of(self.axis, route.counts_as))
 
     @abstractmethod
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
