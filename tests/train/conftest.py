@@ -1,0 +1,32 @@
+"""What tests of runs share."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+import terrazzo.train.promise.planned  # noqa: F401  # a function of this name hides the module
+
+PLANNED = sys.modules["terrazzo.train.promise.planned"]
+ELSEWHERE = ("checkpoint", "data", "guard", "log", "schedule")
+"""Sections that a micro-batch does not depend on, but for whether documents are apart."""
+_traced: dict[tuple[Any, ...], Any] = {}
+
+
+@pytest.fixture(autouse=True)
+def _equal_models_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace of the memory of one micro-batch, at the end of each run: a third of what a small run computes."""
+    trace_of = PLANNED._trace_of
+
+    def remembered(model: Any, config: Any, setup: Any, names: list[str]) -> Any:
+        sections = json.loads(config.model_dump_json(exclude=set(ELSEWHERE)))
+        sections["train"].pop("steps")
+        key = (json.dumps(sections), config.cuts_attention, repr(setup), tuple(names))
+        if key not in _traced:
+            _traced[key] = trace_of(model, config, setup, names)
+        return _traced[key]
+
+    monkeypatch.setattr(PLANNED, "_trace_of", remembered)
