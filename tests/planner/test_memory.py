@@ -17,6 +17,7 @@ from terrazzo.planner.api import estimate_request
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.activations import block_activations
+from terrazzo.planner.memory.overheads import PROCESS_BYTES, PROCESS_BYTES_UPPER
 from terrazzo.planner.memory.peak import memory_of, stage_terms
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
@@ -245,7 +246,19 @@ def test_on_a_cpu_what_is_on_the_host_is_in_the_same_memory() -> None:
     memory = memory_of(setup(model, Plan.named("zero3@cpu"), host, sequence=512))
     (room,) = memory.rooms
     assert memory.expected_bytes == room.expected
-    assert room.expected == memory.near_bytes == memory.allocated_bytes + sum(term.value for term in memory.host)
+    assert memory.near_bytes == memory.allocated_bytes + sum(term.value for term in memory.host)
+    assert room.expected == memory.near_bytes + PROCESS_BYTES
+    assert room.upper >= 1.1 * memory.allocated_bytes + PROCESS_BYTES_UPPER
+
+
+def test_a_bound_is_the_same_whatever_a_device_has() -> None:
+    """What fits surely is the bound with a fiftieth of the device to spare; what just fits is never sure."""
+    made = setup(llama(32, 4096, 14336, 32, 8, 128_256), sequence=4096, precision=FSDP)
+    upper = memory_of(made).upper_bytes
+    for capacity, sure in ((upper, False), (1.019 * upper, False), (1.021 * upper, True), (9 * upper, True)):
+        memory = memory_of(replace(made, cluster=Cluster(replace(A100, memory_bytes=round(capacity)), 8)))
+        assert memory.upper_bytes == upper
+        assert (memory.fits, memory.fits_surely) == (True, sure)
 
 
 # -- what must always hold -------------------------------------------------------------------------------------

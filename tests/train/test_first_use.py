@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from terrazzo.planner.memory.overheads import PROCESS_BYTES, PROCESS_BYTES_UPPER
 from terrazzo.train.first_use import load_kernels
 
 PROGRAM = """
@@ -26,17 +27,19 @@ optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 tokens = torch.zeros(2, 16, dtype=torch.int64)
 F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
 optimizer.step()
-print(resident_bytes() - before)
+print(before, resident_bytes())
 """
 
 
 def test_a_small_step_takes_a_fraction_of_what_libraries_do() -> None:
     """The model has 30,000 parameters: half a megabyte in all."""
-    grown = {
-        kind: int(subprocess.run([sys.executable, "-c", PROGRAM, kind], capture_output=True, check=True).stdout)
-        for kind in ("fresh", "loaded")
-    }
+    grown, ended = {}, {}
+    for kind in ("fresh", "loaded"):
+        told = subprocess.run([sys.executable, "-c", PROGRAM, kind], capture_output=True, check=True).stdout
+        before, ended[kind] = map(int, told.split())
+        grown[kind] = ended[kind] - before
     assert grown["loaded"] < 8 * 2**20 < grown["fresh"]
+    assert 0.75 * PROCESS_BYTES < ended["loaded"] < 1.25 * PROCESS_BYTES < PROCESS_BYTES_UPPER  # what the planner adds
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,7 +8,11 @@ from typing import Literal
 
 from terrazzo.planner.formulas import Term
 
-__all__ = ["Memory", "Room", "Sent", "Time", "Traffic"]
+__all__ = ["SPARE", "Memory", "Room", "Sent", "Time", "Traffic"]
+
+SPARE = 0.02
+"""Of a device's memory, what is left to other processes, a monitor's context or a display, before anything is sure: 1.6
+GiB of 80. Of a host and its disks, whose states are exact, nothing."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +21,14 @@ class Room:
 
     Attributes:
         expected, upper: bytes kept there. `capacity`: bytes there are, None where that is not known.
+        spare: of these, bytes on which nothing that is sure counts.
     """
 
     name: Literal["device", "host", "disk"]
     expected: float
     upper: float
     capacity: int | None
+    spare: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,8 @@ class Memory:
 
     Attributes:
         terms: what tensors hold at the peak; their sum is `allocated_bytes`, as torch calls it.
-        upper_bytes: a bound for what the device holds in all, allocator's reserve and libraries included.
+        upper_bytes: a bound for what the device must have, what the allocator cannot give back and libraries included;
+            with room the allocator keeps more.
         reserved_bytes: allocated, with what the caching allocator keeps.
         device_bytes: reserved, with context and communicators too, what `nvidia-smi` shows.
         host, disk: what one rank keeps there of offloaded states; `disk_writes` in each optimizer step.
@@ -81,7 +88,8 @@ class Memory:
     def rooms(self) -> tuple[Room, ...]:
         """The device, and of the host and its disks those that hold something."""
         beside = [term.value for term in self.host if self.on_host]
-        device = Room("device", self.device_bytes + sum(beside), self.upper_bytes + sum(beside), self.capacity_bytes)
+        expected, upper = self.device_bytes + sum(beside), self.upper_bytes + sum(beside)
+        device = Room("device", expected, upper, self.capacity_bytes, SPARE * (self.capacity_bytes or 0))
         host = self._of_a_host("host", () if self.on_host else self.host, self.host_capacity_bytes)
         disk = self._of_a_host("disk", self.disk, self.disk_capacity_bytes)
         return (device, *(room for room in (host, disk) if room.expected))
@@ -108,8 +116,8 @@ class Memory:
 
     @property
     def fits_surely(self) -> bool | None:
-        """Whether the upper bounds fit too; None where activations are not counted, if these bounds do."""
-        held = self._holds([(room.upper, room.capacity) for room in self.rooms])
+        """Whether the upper bounds fit too, with room to spare; None where activations are not counted, if they do."""
+        held = self._holds([(room.upper + room.spare, room.capacity) for room in self.rooms])
         return None if self.uncounted and held else held
 
     def _holds(self, needs: list[tuple[float, int | None]]) -> bool | None:

@@ -13,16 +13,20 @@ WORKSPACE_BYTES = 2 * 32 * 2**20
 CublasHandlePool.cpp). Megatron's published steady states exceed their tensors by 70 to 80 MB."""
 
 RESERVE, RESERVE_UPPER = 0.05, 0.12
-ROOMY_RESERVE, ROOMY_RESERVE_UPPER = 0.12, 0.25
+ROOMY_RESERVE = 0.12
 """Of allocated bytes, that the caching allocator keeps besides: rounding and fragmentation. It gives blocks back only
 when memory runs out, so more where there is room. From benchmarks/results/allocator, which
 `python -m benchmarks.allocator` makes, over all rows of the table, with the expandable segments that `terrazzo train`
-asks for: the median with room, and without, the most on the smallest device.
-The upper values are from published runs: 19% more than the 40.2 GiB that were active (pytorch/torchtitan#929), 37% more
-than 60 GB (pytorch/pytorch#147179)."""
+asks for: the median with room, and without, the most on the smallest device; 1.07 times is the most without them.
+Published runs, with room, kept 19% more than the 40.2 GiB that were active (pytorch/torchtitan#929), 37% more than
+60 GB (pytorch/pytorch#147179): what is kept so says nothing about what is needed, and the bound is of that."""
 
 CONTEXT_BYTES, CONTEXT_BYTES_UPPER = 0.5 * GIB, 1.0 * GIB
 """Of a CUDA context with its kernels: 0.47 to 1.8 GiB over generations (stas00/ml-engineering)."""
+
+PROCESS_BYTES, PROCESS_BYTES_UPPER = 0.33 * GIB, 0.5 * GIB
+"""On a CPU, which has its ranks' interpreters too: what is resident of Python, torch and Terrazzo after a first step of
+nothing (`train/first_use.py`, torch 2.13), and with transformers and a model of theirs."""
 
 COMMUNICATOR_BYTES, COMMUNICATOR_BYTES_UPPER = 0.25 * GIB, 0.5 * GIB
 """Of NCCL for each mesh axis: torch.distributed with NCCL takes 1 to 2 GiB in all (stas00/ml-engineering)."""
@@ -38,13 +42,15 @@ FORMULAS = {
         "python -m benchmarks.allocator",
     ),
     "memory.device": Formula(
-        "reserved bytes, 0.5 GiB for the CUDA context, and 0.25 GiB for the default group and each mesh axis",
-        "stas00/ml-engineering",
+        "reserved bytes, 0.5 GiB for the CUDA context, and 0.25 GiB for the default group and each mesh axis; on a CPU "
+        "0.33 GiB for the process and its libraries",
+        "stas00/ml-engineering; terrazzo/train/first_use.py",
     ),
     "memory.upper": Formula(
-        "upper values of all terms x 1.25 as far as the device has room, x 1.12 where it has not, 1 GiB for the CUDA "
-        "context, 0.5 GiB for the default group and each mesh axis",
-        "pytorch/torchtitan#929; pytorch/pytorch#147179; stas00/ml-engineering",
+        "upper values of all terms x 1.12, for what the allocator cannot give back, 1 GiB for the CUDA context, 0.5 "
+        "GiB for the default group and each mesh axis; on a CPU 0.5 GiB for the process; to fit surely is to leave 2 % "
+        "of the device's memory",
+        "python -m benchmarks.allocator; stas00/ml-engineering",
     ),
 }
 
@@ -56,36 +62,35 @@ def workspace_bytes(setup: Setup) -> int:
 
 def reserved_bytes(setup: Setup, allocated: float) -> float:
     """What the caching allocator holds when tensors hold `allocated` at most; on CPU there is none."""
-    return device_bytes(setup, allocated) - _around(setup, CONTEXT_BYTES, COMMUNICATOR_BYTES)
+    return device_bytes(setup, allocated) - _around(setup)
 
 
 def device_bytes(setup: Setup, allocated: float) -> float:
     """What the device holds in all; more than its memory only if nothing that the allocator gives back helps."""
+    around, capacity = _around(setup), setup.cluster.device.memory_bytes
     if not _on_cuda(setup):
-        return allocated
-    around = _around(setup, CONTEXT_BYTES, COMMUNICATOR_BYTES)
-    return _within(setup, allocated * (1 + RESERVE) + around, allocated * (1 + ROOMY_RESERVE) + around)
-
-
-def upper_bytes(setup: Setup, allocated_upper: float) -> float:
-    """A bound for it, from the upper values of the terms."""
-    if setup.model.bare:
-        return allocated_upper
-    if not _on_cuda(setup):
-        return allocated_upper * (1 + RESERVE_UPPER)
-    around = _around(setup, CONTEXT_BYTES_UPPER, COMMUNICATOR_BYTES_UPPER)
-    pressed, roomy = allocated_upper * (1 + RESERVE_UPPER), allocated_upper * (1 + ROOMY_RESERVE_UPPER)
-    return _within(setup, pressed + around, roomy + around)
-
-
-def _within(setup: Setup, pressed: float, roomy: float) -> float:
-    """What is held with room, but no more than there is; what is held without it, whether there is so much or not."""
-    capacity = setup.cluster.device.memory_bytes
+        return allocated + around
+    pressed, roomy = allocated * (1 + RESERVE) + around, allocated * (1 + ROOMY_RESERVE) + around
     return roomy if capacity is None else max(pressed, min(roomy, capacity))
 
 
-def _around(setup: Setup, context_bytes: float, communicator_bytes: float) -> float:
-    return context_bytes + _communicators(setup) * communicator_bytes if _on_cuda(setup) else 0.0
+def upper_bytes(setup: Setup, allocated_upper: float) -> float:
+    """A bound for what a device must have, from the upper values of the terms, whatever this one has."""
+    if setup.model.bare:
+        return allocated_upper
+    return allocated_upper * (1 + RESERVE_UPPER) + _around(setup, upper=True)
+
+
+def _around(setup: Setup, upper: bool = False) -> float:
+    """Of what is no tensor's: on a GPU the context and the communicators, on a CPU the process."""
+    if setup.model.bare:
+        return 0.0
+    if not _on_cuda(setup):
+        return PROCESS_BYTES_UPPER if upper else PROCESS_BYTES
+    context, communicator = (
+        (CONTEXT_BYTES_UPPER, COMMUNICATOR_BYTES_UPPER) if upper else (CONTEXT_BYTES, COMMUNICATOR_BYTES)
+    )
+    return context + _communicators(setup) * communicator
 
 
 def _on_cuda(setup: Setup) -> bool:

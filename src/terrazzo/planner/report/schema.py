@@ -112,7 +112,7 @@ class MemoryReport(_Model):
     expected_gb: float = Field(description="the same in GB")
     allocated_gib: float = Field(description="what tensors hold: torch's allocated")
     allocated_gb: float = Field(description="the same in GB")
-    upper_gib: float = Field(description="a bound for all that the device holds")
+    upper_gib: float = Field(description="a bound for what the device must have; with room the allocator keeps more")
     upper_gb: float = Field(description="the same in GB")
     reserved_gib: float = Field(description="allocated, with what the caching allocator keeps")
     device_gib: float = Field(description="reserved, with context and communicators: what nvidia-smi shows")
@@ -217,7 +217,7 @@ class SizingRow(_Model):
 
     gpus: int = Field(description="in all")
     fits: bool = Field(description="whether what is expected of some plan fits")
-    fits_surely: bool = Field(description="whether the upper bound of some plan fits")
+    fits_surely: bool = Field(description="whether the upper bound of some plan fits, 2 % to spare")
     strategy: str | None = Field(description="of the best plan; null where nothing runs, as the next three")
     device_gib: float | None = Field(description="expected on the device")
     upper_gib: float | None = Field(description="a bound for it")
@@ -248,7 +248,7 @@ class Report(_Model):
         "device's memory is not known"
     )
     fits_surely: bool | None = Field(
-        description="whether the upper bounds fit; null too where activations are not counted"
+        description="whether the upper bounds fit, 2 % to spare; null too where activations are not counted"
     )
     limiting_rank: str = Field(description="which rank is fullest, when, and why")
     time: TimeReport | None = Field(description="null where nothing can be said")

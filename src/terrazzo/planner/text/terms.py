@@ -61,7 +61,7 @@ def _memory_table(memory: Memory) -> Table:
         "allocated by tensors": memory.allocated_bytes,
         "reserved by the allocator": memory.reserved_bytes,
         "on the device in all": memory.device_bytes,
-        "upper bound of it": memory.upper_bytes,
+        "needed at most": memory.upper_bytes,
     }
     rows += [(name, big.of(value), small.of(value), "", "") for name, value in sums.items()]
     return Table(columns, tuple(rows), totals=len(sums))

@@ -198,9 +198,11 @@ def measured_memory(memory: Memory, record: Calibration, setup: Setup) -> Memory
 
     On a CPU that is the process, which every run has; on a GPU what one run's estimate was wrong by, and no other's.
     """
-    if setup.cluster.device.kind != "cpu" and not record.measured(setup):
+    offset: float = record.memory_offset_bytes
+    if setup.cluster.device.kind == "cpu":
+        offset -= memory.device_bytes - memory.reserved_bytes  # the process, as it was expected
+    elif not record.measured(setup):
         return memory
-    offset = record.memory_offset_bytes
     return replace(
         memory,
         device_bytes=memory.device_bytes + offset,
