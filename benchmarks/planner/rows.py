@@ -161,6 +161,7 @@ def _setup(family: str, fields: Mapping[str, str]) -> Setup:
         precision=_precision(family, fields),
         matmul=_matmul(fields["precision"]),
         checkpointing=_checkpointing(family, fields),
+        every_second_product=family == "aws",  # torchtitan's
         compile=fields["compile"] == "yes" or family == "tinyllama",
         attention="math" if _unfused(family, notes) else "flash",
         loss="full" if family in ("aws", "hfds", "jzv100") or "DeepSpeed" in notes else "fused",

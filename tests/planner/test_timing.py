@@ -19,6 +19,7 @@ from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
+from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.formulas import FORMULAS
@@ -59,7 +60,9 @@ def setup(plan: str | Plan = "zero3", mesh: Mesh | None = None, gpu: str = "h100
     mesh = mesh or Mesh(dp_shard=8)
     cluster = Cluster(device(gpu), mesh.world_size)
     plan = Plan.named(plan) if isinstance(plan, str) else plan
-    found = Setup(llama(), cluster, plan, mesh, 8192, 1, 1, FSDP, "bf16", checkpointing="selective")
+    found = Setup(
+        llama(), cluster, plan, mesh, 8192, 1, 1, FSDP, "bf16", checkpointing="selective", every_second_product=True
+    )
     return replace(found, **changes)
 
 
@@ -212,6 +215,36 @@ def test_flops_follow_palm() -> None:
     near = replace(model, units=(model.root, replace(model.blocks[0], block=replace(block, window=1024))))
     less = flops_per_token(setup()) - flops_per_token(setup(model=near))
     assert less == pytest.approx(12 * 32 * 4096 * (8192 - 1024))
+
+
+@pytest.mark.parametrize("attention", ["flash", "math"])
+@pytest.mark.parametrize("second", [False, True])
+def test_what_selective_checkpointing_keeps_is_not_computed_twice(attention: str, second: bool) -> None:
+    """Memory and time tell of one way: more is kept by just those ways that repeat less."""
+    options: dict[str, Any] = {"attention": attention, "every_second_product": second, "micro_batch": 4}
+    selective, none, full = (setup(checkpointing=mode, **options) for mode in ("selective", "none", "full"))
+    repeated = {term.name: term.value for term in timed(selective).terms}["recomputation"]
+    whole = {term.name: term.value for term in timed(full).terms}["recomputation"]
+    assert 0 < repeated < whole
+    products = 2 * (none.model.matmul_numel - none.model.logits * none.model.hidden)
+    scores = flops_per_token(none) / 3 - 2 * none.model.matmul_numel
+    again = (step_flops(selective) - step_flops(none)) / none.tokens
+    assert again == pytest.approx(scores if attention == "math" else products / 2 if second else 0)
+    block = none.model.blocks[0].block
+    assert block is not None
+    kept = [block_activations(one, block) for one in (full, selective, none)]
+    assert kept[0].saved < kept[1].saved < kept[2].saved
+    assert kept[1].saved + kept[1].recomputed == pytest.approx(kept[2].saved)
+
+
+def test_every_second_product_is_what_torchtitan_keeps() -> None:
+    """Of Llama 3 8B input, queries, values, attention, gate and down: 1 + 1 + 1/4 + 1 + 3.5 + 1 times its width."""
+    made = setup(micro_batch=1)
+    block = made.model.blocks[0].block
+    assert block is not None
+    one = block_activations(made, block).saved / made.tokens / 2 / 4096
+    assert one == 7.75
+    assert block_activations(replace(made, every_second_product=False), block).saved > made.tokens * 2 * 4096 * 12
 
 
 def test_recomputation_costs_a_fifth_to_a_quarter() -> None:

@@ -91,6 +91,7 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
         math=setup.attention == "math",
         checkpointing=setup.checkpointing,
         every=setup.every,
+        second=setup.every_second_product,
         cpu=setup.cluster.device.kind == "cpu",
         moves=setup.offload_activations and setup.cluster.device.kind != "cpu",  # there is no other memory on a CPU
     )
@@ -113,6 +114,7 @@ class _Local:
     math: bool
     checkpointing: str
     every: int
+    second: bool
     cpu: bool
     moves: bool
 
@@ -242,12 +244,17 @@ def _input(local: _Local, block: BlockShape) -> float:
 
 
 def _products(local: _Local, block: BlockShape) -> float:
-    """Bytes of a block's input and of what its matrix products and attention give."""
+    """Bytes of a block's input and of what its matrix products and attention give.
+
+    Of every second product that is, of queries, keys, values, output, gate, up and down in turn, all but keys, output
+    and up; attention's own result is kept beside them.
+    """
     width, item = block.hidden, local.itemsize
-    per_copy = 2 if block.gated else 1
+    per_copy = 2 if block.gated and not local.second else 1
     mlp = per_copy * (block.shared_ffn + block.active_experts * block.ffn if block.experts else block.ffn)
-    whole = 2 * width + (block.active_experts * width if block.experts else 0)
-    split = local.tokens * (_attention(block) / local.heads_tp(block) + mlp / local.mlp_tp(block)) * item
+    whole = (1 if local.second else 2) * width + (block.active_experts * width if block.experts else 0)
+    attention = _attention(block) - (block.kv_heads * block.head_dim if local.second else 0)
+    split = local.tokens * (attention / local.heads_tp(block) + mlp / local.mlp_tp(block)) * item
     return _input(local, block) + local.tokens * whole * item / (local.tp if local.sequence_parallel else 1) + split
 
 

@@ -31,6 +31,7 @@ class Setup:
         precision: dtypes of the states; `matmul` is the format that matrix products run in (`bf16`, `fp8`, ...).
         checkpointing: of activations: `full` keeps a block's input alone; `selective` also the results of its matrix
             products and of attention, under `math` attention all but the scores. With `every` n > 1, one block in n.
+        every_second_product: of matrix products selective checkpointing keeps every second, as torchtitan's does.
         attention: `flash`, or `math` that keeps the [sequence, sequence] scores.
         loss: `full` as torch's cross_entropy in fp32; `fused` keeps the logits and one fp32 copy, as Megatron's or a
             compiled one; `chunked` never holds all logits at once; `parts` as `terrazzo.parallel.VocabularyLoss`, where
@@ -59,6 +60,7 @@ class Setup:
     optimizer: OptimizerRecipe = OPTIMIZERS["adamw"]
     checkpointing: Checkpointing = "none"
     every: int = 1
+    every_second_product: bool = False
     compile: bool = False
     attention: Attention = "flash"
     loss: Loss = "full"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape, active_share
@@ -140,8 +141,10 @@ def step_flops(setup: Setup) -> float:
     """Of one rank in one step, recomputation included: what the device really executes, attention counted in full."""
     repeated = 0.0
     if setup.checkpointing != "none":
-        forward = flops_per_token(setup) / 3 - 2 * setup.model.logits * setup.model.hidden
-        repeated = forward / setup.every * (1.0 if setup.checkpointing == "full" else 0.5)
+        products = 2 * (setup.model.matmul_numel - setup.model.logits * setup.model.hidden)
+        attention = flops_per_token(setup) / 3 - 2 * setup.model.matmul_numel
+        shares = _repeated_shares(setup)
+        repeated = (products * shares.matmul + attention * shares.attention) / setup.every
     tokens = setup.tokens * setup.micro_batches * setup.mesh.batch_ranks / setup.mesh.world_size
     return (flops_per_token(setup) + repeated) * tokens
 
@@ -352,18 +355,32 @@ def _matrix_sums(tensors: tuple[TensorShape, ...], tp: int, ep: int) -> tuple[fl
 
 
 def _recompute_s(setup: Setup, cost: Seconds) -> float:
-    """A whole forward, or what selective checkpointing repeats.
-
-    That is attention where its scores are kept (arXiv 2205.05198), else what lies between the products and every second
-    product (torchtitan).
-    """
     if setup.checkpointing == "none":
         return 0.0
+    shares = _repeated_shares(setup)
+    forward = (cost.matmul * shares.matmul + cost.memory * shares.memory) / 3
+    return (forward + cost.attention * cost.forward_share * shares.attention) / setup.every
+
+
+class _Shares(NamedTuple):
+    """Of a forward's matrix products, attention, and what lies between them."""
+
+    matmul: float
+    attention: float
+    memory: float
+
+
+def _repeated_shares(setup: Setup) -> _Shares:
+    """What activation checkpointing repeats of a block: all that `memory.activations` does not keep.
+
+    Selective: of math attention its core alone (arXiv 2205.05198), else what lies between the products, and where they
+    are not all kept every second product.
+    """
     if setup.checkpointing == "full":
-        return cost.forward / setup.every
+        return _Shares(1.0, 1.0, 1.0)
     if setup.attention == "math":
-        return cost.attention / 3 / setup.every
-    return (cost.matmul / 2 + cost.memory) / 3 / setup.every
+        return _Shares(0.0, 1.0, 0.0)
+    return _Shares(0.5 if setup.every_second_product else 0.0, 0.0, 1.0)
 
 
 # -- the head and the optimizer --------------------------------------------------------------------------------
