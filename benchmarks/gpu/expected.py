@@ -42,9 +42,13 @@ def _of_case(name: str, gpu: str) -> dict[str, float]:
         estimate = _estimate(FULL.sharded[model[0]], gpu, int(model[1]), compile=compiled)
     found = {f"{name}: peak GiB": estimate.memory.allocated_bytes / GIB}
     if estimate.time is not None:
-        alone = [term.value for term in estimate.time.terms if "communication" not in term.name]
+        alone = [term.value for term in estimate.time.terms if not _of_communication(term.name)]
         found[f"{name}: step ms"] = 1e3 * sum(alone)
     return found
+
+
+def _of_communication(term: str) -> bool:
+    return "communication" in term or term == "contention"
 
 
 def _estimate(workload: Workload, gpu: str, world: int = 1, **options: Any) -> Estimate:

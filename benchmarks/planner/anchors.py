@@ -44,11 +44,12 @@ TITAN = Request(
     checkpointing="selective",
     precision="fsdp2",
     compile=True,
+    loss="fused",
 )
 """torchtitan's Llama 3 8B recipe: FSDP2, per-operator selective checkpointing, two sequences of 8,192."""
 TITAN_8 = replace(TITAN, micro_batch=1, gpu="H100-SXM5-80GB")
 TITAN_405 = replace(TITAN, model="llama3-405b", gpus=512, tp=8, checkpointing="full")
-AO = replace(TITAN_8, sequence=4096, checkpointing="none", compile=False)
+AO = replace(TITAN_8, sequence=4096, checkpointing="none", compile=False, loss="full")
 IBM = Request("llama2-7b", 128, gpu="A100-SXM4-80GB", sequence=4096, micro_batch=2, precision="fsdp2")
 """IBM's and PyTorch's FSDP run of Llama 2 7B: no checkpointing, two sequences of 4,096."""
 GPT_200B: Mapping[str, Any] = {
@@ -169,7 +170,7 @@ ANCHORS = (
         "the same compiled",
         "MFU",
         (0.68, 0.68),
-        lambda: _mfu(replace(IBM, compile=True)),
+        lambda: _mfu(replace(IBM, compile=True, loss="fused")),
         "PyTorch and IBM, pytorch.org/blog/maximizing-training-throughput",
     ),
     Anchor(

@@ -164,7 +164,7 @@ def _setup(family: str, fields: Mapping[str, str]) -> Setup:
         every_second_product=family == "aws",  # torchtitan's
         compile=fields["compile"] == "yes" or family == "tinyllama",
         attention="math" if _unfused(family, notes) else "flash",
-        loss="full" if family in ("aws", "hfds", "jzv100") or "DeepSpeed" in notes else "fused",
+        loss="full" if family in ("hfds", "jzv100") or "DeepSpeed" in notes else "fused",
         accumulate_locally=not plan.grad.axes or family == "llama3",
         sequence_parallel="sequence-parallel=True" in notes or "+SP" in fields["ac"] or family == "llama3",
         context="ring",

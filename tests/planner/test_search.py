@@ -14,7 +14,7 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.order import actions_of
 from terrazzo.planner.api import estimate, estimate_request, plan
 from terrazzo.planner.assemble import Estimate
-from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES
+from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES, meshes
 from terrazzo.planner.choice.frontier import NO_MESH, Frontier, Refusal
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, floor_gpus, min_gpus
@@ -143,7 +143,7 @@ def test_a_search_counts_what_was_measured_as_a_named_plan_does() -> None:
     asked = request("llama3-8b", 8, strategy="zero3", micro_batch=1, checkpointing="full", gpu=HOST)
     record = RECORD.model_copy(update={"device": HOST.name, "memory_offset_bytes": 10**9})
     named, plain = estimate(build_setup(asked), record), estimate(build_setup(asked))
-    assert named.memory.device_bytes == plain.memory.device_bytes + 10**9
+    assert named.memory.device_bytes == plain.memory.allocated_bytes + 10**9  # of which the process is a part
     assert [answer.memory for answer in search(asked, record).ranked] == [named.memory]
 
 
@@ -157,7 +157,7 @@ def test_a_strategy_is_one_whatever_it_is_called() -> None:
 
 def test_what_is_too_large_for_what_was_measured_is_refused() -> None:
     asked = request("llama3-8b", 8, strategy="zero3", micro_batch=1, checkpointing="full", gpu=HOST)
-    spare = HOST.memory_bytes - estimate(build_setup(asked)).memory.device_bytes
+    spare = HOST.memory_bytes - estimate(build_setup(asked)).memory.allocated_bytes
     record = RECORD.model_copy(update={"device": HOST.name, "memory_offset_bytes": int(spare) + 2**20})
     assert search(asked).ranked
     assert not search(asked, record).ranked
@@ -286,6 +286,25 @@ def test_long_sequences_try_context_parallelism_and_experts_expert_parallelism()
     assert {answer.setup.mesh.cp for answer in long.ranked} > {1}
     experts = search(request("qwen3-30b-a3b", 32, parallel=True, tp=1, pp=1))
     assert {answer.setup.mesh.ep for answer in experts.ranked} > {1}
+
+
+@pytest.mark.parametrize(("experts", "gpus", "tried"), [(60, 24, {1, 6, 12}), (128, 12, {1, 4}), (7, 8, {1})])
+def test_any_number_of_ranks_that_divides_the_experts_may_share_them(experts: int, gpus: int, tried: set[int]) -> None:
+    """Of a host's eight and of 64 at most; what lies between them is tried beside what is good."""
+    config = {
+        "model_type": "qwen3_moe", "vocab_size": 1024, "hidden_size": 512, "num_hidden_layers": 4, "head_dim": 64,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1024, "moe_intermediate_size": 2048,
+        "num_experts": experts, "num_experts_per_tok": 2, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    options: dict[str, Any] = {"parallel": True, "tp": 1, "pp": 1, "strategy": "zero3", "sequence": 2048}
+    first = {each.ep for each in meshes(request(config, gpus, **options))}
+    assert first == tried
+    ranked = {answer.setup.mesh.ep for answer in search(request(config, gpus, **options)).ranked}
+    assert first <= ranked <= {size for size in range(1, 65) if experts % size == gpus % size == 0}
+    assert len(ranked) == len(first) or ranked > first
+    shapes = [(each.setup.plan.name, each.setup.mesh, each.setup.checkpointing, each.setup.micro_batch)
+              for each in search(request(config, gpus, **options)).ranked]  # fmt: skip
+    assert len(shapes) == len(set(shapes))
 
 
 def test_every_way_of_sharing_attention_is_weighed_where_heads_and_windows_allow() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -63,15 +64,15 @@ def meshes(request: Request) -> Iterator[Request]:
     model, domain = shape_of(request.model), max(build_cluster(request).device.scaleup_domain, 1)
     blocks = [unit.block for unit in model.blocks if unit.block]
     heads = min((block.kv_heads for block in blocks), default=1)
-    experts = max((block.experts for block in blocks), default=0)
+    experts = _experts(model)
     most, given = _most_model_ranks(request, domain), (request.tp or 1) * (request.pp or 1)
     for tp in _sizes(request.tp, min(heads, domain)):
         for pp in _sizes(request.pp, min(model.layers, MOST_STAGES)):
             if tp * pp > max(most, given):
                 continue
             for cp in _sizes(request.cp, MOST_CONTEXT if (request.sequence or 0) >= LONG_SEQUENCE else 1):
-                for ep in _expert_sizes(request.ep, experts, domain):
-                    if request.gpus % (tp * pp * cp) == 0 and request.gpus // (tp * pp) % ep == 0:
+                if request.gpus % (tp * pp * cp) == 0:
+                    for ep in _expert_sizes(request.ep, experts, request.gpus // (tp * pp), domain):
                         for context in _modes(request, model, tp, cp):
                             yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep, context=context)
 
@@ -90,16 +91,19 @@ def asked_of(request: Request, setup: Setup) -> Request:
     )
 
 
-def variants(request: Request, setup: Setup, schedules: bool) -> Iterator[Request]:
+def variants(request: Request, setup: Setup, schedules: bool, experts: bool) -> Iterator[Request]:
     """Of what was found to be good, the ways of running it that leave its ranks and memory nearly as they are.
 
-    Larger and smaller shard groups than those of one host, and schedules that wait less than `1f1b`. `gpipe` waits as
-    long as `1f1b` and holds more, so that it is never tried.
+    Larger and smaller shard groups than those of one host, more and fewer ranks that share experts, and schedules that
+    wait less than `1f1b`. `gpipe` waits as long as `1f1b` and holds more, so that it is never tried.
 
     Args:
         schedules: whether to try these.
+        experts: whether to try other numbers of ranks that share experts.
     """
     mesh = setup.mesh
+    if experts:
+        yield from _other_experts(request, setup)
     if schedules and mesh.pp > 1 and not setup.as_megatron:
         if request.pipeline is None and (request.virtual_stages or 1) == 1:
             yield replace(request, pipeline="zero_bubble")
@@ -164,8 +168,31 @@ def _modes(request: Request, model: ModelShape, tp: int, cp: int) -> tuple[Mode,
     return tuple(mode for mode in MODES if allowed.get(mode, True))
 
 
-def _expert_sizes(given: int | None, experts: int, domain: int) -> tuple[int, ...]:
-    """None, as many as fast links join, and many."""
+def _expert_sizes(given: int | None, experts: int, ranks: int, domain: int) -> tuple[int, ...]:
+    """None, as many as fast links join, and many, as far as they divide the experts and the ranks of a stage."""
     if given is not None:
-        return (given,)
-    return tuple(sorted({1, *(size for size in (domain, MOST_EXPERT) if experts and experts % size == 0)}))
+        return (given,) if ranks % given == 0 else ()
+    sizes = _dividing(experts, ranks)
+    return tuple(sorted({1, *(max(size for size in sizes if size <= most) for most in (domain, MOST_EXPERT))}))
+
+
+def _dividing(experts: int, ranks: int) -> tuple[int, ...]:
+    """How many of a stage's ranks can share the experts."""
+    common = math.gcd(experts, ranks) if experts else 1
+    return tuple(size for size in range(1, min(common, MOST_EXPERT) + 1) if common % size == 0)
+
+
+def _other_experts(request: Request, setup: Setup) -> Iterator[Request]:
+    """One size more and one less of those that `meshes` leaves out."""
+    mesh, experts = setup.mesh, _experts(setup.model)
+    ranks = mesh.world_size // (mesh.tp * mesh.pp)
+    sizes = _dividing(experts, ranks)
+    tried = _expert_sizes(None, experts, ranks, max(setup.cluster.device.scaleup_domain, 1))
+    at = sizes.index(mesh.ep)
+    for size in (*sizes[max(at - 1, 0) : at], *sizes[at + 1 : at + 2]):
+        if size not in tried:
+            yield replace(request, ep=size)
+
+
+def _experts(model: ModelShape) -> int:
+    return max((unit.block.experts for unit in model.blocks if unit.block), default=0)

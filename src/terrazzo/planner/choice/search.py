@@ -138,10 +138,16 @@ class _Found:
         key = _rank(self.request)
         ahead = sorted(found, key=key)[:VARIED]
         best = max(map(_tokens_per_s, ahead), default=0.0)
+        tried: list[Request] = []
         for each in ahead:
-            hope = _tokens_per_s(each) * (1 + idle_share(each.setup))
-            for variant in variants(asked_of(self.request, each.setup), each.setup, schedules=hope >= best):
-                self._grow(variant, (each.setup.micro_batch,))
+            ways = {
+                "schedules": _tokens_per_s(each) * (1 + idle_share(each.setup)) >= best,  # if nothing waited
+                "experts": self.request.ep is None,
+            }
+            for variant in variants(asked_of(self.request, each.setup), each.setup, **ways):
+                if variant not in tried:
+                    tried.append(variant)
+                    self._grow(variant, (each.setup.micro_batch,))
 
     def _grow(self, choice: Request, sizes: tuple[int, ...]) -> int:
         """Larger and larger micro-batches, as long as they fit and help; the largest that fitted, or 0."""

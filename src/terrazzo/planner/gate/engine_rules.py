@@ -98,7 +98,7 @@ ENGINE_RULES = (
     Rule(
         "experts among ranks along tp",
         ("terrazzo",),
-        "planned",
+        "refuse",
         lambda setup, _: setup.mesh.ep > 1 and setup.mesh.tp > 1,
         lambda it: (
             "Here experts are split over data ranks alone; Terrazzo shares them out over ranks along tp too (ep "

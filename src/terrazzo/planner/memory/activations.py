@@ -35,7 +35,7 @@ FORMULAS = {
     ),
     "memory.logits": Formula(
         "tokens x vocabulary / tp x bytes per logit, and inputs of the last norm and the head. At the loss 12 bytes: "
-        "log-softmax in fp32, its gradient and that of the logits; of parts of the vocabulary, fused or compiled the "
+        "log-softmax in fp32, its gradient and that of the logits; of parts of the vocabulary or fused the "
         "logits and one fp32 copy; of one in 8 chunks if chunked. In the head's backward the gradient of the logits "
         "alone",
         "torch.nn.functional.cross_entropy, aten nll_loss and log_softmax; NVIDIA/Megatron-LM cross_entropy.py",
@@ -290,14 +290,13 @@ class HeadActivations:
     """Bytes on the last pipeline stage for one micro-batch.
 
     Attributes:
-        loss: inputs of the last norm and the head, logits, and what the loss keeps and makes of them, at most;
-            `loss_upper` for a loss that fuses nothing.
+        loss: inputs of the last norm and the head, logits, and what the loss keeps and makes of them, at most. It is no
+            part of a block, so that compiled blocks change nothing of it.
         logits: of these, what is there in the head's backward: its inputs and the gradient of the logits.
         saved: of these, what waits for a backward that does not follow at once.
     """
 
     loss: float
-    loss_upper: float
     logits: float
     saved: float
 
@@ -312,8 +311,7 @@ def head_activations(setup: Setup) -> HeadActivations:
     plain = max(item + 2 * FP32_BYTES, 3 * FP32_BYTES)
     inputs = tokens * setup.model.hidden * (FP32_BYTES + 2 * item)
     return HeadActivations(
-        loss=inputs + logits * (item + FP32_BYTES if copied or setup.compile else plain),
-        loss_upper=inputs + logits * (item + FP32_BYTES if copied else plain),
+        loss=inputs + logits * (item + FP32_BYTES if copied else plain),
         logits=inputs + logits * item,
         saved=inputs + logits * FP32_BYTES,
     )

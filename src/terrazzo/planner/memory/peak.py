@@ -13,7 +13,7 @@ from terrazzo.planner.memory.placement import placed_units, stand_ins
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
-from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, LOGITS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
+from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["FORMULAS", "fullest_memory", "memory_of", "stage_peak", "stage_terms"]
@@ -220,9 +220,6 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
             saved, upper = saved + found.stays * count, upper + (found.saved_upper - found.moved) * count
     if saved:
         extras[ACTIVATIONS] = peak.parts[ACTIVATIONS] * (upper / saved - 1)
-    if peak.parts[LOGITS]:
-        head = head_activations(setup)
-        extras[LOGITS] = max(0.0, head.loss_upper - peak.parts[LOGITS])
     precision = setup.precision
     sums_up = setup.micro_batches > 1 and setup.sums_locally
     if sums_up and precision.compute.itemsize < precision.accumulate.itemsize:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape, active_share
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.repeated import repeated_shares
 
 __all__ = [
     "Seconds",
@@ -139,12 +139,10 @@ def flops_per_token(setup: Setup) -> float:
 
 def step_flops(setup: Setup) -> float:
     """Of one rank in one step, recomputation included: what the device really executes, attention counted in full."""
-    repeated = 0.0
-    if setup.checkpointing != "none":
-        products = 2 * (setup.model.matmul_numel - setup.model.logits * setup.model.hidden)
-        attention = flops_per_token(setup) / 3 - 2 * setup.model.matmul_numel
-        shares = _repeated_shares(setup)
-        repeated = (products * shares.matmul + attention * shares.attention) / setup.every
+    shares = repeated_shares(setup)
+    products = 2 * (setup.model.matmul_numel - setup.model.logits * setup.model.hidden)
+    attention = flops_per_token(setup) / 3 - 2 * setup.model.matmul_numel
+    repeated = (products * shares.matmul + attention * shares.attention) / setup.every
     tokens = setup.tokens * setup.micro_batches * setup.mesh.batch_ranks / setup.mesh.world_size
     return (flops_per_token(setup) + repeated) * tokens
 
@@ -355,32 +353,9 @@ def _matrix_sums(tensors: tuple[TensorShape, ...], tp: int, ep: int) -> tuple[fl
 
 
 def _recompute_s(setup: Setup, cost: Seconds) -> float:
-    if setup.checkpointing == "none":
-        return 0.0
-    shares = _repeated_shares(setup)
+    shares = repeated_shares(setup)
     forward = (cost.matmul * shares.matmul + cost.memory * shares.memory) / 3
     return (forward + cost.attention * cost.forward_share * shares.attention) / setup.every
-
-
-class _Shares(NamedTuple):
-    """Of a forward's matrix products, attention, and what lies between them."""
-
-    matmul: float
-    attention: float
-    memory: float
-
-
-def _repeated_shares(setup: Setup) -> _Shares:
-    """What activation checkpointing repeats of a block: all that `memory.activations` does not keep.
-
-    Selective: of math attention its core alone (arXiv 2205.05198), else what lies between the products, and where they
-    are not all kept every second product.
-    """
-    if setup.checkpointing == "full":
-        return _Shares(1.0, 1.0, 1.0)
-    if setup.attention == "math":
-        return _Shares(0.0, 1.0, 0.0)
-    return _Shares(0.5 if setup.every_second_product else 0.0, 0.0, 1.0)
 
 
 # -- the head and the optimizer --------------------------------------------------------------------------------
@@ -393,7 +368,7 @@ def head_seconds(setup: Setup) -> Seconds:
     assert rate is not None
     logits, apart = setup.tokens / setup.mesh.cp * model.logits, setup.mesh.tp
     taken = logits if setup.puts_logits_together else logits / apart  # for the loss
-    each = LOGIT_BYTES * (COMPILED_LOGITS if setup.compile else 1)
+    each = LOGIT_BYTES * (COMPILED_LOGITS if setup.compile and setup.loss == "fused" else 1)
     matmul, memory = 6 * logits / apart * model.hidden / rate, taken * each / memory_rate(device)
     return Seconds(matmul=matmul, memory=memory, launch=_gaps(device, launch_seconds(setup), matmul + memory))
 
@@ -403,7 +378,7 @@ LOGIT_BYTES = 36
 the cast back."""
 
 COMPILED_LOGITS = 0.5
-"""Of it, with a compiled loss."""
+"""Of it, with a compiled loss, which is a fused one; compiled blocks alone leave it as it is."""
 
 
 def optimizer_bytes(setup: Setup, owned_numel: float) -> float:
