@@ -43,9 +43,9 @@ MUTATIONS = [
     # -- gradients and their sums
     Mutation(
         "an earlier micro-batch is overwritten",
-        "engine/buckets/gradient.py",
-        "target.add_(given)",
-        "target.copy_(given)",
+        "engine/buckets/unreduced.py",
+        "target.add_(grad)",
+        "target.copy_(grad)",
         "engine/test_parity.py",
     ),
     Mutation(
@@ -106,15 +106,15 @@ MUTATIONS = [
     ),
     Mutation(
         "padding between parameters is not zeroed",
-        "engine/buckets/gradient.py",
-        "pending[gap.start : gap.stop].zero_()",
+        "engine/buckets/unreduced.py",
+        "data[gap.start : gap.stop].zero_()",
         "pass",
         "engine/test_numerics.py engine/test_unused.py",
     ),
     Mutation(
         "a parameter without a gradient counts as what its memory held",
-        "engine/buckets/gradient.py",
-        "self.pending[slot.range.start : slot.range.stop].zero_()",
+        "engine/buckets/unreduced.py",
+        "self.data[slot.range.start : slot.range.stop].zero_()",
         "pass",
         "engine/test_unused.py",
     ),
