@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations
+from terrazzo.engine.sharding.forwards import SAVED_OPS
 from tests.engine.toys import (
     TABLE_1D,
     Net,
@@ -116,6 +118,13 @@ def test_an_operators_result_is_kept_whichever_overload_made_it(ops: list[str], 
     with Count(torch.ops.aten.add) as count:
         model(torch.ones(3)).sum().backward()
     assert count.calls == calls
+
+
+def test_attention_is_kept_whichever_fused_kernel_torch_takes() -> None:
+    """Which one it is, a device and its libraries decide: cuDNN's comes first on Hopper. By torch's own list."""
+    known = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    fused = re.compile(r"_scaled_dot_product_(cudnn|efficient|flash)_attention(_for_cpu)?")
+    assert {name for name in SAVED_OPS if "attention" in name} == {name for name in known if fused.fullmatch(name)}
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ SAVED_OPS = (
     "mm",
     "addmm",
     "bmm",
+    "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
