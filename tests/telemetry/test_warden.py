@@ -9,11 +9,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from terrazzo.exit_codes import STALLED
-from terrazzo.telemetry import flights_of
+from terrazzo.telemetry import BlackBox, flights_of
 from terrazzo.telemetry.flight.ring import What
+from terrazzo.telemetry.watchdog import ward
+from terrazzo.telemetry.watchdog.looking import Patience
 from tests.helpers import programs
+from tests.helpers.processes import Pool
 
 pytestmark = pytest.mark.processes
 
@@ -121,3 +125,23 @@ def test_what_a_loop_does_between_steps_may_last(tmp_path: Path) -> None:
     assert [each.returncode for each in done] == [0, 0], done[0].stderr
     assert not (tmp_path / "stall").exists()
     assert "Rank 1" not in done[0].stderr or "between steps, in code of your own, and is not ended" in done[0].stderr
+
+
+def test_ranks_on_several_machines_are_not_looked_after(two_processes: Pool) -> None:
+    """Whoever sees some of them cannot tell what others wait for."""
+    assert two_processes.run(looked_after, False) == [True, True]
+    assert two_processes.run(looked_after, True) == [False, False]
+
+
+def looked_after(apart: bool) -> bool:
+    before, box = ward._machine, BlackBox(dist.get_rank(), 2)
+    if apart:
+        ward._machine = lambda: f"machine {dist.get_rank()}"
+    try:
+        leave = ward.look_after(box, Patience(20, 600))
+    finally:
+        ward._machine = before
+    if leave is not None:
+        leave()
+    box.close()
+    return leave is not None

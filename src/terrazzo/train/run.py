@@ -64,6 +64,10 @@ def train_command(path: Path, overrides: list[str]) -> int:
     return run_rank(rank, lambda: _train_rank(path, overrides, command, stop, launched=launched))
 
 
+_APART = (
+    "Nobody looks after ranks that stand still, as launch.stall_s has it: they are on several machines, or in"
+    " containers that do not see each other. They wait for each other for launch.timeout_s."
+)
 _ASKED = "Stopping after this step, and saving a checkpoint. Ctrl-C once more ends at once, without saving."
 
 
@@ -131,6 +135,8 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
         box.follow(engine_of(session.model), config.log.folder)
         patience = Patience(config.launch.stall_s, config.launch.timeout_s)
         leave = None if box.watched else look_after(box, patience)
+        if leave is None and not box.watched and ranks.world_size > 1 and ranks.is_first:
+            say_now(_APART)
         try:
             code = Trainer(session, stop, command, box.recorder.step_done).run()
         finally:

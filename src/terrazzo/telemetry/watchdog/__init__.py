@@ -5,7 +5,7 @@ stall        why a run stands still
 looking      whether it does, several times a second
 recording    what a rank records, and where its threads are, in memory that another process reads
 evidence     what ranks were doing, as files
-warden       the process that looks, for each machine whose ranks others have started
+warden       the process that looks, where others have started the ranks
 ward         a rank that it looks after
 
 The launcher of `terrazzo train` looks after its ranks itself, and needs no warden.

@@ -1,7 +1,7 @@
 """A rank that a warden looks after: what the warden is told of it, and what it does when the warden says so.
 
 Ranks that torchrun, Slurm or a launcher of scripts has started are not looked after by whoever has started them. The
-lowest rank of each machine starts a process for that, once a loop has gone on for a while: short ones never have one.
+first rank starts a process on their machine for that, once a loop has gone on for a while: short ones never have one.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
-    """Have a process on each machine look after the ranks there. Collective.
+    """Have a process of this machine look after the ranks, all of which are here. Collective.
 
     Returns:
         What ends that for this rank, as does the end of the box; None where nobody looks: one rank waits for no other,
-        and there are systems that do not show processes to each other.
+        of ranks on several machines, or in containers of their own, nobody sees all, and there are systems that do not
+        show processes to each other.
     """
     here = _Here()
     everyone = gather_json(here.told(box.descriptor))
@@ -59,10 +60,9 @@ def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
         here.close()
         return None
     table = box.recorder.table
-    beside = [rank for rank, told in enumerate(everyone) if told["machine"] == here.machine]
     start = None
-    if beside[0] == table["rank"]:
-        ranks = [{"rank": rank, **everyone[rank]} for rank in beside]
+    if table["rank"] == 0:
+        ranks = [{"rank": rank, **told} for rank, told in enumerate(everyone)]
         start = functools.partial(_start, {"ranks": ranks, "patience": patience})
     soon_s = min(_SOONEST_S, patience.stall_s / 4)
     start_thread("terrazzo-ward", functools.partial(_listen, here, start, soon_s), here.leave)

@@ -1,6 +1,6 @@
 """The process that looks after ranks which others have started: `python -m terrazzo.telemetry.watchdog.warden`.
 
-There is one for each machine, outside of the ranks, whose interpreters and devices cannot hold it up, and whose ends it
+It is outside of the ranks, whose interpreters and devices cannot hold it up, and whose ends it
 outlives: what they have recorded lies in memory that it has, too. It ends with the last of them.
 """
 
