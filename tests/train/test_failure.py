@@ -13,7 +13,18 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from terrazzo.errors import BadInput, CopiesDiffer, Damaged, Diverged, Misuse, SaveFailed, SwapChanged, SwapFailed
+from terrazzo.errors import (
+    BadInput,
+    CopiesDiffer,
+    Corrupted,
+    Damaged,
+    Diverged,
+    FolderLost,
+    Misuse,
+    SaveFailed,
+    SwapChanged,
+    SwapFailed,
+)
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.train.launch import failure, preempted
 from terrazzo.train.launch.failure import run_rank
@@ -161,6 +172,28 @@ def test_a_password_in_an_error_is_not_shown(
         assert "The checkpoint 's3://***@host/run' was not saved." in text
     assert "ret@host" not in said + written
     assert ("py_callstack" in written) is (kind is OSError)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lasts"),
+    [
+        *((kind, True) for kind in (BadInput, Misuse, Diverged, Corrupted, FolderLost, KeyboardInterrupt)),
+        *((kind, False) for kind in (SaveFailed, ConnectionError, MemoryError)),
+    ],
+)
+def test_the_launcher_hears_whether_a_new_start_may_mend_it(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], lasts: bool
+) -> None:
+    ours, theirs = os.pipe()
+    monkeypatch.setenv(REPORT, str(theirs))
+
+    def work() -> int:
+        raise kind("what was wrong")
+
+    reap(spawn_rank(0, work))
+    os.close(theirs)
+    with os.fdopen(ours) as said:
+        assert json.loads(said.read())["failure"]["lasts"] is lasts
 
 
 @pytest.fixture
