@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -24,17 +24,19 @@ from terrazzo.parallel import Context, VocabularyLoss, context_of
 from terrazzo.parallel.context import kernels
 from terrazzo.parallel.exchanges import Peers
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
+from terrazzo.train.model.experts import ExpertsConfig, auxiliary_loss
 from tests.hostcuda.cases import EPS, LR, apart
 
 __all__ = ["Found", "Shared", "compare", "faults_of_a_hasty_ring", "sharded_decoder", "waits_unplaced"]
 
 SHAPE = DecoderConfig(vocab_size=36, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_sequence_length=32)
+EXPERTS = ExpertsConfig(count=4, top_k=2, ffn_dim=16, shared=1, z_loss=0.01)
 STEPS, MICRO, ROWS = 2, 2, 2
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What is trained: a decoder, whose logits no rank has whole where it is cut.
+    """What is trained: a decoder, whose logits no rank has whole where it is cut; with experts if ranks share these.
 
     Attributes:
         documents: sequences have several.
@@ -49,6 +51,7 @@ class Shared:
     documents: bool = False
     split: bool = True
     recomputed: bool = False
+    ep: int = 1
 
     @property
     def name(self) -> str:
@@ -90,8 +93,8 @@ def compare(case: Shared) -> Found:
 
 def _trained(case: Shared, device: str) -> tuple[dict[str, Tensor], Tensor, dict[str, int]]:
     torch.manual_seed(0)
-    mesh = tz.mesh(tp=case.tp, cp=case.cp, device=device)
-    model = Decoder(SHAPE)
+    mesh = tz.mesh(tp=case.tp, cp=case.cp, ep=case.ep, device=device)
+    model = Decoder(replace(SHAPE, experts=EXPERTS if case.ep > 1 else None))
     if case.recomputed:
         checkpoint_activations(model, "full", units=[Block])
     plan = model.tensor_plan(gathered=False)
@@ -115,6 +118,8 @@ def _trained(case: Shared, device: str) -> tuple[dict[str, Tensor], Tensor, dict
                 with report.phase("forward"):
                     logits = model(inputs, own)
                     loss = loss_of(logits.flatten(0, 1), targets.flatten())
+                    if (aside := auxiliary_loss(model)) is not None:
+                        loss = loss + aside
                 with report.phase("backward"):
                     loss.backward()
             losses.append(loss.detach())

@@ -8,7 +8,7 @@ import pytest
 
 from tests.hostcuda.cases import TOLERANCES
 from tests.hostcuda.ranks import Ranks
-from tests.hostcuda.shared import Shared, compare, faults_of_a_hasty_ring, waits_unplaced
+from tests.hostcuda.shared import MICRO, SHAPE, Shared, compare, faults_of_a_hasty_ring, waits_unplaced
 
 pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 
@@ -56,6 +56,17 @@ def test_both_axes(case: Shared, four_ranks: Ranks) -> None:
 def test_positions_that_are_only_on_the_device_are_waited_for_once(mode: str, two_ranks: Ranks) -> None:
     """In each forward: `Context.place` is what avoids it."""
     assert two_ranks.run(waits_unplaced, mode) == [1, 1]
+
+
+def test_ranks_that_share_experts_wait_for_counts_alone(two_ranks: Ranks) -> None:
+    """Each call of a module: `torch.bincount` waits, twice, and once its counts go to the host."""
+    weights, losses = TOLERANCES["fp32"]
+    for found in two_ranks.run(compare, Shared(ep=2)):
+        assert found.faults == []
+        assert {where.partition(":")[0] for where in found.waits} == {"forward"}
+        assert sorted(found.waits.values()) == [SHAPE.layers * MICRO] * 3
+        assert found.weights <= weights
+        assert found.losses <= losses
 
 
 def test_keys_that_are_used_before_they_are_there_are_found(two_ranks: Ranks) -> None:

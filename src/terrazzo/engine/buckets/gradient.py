@@ -185,6 +185,8 @@ class Gradient:
             yield Released(ledger, held_bytes, pending, lent=lent)
             del pending
             held_bytes = 0
+        elif not lent and self._partial is not None:
+            for_computation(lambda: pending)  # held: it is added, beside, to what earlier micro-batches have left
         partial_bytes = self._partial.data.nbytes if self._partial is not None and self.tier == "device" else 0
         data = self._add_partial(data)
         if denominator is None:
