@@ -112,8 +112,10 @@ class ForwardHooks:
 
     def _is_in_pass(self, model: nn.Module) -> bool:
         """Whether the call of the model that runs now is inside of that which is the pass."""
-        own, outer = self._pass_call(), islice(calls_of(model), 1, None)
-        return self._schedule.forward is not None and any(call is own for call in outer)
+        if self._schedule.forward is None:
+            return False
+        own = self._pass_call()
+        return any(call is own for call in islice(calls_of(model), 1, None))
 
     def _is_pass(self, model: nn.Module) -> bool:
         """Whether it is that one."""
