@@ -155,6 +155,7 @@ OTHER: dict[str, Any] = {
     "launch.timeout_s": 60.0,
     "launch.threads": 1,
     "launch.stall_s": 5.0,
+    "launch.restarts": 2,
     "launch.ignore_planner": True,
     "log.folder": "runs/a",
     "log.every": 1,
