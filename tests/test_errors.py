@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.errors import listed, warn
+from terrazzo.errors import counted, listed, warn
 
 
 def test_a_long_list_says_how_much_it_leaves_out() -> None:
@@ -14,6 +14,10 @@ def test_a_long_list_says_how_much_it_leaves_out() -> None:
     assert listed("abc") == "a, b, c"
     assert listed(range(9), 4) == "0, 1, 2, 3 and 5 more"
     assert listed(["a b", "c d", "e f"], 2, ";") == "a b; c d and 1 more"
+
+
+def test_a_number_of_things_in_words() -> None:
+    assert [counted(number, "CPU rank") for number in (1, 2)] == ["1 CPU rank", "2 CPU ranks"]
 
 
 @pytest.mark.parametrize("between", [0, 1, 7])

@@ -38,6 +38,7 @@ __all__ = [
     "SwapChanged",
     "SwapFailed",
     "TerrazzoError",
+    "counted",
     "did_you_mean",
     "install",
     "listed",
@@ -96,6 +97,11 @@ class CopiesDiffer(Diverged, Corrupted):
 
 class SwapChanged(SwapFailed, Corrupted):
     """A swap file holds other bytes than were written, by `offload.digest`."""
+
+
+def counted(number: int, noun: str) -> str:
+    """`"1 rank"`, `"2 ranks"`."""
+    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

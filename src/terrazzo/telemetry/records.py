@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, counted
 
 __all__ = ["METRICS", "lines_of", "restart_text", "run_lines", "steps_of", "weighted"]
 
@@ -57,8 +57,7 @@ def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def restart_text(line: Mapping[str, Any]) -> str:
     """A line of kind `restart` in words."""
-    ranks = f"{line['ranks']} rank{'s' if line['ranks'] > 1 else ''}"
-    return f"restart {line['number']} of {line['most']}, on {ranks}, after: {line['why']}"
+    return f"restart {line['number']} of {line['most']}, on {counted(line['ranks'], 'rank')}, after: {line['why']}"
 
 
 def weighted(records: Sequence[Mapping[str, Any]], *names: str) -> float:

@@ -19,7 +19,7 @@ import torch
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
-from terrazzo.errors import printable
+from terrazzo.errors import counted, printable
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import (
     Console,
@@ -142,7 +142,7 @@ class Report:
             self._row("data", str(session.data.skipped))
         for note in session.data.notes:
             self._row("data", note)
-        ranks = f"{size} {session.ranks.device.type.upper()} rank{'s' if size > 1 else ''}"
+        ranks = counted(size, f"{session.ranks.device.type.upper()} rank")
         threads = "" if self._on_cuda else f", {_threads()}{' each' if size > 1 else ''}"
         self._row("plan", f"{self._engine.plan.name} on {ranks}, {_precision(config)}{threads}")
         for label, line in zip(("mesh", ""), mesh_picture(mesh_shape(config.plan.mesh, size)), strict=False):
@@ -383,8 +383,7 @@ def _precision(config: Config) -> str:
 
 
 def _threads() -> str:
-    count = torch.get_num_threads()
-    return f"{count} thread{'s' if count > 1 else ''}"
+    return counted(torch.get_num_threads(), "thread")
 
 
 def _on_one_line(text: str) -> str:

@@ -11,7 +11,7 @@ from terrazzo.checkpoint import latest, open_source
 from terrazzo.checkpoint.storage.store import step_of
 from terrazzo.config import Config, LaunchConfig, load_config, without_passwords
 from terrazzo.engine import engine_of
-from terrazzo.errors import BadInput, TerrazzoError
+from terrazzo.errors import BadInput, TerrazzoError, counted
 from terrazzo.exchange import together
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import Console
@@ -51,7 +51,7 @@ def train_command(path: Path, overrides: list[str]) -> int:
         config = load_config(path, overrides)
         ranks = ranks_to_start(config.launch)
         check(config, ranks)
-        Console().say(f"starting {ranks} {resolve_device(config.launch).upper()} rank{'s' if ranks > 1 else ''} ...")
+        Console().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
         if ranks > 1 or config.launch.restarts:
             words = ["-m", "terrazzo", "train", str(path), *overrides]
             patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None

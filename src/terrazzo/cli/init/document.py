@@ -15,7 +15,7 @@ from terrazzo.cli.init.questions import DECODER, Machine, Model
 from terrazzo.cli.plan.files import model_text, write_model
 from terrazzo.cli.shared.terminal import say
 from terrazzo.config import Config, config_from_dict
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, counted
 from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Frontier, Request, search
 from terrazzo.planner.api import calibration_of
@@ -217,8 +217,7 @@ def _memory(best: Estimate) -> str:
 
 def _machine_text(answers: Mapping[str, Any]) -> str:
     machine: Machine = answers["gpu"]
-    ranks = f"{answers['ranks']} rank{'s' if answers['ranks'] > 1 else ''}"
-    return f"{ranks} on a {machine.cluster.device.name}" if machine.on_cpu else (
+    return f"{counted(answers['ranks'], 'rank')} on a {machine.cluster.device.name}" if machine.on_cpu else (
         f"{answers['ranks']} x {machine.cluster.device.name}"
     )  # fmt: skip
 

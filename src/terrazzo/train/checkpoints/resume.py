@@ -9,7 +9,7 @@ from typing import Any
 
 from terrazzo.checkpoint import clear, latest, open_source, step_path
 from terrazzo.config import Config, flatten, without_passwords
-from terrazzo.errors import BadInput, Damaged, TerrazzoError, listed
+from terrazzo.errors import BadInput, Damaged, TerrazzoError, counted, listed
 from terrazzo.train.command import program
 from terrazzo.train.data.source_file import SourceFile
 
@@ -105,8 +105,7 @@ def _differing(config: Config, saved: dict[str, Any]) -> list[tuple[str, str, st
 def seeded_anew(saved: tuple[int, int], here: tuple[int, int]) -> str:
     """That random generators do not go on. Both are a number of ranks, and how many of them cut matrices together."""
     before, now = (f" with plan.mesh.tp {tp}" if saved[1] != here[1] else "" for _, tp in (saved, here))
-    by = f"{saved[0]} rank{'s' if saved[0] > 1 else ''}{before}"
-    return f"resume: saved by {by}: random generators are seeded anew for {here[0]}{now}"
+    return f"resume: saved by {counted(saved[0], 'rank')}{before}: random generators are seeded anew for {here[0]}{now}"
 
 
 def is_restored(key: str) -> bool:

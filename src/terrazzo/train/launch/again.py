@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, counted
 from terrazzo.train.launch.here import starter
 
 __all__ = ["Again", "Ended", "Restart", "Saved", "Start", "refuse_restarts", "told_of_restart"]
@@ -101,8 +101,7 @@ class Again:
         self._number, self._before = self._number + 1, (saved, ended.why)
         restart = Restart(self._number, self._most, ended.why)
         where = f"from {saved.path}" if saved.path else "from the beginning: there is no checkpoint yet"
-        ranks = f"{start.ranks} rank{'s' if start.ranks > 1 else ''}"
-        self._say(f"restart {restart.number} of {restart.most}: starting {ranks} again, {where}")
+        self._say(f"restart {restart.number} of {restart.most}: starting {counted(start.ranks, 'rank')} again, {where}")
         return Start(start.ranks, self._words(saved), {_GIVEN: json.dumps(asdict(restart))})
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from terrazzo.config import LaunchConfig
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, counted
 from terrazzo.train.command import program
 from terrazzo.train.launch.here import require_environment, starter
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_ranks, ranks_to_start
@@ -58,7 +58,7 @@ def run_script(script: Script, ranks: int | None) -> int:
     count = ranks_to_start(LaunchConfig()) if ranks is None else ranks
     if ranks is None:
         which = "one for each GPU here" if count > 1 else "as for one GPU, or none"
-        print(f"terrazzo run: {count} rank{'s' if count > 1 else ''}, {which}; --ranks N starts N.", file=sys.stderr)
+        print(f"terrazzo run: {counted(count, 'rank')}, {which}; --ranks N starts N.", file=sys.stderr)
     words, defaults = ["-m", _RANK, *script.words], environment_of_script(count)
     return launch_ranks(count, words, defaults, labelled=True, notices=notices_of_script(count))
 
