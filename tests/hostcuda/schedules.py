@@ -216,9 +216,8 @@ class Run:
 
     def wait_work(self, stream: str, work: int) -> None:
         with torch.cuda.stream(self.streams[stream]):
-            torch.cuda.current_stream().wait_event(
-                self.works[work]._launched.done
-            )  # the values have gone elsewhere by then
+            # The values have gone elsewhere by then.
+            torch.cuda.current_stream().wait_event(self.works[work]._launched.done)
 
     def wait_stream(self, stream: str, other: str) -> None:
         self.streams[stream].wait_stream(self.streams[other])

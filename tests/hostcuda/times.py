@@ -72,16 +72,16 @@ def collectives() -> tuple[list[tuple[str, bool, float]], float]:
     with _speeds():
         dist.all_reduce(whole)  # the ranks' clocks are those of the last of them
         torch.cuda.synchronize()
-    with _speeds(), virtual.listening() as heard:
-        begun_s = virtual.now_s()
-        dist.all_gather_into_tensor(whole, own)
-        dist.reduce_scatter_tensor(own, whole)
-        dist.all_reduce(whole)
-        dist.all_reduce(whole, group=far)
-        dist.all_to_all_single(shares, whole)
-        dist.all_to_all_single(torch.empty_like(own), own, of_last, to_next)
-        torch.cuda.synchronize()
-        took_s = virtual.now_s() - begun_s
+        with virtual.listening() as heard:
+            begun_s = virtual.now_s()
+            dist.all_gather_into_tensor(whole, own)
+            dist.reduce_scatter_tensor(own, whole)
+            dist.all_reduce(whole)
+            dist.all_reduce(whole, group=far)
+            dist.all_to_all_single(shares, whole)
+            dist.all_to_all_single(torch.empty_like(own), own, of_last, to_next)
+            torch.cuda.synchronize()
+            took_s = virtual.now_s() - begun_s
     dist.all_reduce(own)  # nobody listens
     return [(each.name, each.near, each.seconds * SPEED) for each in heard], took_s * SPEED
 

@@ -38,9 +38,9 @@ def bench(
     Contenders take turns in one run on the same model, seed and data; nothing is reported unless their losses agree.
     Runs in a checkout of the project, whose folder `benchmarks` holds the cases. A peer that is not installed is left
     out. The suite axes compares tensor parallelism with DTensor's over FSDP2, and context parallelism with Ulysses in
-    DeepSpeed; the suite stages pipelines with torch's, alone and over FSDP2; the suite mixture a Mixtral whose experts
-    ranks share with transformers' own plan over FSDP2. The suite timeline compares virtual times of FSDP2 and of plans
-    on a simulated GPU.
+    DeepSpeed; the suite stages pipelines with torch's, alone and over FSDP2, and with DeepSpeed's; the suite mixture a
+    Mixtral whose experts ranks share with transformers' own plan over FSDP2. The suite timeline compares virtual times
+    of FSDP2 and of plans on a simulated GPU.
     """
     suites = _suites()
     if suite not in suites:

@@ -81,8 +81,8 @@ class Collectives(ABC):
 
     def _group_for(self, values: Tensor) -> dist.ProcessGroup:
         """The one that carries them."""
-        require_own(self._process)
-        return self._group if values.is_cuda else self.host_group
+        group = self.group
+        return group if values.is_cuda else self.host_group
 
     def all_gather(self, full: Tensor) -> Moves[Tensor]:
         """Fill `full` from every rank's own chunk of it, in place."""

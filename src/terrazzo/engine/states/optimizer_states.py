@@ -270,7 +270,8 @@ class OptimizerStates:
             sum(math.prod(spec.shape) for spec in self._kept(name).values() if not spec.per_element)
             for name in self._places
         ]
-        table = torch.full((len(self._places), 1 + max(widths, default=0)), -math.inf, dtype=torch.float64)
+        shape = len(self._places), 1 + max(widths, default=0)
+        table = torch.full(shape, -math.inf, dtype=torch.float64, device=HOST)
         rows = dict(zip(self._places, table.unbind(), strict=True))
         for segment in self._driver.segments:
             if state := self._optimizer.state.get(segment.parameter):
@@ -279,7 +280,7 @@ class OptimizerStates:
                     numbers = [torch.as_tensor(state[kind]).double().reshape(-1).cpu() for kind in kinds]
                     row = torch.cat([torch.zeros(1, dtype=torch.float64), *numbers])
                     rows[slot.name][: len(row)] = row
-        told = self.engine.axes.maximum(table.to(HOST))
+        told = self.engine.axes.maximum(table)
         found = zip(self._places, told, strict=True)
         return {name: list(_unpacked(self._kept(name), row[1:])) for name, row in found if row[0] == 0}
 

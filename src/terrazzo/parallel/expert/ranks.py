@@ -100,11 +100,11 @@ class ExpertRanks(Peers):
         return Label(purpose, len(self._units) + module)
 
     def _meet(self, label: Label, counts: Tensor | None) -> Tensor:
-        numbers = torch.zeros(1 + self._width, dtype=torch.int64)
+        numbers = torch.zeros(1 + self._width, dtype=torch.int64, device=HOST)
         numbers[0] = label.code
         if counts is not None:
             numbers[1 : 1 + counts.numel()] = counts
-        rows = self._along.gather_rows(numbers.to(HOST))
+        rows = self._along.gather_rows(numbers)
         here = replace(label, names=(*self._units, *self._modules))
         for rank, code in enumerate(rows[:, 0].tolist()):
             if code != label.code:

@@ -87,7 +87,7 @@ class Messages:
             here = tuple(values.shape), values.dtype
             known = self._known.setdefault((action.stage, form), here)
             if known is here:
-                header = _written(*here).to(HOST)
+                header = _written(*here)
                 self._sent[action, True] = self._collectives.send(header, route, self._tag(action, header=True))
             elif known != here:
                 raise BadInput(
@@ -159,7 +159,7 @@ def _written(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             f"A stage of the pipeline returned a tensor of {dtype} with {len(shape)} dims: stages hand on floating-"
             f"point numbers of at most {_DIMS} dims. Let the pipeline be cut elsewhere, by tz.Pipeline(split=[...])."
         )
-    return torch.tensor([len(shape), _DTYPES.index(dtype), *shape, *[0] * (_DIMS - len(shape))])
+    return torch.tensor([len(shape), _DTYPES.index(dtype), *shape, *[0] * (_DIMS - len(shape))], device=HOST)
 
 
 def _read(header: Sequence[int]) -> tuple[tuple[int, ...], torch.dtype]:

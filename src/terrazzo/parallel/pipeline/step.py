@@ -160,8 +160,9 @@ class _Run:
     def _actions(self) -> Sequence[Action]:
         """What this rank does, once all along the pipeline have been told the same."""
         count, axes = len(self.micro_batches), self.engine.axes
-        told = torch.tensor([count, self.trains, self.engine.progress.denominator.unscaled], dtype=torch.float64)
-        highest, lowest = axes.maximum(torch.stack([told, -told]).to(HOST), axes.stages)
+        numbers = [count, self.trains, self.engine.progress.denominator.unscaled]
+        told = torch.tensor(numbers, dtype=torch.float64, device=HOST)
+        highest, lowest = axes.maximum(torch.stack([told, -told]), axes.stages)
         if not torch.equal(highest, -lowest):
             raise RanksApart(
                 f"The stages of a pipeline have not been told the same: tz.step was given {count} micro-batches here, "

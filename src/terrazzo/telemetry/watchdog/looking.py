@@ -1,6 +1,8 @@
-"""Looks after ranks that stand still: says which one it is and why, keeps what they were doing, and has them ended.
+"""Looks whether ranks stand still, and says which one it is and why: whoever asks keeps what they were doing, and ends
+them.
 
-It runs in the process that has started them, where neither their interpreters nor their devices can hold it up. What
+It runs in a process beside them, of their launcher or of the warden, where neither their interpreters nor their devices
+can hold it up. What
 takes long by its nature, such as a first step, an evaluation or a checkpoint, is no stall; whoever computes is none
 either, but is named.
 """
