@@ -25,7 +25,7 @@ from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import ModelState
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import INTERRUPTED
-from terrazzo.train import loop
+from terrazzo.train import loop, opening
 from terrazzo.train.command import Command, program
 from terrazzo.train.data import IGNORED, SequenceDataset
 from terrazzo.train.data import load as load_module
@@ -35,6 +35,7 @@ from terrazzo.train.launch.stop import Notices, StopRequest
 from terrazzo.train.loop import Trainer, step_on
 from terrazzo.train.objectives import NextToken
 from terrazzo.train.opening import open_session
+from terrazzo.train.plan import build_precision, scaled_for_sums
 from terrazzo.train.preflight import check
 from terrazzo.train.run import _cut_short
 from terrazzo.train.session import Session
@@ -491,11 +492,27 @@ def test_a_save_between_two_log_steps_leaves_the_pace_as_it_is(tmp_path: Path) -
         assert line["step_s"] * line["tokens_per_s"] == pytest.approx(32)
 
 
-def test_skipped_steps_are_the_same_after_a_resumption(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_first_loss_scale_is_that_of_mean_losses(pairs: bool, tmp_path: Path) -> None:
+    """Losses are summed over a step's tokens or pairs: what enters backward is a mean's gradient times 2^16."""
+    objective: dict[str, Any] = {"objective": {"name": "reward"}} if pairs else {}
+    config = config_in(tmp_path, precision={"name": "fp16"}, **objective)
+    samples = config.batch.global_batch * (1 if pairs else config.batch.sequence_length)
+    scaling = scaled_for_sums(build_precision(config), config).loss_scaling
+    assert scaling and 2.0**16 <= scaling.init * samples < 2.0**17 and 1 <= scaling.minimum * samples < 2
+
+
+def test_fp16_begins_without_a_skipped_step(tmp_path: Path) -> None:
+    assert trained(config_in(tmp_path, precision={"name": "fp16"})) == 0
+    assert metrics(tmp_path)[-1]["skipped_steps"] == 0
+
+
+def test_skipped_steps_are_the_same_after_a_resumption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rate, samples and generators move on, moments and step counts do not; scale and counters are kept.
 
     The first scale is too large for this model: it is halved in several steps on end.
     """
+    monkeypatch.setattr(opening, "scaled_for_sums", lambda precision, config: precision)
 
     def run(name: str, *stops: int | None) -> Path:
         (tmp_path / name).mkdir()

@@ -40,7 +40,7 @@ from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import build_optimizer, build_schedule
 from terrazzo.train.parts import parts_of
-from terrazzo.train.plan import build_offload, build_plan, build_precision, mesh_shape
+from terrazzo.train.plan import build_offload, build_plan, build_precision, mesh_shape, scaled_for_sums
 from terrazzo.train.reference import Due, check_same_initial, compute_reference, initial_model, reference_due
 from terrazzo.train.session import Origin, Sampling, Session
 
@@ -129,7 +129,7 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: l
         optimizer,
         plan=build_plan(config),
         units=config.plan.units,
-        precision=build_precision(config),
+        precision=scaled_for_sums(build_precision(config), config),
         mesh=mesh,
         prefetch=config.plan.prefetch,
         offload=build_offload(config),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig
@@ -17,6 +19,7 @@ __all__ = [
     "filling_note",
     "mesh_shape",
     "micro_batches_per_rank",
+    "scaled_for_sums",
 ]
 
 OFFLOADED_STATES = ("weight", "grad", "optim")
@@ -87,6 +90,18 @@ def build_precision(config: Config) -> Precision:
     given = {key: getattr(config.precision, key) for key in DTYPE_FIELDS}
     dtypes: dict[str, Any] = {key: given[key] or getattr(base, key) for key in DTYPE_FIELDS}
     return Precision(**dtypes, loss_scaling=base.loss_scaling)
+
+
+def scaled_for_sums(precision: Precision, config: Config) -> Precision:
+    """`precision` where losses are summed over a step's samples, and gradients divided by their number behind that.
+
+    First and least loss scale are said of mean losses: here they are by a step's samples less, to a power of two.
+    """
+    if (scaling := precision.loss_scaling) is None:
+        return precision
+    each = 1 if config.objective.kind.of_pairs else config.batch.sequence_length
+    share = 2.0 ** -math.floor(math.log2(config.batch.global_batch * each))
+    return replace(precision, loss_scaling=replace(scaling, init=scaling.init * share, minimum=scaling.minimum * share))
 
 
 def mesh_shape(mesh: MeshConfig, world_size: int) -> dict[str, int]:
