@@ -248,6 +248,11 @@ def test_an_explicit_null_survives(key: str) -> None:
     assert_the_same_run(nested({key: None}))
 
 
+def test_a_range_of_ranks_survives_and_is_its_most_to_others() -> None:
+    description = assert_the_same_run({"launch": {"ranks": "2:4", "restarts": 1}})
+    assert description.value("mesh.world") == 4
+
+
 @pytest.mark.parametrize("name", place.PLANS)
 def test_plans_are_the_trainers(name: str) -> None:
     for text in (name, *(f"{name}@{offload}{share}" for offload in place.OFFLOADS for share in ("", ":0.7"))):

@@ -19,6 +19,7 @@ from terrazzo import cli
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
+from terrazzo.telemetry.tables import tables_of
 from tests.helpers.processes import Pool
 from tests.telemetry.test_steps import trained
 
@@ -125,6 +126,17 @@ def test_a_rank_is_named_if_all_wait_for_it_again_and_again() -> None:
     rows = ([0.3, 0.0, 0.3], [0.0, 0.3, 0.3], [0.3, 0.3, 0.0])
     turns = of([record(step, late=row) for step, row in enumerate(rows)])
     assert (turns.bound, turns.rank, turns.seconds) == ("late_peer", None, pytest.approx(0.2))
+
+
+@pytest.mark.parametrize(("last", "ranks", "late"), [(5, 2, 1), (8, 4, 2)])
+def test_steps_of_another_number_of_ranks_do_not_count(last: int, ranks: int, late: int) -> None:
+    """Ranks that come back as fewer, or as more, have other times."""
+    waits = {3: [0.0, 0.5, 0.5], 2: [0.4, 0.0], 4: [0.5, 0.5, 0.0, 0.5]}
+    numbers = (3, 3, 2, 2, 2, 4, 4, 4)
+    records = [record(step, late=waits[number]) for step, number in enumerate(numbers[:last])]
+    found = of(records)
+    assert (found.bound, found.rank, found.steps) == ("late_rank", late, 30)
+    assert [len(table.rows) for table in tables_of(records) if table.title == "Ranks"] == [ranks]
 
 
 def test_a_device_is_not_said_to_compute() -> None:

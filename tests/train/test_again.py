@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
 from terrazzo.train.launch.again import Again, Ended, Restart, Saved, Start, refuse_restarts, told_of_restart
 from terrazzo.train.run import _again
@@ -119,8 +120,10 @@ def test_others_start_their_ranks_again_themselves(
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(BadInput, match=rf"launch\.restarts is 2, but {said}"):
-        refuse_restarts(2)
-    refuse_restarts(0)
+        refuse_restarts(LaunchConfig(restarts=2))
+    with pytest.raises(BadInput, match=r"Use launch\.restarts=0 launch\.ranks=null here"):
+        refuse_restarts(LaunchConfig(restarts=2, ranks="2:4"))
+    refuse_restarts(LaunchConfig())
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------
@@ -146,10 +149,15 @@ def undisturbed(folder: Path, *overrides: str) -> list[tuple[float, ...]]:
 def killed_in_a_step(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """A run whose last rank is killed behind its eighth step."""
     launcher = programs.Program(*command(folder, *STEPS, *overrides), env=environment())
+    return killed_by(launcher, signal.SIGKILL, behind_step=8)
+
+
+def killed_by(launcher: programs.Program, number: signal.Signals, behind_step: int) -> subprocess.CompletedProcess[str]:
+    """The launcher's end, once its last rank has had a signal behind a step."""
     for line in launcher.stdout:
-        if re.match(r" +8 +\d+\.\d{4}", line):
+        if re.match(rf" +{behind_step} +\d+\.\d{{4}}", line):
             break
-    os.kill(one_rank_of(launcher), signal.SIGKILL)
+    os.kill(one_rank_of(launcher), number)
     return launcher.communicate(90)
 
 

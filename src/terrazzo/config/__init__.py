@@ -12,10 +12,10 @@ from terrazzo.lazy import lazily
 if TYPE_CHECKING:
     from terrazzo.config.keys import KEYS, keys_meant
     from terrazzo.config.reading import CheckedKeys, check_keys, config_from_dict, flatten, load_config
+    from terrazzo.config.running import LaunchConfig
     from terrazzo.config.schema import (
         BatchConfig,
         Config,
-        LaunchConfig,
         MeshConfig,
         OffloadConfig,
         OptimizerConfig,
@@ -32,8 +32,9 @@ else:
         {
             "terrazzo.config.keys": ("KEYS", "keys_meant"),
             "terrazzo.config.reading": ("CheckedKeys", "check_keys", "config_from_dict", "flatten", "load_config"),
+            "terrazzo.config.running": ("LaunchConfig",),
             "terrazzo.config.schema": (
-                *("BatchConfig", "Config", "LaunchConfig", "MeshConfig", "OffloadConfig", "OptimizerConfig"),
+                *("BatchConfig", "Config", "MeshConfig", "OffloadConfig", "OptimizerConfig"),
                 *("PlanConfig", "ScheduleConfig", "tier_text"),
             ),
             "terrazzo.config.secrets": ("without_passwords",),

@@ -2,8 +2,9 @@
 
 JSON, YAML, TOML, and shell scripts that start a program with arguments (see `arguments`). What is refused: more than
 1 MiB, nesting deeper than 32, more than 20,000 values once aliases are expanded, cycles, keys given twice, NaN and
-infinities, numbers beyond 64 bits, YAML's numbers in base 8 (`010`) and 60 (`1:30`), other encodings than UTF-8,
-control characters, YAML tags for anything but plain values, several documents in one file, and what is no regular file.
+infinities, numbers beyond 64 bits, YAML's numbers in base 8 (`010`) and 60 (`1:30`, but for `ranks: 2:4`, which is
+text), other encodings than UTF-8, control characters, YAML tags for anything but plain values, several documents in one
+file, and what is no regular file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,18 @@ from terrazzo.config.arguments import parse_arguments
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import brackets, is_deeper, read_plain
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "Format", "Loaded", "format_of", "load", "parse", "parse_value", "read_text"]
+__all__ = [
+    "MAX_BYTES",
+    "MAX_DEPTH",
+    "RANGE",
+    "Format",
+    "Loaded",
+    "format_of",
+    "load",
+    "parse",
+    "parse_value",
+    "read_text",
+]
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 32
@@ -205,6 +217,8 @@ _Loader.add_implicit_resolver(
 _NUMBERS = (":int", ":float")
 _OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[0-9][0-9_]*(?::[0-9_.]+)+)")
 """`010` and `1:30`, which are 8 and 90 to YAML 1.1 alone."""
+RANGE = re.compile(r"[0-9]{1,9}:[0-9]{1,9}")
+"""`2:4`, which is 124 to YAML 1.1, and text to us where it says how many ranks there are."""
 _PLAIN = frozenset(
     f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
 )
@@ -283,7 +297,7 @@ class _Nodes:
         if isinstance(node, yaml.SequenceNode):
             return list(node.value)
         seen: set[str] = set()
-        for key, _ in node.value:
+        for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":null"):
                 raise BadInput(f"'{self.origin}' line {key.start_mark.line + 1}: a key is no text: name it.")
             if key.value in seen:
@@ -291,6 +305,8 @@ class _Nodes:
             seen.add(key.value)
             if key.tag in _PLAIN and not key.tag.endswith(":merge"):
                 key.tag = "tag:yaml.org,2002:str"  # `8:` and `on:` are the keys "8" and "on"
+            if key.value == "ranks" and isinstance(value, yaml.ScalarNode) and RANGE.fullmatch(value.value):
+                value.tag = "tag:yaml.org,2002:str"
         return [each for pair in node.value for each in pair]
 
 

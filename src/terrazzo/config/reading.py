@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
-from terrazzo.config.files import parse_value, read_text
+from terrazzo.config.files import RANGE, parse_value, read_text
 from terrazzo.config.keys import KEYS, SHORTHANDS, keys_meant
 from terrazzo.config.schema import Config
 from terrazzo.config.secrets import without_passwords
@@ -152,7 +152,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not equals or not key.strip("."):
         raise BadInput(f"Override '{override}' has no value: write section.key=value, such as train.steps=100.")
     try:
-        value = parse_value(text, "yaml", key)
+        value = text.strip() if _is_range(key, text) else parse_value(text, "yaml", key)
     except BadInput as error:
         why = str(error).rstrip(".")
         raise BadInput(f"The value of override '{override}' is not valid YAML: quote it ({why}).") from None
@@ -169,6 +169,10 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         target[name] = inner
         target = inner
     target[last] = value
+
+
+def _is_range(key: str, text: str) -> bool:
+    return key == "launch.ranks" and RANGE.fullmatch(text.strip()) is not None
 
 
 def _sentence(error: dict[str, Any], subject: str = "") -> str:

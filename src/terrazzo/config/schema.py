@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from terrazzo.config.axes import ParallelConfig
 from terrazzo.config.guard import GuardConfig
+from terrazzo.config.running import CheckpointConfig, LaunchConfig
 from terrazzo.config.section import Named, Section
 from terrazzo.config.task import DataConfig, LoraConfig, ModelConfig, ObjectiveConfig
 from terrazzo.engine import DTYPE_FIELDS, TIERS, Place, dtype_named, preset_named
@@ -23,7 +24,6 @@ from terrazzo.errors import did_you_mean
 __all__ = [
     "BatchConfig",
     "Config",
-    "LaunchConfig",
     "MeshConfig",
     "OffloadConfig",
     "OptimizerConfig",
@@ -52,6 +52,11 @@ class MeshConfig(Section):
     def ranks_per_batch(self) -> int:
         """Neighbouring ranks that read the same sequences."""
         return self.cp * self.tp
+
+    @property
+    def fixed(self) -> int:
+        """Ranks that the axes beside `dp_shard` make up: there are so many, or a multiple of it."""
+        return self.pp * self.dp_replicate * self.ranks_per_batch
 
     def readers(self, world_size: int) -> int:
         """How many shares there are of all sequences; each is read by the ranks of all stages, too."""
@@ -236,53 +241,6 @@ class TrainConfig(Section):
         return ("full", int(every)) if every else (mode, 1)  # type: ignore[return-value]  # as the pattern has it
 
 
-class CheckpointConfig(Section):
-    """When training state is saved, where, and what a new start does with what is there."""
-
-    folder: str | None = Field(None, description="folder or fsspec URL; default: log.folder/checkpoints")
-    every: int | None = Field(None, gt=0, description="steps between checkpoints; null: at the end and on SIGTERM")
-    keep_last: int | None = Field(2, gt=0, description="older checkpoints are removed; null: all are kept")
-    keep_every: int | None = Field(None, gt=0, description="those of steps divisible by this are kept as well")
-    keep_best: int = Field(0, ge=0, description="so many of the lowest validation loss are kept as well")
-    background: bool = Field(False, description="train on while a copy of the state is written by another process")
-    staging_gib: float | None = Field(None, gt=0, description="background: largest copy per rank, in GiB; null: any")
-    resume: Literal["if_exists", "required", "never"] = Field(
-        "if_exists",
-        description="`if_exists`: continue from the newest, else start; `required`: refuse to start without one; "
-        "`never`: start anew",
-    )
-    overwrite: bool = Field(False, description="with resume 'never': remove checkpoints already in the folder")
-    cast: bool = Field(False, description="resume although states are rounded to a narrower dtype")
-    allow_changed_data: bool = Field(False, description="resume although the data or their order are others")
-    save_format: Literal["terrazzo", "hf"] = Field(
-        "terrazzo",
-        description="`hf`: at the end also a Hugging Face folder, log.folder/hf; with adapters a PEFT folder",
-    )
-
-
-class LaunchConfig(Section):
-    """How many processes this command starts when torchrun or Slurm has not started it."""
-
-    ranks: int | None = Field(None, gt=0, description="default: one per GPU, or one on a CPU")
-    restarts: int = Field(
-        0,
-        ge=0,
-        description="so often all ranks are started again after a failure, from the newest checkpoint; not under "
-        "torchrun or Slurm, which do so by --max-restarts and --requeue",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees it")
-    timeout_s: float = Field(
-        600.0, gt=0, description="longest wait for another rank, and for a background save that stands still"
-    )
-    stall_s: float = Field(
-        20.0,
-        gt=0,
-        description="seconds in which nothing happens, and five times a phase's longest, after which a run hangs",
-    )
-    threads: int | None = Field(None, gt=0, description="CPU threads per rank; default: cores divided by ranks")
-    ignore_planner: bool = Field(False, description="start a run that the planner refuses: memory, known-bad settings")
-
-
 class LogConfig(Section):
     """What is written while training."""
 
@@ -350,8 +308,25 @@ class Config(Section):
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps {self.train.steps}:"
                 f" shorten the warm-up, with schedule.warmup_steps={self.train.steps // 10} for instance"
             )
+        self._ranks_agree()
         self._pairs_agree()
         self._experts_agree()
+
+    def _ranks_agree(self) -> None:
+        ranks, mesh = self.launch.ranks, self.plan.mesh
+        if not isinstance(ranks, str):
+            return
+        if mesh.dp_shard is not None:
+            raise ValueError(
+                f"launch.ranks '{ranks}' lets ranks become fewer, and plan.mesh.dp_shard {mesh.dp_shard} says how many"
+                f" there are, {mesh.fixed * mesh.dp_shard}: leave plan.mesh.dp_shard out, which then is what the others"
+                " leave"
+            )
+        if len(self.launch.numbers(mesh.fixed)) < 2:
+            raise ValueError(
+                f"launch.ranks '{ranks}' lets ranks become fewer, but the mesh has multiples of {mesh.fixed} of them"
+                " (plan.mesh: pp, dp_replicate, cp and tp), and two of these are not within: make the range wider"
+            )
 
     def _pairs_agree(self) -> None:
         objective, kind, data = self.objective.name, self.objective.kind, self.data

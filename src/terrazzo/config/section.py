@@ -7,7 +7,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticKnownError
 
-__all__ = ["KEYS_ALONE", "Named", "Section"]
+__all__ = ["KEYS_ALONE", "Named", "Section", "whole_number"]
 
 KEYS_ALONE = {"agree": False}
 """The context of a validation that looks at each key by itself."""
@@ -30,7 +30,7 @@ class Section(BaseModel):
         kinds = {annotation, *get_args(annotation)}
         if bool in kinds and not isinstance(value, bool):
             raise PydanticKnownError("bool_type")
-        if kinds & {int, float} and isinstance(value, bool | str):
+        if kinds & {int, float} and isinstance(value, bool if str in kinds else bool | str):
             raise PydanticKnownError("int_type" if int in kinds else "float_type")
         return value
 
@@ -42,6 +42,15 @@ class Section(BaseModel):
 
     def _agrees(self) -> None:
         """What is to be said of several keys of the section together. Raises: `ValueError`."""
+
+
+def whole_number(value: Any) -> int:
+    """A number above 0, of a key that may also be a word. Raises: `PydanticKnownError`."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or value != value // 1:
+        raise PydanticKnownError("int_type")
+    if value <= 0:
+        raise PydanticKnownError("greater_than", {"gt": 0})
+    return int(value)
 
 
 class Named(Section):

@@ -9,7 +9,7 @@ from typing import Any
 
 from terrazzo.errors import BadInput, counted
 
-__all__ = ["METRICS", "lines_of", "restart_text", "run_lines", "steps_of", "weighted"]
+__all__ = ["METRICS", "lines_of", "of_these_ranks", "restart_text", "run_lines", "steps_of", "weighted"]
 
 METRICS = "metrics.jsonl"
 
@@ -53,6 +53,13 @@ def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The records of steps, in order. The first is left out where there are others: it holds what is done once."""
     found = [dict(line) for line in lines if line["kind"] == "step" and line.get("steps") and line.get("step_s")]
     return found[1:] or found
+
+
+def of_these_ranks(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """The newest of these records of steps: those since there are as many ranks as there are now."""
+    ranks = [max(map(len, record.get("skew", {}).values()), default=0) for record in records]
+    others = [place for place, number in enumerate(ranks) if number != ranks[-1]]
+    return records[others[-1] + 1 :] if others else records
 
 
 def restart_text(line: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from terrazzo.telemetry.records import weighted
+from terrazzo.telemetry.records import of_these_ranks, weighted
 
 __all__ = ["Table", "tables_of"]
 
@@ -21,7 +21,8 @@ class Table(NamedTuple):
 
 
 def tables_of(records: Records) -> list[Table]:
-    """Means per step of these records; of a table that would have no row, nothing."""
+    """Means per step of these records, since there are as many ranks as now; of a table without a row, nothing."""
+    records = of_these_ranks(records)
     found = [
         _of_parts("Seconds of a step by cause", records, "cause_s"),
         _of_parts("Seconds of a step by phase", records, "phase_s"),

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from terrazzo.telemetry.edits import Admits, edit_for
-from terrazzo.telemetry.records import weighted
+from terrazzo.telemetry.records import of_these_ranks, weighted
 from terrazzo.telemetry.steps import CAUSE_OF
 
 __all__ = ["Verdict", "verdict_of"]
@@ -91,7 +91,7 @@ class _Cause(NamedTuple):
 def verdict_of(
     records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | None = None, admits: Admits = lambda _: True
 ) -> Verdict | None:
-    """What bounds the steps of these records; None where there are none.
+    """What bounds the steps of these records, since there are as many ranks as now; None where there are none.
 
     The largest cause beside compute, if it takes 5 % of a step at least and more than three times its own median
     deviation; else compute. A rank is named where it alone explains four fifths of the waits for late ranks, in four
@@ -104,6 +104,7 @@ def verdict_of(
     """
     if not records:
         return None
+    records = of_these_ranks(records)
     step_s = weighted(records, "step_s")
     told = "cause_s" in records[-1]
     causes = _causes(records) if told else _on_the_host(records)

@@ -25,7 +25,7 @@ from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.preempted import STAYS_STOPPED, stays_stopped
 from terrazzo.train.launch.ranks import agree_on_config, join
-from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_again, launch_ranks, ranks_to_start
+from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_again, launch_ranks, places_of, ranks_to_start
 from terrazzo.train.launch.stop import Notices, StopRequest, say_now
 from terrazzo.train.launch.telling import REPORT
 from terrazzo.train.loop import Trainer
@@ -49,8 +49,9 @@ def train_command(path: Path, overrides: list[str]) -> int:
     notices = Notices(_ASKED, lambda: _cut_short(load_config(path, overrides), command))
     if not is_rank():
         config = load_config(path, overrides)
-        ranks = ranks_to_start(config.launch)
+        ranks = ranks_to_start(config.launch, config.plan.mesh.fixed)
         check(config, ranks)
+        _check_fewer(config, ranks)
         Console().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
         if ranks > 1 or config.launch.restarts:
             words = ["-m", "terrazzo", "train", str(path), *overrides]
@@ -89,7 +90,20 @@ def _again(config: Config, words: list[str]) -> Again:
         goes_on = anew and saved.path
         return [*words, "checkpoint.resume=if_exists"] if goes_on else words
 
-    return Again(config.launch.restarts, newest, following, Console().say)
+    places = places_of(config.launch, config.plan.mesh.fixed)
+    return Again(config.launch.restarts, newest, following, Console().say, places)
+
+
+def _check_fewer(config: Config, ranks: int) -> None:
+    """Raise `BadInput` where there may be fewer ranks than `ranks` that cannot run this configuration."""
+    fewer = [number for number in config.launch.numbers(config.plan.mesh.fixed) if number < ranks]
+    for number in fewer:
+        try:
+            check(config, number)
+        except BadInput as error:
+            raise BadInput(
+                f"launch.ranks is {config.launch.ranks}, and of {counted(number, 'rank')} it would be refused: {error}"
+            ) from None
 
 
 def _identity(path: str | None) -> str:
@@ -128,7 +142,7 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
     config = together(lambda: load_config(path, overrides), TerrazzoError)
     agree_on_config(config)
     if not launched:
-        refuse_restarts(config.launch.restarts)
+        refuse_restarts(config.launch)
     notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
     with open_session(config, ranks, [*notes, *_unwatched(config.launch, ranks.world_size)]) as session:
         session.restart = restart

@@ -63,7 +63,8 @@ def _ranks(asked: Asked, config: Config) -> int:
         return _whole("--gpus", asked["gpus"])
     if asked["gpu"] is not None and config.launch.ranks is None:
         raise BadInput("The configuration does not say how many ranks there are (launch.ranks): give --gpus N.")
-    return ranks_to_start(config.launch) if asked["gpu"] is None else config.launch.ranks or 1
+    of = config.plan.mesh.fixed
+    return ranks_to_start(config.launch, of) if asked["gpu"] is None else config.launch.numbers(of)[-1]
 
 
 def _cluster(request: Request) -> Cluster | None:

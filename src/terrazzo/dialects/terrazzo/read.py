@@ -37,6 +37,7 @@ def read(document: Document, context: Context) -> Reading:
     """The document's meaning."""
     reader = _Reader(document)
     given = {path: reader.take(key) for key, path in PATH_OF.items()}
+    _ranks_of_range(reader, given)
     given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
     given |= _sequences(reader, given["mesh.cp"])
     given |= _followed(given, context) | _options(reader) | _ALWAYS
@@ -180,6 +181,14 @@ def _shortest(tier: str) -> str:
     shares = {name: share for name, share in Place(tier=tier).shares.items() if name != "device"}
     named = sorted(shares, key=tier.index)
     return ",".join(name if shares[name] == 1 else f"{name}:{shares[name]:g}" for name in named) or "device"
+
+
+def _ranks_of_range(reader: _Reader, given: Settings) -> None:
+    """The most of `2:4`, which is kept as it is: fewer there are after failures alone."""
+    found = given["mesh.world"]
+    if isinstance(found.value, str):
+        given["mesh.world"] = Setting(int(found.value.partition(":")[2]), "derived")
+        reader.keep_as(found.key, found.value, "how few there may be after a failure is Terrazzo's own launcher's")
 
 
 # -- precision, and what follows --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ starting     which ranks this command starts, or joins because torchrun or Slurm
 script       a script of the user's own as what ranks run
 script_rank  one rank of it
 again        whether ranks are started again after a failure, and what these are told
+places       where ranks may be, when places are lost
 local_ranks  the processes that it starts, and the pipes on which they report
 telling      what they report
 labelled     what they print, with their numbers

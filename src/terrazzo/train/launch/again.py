@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
+from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput, counted
 from terrazzo.train.launch.here import starter
+from terrazzo.train.launch.places import Places
 
 __all__ = ["Again", "Ended", "Restart", "Saved", "Start", "refuse_restarts", "told_of_restart"]
 
@@ -28,11 +30,13 @@ class Ended(NamedTuple):
         code: the exit code that says so.
         why: what failed first, in a line; empty where nothing did.
         lasts: it would end so again, whoever starts it.
+        unbegun: the rank that failed first, where it had not ended a step yet.
     """
 
     code: int
     why: str = ""
     lasts: bool = True
+    unbegun: int | None = None
 
 
 class Saved(NamedTuple):
@@ -68,6 +72,7 @@ class Again:
         newest: what there is to go on from now. Raises: `BadInput` where it cannot be gone on from, and why.
         words: of the ranks that go on from there.
         say: told of each restart.
+        places: of the ranks, which may become fewer; by default there are as many as before.
     """
 
     def __init__(
@@ -76,8 +81,9 @@ class Again:
         newest: Callable[[], Saved],
         words: Callable[[Saved], Sequence[str]],
         say: Callable[[str], object],
+        places: Places | None = None,
     ) -> None:
-        self._most, self._newest, self._words, self._say = most, newest, words, say
+        self._most, self._newest, self._words, self._say, self._places = most, newest, words, say, places
         self._number = 0
         self._before: tuple[Saved, str] | None = None  # at the failure before: what was saved, and what had failed
 
@@ -87,11 +93,12 @@ class Again:
             _refuse("it would end so again")
             return None
         try:
+            lost = self._lost(ended)
             saved = self._newest()
         except BadInput as error:
             _refuse(str(error))
             return None
-        if self._before is not None and saved.step <= self._before[0].step:
+        if self._before is not None and saved.step <= self._before[0].step and not lost:
             at = f"the newest is {saved.path}" if saved.path else "there is none"
             _refuse(f"no checkpoint was saved since the failure before ({at}), which was: {self._before[1]}")
             return None
@@ -101,8 +108,18 @@ class Again:
         self._number, self._before = self._number + 1, (saved, ended.why)
         restart = Restart(self._number, self._most, ended.why)
         where = f"from {saved.path}" if saved.path else "from the beginning: there is no checkpoint yet"
-        self._say(f"restart {restart.number} of {restart.most}: starting {counted(start.ranks, 'rank')} again, {where}")
-        return Start(start.ranks, self._words(saved), {_GIVEN: json.dumps(asdict(restart))})
+        ranks, told = start.ranks, {_GIVEN: json.dumps(asdict(restart))}
+        if self._places is not None:
+            ranks, told = self._places.ranks, {**told, **self._places.environment}
+        starting = f"starting {counted(ranks, 'rank')}{'' if lost else ' again'}, {where}"
+        self._say(f"restart {restart.number} of {restart.most}: {f'{lost}; ' if lost else ''}{starting}")
+        return Start(ranks, self._words(saved), told)
+
+    def _lost(self, ended: Ended) -> str:
+        """The places that are no more, in words; a rank has lost its own where it fails at its start again."""
+        if self._places is None:
+            return ""
+        return self._places.lost(ended.unbegun if self._number else None)
 
 
 def _refuse(why: str) -> None:
@@ -115,12 +132,14 @@ def told_of_restart() -> Restart | None:
     return None if given is None else Restart(**json.loads(given))
 
 
-def refuse_restarts(restarts: int) -> None:
+def refuse_restarts(launch: LaunchConfig) -> None:
     """Raise `BadInput` for restarts of ranks that others have started, whose task it then is."""
+    restarts, number = launch.restarts, " launch.ranks=null" if isinstance(launch.ranks, str) else ""
     if not restarts:
         return
+    use = f"Use launch.restarts=0{number} here."
     who, how = starter(), {"torchrun": f"--max-restarts {restarts}", "Slurm": "sbatch --requeue"}
     raise BadInput(
         f"launch.restarts is {restarts}, but {who} has started these ranks, so that it is not for `terrazzo train` to"
-        f" start them again{f': {who} does so by {how[who]}' if who in how else ''}. Use launch.restarts=0 here."
+        f" start them again{f': {who} does so by {how[who]}' if who in how else ''}. {use}"
     )

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import torch.distributed as dist
 
@@ -170,6 +170,7 @@ class LocalRanks:
 
     Args:
         defaults: of their environment, where that of this process has nothing.
+        told: in their environment, whatever that of this process has.
         labelled: lines of all ranks but the first begin with the rank's number.
         patience: with ranks that stand still, which record what they do; None: nobody looks after them.
 
@@ -182,6 +183,7 @@ class LocalRanks:
         count: int,
         arguments: Sequence[str],
         defaults: Mapping[str, str],
+        told: Mapping[str, str] = MappingProxyType({}),
         *,
         labelled: bool = False,
         patience: Patience | None = None,
@@ -190,6 +192,7 @@ class LocalRanks:
         environment = {
             **defaults,
             **os.environ,
+            **told,
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(count)),
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",

@@ -22,10 +22,11 @@ from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.train.launch.again import Again, Ended, Start
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks, Signals
+from terrazzo.train.launch.places import Places
 from terrazzo.train.launch.stop import Notices, say_now
 from terrazzo.train.launch.telling import Failure, first_failure
 
-__all__ = ["adopt_slurm", "first_host", "is_rank", "launch_ranks", "ranks_to_start"]
+__all__ = ["adopt_slurm", "first_host", "is_rank", "launch_ranks", "places_of", "ranks_to_start"]
 
 _SEEN_LATE_NS = 200_000_000
 """By how much a death may be seen too late. The others' errors, of connections to the dead, come as soon as it."""
@@ -39,16 +40,30 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def ranks_to_start(config: LaunchConfig) -> int:
-    """How many ranks this command starts; raises `BadInput` for more CUDA ranks than devices."""
-    device = resolve_device(config)
-    count = devices.count() if device == "cuda" else 1
-    if device == "cuda" and config.ranks is not None and config.ranks > count:
+def ranks_to_start(config: LaunchConfig, of: int = 1) -> int:
+    """How many ranks this command starts; raises `BadInput` for more CUDA ranks than devices.
+
+    Args:
+        of: of a range, a multiple of so many.
+    """
+    count = devices.count() if resolve_device(config) == "cuda" else None
+    if not (numbers := config.numbers(of)):
+        return count or 1
+    fitting = [number for number in numbers if count is None or number <= count]
+    if not fitting:
         raise BadInput(
             f"launch.ranks is {config.ranks}, but this machine has {count} CUDA devices and each rank needs its"
             f" own: use launch.ranks={count}, or launch.device=cpu."
         )
-    return config.ranks or count
+    return fitting[-1]
+
+
+def places_of(config: LaunchConfig, of: int) -> Places | None:
+    """Where ranks may be that may become fewer; None where their number is given."""
+    if not isinstance(config.ranks, str):
+        return None
+    cuda, numbers = resolve_device(config) == "cuda", config.numbers(of)
+    return Places(numbers, devices.count if cuda else lambda: numbers[-1], named=cuda)
 
 
 def adopt_slurm() -> None:
@@ -124,8 +139,10 @@ def launch_again(start: Start, again: Again, notices: Notices, patience: Patienc
     signals = Signals()
     try:
         while True:
-            given = {**environment_of(start.ranks), **start.environment}
-            ended = _run(LocalRanks(start.ranks, start.words, given, patience=patience), signals, notices)
+            looked_after = patience if start.ranks > 1 else None
+            defaults, told = environment_of(start.ranks), start.environment
+            ranks = LocalRanks(start.ranks, start.words, defaults, told, patience=looked_after)
+            ended = _run(ranks, signals, notices)
             failed = ended.code not in (0, PREEMPTED) and not signals.received
             following = again.after(start, ended) if failed else None
             if following is None:
@@ -198,7 +215,8 @@ def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int
 
 def _ended_by(failure: Failure, why: str, ranks: Sequence[LocalRank]) -> Ended:
     """What the system does not let go of still has its device and its files."""
-    return Ended(failure.exit_code, why, failure.lasts or any(rank.code is None for rank in ranks))
+    lasts, begun = failure.lasts or any(rank.code is None for rank in ranks), ranks[failure.rank].at
+    return Ended(failure.exit_code, why, lasts, None if begun else failure.rank)
 
 
 def _stopped_rank(rank: LocalRank) -> str:

@@ -1,0 +1,92 @@
+"""How a run is saved, and how its ranks are started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticKnownError
+
+from terrazzo.config.files import RANGE
+from terrazzo.config.section import Section, whole_number
+
+__all__ = ["CheckpointConfig", "LaunchConfig"]
+
+
+class CheckpointConfig(Section):
+    """When training state is saved, where, and what a new start does with what is there."""
+
+    folder: str | None = Field(None, description="folder or fsspec URL; default: log.folder/checkpoints")
+    every: int | None = Field(None, gt=0, description="steps between checkpoints; null: at the end and on SIGTERM")
+    keep_last: int | None = Field(2, gt=0, description="older checkpoints are removed; null: all are kept")
+    keep_every: int | None = Field(None, gt=0, description="those of steps divisible by this are kept as well")
+    keep_best: int = Field(0, ge=0, description="so many of the lowest validation loss are kept as well")
+    background: bool = Field(False, description="train on while a copy of the state is written by another process")
+    staging_gib: float | None = Field(None, gt=0, description="background: largest copy per rank, in GiB; null: any")
+    resume: Literal["if_exists", "required", "never"] = Field(
+        "if_exists",
+        description="`if_exists`: continue from the newest, else start; `required`: refuse to start without one; "
+        "`never`: start anew",
+    )
+    overwrite: bool = Field(False, description="with resume 'never': remove checkpoints already in the folder")
+    cast: bool = Field(False, description="resume although states are rounded to a narrower dtype")
+    allow_changed_data: bool = Field(False, description="resume although the data or their order are others")
+    save_format: Literal["terrazzo", "hf"] = Field(
+        "terrazzo",
+        description="`hf`: at the end also a Hugging Face folder, log.folder/hf; with adapters a PEFT folder",
+    )
+
+
+class LaunchConfig(Section):
+    """How many processes this command starts when torchrun or Slurm has not started it."""
+
+    ranks: int | str | None = Field(
+        None,
+        description="default: one per GPU, or one on a CPU; least:most, such as 2:4: as many of these as start, with "
+        "launch.restarts",
+    )
+    restarts: int = Field(
+        0,
+        ge=0,
+        description="so often all ranks are started again after a failure, from the newest checkpoint; not under "
+        "torchrun or Slurm, which do so by --max-restarts and --requeue",
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees it")
+    timeout_s: float = Field(
+        600.0, gt=0, description="longest wait for another rank, and for a background save that stands still"
+    )
+    stall_s: float = Field(
+        20.0,
+        gt=0,
+        description="seconds in which nothing happens, and five times a phase's longest, after which a run hangs",
+    )
+    threads: int | None = Field(None, gt=0, description="CPU threads per rank; default: cores divided by ranks")
+    ignore_planner: bool = Field(False, description="start a run that the planner refuses: memory, known-bad settings")
+
+    @field_validator("ranks", mode="before")
+    @classmethod
+    def _as_number_or_range(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value if value is None else whole_number(value)
+        if not RANGE.fullmatch(value):
+            raise PydanticKnownError("int_type")
+        least, most = map(int, value.split(":"))
+        if not 0 < least < most:
+            meant = f"{max(1, min(least, most))}:{max(least, most)}" if least != most else str(max(1, most))
+            raise ValueError(f"'{value}' is no range of ranks, which is least:most: write {meant}")
+        return f"{least}:{most}"
+
+    def numbers(self, of: int = 1) -> Sequence[int]:
+        """How many ranks there may be, in ascending order, as multiples `of` so many; none where nothing says so."""
+        if not isinstance(self.ranks, str):
+            return [] if self.ranks is None else [self.ranks]
+        least, most = map(int, self.ranks.split(":"))
+        return range(-(-least // of) * of, most + 1, of)
+
+    def _agrees(self) -> None:
+        if isinstance(self.ranks, str) and not self.restarts:
+            raise ValueError(
+                f"ranks '{self.ranks}' lets ranks become fewer when they are started again, and restarts is 0: set"
+                f" launch.restarts to how often that may be, or launch.ranks to {self.numbers()[-1]}"
+            )

@@ -1,0 +1,221 @@
+"""Ranks that may become fewer: what a range says, what is refused of it, and the bits of what goes on."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.config import LaunchConfig, config_from_dict, load_config
+from terrazzo.engine.runtime import device as devices
+from terrazzo.errors import BadInput, counted
+from terrazzo.train.launch.again import Again, Ended, Saved, Start
+from terrazzo.train.launch.places import Places
+from terrazzo.train.launch.starting import places_of, ranks_to_start
+from terrazzo.train.run import _check_fewer
+from tests.helpers import programs
+from tests.train.test_again import killed_by
+from tests.train.test_loop import command, curve, environment, metrics
+from tests.train.test_session import config_in
+
+# -- what a configuration says --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "launch: {ranks: 2:4, restarts: 1}"),
+        ("a.yaml", "launch:\n  ranks: 2:4\n  restarts: 1"),
+        ("a.yaml", "launch: {ranks: '2:4', restarts: 1}"),
+        ("a.json", '{"launch": {"ranks": "2:4", "restarts": 1}}'),
+        ("a.toml", 'launch = {ranks = "2:4", restarts = 1}'),
+    ],
+)
+def test_a_range_is_text_in_every_format_and_never_base_60(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert load_config(path).launch.ranks == "2:4"
+    assert list(load_config(path).launch.numbers(2)) == [2, 4]
+    assert load_config(path, ["launch.ranks=3:5"]).launch.ranks == "3:5"
+    assert load_config(path, ["launch={ranks: 3:5, restarts: 2}"]).launch.ranks == "3:5"
+    assert load_config(path, ["launch.ranks=124"]).launch.ranks == 124
+    with pytest.raises(BadInput, match=r"the number 2:4, which YAML 1.1 reads in base 60"):
+        load_config(path, ["train.steps=2:4"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ranks": "4:2"}, "launch.ranks: '4:2' is no range of ranks, which is least:most: write 2:4"),
+        ({"ranks": "3:3"}, "'3:3' is no range of ranks, which is least:most: write 3"),
+        ({"ranks": "0:3"}, "'0:3' is no range of ranks, which is least:most: write 1:3"),
+        ({"ranks": "2:"}, "launch.ranks is '2:', expected a whole number"),
+        ({"ranks": "2"}, r"launch.ranks is '2', expected a whole number\. Write 2, without quotes"),
+        ({"ranks": 0}, "launch.ranks is 0, expected a number above 0"),
+        ({"ranks": 2.5}, "launch.ranks is 2.5, expected a whole number"),
+        ({"ranks": True}, "launch.ranks is True, expected a whole number"),
+        (
+            {"ranks": "2:4", "restarts": 0},
+            "restarts is 0: set launch.restarts to how often that may be",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        config_from_dict({"launch": {"restarts": 1, **settings}})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ({"dp_shard": 4}, "plan.mesh.dp_shard 4 says how many there are, 4: leave plan.mesh.dp_shard out"),
+        ({"tp": 2, "dp_shard": 2}, "plan.mesh.dp_shard 2 says how many there are, 4"),
+        ({"tp": 3}, r"multiples of 3 of them \(plan.mesh: pp, dp_replicate, cp and tp\), and two of these are not"),
+    ],
+)
+def test_a_mesh_that_fixes_how_many_there_are_is_refused(mesh: dict[str, int], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        config_from_dict({"launch": {"ranks": "2:4", "restarts": 1}, "plan": {"name": "zero3", "mesh": mesh}})
+
+
+def test_fewer_ranks_that_cannot_run_it_are_refused_before_a_start(tmp_path: Path) -> None:
+    experts = {"count": 4, "balance": "loss"}
+    config = config_in(
+        tmp_path,
+        model={"experts": experts},
+        launch={"ranks": "3:4", "restarts": 1, "device": "cpu"},
+        batch={"global_batch": 8},
+    )
+    with pytest.raises(BadInput, match=r"launch.ranks is 3:4, and of 3 ranks it would be refused: batch: 4 of 12 rows"):
+        _check_fewer(config, 4)
+    _check_fewer(config, 3)
+
+
+def test_a_start_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = LaunchConfig(ranks="2:4", restarts=1)
+    assert ranks_to_start(launch) == 4
+    monkeypatch.setattr(devices, "count", lambda: 3)
+    assert (ranks_to_start(launch), ranks_to_start(launch, 2)) == (3, 2)
+    monkeypatch.setattr(devices, "count", lambda: 1)
+    with pytest.raises(BadInput, match=r"launch.ranks is 2:4, but this machine has 1 CUDA devices"):
+        ranks_to_start(launch)
+    assert places_of(LaunchConfig(ranks=4, restarts=1), 1) is None
+
+
+# -- places that are lost ------------------------------------------------------------------------------------------
+
+
+def on(devices_seen: Sequence[int], numbers: Sequence[int]) -> Places:
+    seen: Iterator[int] = iter(devices_seen)
+    return Places(numbers, lambda: next(seen), named=True)
+
+
+def test_a_device_that_fails_is_left_out_and_others_take_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = on([5, 5, 5, 5], [2, 3, 4])
+    assert (places.ranks, places.environment) == (4, {})
+    assert places.lost(1) == "rank 1 of 4 fails at its start again, on device 1"
+    assert (places.ranks, places.environment) == (4, {"CUDA_VISIBLE_DEVICES": "0,2,3,4"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e")
+    assert places.lost(3) == "rank 3 of 4 fails at its start again, on device 4"
+    assert (places.ranks, places.environment) == (3, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-c,GPU-d"})
+    assert places.lost(None) == ""
+
+
+def test_devices_that_cannot_be_seen_any_more_take_ranks_away() -> None:
+    places = on([4, 3, 1], [2, 4])
+    assert places.lost(0) == "1 device of 4 cannot be seen any more"
+    assert (places.ranks, places.environment) == (2, {})
+    with pytest.raises(BadInput, match=r"2 devices of 3 cannot be seen any more, and 2 ranks are the least"):
+        places.lost(None)
+
+
+def test_a_rank_that_fails_at_its_start_again_is_gone_on_without(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    places = Places([2, 3], lambda: 3, named=False)
+    again = Again(9, lambda: Saved(5, "step-5"), lambda saved: ["words"], said.append, places)
+    start = Start(3, ["words"])
+    for ranks, ended in ((3, Ended(1, "x", lasts=False, unbegun=2)), (2, Ended(1, "y", lasts=False, unbegun=2))):
+        following = again.after(start, ended)
+        assert following is not None and following.ranks == ranks
+        start = following
+    assert said == [
+        "restart 1 of 9: starting 3 ranks again, from step-5",
+        "restart 2 of 9: rank 2 of 3 fails at its start again; starting 2 ranks, from step-5",
+    ]
+    assert again.after(start, Ended(1, "z", lasts=False, unbegun=1)) is None
+    assert capsys.readouterr().err == (
+        "\nNot started again: rank 1 of 2 fails at its start again, and 2 ranks are the least (launch.ranks).\n"
+    )
+
+
+# -- real ranks ----------------------------------------------------------------------------------------------------
+
+STEPS = [
+    *("model.dropout=0", "model.layers=1", "data.validation_fraction=0", "train.eval_every=null"),
+    *("train.sample_tokens=0", "train.steps=8", "checkpoint.every=4"),
+]
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from terrazzo.train import run
+from terrazzo.train.launch import local_ranks
+
+local_ranks.SIBLING_GRACE_S = 1.0
+Start, again = run.Start, run._again
+run.Start = lambda ranks, words: Start(ranks, [sys.argv[1], *words[2:]])
+run._again = lambda config, words: again(config, [sys.argv[1], *words[2:]])
+sys.exit(run.train_command(Path(sys.argv[3]), sys.argv[4:]))
+"""
+"""`terrazzo train` whose ranks run another program."""
+
+RANK = """
+import os, runpy, signal, sys
+if os.environ["RANK"] == os.environ["LOST"] and "TERRAZZO_RESTARTED" in os.environ:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.argv[0] = "terrazzo"
+runpy.run_module("terrazzo", run_name="__main__", alter_sys=True)
+"""
+"""The last rank cannot be started again."""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_fewer_ranks_go_on_to_the_bits_of_as_many_that_nothing_happened_to(tmp_path: Path, most: int) -> None:
+    """The oracle is a run of so many ranks that begins at that checkpoint."""
+    folder, whole, left = tmp_path / "fewer", tmp_path / "whole", most - 1
+    for each in (folder, whole):
+        each.mkdir()
+    (tmp_path / "rank.py").write_text(RANK)
+    words = command(folder, *STEPS, f"launch.ranks=1:{most}", "launch.restarts=2")
+    launcher = programs.Program(
+        *("-c", LAUNCHER, str(tmp_path / "rank.py"), *words[2:]), env={**environment(), "LOST": str(left)}
+    )
+    done = killed_by(launcher, signal.SIGKILL, behind_step=5)
+    assert done.returncode == 0, done.stderr
+    again = f"starting {most} ranks again, from .*/step-00000004"
+    fewer = f"rank {left} of {most} fails at its start again; starting {counted(left, 'rank')}, from .*/step-00000004"
+    assert re.search(f"\nrestart 1 of 2: {again}\n(.*\n)*restart 2 of 2: {fewer}\n", done.stdout), done.stdout
+    assert [(line["number"], line["ranks"]) for line in metrics(folder, "restart")] == [(2, left)]
+
+    checkpoints = whole / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    shutil.copytree(folder / "run" / "checkpoints" / "step-00000004", checkpoints / "step-00000004")
+    for end in programs.on_ranks(left, *command(whole, *STEPS)):
+        assert end.returncode == 0, end.stderr
+    assert [point[0] for point in curve(whole)] == [5, 6, 7, 8]
+    assert curve(folder)[4:] == curve(whole)
+    assert weights(folder) == weights(whole)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """And what else ranks have of the last step, by file."""
+    last = folder / "run" / "checkpoints" / "step-00000008"
+    found = {path.name: path.read_bytes() for path in last.glob("rank-*")}
+    assert found
+    return found
