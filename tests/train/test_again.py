@@ -132,24 +132,35 @@ def test_others_start_their_ranks_again_themselves(
 STEPS = [
     "model.dropout=0",
     "model.layers=1",
-    "train.steps=30",
+    "train.steps=20",
     "train.eval_every=null",
     "train.sample_tokens=0",
     "checkpoint.every=5",
 ]
 
 
-def undisturbed(folder: Path, *overrides: str) -> list[tuple[float, ...]]:
-    """Losses, norms, rates and tokens of the same configuration in `folder`, on ranks that nobody starts again."""
-    for done in programs.on_ranks(2, *command(folder, *STEPS, *overrides)):
+LAUNCHER = """
+import sys
+from pathlib import Path
+from terrazzo.train import run
+from terrazzo.train.launch import local_ranks
+
+local_ranks.SIBLING_GRACE_S = 1.0
+Start, again = run.Start, run._again
+run.Start = lambda ranks, words: Start(ranks, [sys.argv[1], *words[2:]])
+run._again = lambda config, words: again(config, [sys.argv[1], *words[2:]])
+sys.exit(run.train_command(Path(sys.argv[3]), sys.argv[4:]))
+"""
+"""`terrazzo train` whose ranks run another program."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that nothing has happened to, on ranks that nobody starts again."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for done in programs.on_ranks(2, *command(folder, *STEPS)):
         assert done.returncode == 0, done.stderr
-    return curve(folder)
-
-
-def killed_in_a_step(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """A run whose last rank is killed behind its eighth step."""
-    launcher = programs.Program(*command(folder, *STEPS, *overrides), env=environment())
-    return killed_by(launcher, signal.SIGKILL, behind_step=8)
+    return folder
 
 
 def killed_by(launcher: programs.Program, number: signal.Signals, behind_step: int) -> subprocess.CompletedProcess[str]:
@@ -161,17 +172,65 @@ def killed_by(launcher: programs.Program, number: signal.Signals, behind_step: i
     return launcher.communicate(90)
 
 
+def weights(folder: Path) -> dict[str, bytes]:
+    """And what else ranks have of the newest step, by file."""
+    newest = max((folder / "run" / "checkpoints").glob("step-*"))
+    found = {path.name: path.read_bytes() for path in newest.glob("rank-*")}
+    assert found
+    return found
+
+
 @pytest.mark.processes
-def test_a_rank_that_is_killed_in_a_step_changes_no_loss(tmp_path: Path) -> None:
-    """The oracle is the run that nobody has disturbed."""
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    done = killed_in_a_step(tmp_path / "killed", "launch.restarts=1")
+@pytest.mark.parametrize(
+    ("number", "why"),
+    [
+        (signal.SIGKILL, r"Rank 1 was ended by SIGKILL"),
+        (signal.SIGSTOP, r"Rank 1 \(host .*\) is stopped \(SIGSTOP\)\. Missing from .*\n?.*All ranks were ended\."),
+    ],
+)
+def test_a_rank_that_is_killed_or_stopped_in_a_step_changes_no_loss_and_no_weight(
+    number: signal.Signals, why: str, tmp_path: Path, undisturbed: Path
+) -> None:
+    """The oracle is the run that nobody has disturbed. Of a rank that is stopped the watchdog makes an end."""
+    words = command(tmp_path, *STEPS, "launch.restarts=1", "launch.stall_s=1")
+    done = killed_by(programs.Program(*words, env=environment()), number, behind_step=8)
     assert done.returncode == 0, done.stderr
-    assert "was ended by SIGKILL" in done.stderr
-    assert re.search(r"\nrestart 1 of 1: starting 2 ranks again, from .*/step-\d+[05]\n", done.stdout), done.stdout
-    (restart,) = metrics(tmp_path / "killed", "restart")
+    assert re.search(why, done.stderr), done.stderr
+    assert re.search(r"(?m)^restart 1 of 1: starting 2 ranks again, from .*/step-\d+[05]$", done.stdout), done.stdout
+    (restart,) = metrics(tmp_path, "restart")
     assert (restart["number"], restart["most"], restart["ranks"]) == (1, 1, 2)
-    assert restart["step"] in range(5, 30, 5) and "was ended by SIGKILL" in restart["why"]
-    assert f"step {restart['step']}: restart 1 of 1" in (tmp_path / "killed" / "run" / "report.html").read_text()
-    assert curve(tmp_path / "killed") == undisturbed(tmp_path / "whole")
+    assert restart["step"] in range(5, 20, 5) and re.match(why.partition(r"\. ")[0], restart["why"])
+    assert f"step {restart['step']}: restart 1 of 1" in (tmp_path / "run" / "report.html").read_text()
+    assert curve(tmp_path) == curve(undisturbed)
+    assert weights(tmp_path) == weights(undisturbed)
+
+
+CRASHES = """
+import os, runpy, signal, sys
+from terrazzo.train.loop import Trainer
+
+step = Trainer.train_step
+def train_step(self):
+    if self.session.step == 7:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    step(self)
+
+Trainer.train_step = train_step
+sys.argv[0] = "terrazzo"
+runpy.run_module("terrazzo", run_name="__main__", alter_sys=True)
+"""
+"""A rank that never comes behind step 7."""
+
+
+@pytest.mark.processes
+def test_a_run_that_fails_at_one_step_again_and_again_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(CRASHES)
+    words = command(tmp_path, *STEPS, "launch.restarts=5", "launch.ranks=1")
+    done = programs.run("-c", LAUNCHER, str(tmp_path / "rank.py"), *words[2:], env=environment())
+    assert done.returncode == 1
+    assert re.findall(r"restart (\d) of 5: starting 1 rank again, from .*(step-\d+)\n", done.stdout) == [
+        ("1", "step-00000005")
+    ]
+    why = r"the failure before \(the newest is .*/step-00000005\), which was: Rank 0 was ended by SIGSEGV\.\n$"
+    assert re.search(rf"\nNot started again: no checkpoint was saved since {why}", done.stderr), done.stderr
+    assert [point[0] for point in curve(tmp_path)][-1] == 7

@@ -19,7 +19,7 @@ from terrazzo.train.launch.places import Places
 from terrazzo.train.launch.starting import places_of, ranks_to_start
 from terrazzo.train.run import _check_fewer
 from tests.helpers import programs
-from tests.train.test_again import killed_by
+from tests.train.test_again import LAUNCHER, killed_by
 from tests.train.test_loop import command, curve, environment, metrics
 from tests.train.test_session import config_in
 
@@ -159,20 +159,6 @@ STEPS = [
     *("model.dropout=0", "model.layers=1", "data.validation_fraction=0", "train.eval_every=null"),
     *("train.sample_tokens=0", "train.steps=8", "checkpoint.every=4"),
 ]
-
-LAUNCHER = """
-import sys
-from pathlib import Path
-from terrazzo.train import run
-from terrazzo.train.launch import local_ranks
-
-local_ranks.SIBLING_GRACE_S = 1.0
-Start, again = run.Start, run._again
-run.Start = lambda ranks, words: Start(ranks, [sys.argv[1], *words[2:]])
-run._again = lambda config, words: again(config, [sys.argv[1], *words[2:]])
-sys.exit(run.train_command(Path(sys.argv[3]), sys.argv[4:]))
-"""
-"""`terrazzo train` whose ranks run another program."""
 
 RANK = """
 import os, runpy, signal, sys
