@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of, estimate
@@ -31,9 +32,10 @@ from terrazzo.planner.model.shapes import BUILT_IN
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.traffic.volumes import expected_exchanges, traffic_of
+from terrazzo.planner.traffic.volumes import expected_exchanges, expected_rows_bytes, traffic_of
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
+from terrazzo.train.model.experts import ExpertsConfig, Router, routers_of
 from tests.engine.toys import EVERY_PLAN, TABLE_2D
 from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
@@ -59,6 +61,7 @@ class Case:
     every: int = 1
     precision: str = "fp32"
     llama: bool = False
+    experts: int = 0
 
     @property
     def mesh(self) -> Mesh:
@@ -66,7 +69,7 @@ class Case:
 
     @property
     def setup(self) -> Setup:
-        config = LLAMA if self.llama else {"model_type": "terrazzo", **asdict(SIZES)}
+        config = LLAMA if self.llama else OURS if not self.experts else OURS | MIXTURE
         ranks = self.mesh.world_size
         return Setup(
             model_shape(config),
@@ -82,7 +85,13 @@ class Case:
             sequence_parallel=self.sequence,
         )
 
+    @property
+    def base(self) -> nn.Module:
+        return base(self.llama, self.experts)
 
+
+OURS = {name: each for name, each in asdict(SIZES).items() if name != "experts"} | {"model_type": "terrazzo"}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
 TP, CP, TP4 = (("tp", 2),), (("cp", 2),), (("tp", 4),)
 BOTH, DATA = (("cp", 2), ("tp", 2)), (("dp_shard", 2), ("tp", 2))
 CASES = [
@@ -99,17 +108,39 @@ CASES = [
     Case(BOTH, "shard_grad_op", "ring"),
     Case(BOTH, "zero3", "ulysses", precision="bf16"),
     Case(BOTH, "zero3", llama=True, checkpointing="full"),
+    Case(TP, "zero1", checkpointing="full", experts=4),
+    Case((*TP, ("ep", 2)), experts=4),
+    Case((*TP4, ("ep", 2)), "zero2", precision="bf16", experts=4),  # experts are split, and nothing else
+    Case((*DATA, ("ep", 2)), "zero3", checkpointing="selective", every=2, experts=4),
+    Case((*DATA, ("ep", 4)), "shard_grad_op", precision="bf16", experts=4),
+    Case((*DATA, ("dp_replicate", 2), ("ep", 4)), "hpz", precision="bf16", experts=4),
+    Case((*DATA, ("dp_replicate", 2), ("ep", 2)), "hfsdp", checkpointing="full", experts=4),
+    Case((*BOTH, ("ep", 2)), "zero1", "ulysses", experts=4),
+    Case((*DATA, ("cp", 2), ("ep", 4)), "zero3", precision="bf16-pure", experts=4),
 ]
 
 
 @cache
-def base(llama: bool) -> nn.Module:
-    return build_model(LLAMA) if llama else Decoder(SIZES)
+def base(llama: bool, experts: int) -> nn.Module:
+    if llama:
+        return build_model(LLAMA)
+    model = Decoder(replace(SIZES, experts=ExpertsConfig(experts, 2, 24, 1) if experts else None))
+    for _, router in routers_of(model):
+        router.__class__ = EvenRouter
+    return model
+
+
+class EvenRouter(Router):
+    """Gives all experts as many rows."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        chosen = torch.arange(len(x) * self.config.top_k).view(len(x), -1) % self.config.count
+        return F.linear(x.float(), self.weight.float()).gather(-1, chosen), chosen
 
 
 def run(case: Case, rank: int) -> tuple[dict[str, int], dict[str, int], int]:
     """What a step has sent, by name; what the bill says; and the bytes of states that are held."""
-    model: Any = copy.deepcopy(base(case.llama))
+    model: Any = copy.deepcopy(case.base)
     blocks = [type(model.model.layers[0])] if case.llama else [Block]
     checkpoint_activations(model, case.checkpointing, units=blocks, every=case.every)
     mesh = tz.mesh(**dict(case.axes))
@@ -148,6 +179,7 @@ def promised_traffic(setup: Setup) -> dict[str, int]:
     found = Counter(expected_exchanges(setup))
     for term in traffic_of(setup).collectives:
         found[term.name.split()[0]] += round(term.value) * (term.purpose == "data")
+    found["ep all_to_all"] += expected_rows_bytes(setup)
     return {name: sent for name, sent in found.items() if sent}
 
 
@@ -157,7 +189,7 @@ def test_ranks_hold_and_send_what_was_promised(case: Case) -> None:
     if case.llama:
         pytest.importorskip("transformers", reason="needs terrazzo[hf]")
     check(case.setup)
-    base(case.llama)  # before there are threads
+    case.base  # noqa: B018 before there are threads
     ranks, setup = run_in_threads(case.mesh.world_size, lambda rank: run(case, rank)), case.setup
     for sent, _, _ in ranks:
         assert sent == promised_traffic(setup)

@@ -138,10 +138,10 @@ IMPOSSIBLE = [
     ({"gpus": 8, "strategy": "hpz", "dp_replicate": 8}, "8 data ranks form 8 group(s) of 1"),
     ({"ep": 2}, "llama3-8b has none. Leave ep out"),
     ({"model": "qwen3-30b-a3b", "ep": 3, "gpus": 24}, "128 experts of qwen3-30b-a3b do not divide by ep 3"),
-    ({"model": "qwen3-30b-a3b", "ep": 32, "gpus": 16}, "dp_shard 16 × cp 1 = 16. Use an ep that divides 16"),
+    ({"model": "qwen3-30b-a3b", "ep": 32, "gpus": 16}, "dp_shard 16 × cp 1 × tp 1 = 16. Use an ep that divides 16"),
     (
         {"model": "qwen3-30b-a3b", "ep": 16, "gpus": 16, "strategy": "hybrid_shard", "dp_replicate": 2},
-        "does not divide them: dp_shard 8 × cp 1 = 8. Use an ep that divides 8",
+        "does not divide theirs: dp_shard 8 × cp 1 × tp 1 = 8. Use an ep that divides 8",
     ),
     ({"pp": 2, "virtual_stages": 32}, "pp 2 × virtual_stages 32 = 64 chunks"),
     ({"virtual_stages": 2}, "but pp is 1"),

@@ -105,8 +105,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "stages of a model without a line": (
         "terrazzo", {"model": "falcon-7b", "pp": 2}, "terrazzo", {"pp": 2, "model": OURS},
     ),
-    "experts among ranks along tp": (
-        "terrazzo", {"model": MOE, "ep": 2, "tp": 2}, "terrazzo", {"model": MOE, "ep": 2},
+    "experts of tokens that ranks along tp share": (
+        "terrazzo", {"model": MOE, "ep": 2, "tp": 2, "sequence_parallel": False},
+        "terrazzo", {"model": MOE, "ep": 2, "tp": 2},
     ),
     "no plan of tensor parallelism": (
         "terrazzo", {"model": ODD_VOCAB, "tp": 5, "gpus": 5, "sequence": 1000}, "terrazzo", {"tp": 4},

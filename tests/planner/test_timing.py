@@ -25,7 +25,7 @@ from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, U
 from terrazzo.planner.report.formulas import FORMULAS
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
-from terrazzo.planner.timing.compute import flops_per_token, matmul_rate, step_flops, sustained_rate
+from terrazzo.planner.timing.compute import block_seconds, flops_per_token, matmul_rate, step_flops, sustained_rate
 from terrazzo.planner.timing.overlap import BlockRow, block_exposure, root_exposure
 from terrazzo.planner.timing.stage import HOST_ADAM
 from terrazzo.planner.timing.step import BAND, time_of
@@ -437,6 +437,17 @@ def test_expert_parallelism_takes_no_work_from_the_optimizer(ep: int) -> None:
     sent = {term.name: term.value for term in traffic_of(on_host).collectives}
     assert sent["copy gradients to the host"] == pytest.approx(4 * model.numel / 16, rel=1e-3)
     assert sent["copy updated weights to the device"] == pytest.approx(2 * model.numel / 16, rel=1e-3)
+
+
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 16}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 2}, {"tp": 2, "ep": 8}])
+def test_ranks_share_the_products_of_a_batch_however_they_share_experts(axes: dict[str, int]) -> None:
+    """Where no tiles are lost at the edges: 16 ranks, whose tokens in all are the same."""
+    tp = axes.get("tp", 1)
+    host = Cluster(replace(device("h100"), kind="cpu"), 16)
+    mesh, model = Mesh(dp_shard=16 // tp, **axes), mixture()
+    found = setup("zero1", mesh, model=model, micro_batch=tp, cluster=host)
+    alone = setup("zero1", Mesh(dp_shard=16), model=model, cluster=host)
+    assert block_seconds(found, model.blocks[0]).matmul == pytest.approx(block_seconds(alone, model.blocks[0]).matmul)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])

@@ -40,11 +40,19 @@ def measured(values: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([[line[name] for name in names] for line in lines(run_folder(values), "train")])
 
 
-@pytest.mark.parametrize("experts", [{}, {"balance": "loss", "loss_weight": 0.5, "z_loss": 0.1}], ids=["bias", "loss"])
+@pytest.mark.parametrize(
+    ("mesh", "experts"),
+    [
+        ({"ep": 2}, {}),
+        ({"ep": 2}, {"balance": "loss", "loss_weight": 0.5, "z_loss": 0.1}),
+        ({"ep": 2, "tp": 2}, {}),
+    ],
+    ids=["bias", "loss", "tp"],
+)
 def test_ranks_that_share_experts_train_as_ranks_that_have_them_all_and_take_up_their_run(
-    tmp_path: Path, experts: dict[str, Any]
+    tmp_path: Path, mesh: dict[str, int], experts: dict[str, Any]
 ) -> None:
-    whole, shared = (settings(tmp_path, mesh, 2, **experts) for mesh in ({}, {"ep": 2}))
+    whole, shared = (settings(tmp_path, each, 2, **experts) for each in ({}, mesh))
     check(config_from_dict(shared), 2)
     train(whole)
     first = "checkpoints/step-00000001"  # threads draw from one random generator
@@ -62,10 +70,12 @@ def test_ranks_that_share_experts_train_as_ranks_that_have_them_all_and_take_up_
         assert summary[f"{kind}_promised"] == summary[f"{kind}_measured"]
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_what_rows_send_is_as_planned_where_all_experts_are_as_busy(tmp_path: Path, checkpointing: str) -> None:
+@pytest.mark.parametrize(("checkpointing", "tp"), [("none", 1), ("selective", 1), ("full", 1), ("full", 2)])
+def test_what_rows_send_is_as_planned_where_all_experts_are_as_busy(
+    tmp_path: Path, checkpointing: str, tp: int
+) -> None:
     """Each token meets all of them."""
-    values = settings(tmp_path, {"ep": 2}, 2, top_k=4)
+    values = settings(tmp_path, {"ep": 2, "tp": tp}, 2, top_k=4)
     values["train"] |= {"steps": 1, "activation_checkpointing": checkpointing}
     train(values)
     (summary,) = lines(run_folder(values), "summary")
@@ -108,7 +118,6 @@ def test_the_planner_knows_each_parameter_of_a_decoder_with_experts(tmp_path: Pa
         ({"ep": 3}, {}, r"plan\.mesh: The mesh has ep 3, which does not divide the 4 ranks"),
         ({"ep": 4}, {"count": 6}, r"model\.experts\.count 6 does not divide by it.*divides 6"),
         ({"ep": 2}, None, r"plan\.mesh\.ep is 2, and the model has no experts.*Set model\.experts\.count, or plan"),
-        ({"ep": 2, "tp": 2}, {}, r"ep is 2 and plan\.mesh\.tp 2.*Set plan\.mesh\.tp=1 or plan\.mesh\.ep=1"),
         ({"ep": 2, "dp_replicate": 4}, {}, r"ep 2, which does not divide the 1 ranks"),
         ({}, {"top_k": 5}, r"top_k 5 experts compute each token, and there are 4"),
         ({}, {"count": None}, r"top_k.* without experts\.count|ffn_dim.* without experts\.count"),

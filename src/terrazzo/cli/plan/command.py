@@ -95,7 +95,7 @@ def plan(  # structure: signature fixed by the command line
     cp_mode: str | None = _splitting(
         "--context MODE", "attention over cp: gather (default), ulysses or ring; default: gather, or searched"
     ),
-    ep: int | None = _splitting("--ep E", "expert-parallel ranks, among the data ranks; default: 1"),
+    ep: int | None = _splitting("--ep E", "expert-parallel ranks, among those of dp_shard, cp and tp; default: 1"),
     dp_replicate: int | None = _splitting(
         "--dp-replicate R", "groups of the hybrid strategies; default: one shard group per host"
     ),

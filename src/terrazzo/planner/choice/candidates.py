@@ -72,7 +72,8 @@ def meshes(request: Request) -> Iterator[Request]:
                 continue
             for cp in _sizes(request.cp, MOST_CONTEXT if (request.sequence or 0) >= LONG_SEQUENCE else 1):
                 if request.gpus % (tp * pp * cp) == 0:
-                    for ep in _expert_sizes(request.ep, experts, request.gpus // (tp * pp), domain):
+                    ranks = request.gpus // (tp * pp if request.as_megatron else pp)
+                    for ep in _expert_sizes(request.ep, experts, ranks, domain):
                         for context in _modes(request, model, tp, cp):
                             yield replace(request, tp=tp, pp=pp, cp=cp, ep=ep, context=context)
 
@@ -185,7 +186,7 @@ def _dividing(experts: int, ranks: int) -> tuple[int, ...]:
 def _other_experts(request: Request, setup: Setup) -> Iterator[Request]:
     """One size more and one less of those that `meshes` leaves out."""
     mesh, experts = setup.mesh, _experts(setup.model)
-    ranks = mesh.world_size // (mesh.tp * mesh.pp)
+    ranks = mesh.world_size // (mesh.tp * mesh.pp if setup.as_megatron else mesh.pp)
     sizes = _dividing(experts, ranks)
     tried = _expert_sizes(None, experts, ranks, max(setup.cluster.device.scaleup_domain, 1))
     at = sizes.index(mesh.ep)

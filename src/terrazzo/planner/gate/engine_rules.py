@@ -20,6 +20,11 @@ def _no_tensor_plan(setup: Setup) -> bool:
     return setup.mesh.tp > 1 and not model.bare and known and model.family not in CUT_FAMILIES
 
 
+def _counts_tokens_again(setup: Setup) -> bool:
+    routed = any(unit.block.experts for unit in setup.model.blocks if unit.block)
+    return routed and setup.mesh.tp > 1 and setup.whole_experts and not setup.sequence_parallel
+
+
 def _no_context(setup: Setup) -> bool:
     """Modules of one's own may bring a method for it."""
     return setup.mesh.cp > 1 and setup.model.family not in ("", BUILT_IN, *KNOWN_TYPES)
@@ -96,16 +101,16 @@ ENGINE_RULES = (
         "terrazzo.parallel.pipeline.plans.own_line",
     ),
     Rule(
-        "experts among ranks along tp",
+        "experts of tokens that ranks along tp share",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: setup.mesh.ep > 1 and setup.mesh.tp > 1,
+        lambda setup, _: _counts_tokens_again(setup),
         lambda it: (
-            "Here experts are split over data ranks alone; Terrazzo shares them out over ranks along tp too (ep "
-            f"{it.ep}, tp {it.tp}). These figures are not of such a run, and terrazzo train refuses it."
+            f"Without sequence parallelism the ranks along tp {it.tp} would all give experts the same tokens, and each "
+            "would count as often."
         ),
-        "Run with tp 1 or ep 1, or share both by tz.parallelize in a loop of your own.",
-        "terrazzo.train.preflight.axes",
+        "Use sequence parallelism, or tp 1.",
+        "terrazzo.parallel.face",
     ),
     Rule(
         "no plan of tensor parallelism",

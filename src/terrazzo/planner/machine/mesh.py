@@ -10,7 +10,7 @@ __all__ = ["Mesh"]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the mesh axes. `ep` divides the data ranks and adds none of its own."""
+    """Sizes of the mesh axes. `ep` divides the ranks of `dp_shard`, `cp` and `tp` and adds none of its own."""
 
     pp: int = 1
     dp_replicate: int = 1

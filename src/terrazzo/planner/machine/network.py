@@ -52,11 +52,7 @@ class Group(NamedTuple):
 
 
 def group_of(mesh: Mesh, axis: str) -> Group:
-    """The group along a mesh axis; that of `dp_shard` has the ranks of `cp` too. Expert ranks (`ep`) are the innermost
-    data ranks.
-    """
-    if axis == "ep":
-        return Group("ep", mesh.ep, mesh.tp)
+    """The group along a mesh axis other than `ep`; that of `dp_shard` has the ranks of `cp` too."""
     if axis == "dp_shard":
         return Group(axis, mesh.shard_ranks, mesh.tp)
     stride = 1

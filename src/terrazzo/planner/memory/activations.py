@@ -157,7 +157,8 @@ def _crowded(local: _Local, block: BlockShape) -> float:
     if not block.experts or local.ep == 1:
         return 0.0
     inner = block.active_experts * block.ffn * _inner(local, block) * local.itemsize / local.tp
-    return CROWDING * local.tokens * (inner + _routing(local, block))
+    routed = _routing(local, block) / (local.tp if local.sequence_parallel else 1)
+    return CROWDING * local.tokens * (inner + routed)
 
 
 def _everything(local: _Local, block: BlockShape) -> float:

@@ -26,7 +26,8 @@ def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
     groups: dict[tuple[bool, bool, bool, int], list[TensorShape]] = {}
     for tensor in unit.tensors:
         dealt_out = placement.ep > 1 and tensor.role == "expert"
-        is_shared = placement.padded and placement.tp > 1 and not _is_cut(tensor, unit.block, placement)
+        has_part = (dealt_out and placement.whole_experts) or _is_cut(tensor, unit.block, placement)
+        is_shared = placement.padded and placement.tp > 1 and not has_part
         groups.setdefault((not tensor.trainable, is_shared, dealt_out, tensor.copies), []).append(tensor)
     return tuple(PlannedBucket(groups[key], placement, unit.is_root, shared=key[1]) for key in sorted(groups))
 
@@ -46,7 +47,7 @@ class PlannedBucket(BucketSpec):
 
     Attributes:
         shared: all tensor-parallel ranks have it whole, and their gradients are summed.
-        dealt: ranks of data axes among which whole tensors are dealt out (experts): so many fewer split each of them.
+        dealt: ranks among which whole tensors are dealt out (experts): so many fewer split each of them.
         padded: as the engine pads; a bare number of parameters is not.
         end: elements of the flat space up to the padding at its end.
         moments: bytes per element of each state that the optimizer keeps for every element.
@@ -55,14 +56,14 @@ class PlannedBucket(BucketSpec):
     def __init__(self, tensors: Sequence[TensorShape], placement: Placement, keep: bool, shared: bool) -> None:
         recipe, precision = placement.optimizer, placement.precision
         self.tensors, self.shared, self._fixed_bytes = tensors, shared, recipe.fixed_bytes
-        self._tp = 1 if shared else placement.tp
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
+        self._tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
         self.end = sum(round_up(self.share(tensor), ALIGN if self.padded else 1) for tensor in tensors)
-        axes = placement.axes(self.dealt, shared)
+        axes = placement.axes(self.dealt > 1, shared)
         split = math.prod(axis.size for axis in axes.values())
         super().__init__(
             round_up(self.end, ALIGN * split) if self.padded else self.end,
-            placement.plan,
+            placement.expert_plan if self.dealt > 1 else placement.plan,
             precision,
             axes,
             placement.tiers,

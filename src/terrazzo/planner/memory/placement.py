@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -28,10 +28,12 @@ class Placement:
 
     Attributes:
         plan: its places hold only data axes that have more than one rank.
-        sizes: (axis, ranks) of these, innermost first.
+        sizes: (axis, ranks) of these, innermost first. `expert_plan`, `expert_sizes`: likewise of experts that ranks
+            along ep share, of which the innermost ranks have others each: those of tp first, but in Megatron-core.
         tiers: of the unit.
         padded: as the engine pads; a bare number of parameters is not, and its weights and master stay apart.
         host: ranks of one CPU host, which receive gradients in memory beside the sum; 0 on CUDA.
+        whole_experts: as `Setup.whole_experts`.
     """
 
     plan: Plan
@@ -43,6 +45,9 @@ class Placement:
     ep: int
     padded: bool
     host: int
+    whole_experts: bool
+    expert_plan: Plan
+    expert_sizes: tuple[tuple[str, int, int], ...]
 
     def __hash__(self) -> int:
         return self._hash
@@ -56,23 +61,21 @@ class Placement:
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
 
-    def axes(self, dealt: int = 1, shared: bool = False) -> Mapping[str, PaperAxis]:
+    def axes(self, dealt: bool = False, shared: bool = False) -> Mapping[str, PaperAxis]:
         """The axes of `sizes`, as they split a tensor.
 
         Args:
-            dealt: ranks among which whole tensors are dealt out, which uses up the innermost axes first.
+            dealt: it is of experts that ranks along ep share.
             shared: gradients are summed along `tp` too, whose ranks have the same.
         """
-        found: dict[str, PaperAxis] = {}
-        inner = self.tp
-        for axis, size in self.sizes:
-            taken = math.gcd(size, dealt)
-            inner, dealt, size = inner * taken, dealt // taken, size // taken
-            found[axis] = PaperAxis(size, self.host and max(1, min(size, self.host // inner)))
-            inner *= size
+        sizes = self.expert_sizes if dealt else _with_strides(self.sizes, self.tp)
+        found = {axis: PaperAxis(size, self._near(size, stride)) for axis, size, stride in sizes}
         if shared:
-            found["tp"] = PaperAxis(self.tp, self.host and min(self.tp, self.host))
+            found["tp"] = PaperAxis(self.tp, self._near(self.tp, 1))
         return found
+
+    def _near(self, size: int, stride: int) -> int:
+        return self.host and max(1, min(size, self.host // stride))
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,8 @@ def placement_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Placement:
         mesh,
         setup.precision,
         setup.optimizer,
-        not setup.model.bare,
-        setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0,
+        (not setup.model.bare, setup.cluster.device.per_node if setup.cluster.device.kind == "cpu" else 0),
+        setup.whole_experts,
     )
 
 
@@ -131,13 +134,49 @@ def _placement(  # structure: what a setup's placement follows from, as a cache 
     mesh: Mesh,
     precision: Precision,
     optimizer: OptimizerRecipe,
-    padded: bool,
-    host: int,
+    as_rank: tuple[bool, int],
+    whole_experts: bool,
 ) -> Placement:
-    sizes = mesh.sizes()
-    weight, between, grad, optim = (Place(Place(axes).among(sizes)) for axes in placed[:4])
-    plan = Plan(weight, between, grad, optim)
-    return Placement(plan, tuple(sizes.items()), placed[4], precision, optimizer, mesh.tp, mesh.ep, padded, host)
+    """`as_rank`: whether it pads, and the ranks of its CPU host."""
+    sizes, experts = mesh.sizes(), tuple(_dealt(mesh, whole_experts))
+
+    def among(names: Container[str]) -> Plan:
+        weight, between, grad, optim = (Place(Place(axes).among(names)) for axes in placed[:4])
+        return Plan(weight, between, grad, optim)
+
+    plan = among(sizes)
+    return Placement(
+        plan,
+        tuple(sizes.items()),
+        placed[4],
+        precision,
+        optimizer,
+        mesh.tp,
+        mesh.ep,
+        *as_rank,
+        whole_experts,
+        among([axis for axis, _, _ in experts]).regathered_as(plan),
+        experts,
+    )
+
+
+def _with_strides(sizes: Iterable[tuple[str, int]], inner: int) -> Iterator[tuple[str, int, int]]:
+    """(axis, ranks, how far apart these are) of axes that `inner` ranks are within."""
+    for axis, size in sizes:
+        yield axis, size, inner
+        inner *= size
+
+
+def _dealt(mesh: Mesh, whole_experts: bool) -> Iterator[tuple[str, int, int]]:
+    """Of the data axes what is left to the same experts, with the distance of these ranks."""
+    left, dealt = mesh.ep, 1 if whole_experts else mesh.tp
+    data = {"dp_shard": mesh.shard_ranks * (mesh.tp if whole_experts else 1), "dp_replicate": mesh.dp_replicate}
+    for axis, size in data.items():
+        taken = math.gcd(size, left)
+        left, dealt, size = left // taken, dealt * taken, size // taken
+        if size > 1:
+            yield axis, size, dealt
+        dealt *= size
 
 
 PlacedUnit = tuple[UnitShape, int, Placement]

@@ -43,7 +43,7 @@ def check(setup: Setup) -> None:
         _check_blocks(setup)
         _check_parts(setup)
         _check_pipeline(setup)
-        _check_experts(setup.model, setup.mesh, setup.as_megatron)
+        _check_experts(setup)
 
 
 def _check_sizes(setup: Setup) -> None:
@@ -181,12 +181,15 @@ def _check_pipeline(setup: Setup) -> None:
         )
 
 
-def _check_experts(model: ModelShape, mesh: Mesh, across_groups: bool) -> None:
-    """`across_groups`: ranks that share experts may be in different groups of dp_replicate, as in Megatron-core."""
+def _check_experts(setup: Setup) -> None:
+    """The engine's ranks that share experts are any of one group of dp_replicate; in Megatron-core they may be in
+    different ones, and those along tp are not among them.
+    """
+    model, mesh = setup.model, setup.mesh
     if mesh.ep == 1:
         return
     experts = max((unit.block.experts for unit in model.blocks if unit.block), default=0)
-    ranks = mesh.data_ranks if across_groups else mesh.shard_ranks
+    ranks = mesh.data_ranks if setup.as_megatron else mesh.shard_ranks * mesh.tp
     if not experts:
         raise BadInput(f"ep {mesh.ep} spreads routed experts, but {model.name} has none. Leave ep out.")
     if experts % mesh.ep:
@@ -195,8 +198,8 @@ def _check_experts(model: ModelShape, mesh: Mesh, across_groups: bool) -> None:
             f"Use an ep that divides {experts}."
         )
     if ranks % mesh.ep:
-        groups = f"dp_replicate {mesh.dp_replicate} × " if across_groups else ""
+        groups, beside = (f"dp_replicate {mesh.dp_replicate} × ", "") if setup.as_megatron else ("", f" × tp {mesh.tp}")
         raise BadInput(
-            f"ep {mesh.ep} takes its ranks from the data ranks and does not divide them: {groups}dp_shard "
-            f"{mesh.dp_shard} × cp {mesh.cp} = {ranks}. Use an ep that divides {ranks}."
+            f"ep {mesh.ep} takes its ranks from other axes and does not divide theirs: {groups}dp_shard "
+            f"{mesh.dp_shard} × cp {mesh.cp}{beside} = {ranks}. Use an ep that divides {ranks}."
         )

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from terrazzo.planner.machine.devices import Device
-from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape, active_share
+from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.products import Shares, block_products
 from terrazzo.planner.timing.repeated import repeated_shares
 
 __all__ = [
@@ -50,13 +51,6 @@ FLASH_SHARE = 0.50
 """Of the sustained matrix rate, what fused attention reaches at 128 channels per head, forward and backward together:
 119 TFLOP/s on A100 and 300 on H100. FlashAttention-2 reaches 1.5 and 1.15 times that on long sequences (arXiv
 2307.08691, section 4.1), its predecessor, with which the MPT models ran, two thirds."""
-
-DEPTH = 128
-"""Filling and draining the pipeline of a product costs as much as so many more elements of its inner dimension."""
-
-HALF_WAVE = 108 * 128 * 128 / 2
-"""Elements of a product's result by which the last round of tiles leaves a device empty, on average: half of what 108
-multiprocessors work on at once in tiles of 128 x 128."""
 
 MEMORY_SHARE = 0.85
 """Of the memory's bandwidth, what elementwise kernels reach."""
@@ -229,60 +223,10 @@ def _gaps(device: Device, launch: float, busy: float) -> float:
 def _matmul_s(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     rate = sustained_rate(setup.cluster.device, setup.matmul)
     assert rate is not None
-    mesh = setup.mesh
-    in_tiles = setup.cluster.device.kind != "cpu"
-    return _matmul_work(unit.tensors, block, setup.tokens / mesh.cp, mesh.tp, mesh.ep, in_tiles) / rate
-
-
-@lru_cache(maxsize=4096)
-def _matmul_work(  # structure: what it follows from, as a cache key
-    tensors: tuple[TensorShape, ...], block: BlockShape, tokens: float, tp: int, ep: int, in_tiles: bool
-) -> float:
-    """FLOPs of all products of a block on one rank, and what is lost to their shapes counted as FLOPs.
-
-    Args:
-        in_tiles: whether many multiprocessors share a product's result, and the last round leaves some without work.
-    """
-    work = 0.0
-    for tensor in tensors:
-        if tensor.role in ("matrix", "router"):
-            work += _products(tensor, block.hidden, tokens, in_tiles, tp)
-        elif tensor.role == "expert":
-            met = tokens * active_share(tensor, block) * ep  # by each of this rank's experts, from all expert ranks
-            work += _products(tensor, block.hidden, met, in_tiles, tp, ep)
-    return work
-
-
-def _products(tensor: TensorShape, hidden: int, tokens: float, in_tiles: bool, tp: int, ep: int = 1) -> float:
-    """Forward, input gradient and weight gradient of one matrix, or of a stack of experts in grouped products."""
-    out, inner = map(float, _out_and_in(tensor, hidden))
-    stack = tensor.numel / (out * inner) / ep
-    out, inner = out / (tp if tensor.split in _OUT else 1), inner / (tp if tensor.split in _INTO else 1)
-    product = _product if in_tiles else _plain_product
-    work = product(stack, tokens, out, inner) + product(stack, tokens, inner, out)
-    return work + (product(stack, out, inner, tokens) if tensor.trainable else 0.0)
-
-
-_OUT, _INTO = ("column", "column_gathered"), ("row", "row_splits")
-"""Splits of a matrix by its outputs, and by its inputs."""
-
-
-def _out_and_in(tensor: TensorShape, hidden: int) -> tuple[int, int]:
-    """Outputs and inputs of a matrix. Most are stored [out, in]; GPT-2's and some experts' [in, out].
-
-    Between the residual stream and what tensor parallelism splits, the side that is not `hidden` is the split one.
-    """
-    out, inner = tensor.shape[-2:]
-    split = out if tensor.split in _OUT else inner if tensor.split in _INTO else None
-    return (inner, out) if split == hidden and out != inner else (out, inner)
-
-
-def _product(stack: float, rows: float, columns: float, depth: float) -> float:
-    return 2 * (stack * rows * columns + HALF_WAVE) * (depth + DEPTH)
-
-
-def _plain_product(stack: float, rows: float, columns: float, depth: float) -> float:
-    return 2 * stack * rows * columns * depth
+    mesh, tokens = setup.mesh, setup.tokens / setup.mesh.cp
+    own = tokens / mesh.tp if setup.whole_experts and setup.sequence_parallel else tokens
+    shares = Shares(tokens, own, mesh.tp, mesh.ep, 1 if setup.whole_experts else mesh.tp)
+    return block_products(unit.tensors, block, shares, setup.cluster.device.kind != "cpu") / rate
 
 
 def _attention_s(setup: Setup, block: BlockShape) -> float:
@@ -316,7 +260,7 @@ SCORE_BYTES = 28
 def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     """Read and written in one micro-batch by what is no matrix product, forward and backward."""
     tokens, per_token = setup.tokens / setup.mesh.cp, 3 * _elements(setup, block) * setup.precision.compute.itemsize
-    held, width = _matrix_sums(unit.tensors, setup.mesh.tp, setup.mesh.ep)
+    held, width = _matrix_sums(unit.tensors, setup.mesh.tp, setup.mesh.ep, setup.whole_experts)
     weights = held * (setup.precision.compute.itemsize + setup.precision.accumulate.itemsize)
     if setup.matmul == "fp8":
         per_token += width * CAST_BYTES
@@ -341,12 +285,13 @@ def _elements(setup: Setup, block: BlockShape) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _matrix_sums(tensors: tuple[TensorShape, ...], tp: int, ep: int) -> tuple[float, float]:
+def _matrix_sums(tensors: tuple[TensorShape, ...], tp: int, ep: int, whole_experts: bool) -> tuple[float, float]:
     """Trainable elements of one rank's matrices; and inputs and output gradients of all of them, per token."""
     held = width = 0.0
     for tensor in tensors:
         if tensor.role in ("matrix", "router", "expert"):
-            parts = (tp if tensor.split != "none" else 1) * (ep if tensor.role == "expert" else 1)
+            is_whole = tensor.split == "none" or (tensor.role == "expert" and whole_experts)
+            parts = (1 if is_whole else tp) * (ep if tensor.role == "expert" else 1)
             held += tensor.numel / parts if tensor.trainable else 0.0
             width += (tensor.shape[-1] + tensor.shape[-2]) / (tp if tensor.split != "none" else 1)
     return held, width

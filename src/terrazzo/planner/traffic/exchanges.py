@@ -85,16 +85,20 @@ class _TensorMoves:
     def of_block(self, unit: UnitShape, block: BlockShape) -> Iterator[Transfer]:
         """Two sums and, where sequences are split, two gatherings, and each the other way round on the way back.
 
+        Only one around attention where each rank computes its own tokens in whole experts.
+
         What is recomputed ends where nothing is kept of what follows: before the last sum.
         """
         again = _repeated(self._setup)
         yield from self._of_fused(unit, again)
-        sums = 2 if block.dropout or block.norms > 2 else 1
+        regions = 1 if block.experts and self._setup.whole_experts else 2
+        sums = regions if block.dropout or block.norms > 2 else 1
         if not self._setup.sequence_parallel:
-            yield self._reduced("forward", self._residual, 2)
-            yield self._reduced("backward", self._residual, 2 + sums * again)
+            yield self._reduced("forward", self._residual, regions)
+            yield self._reduced("backward", self._residual, regions + sums * again)
             return
-        for when, gathered, summed in (("forward", 2.0, 2.0), ("backward", 2 + 2 * again, 2 + sums * again)):
+        around = ("forward", regions, regions), ("backward", regions * (1 + again), regions + sums * again)
+        for when, gathered, summed in around:
             yield self._gathered(when, self._residual, gathered)
             yield self._move("reduce_scatter", when, self._share(self._residual), summed)
 
@@ -204,8 +208,11 @@ class _KeyHeads:
 
 
 def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[Transfer]:
-    group = group_of(setup.mesh, "ep")
-    once = _activation_bytes(setup) * block.active_experts * (group.size - 1) / group.size
+    """Whole experts are given the part of the sequence that each rank along tp has."""
+    mesh = setup.mesh
+    group = Group("ep", mesh.ep, 1 if setup.whole_experts else mesh.tp)
+    apart = mesh.tp if setup.whole_experts and setup.sequence_parallel else 1
+    once = _activation_bytes(setup) / apart * block.active_experts * (group.size - 1) / group.size
     link = Network(setup.cluster.device).link(group)
     for when, count in (("forward", 2.0), ("backward", 2 + 2 * _repeated(setup))):
         messages = 2 * math.ceil(count)  # ranks say how many rows they have before each

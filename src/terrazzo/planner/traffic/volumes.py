@@ -140,7 +140,7 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Tra
 def _group(setup: Setup, axis: str, size: int) -> Group:
     """`size` ranks of an axis: of experts' tensors, what expert parallelism leaves of it."""
     whole = group_of(setup.mesh, axis)
-    return Group(axis, size, whole.stride * (whole.size // size))
+    return Group(axis, size, whole.stride * whole.size // size)
 
 
 def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Transfer, ...]:

@@ -72,12 +72,6 @@ def _check_experts(config: Config) -> None:
             f"plan.mesh.ep is {mesh.ep}, and model.experts.count {count} does not divide by it: each rank has as many."
             f" Use a plan.mesh.ep that divides {count}."
         )
-    if mesh.ep > 1 and mesh.tp > 1:
-        raise BadInput(
-            f"plan.mesh.ep is {mesh.ep} and plan.mesh.tp {mesh.tp}: what experts among ranks along tp need is not known"
-            " to the planner yet. Set plan.mesh.tp=1 or plan.mesh.ep=1, or share both by tz.parallelize in a loop of"
-            " your own."
-        )
     if count is not None and mesh.tp > 1 and (not tensor.sequence or tensor.plan != "auto"):
         key = "parallel.tensor.sequence=true" if not tensor.sequence else "parallel.tensor.plan=auto"
         raise BadInput(
