@@ -11,7 +11,7 @@
     │   └── SwapChanged  it holds other bytes than were written                          (CLI exit code 82)
     ├── Diverged     the numbers left the range that training can recover from           (CLI exit code 83)
     │   └── CopiesDiffer  of one state, on ranks that should hold the same               (CLI exit code 82)
-    └── Corrupted    memory or a drive has changed what was written: the two above       (CLI exit code 82)
+    └── Corrupted    a processor, memory or a drive is at fault: the two above, and more (CLI exit code 82)
 
 Every message is one paragraph that names the value found, what was expected, and the edit that fixes it.
 Assertions are reserved for bugs in Terrazzo itself.
@@ -88,7 +88,7 @@ class Diverged(TerrazzoError, ArithmeticError):
 
 
 class Corrupted(TerrazzoError):
-    """Memory or a drive has changed what was written there; earlier checkpoints are intact."""
+    """A rank computes wrongly, or memory or a drive has changed what was written; earlier checkpoints are intact."""
 
 
 class CopiesDiffer(Diverged, Corrupted):

@@ -92,5 +92,7 @@ def test_a_run_compares_them_when_it_is_asked_to(tmp_path: Path) -> None:
     said = on_ranks_of_a_run(2, config_in(tmp_path, **sections), work)
     assert said[0] == said[1]
     assert "embedding.weight, weight" in said[0]
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000001"]
+    assert "1 checkpoint saved so far, and nothing was known to be right before, is put aside as suspect" in said[0]
+    (path,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert path.name.startswith("step-00000001.suspect-")
     assert config_from_dict({}).train.check_replicas_every is None

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         prune,
         set_aside,
         step_path,
+        suspect,
+        suspects,
     )
 else:
     __getattr__ = lazily(
@@ -47,7 +49,7 @@ else:
             "terrazzo.checkpoint.saving.save": ("save",),
             "terrazzo.checkpoint.upkeep.series": (
                 *("Resumed", "claim", "clear", "complete_checkpoints", "latest"),
-                *("load_newest", "prune", "set_aside", "step_path"),
+                *("load_newest", "prune", "set_aside", "step_path", "suspect", "suspects"),
             ),
             "terrazzo.checkpoint.source": ("Source",),
         },
@@ -70,4 +72,6 @@ __all__ = [
     "save",
     "set_aside",
     "step_path",
+    "suspect",
+    "suspects",
 ]

@@ -12,7 +12,9 @@ __all__ = ["GuardConfig"]
 
 
 class GuardConfig(Section):
-    """What is done about a step whose loss or gradients are not finite, or a spike."""
+    """What is done about a step whose loss or gradients are not finite, or a spike, and about a rank that computes
+    wrongly.
+    """
 
     action: Literal["stop", "skip", "rollback"] = Field(
         "stop",
@@ -28,6 +30,12 @@ class GuardConfig(Section):
     window: int = Field(100, ge=8, description="spike: steps before it that it is compared with, at least 8")
     skip_batches: int = Field(0, ge=0, description="rollback: batches behind that of the spike that are left out too")
     limit: int = Field(10, gt=0, description="skips and rollbacks of a run; one more ends it")
+    replay_every: int | None = Field(
+        None,
+        gt=0,
+        description="steps between replays: ranks compute a micro-batch of each other's again, and the run ends, "
+        "naming the rank, where their gradients differ; one takes as long as two micro-batches; null: never",
+    )
 
     @property
     def acts(self) -> bool:

@@ -43,6 +43,7 @@ from terrazzo.engine.loop.listeners import inside_backward
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
+from terrazzo.engine.model.unused import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise
 from terrazzo.engine.paper.bill import MemoryBill
@@ -113,6 +114,7 @@ __all__ = [
     "Stages",
     "Traffic",
     "Units",
+    "UnusedGradients",
     "Zeros",
     "accumulate",
     "as_one",
@@ -142,6 +144,7 @@ __all__ = [
     "register_forward_method",
     "shard",
     "stages_of",
+    "unused_gradients",
     "whole_state_dict",
     "whole_weights",
 ]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 import terrazzo as tz
-from terrazzo.checkpoint import check_replicas
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
@@ -24,6 +23,7 @@ from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.micro_batches import learnt
 from terrazzo.train.model.experts import balance_experts, forget_load
 from terrazzo.train.model.load import Load
+from terrazzo.train.replay.checks import Checks
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
 
@@ -46,6 +46,7 @@ class Trainer:
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
         self.divergence, self.guard = DivergenceWatch(session), Guard(session)
+        self.checks = Checks(session)
         self.recorder = StepRecorder(self.engine, session.micro_batches)
         self.skew: list[list[float]] = []  # what ranks told at the last log step
         self.wait_s, self.learning_rate = 0.0, 0.0
@@ -179,8 +180,9 @@ class Trainer:
     def between_steps(self, *, finished: bool, last: bool) -> None:
         """Comparisons, evaluation, checkpoints and samples that are due after the current step."""
         session, train = self.session, self.session.config.train
-        if _due(session.step, train.check_replicas_every):
-            check_replicas(session.model)
+        if self.checks.due():
+            with self.phases.during("evaluate"):
+                self.checks.run()
         if finished or _due(session.step, train.eval_every):
             with self.phases.during("evaluate"):
                 self.validate()

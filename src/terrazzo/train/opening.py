@@ -27,6 +27,7 @@ from terrazzo.train.checkpoints.resume import (
     resume_from,
     resume_notes,
     seeded_anew,
+    suspect_notes,
 )
 from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
 from terrazzo.train.first_use import load_kernels
@@ -161,6 +162,7 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: l
 def _fill(session: Session, begin: _Begin) -> None:
     """Give the model its weights, the given ones or the checkpoint's, and what follows from the given ones."""
     config, model = session.config, session.model
+    session.notes += on_first(lambda: suspect_notes(config), BadInput)
     if begin.due or not begin.newest:
         _load_pretrained(config, model)
     if begin.due:

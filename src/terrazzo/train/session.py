@@ -137,6 +137,7 @@ class Session:
             "tokens": self.tokens,
             "skipped": self.skipped,
             "judged": asdict(self.judged),
+            "sure": self.keeper.sure_step,
             "metric": self.validations.of(self.step),
             "best": self.validations.best,
             "schedule": self.schedule.state_dict(),

@@ -66,8 +66,8 @@ class LocalStore(Store):
         sync_folder(self.root)
         shutil.rmtree(gone, ignore_errors=True)  # what stays is swept by the next save
 
-    def set_aside(self, name: str) -> str:
-        aside = f"{name}.damaged-{os.urandom(2).hex()}"
+    def set_aside(self, name: str, why: str = "damaged") -> str:
+        aside = f"{name}.{why}-{os.urandom(2).hex()}"
         os.rename(self.root / name, self.root / aside)
         sync_folder(self.root)
         return aside

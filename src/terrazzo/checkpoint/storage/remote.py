@@ -49,8 +49,8 @@ class RemoteStore(Store):
         self._fs.rm_file(f"{self._root}/{name}/{MANIFEST}")
         self._fs.rm(f"{self._root}/{name}", recursive=True)
 
-    def set_aside(self, name: str) -> str:
-        aside = f"{name}.damaged-{os.urandom(2).hex()}"
+    def set_aside(self, name: str, why: str = "damaged") -> str:
+        aside = f"{name}.{why}-{os.urandom(2).hex()}"
         self._fs.mv(f"{self._root}/{name}", f"{self._root}/{aside}", recursive=True)
         return aside
 

@@ -194,8 +194,8 @@ class Store(ABC):
         """Make a checkpoint invisible, at once, and then remove its files."""
 
     @abstractmethod
-    def set_aside(self, name: str) -> str:
-        """Give a checkpoint a name that no series has, and return that; its files stay."""
+    def set_aside(self, name: str, why: str = "damaged") -> str:
+        """Give a checkpoint a name that no series has, with a word that says why, and return that; its files stay."""
 
     @abstractmethod
     def occupied(self, name: str) -> bool:

@@ -35,6 +35,8 @@ __all__ = [
     "prune",
     "set_aside",
     "step_path",
+    "suspect",
+    "suspects",
 ]
 
 _PATIENCE_S = 30.0  # shared file systems show a new folder late
@@ -55,12 +57,13 @@ def latest(folder: str | os.PathLike[str]) -> str | None:
     return next(reversed(complete_checkpoints(folder)), None)
 
 
-def prune(
+def prune(  # structure: signature fixed by what may be kept
     folder: str | os.PathLike[str],
     *,
     keep_last: int,
     keep_every: int | None = None,
     keep_best: int = 0,
+    sure: int | None = None,
     run: str | None = None,
     dry_run: bool = False,
 ) -> list[str]:
@@ -73,6 +76,7 @@ def prune(
         keep_last: how many of the highest steps are kept.
         keep_every: also those whose step is a multiple of it.
         keep_best: also so many with the lowest `extra["metric"]`.
+        sure: also the newest that is not of a later step than this.
         run: only this run's; default: every run's.
         dry_run: return the names and remove nothing.
 
@@ -91,6 +95,7 @@ def prune(
     kept = {checkpoint.where for checkpoint in own[max(0, len(own) - keep_last) :]}
     kept |= {checkpoint.where for checkpoint in own if keep_every and not (step_of(checkpoint.where) or 0) % keep_every}
     kept |= {checkpoint.where for checkpoint in sorted(own, key=_metric)[:keep_best] if _metric(checkpoint) < math.inf}
+    kept |= {each.where for each in [each for each in own if (step_of(each.where) or 0) <= (sure or -1)][-1:]}
     gone = [checkpoint.where.rpartition("/")[2] for checkpoint in own if checkpoint.where not in kept]
     for name in gone if not dry_run else ():
         store.remove(name)
@@ -133,6 +138,30 @@ def set_aside(path: str) -> str:
     """Rename a damaged checkpoint, so that its step can be saved again; returns its new name."""
     store, name = store_and_name(path)
     return store.set_aside(name)
+
+
+def suspect(folder: str | os.PathLike[str], *, after: int, run: str | None = None) -> list[str]:
+    """Rename the complete checkpoints of steps behind `after`, so that nothing resumes from them.
+
+    Returns the new names. They are whole, but what is in them may have been computed wrongly. Renamed back, they are as
+    before.
+
+    Args:
+        run: only this run's; default: every run's.
+    """
+    store = open_store(folder)
+    names = [name for name in _names(store) if (step_of(name) or 0) > after]
+    opened = {name: _opened(store, name) for name in names}
+    wanted = [name for name, found in opened.items() if run is None or (found and found.manifest.run == run)]
+    return [store.set_aside(name, _SUSPECT) for name in wanted]
+
+
+def suspects(folder: str | os.PathLike[str]) -> list[str]:
+    """The names in `folder` that `suspect` has given."""
+    return [name for name in open_store(folder).candidates() if f".{_SUSPECT}-" in name]
+
+
+_SUSPECT = "suspect"
 
 
 @dataclass(frozen=True)

@@ -326,6 +326,14 @@ class Gradient:
             self.finished.apply_factor()
             self.finished.change(change, self.space.layout.slots[index].range)
 
+    def drop(self) -> Tensor | None:
+        """Forget the unreduced gradient; returns its elements, None where there is none."""
+        dropped, self._unreduced = self._unreduced, None
+        if dropped is None:
+            return None
+        self.ledger.release(dropped.data.nbytes)
+        return dropped.complete()
+
     @property
     def exists(self) -> bool:
         """Whether there is one, finished or not."""

@@ -29,6 +29,7 @@ __all__ = [
     "backend_for",
     "count",
     "current",
+    "deterministic",
     "generator_state",
     "is_cuda",
     "kind_of_group",
@@ -93,6 +94,19 @@ def set_generator_state(state: Tensor) -> None:
     """The reverse; nothing is done where this process has not used a CUDA device."""
     if torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Inside, a CUDA device adds in the same order each time, where torch has such a kernel; CPUs always do."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if is_cuda(device):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        if is_cuda(device):
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def peak_bytes(device: torch.device) -> int:

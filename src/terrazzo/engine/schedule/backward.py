@@ -147,7 +147,8 @@ class BackwardPass:
         """Reductions run beside the computation: gathers of what comes next follow right behind them."""
         running.wait()  # its gradient's memory comes behind what has had a unit's time, and no more
         self._reductions.advance()
-        running.expect_gradients(self.this_pass)
+        if self.this_pass is not Pass.DROPS:  # which are not reduced: their memory is the computation's
+            running.expect_gradients(self.this_pass)
         self.close(ended)
         self._postponed = ahead
         self.halfway()
@@ -175,10 +176,14 @@ class BackwardPass:
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def close(self, units: Iterable[Runnable]) -> None:
-        """The gradients of units are complete: start summing them over ranks, unless this micro-batch only adds."""
+        """The gradients of units are complete: start summing them over ranks, unless this micro-batch only adds, or no
+        step uses it.
+        """
         for unit in units:
             self.closed.add(unit.index)
-            if unit.has_gradients and self.this_pass is not Pass.ADDS:
+            if unit.has_gradients and self.this_pass is Pass.DROPS:
+                self._reductions.on_dropped(unit.index)
+            elif unit.has_gradients and self.this_pass is not Pass.ADDS:
                 self.start_reducing(unit)
 
     def start_reducing(self, unit: Runnable) -> None:

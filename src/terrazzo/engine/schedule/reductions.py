@@ -36,11 +36,13 @@ class Reductions:
     Attributes:
         on_finished: called with the index of each unit behind the sum that finishes its gradients. In a step one more
             time for each gradient that comes late, which is summed by itself.
+        on_dropped: called with the index of each unit whose gradients are complete, in a backward that no step uses.
     """
 
     def __init__(self, denominator: Divisor) -> None:
         self._denominator = denominator
         self.on_finished: Callable[[int], None] = lambda unit: None
+        self.on_dropped: Callable[[int], None] = lambda unit: None
         self._sums: list[_Sum] = []
 
     @property

@@ -9,7 +9,8 @@ rank's memory: only so do all ranks issue the same. What comes elsewhere than in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.plan.spec import Pass
@@ -82,6 +83,16 @@ class Schedule:
     def on_finished(self, call: Callable[[int], None]) -> None:
         """Have `call` called with the index of each unit whose gradients are finished."""
         self._reductions.on_finished = call
+
+    @contextlib.contextmanager
+    def dropping(self, call: Callable[[int], None]) -> Iterator[None]:
+        """No step uses backwards inside: `call` is told of each unit whose gradients are complete, to forget them."""
+        before, self._reductions.on_dropped = self.this_pass, call
+        self.set_pass(Pass.DROPS)
+        try:
+            yield
+        finally:
+            self.set_pass(before)
 
     # -- forward -----------------------------------------------------------------------------------------------
 

@@ -37,7 +37,8 @@ class Keeper:
     """Saves and restores a run in `checkpoint.folder`, which no other run may write to meanwhile.
 
     `run` is the identity of the run: drawn when it starts, and the checkpoint's when it is resumed. `saved_step` is the
-    newest step that is known to be saved.
+    newest step that is known to be saved, `sure_step` the newest up to which nothing was found wrong with what ranks
+    compute and hold; None where nobody looks.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
@@ -46,6 +47,7 @@ class Keeper:
         self.run: str = gather_json(os.urandom(6).hex())[0]
         self._saver: Saver | None = None
         self._saving_step = self.saved_step = 0
+        self.sure_step: int | None = None
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
         self._claim = together(lambda: checkpoint.claim(self.folder, who) if self._is_first else None, Misuse)
 
@@ -54,6 +56,7 @@ class Keeper:
         resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast)
         if resumed is not None:
             self.run, self.saved_step = resumed.run, resumed.extra.get("step", 0)
+            self.sure_step = resumed.extra.get("sure")
         return resumed
 
     def save(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> str:
@@ -73,6 +76,15 @@ class Keeper:
             self.saved_step = step
         self._prune()
         return path
+
+    def suspect(self) -> list[str]:
+        """Put aside what was saved since all was known to be right; returns the new names. Collective."""
+        self.wait()
+        after = self.sure_step or 0
+        names = on_first(lambda: checkpoint.suspect(self.folder, after=after, run=self.run))
+        if names:
+            self.saved_step, self._saving_step = after, 0
+        return names
 
     def lost(self) -> str | None:
         """What has become of the folder, if it is no longer the one that this run began with; rank 0 looks."""
@@ -115,7 +127,9 @@ class Keeper:
     def _prune(self) -> None:
         keep = self._settings
         if (last := keep.keep_last) is not None:
-            every, best = keep.keep_every, keep.keep_best
+            best, sure = keep.keep_best, self.sure_step
             on_first(
-                lambda: checkpoint.prune(self.folder, keep_last=last, keep_every=every, keep_best=best, run=self.run)
+                lambda: checkpoint.prune(
+                    self.folder, keep_last=last, keep_every=keep.keep_every, keep_best=best, sure=sure, run=self.run
+                )
             )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from terrazzo.checkpoint import clear, latest, open_source, step_path
+from terrazzo.checkpoint import clear, latest, open_source, step_path, suspects
 from terrazzo.config import Config, flatten, without_passwords
 from terrazzo.errors import BadInput, Damaged, TerrazzoError, counted, listed
 from terrazzo.train.command import program
@@ -22,6 +22,7 @@ __all__ = [
     "saying_what_differs",
     "seeded_anew",
     "stamps",
+    "suspect_notes",
 ]
 
 COMPARED = ("optimizer", "schedule", "precision", "model", "lora", "data", "objective", "batch")
@@ -48,6 +49,14 @@ def resume_from(config: Config) -> str | None:
             )
         return None
     return newest
+
+
+def suspect_notes(config: Config) -> list[str]:
+    """A line where checkpoints have been put aside as suspect, which are not resumed from. For the first rank."""
+    if config.checkpoint.resume == "never" or not (names := suspects(config.checkpoint_folder)):
+        return []
+    why = "saved when a rank computed wrongly, or held other copies"
+    return [f"resume: {listed(names)} in {config.checkpoint_folder}, {why}: SUSPECT, not used"]
 
 
 def clear_checkpoints(config: Config) -> None:

@@ -119,11 +119,20 @@ class Loader:
     def read(self, cursor: Cursor) -> tuple[GlobalBatch, Cursor]:
         """The step at `cursor`, and the cursor after it."""
         indices, following = self.order.take(cursor, self.batch.global_batch)
-        share = filled(indices, self.batch.micro_batch * self.world_size)
-        share = share.reshape(self.world_size, -1, self.batch.micro_batch)[self.rank]
-        micro_batches = tuple(self.part(self.dataset.batch(one)) for one in share)
+        micro_batches = tuple(self.part(self.dataset.batch(one)) for one in self._share(indices, self.rank))
         totals = self.dataset.valid_tokens(indices), self.dataset.samples(indices)
         return GlobalBatch(micro_batches, *totals), following
+
+    def first_of(self, rank: int) -> Batch:
+        """The first micro-batch that another rank reads of the step at the cursor; this rank's part of it."""
+        indices, _ = self.order.take(self.cursor, self.batch.global_batch)
+        return self.part(self.dataset.batch(self._share(indices, rank)[0]))
+
+    def _share(self, indices: Indices, rank: int) -> Indices:
+        """Of a step's sequences those of a rank, `[micro_batches, micro_batch]`."""
+        share = filled(indices, self.batch.micro_batch * self.world_size)
+        own: Indices = share.reshape(self.world_size, -1, self.batch.micro_batch)[rank]
+        return own
 
     def state_dict(self) -> dict[str, Any]:
         """The cursor as plain numbers, with what it is only valid for; the same on every rank."""

@@ -1,0 +1,6 @@
+"""Whether ranks compute what others compute of the same data.
+
+verdict     who is wrong, by the answers of all
+replay      ranks give them
+checks      when, and what of the run is not to be trusted
+"""

@@ -1,0 +1,126 @@
+"""Micro-batches of other ranks computed again, and who makes something else of them than most."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from terrazzo.checkpoint.rng import capture_rng, restore_rng
+from terrazzo.engine import engine_of, unused_gradients
+from terrazzo.engine.runtime import device as devices
+from terrazzo.errors import BadInput, Corrupted
+from terrazzo.exchange import gather_json
+from terrazzo.planner.timing.calibration import processor
+from terrazzo.train.micro_batches import learnt
+from terrazzo.train.model.experts import forget_load
+from terrazzo.train.replay.verdict import Answer, finding_of
+from terrazzo.train.session import Session
+
+__all__ = ["Replay"]
+
+
+class Replay:
+    """Compares, every so many steps, what ranks compute of the same data with the same weights.
+
+    Rank r's micro-batch is computed by r and by r+1, all ranks at once, each its own and its neighbour's. Where two
+    answers differ, all compute both again, and r+2 does, too, if there is a third: most are right. What is compared is
+    a digest of each unit's gradients before ranks sum them. Nothing of it stays: generators, buffers and counters of
+    experts go on as if it had not been.
+
+    Raises:
+        BadInput: ranks compute on different processors, whose results may differ in their last bits.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._first = session.step + 1
+        if session.config.guard.replay_every is not None:
+            _require_alike(session)
+
+    def due(self) -> bool:
+        """Whether it is time: behind the first step, which shows whether kernels repeat themselves, and then by the
+        number of steps.
+        """
+        every, step = self._session.config.guard.replay_every, self._session.step
+        return every is not None and (step == self._first or step % every == 0)
+
+    def check(self) -> None:
+        """Raises `Corrupted` on all ranks where one computes wrongly. Collective."""
+        readers = self._session.parts.readers
+        answers = self._answers([0, 1] if readers > 1 else [0, 0])
+        if finding_of(answers) is None:
+            return
+        answers += self._answers(list(range(min(readers, 3))))
+        finding = finding_of(answers)
+        assert finding is not None, "answers do not change"
+        if finding.of_kernels:
+            raise BadInput(
+                f"guard.replay_every compares what ranks compute of the same data, and they do not compute the same"
+                f" twice: {finding.text} Kernels here add in any order. Set CUBLAS_WORKSPACE_CONFIG=:4096:8 in the"
+                " environment if it is not, train.compile=false, or guard.replay_every=null."
+            )
+        hosts = gather_json(platform.node())
+        ranks = sorted({answer.rank for answer in answers})
+        where = f" Hosts of ranks {ranks[0]} to {ranks[-1]}: {', '.join(hosts)}." if len(set(hosts)) > 1 else ""
+        raise Corrupted(
+            f"In a replay behind step {self._session.step}: {finding.text}{where} Processors and memory do that where"
+            " they fail."
+        )
+
+    def _answers(self, offsets: Sequence[int]) -> list[Answer]:
+        """Of all ranks: what each has made of the micro-batches of those that many places before it. Collective."""
+        with self._unnoticed():
+            own = [self._answer(offset) for offset in offsets]
+        return [
+            Answer(rank, tuple(of), tuple(units), tuple(tuple(each) for each in units.values()))
+            for rank, told in enumerate(gather_json(own))
+            for of, units in told
+        ]
+
+    def _answer(self, offset: int) -> tuple[list[int], dict[str, list[int]]]:
+        """Of which micro-batch it is, for ranks with the same part of it, and the digests. Collective."""
+        session, mesh = self._session, self._session.config.plan.mesh
+        reader = (session.parts.reader - offset) % session.parts.readers
+        place = session.ranks.rank % mesh.ranks_per_batch
+        torch.manual_seed(session.config.train.seed + 1_000_003 * session.step + 1_009 * reader + place // mesh.tp)
+        batch = session.loader.first_of(reader)
+        with unused_gradients(engine_of(session.model)) as unused:
+            learnt(session, [batch], denominator=1.0)
+        return [reader, place], unused.digests()
+
+    @contextmanager
+    def _unnoticed(self) -> Iterator[None]:
+        """What is computed inside leaves no trace in the run."""
+        session = self._session
+        generators, denominator = capture_rng(), engine_of(session.model).progress.denominator.chosen
+        buffers = [(buffer, buffer.clone()) for buffer in session.model.buffers()]
+        try:
+            with devices.deterministic(session.ranks.device):
+                yield
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            forget_load(session.model)
+            session.model.set_gradient_denominator(denominator)  # type: ignore[operator]
+            restore_rng(generators)
+
+
+def _require_alike(session: Session) -> None:
+    """Refuse ranks whose results may differ although nothing is wrong. Collective."""
+    own = [processor(session.ranks.device.type), torch.__version__, torch.get_num_threads()]
+    for rank, theirs in enumerate(found := gather_json(own)):
+        if theirs != found[0]:
+            raise BadInput(
+                f"guard.replay_every compares what ranks compute to the bit, and they are not alike: rank 0 has"
+                f" {_described(found[0])}, rank {rank} {_described(theirs)}. Use machines of one kind, or"
+                " guard.replay_every=null."
+            )
+
+
+def _described(told: Sequence[object]) -> str:
+    name, version, threads = told
+    return f"'{name}' with torch {version} and {threads} threads"

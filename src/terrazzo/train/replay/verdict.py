@@ -1,0 +1,115 @@
+"""Who computes wrongly, by what ranks have made of the same micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from terrazzo.errors import listed
+
+__all__ = ["Answer", "Finding", "finding_of"]
+
+
+class Answer(NamedTuple):
+    """What a rank has made of a micro-batch.
+
+    Attributes:
+        rank: whose answer it is.
+        of: whose micro-batch, as any key that is equal where the same is computed.
+        units: in which gradients were complete, in that order.
+        digests: of each unit's gradients.
+    """
+
+    rank: int
+    of: tuple[int, ...]
+    units: tuple[str, ...]
+    digests: tuple[tuple[int, ...], ...]
+
+
+class Finding(NamedTuple):
+    """Answers that are not as they should be.
+
+    Attributes:
+        text: what is wrong, in sentences.
+        of_kernels: no machine is at fault: most ranks do not compute the same twice.
+    """
+
+    text: str
+    of_kernels: bool = False
+
+
+def finding_of(answers: Sequence[Answer]) -> Finding | None:
+    """What is wrong with the answers of all ranks; None where all that should be equal is.
+
+    An answer is right if more than half of the ranks that were asked have given it. With two ranks there is none where
+    they disagree, unless one does with itself.
+    """
+    asked: defaultdict[tuple[int, ...], list[Answer]] = defaultdict(list)
+    for answer in answers:
+        asked[answer.of].append(answer)
+    apart = {of: given for of, given in asked.items() if len({each.digests for each in given}) > 1}
+    if not apart:
+        return None
+    ranks = {answer.rank for answer in answers}
+    wavering = {rank for rank in ranks for given in apart.values() if _disagrees_with_itself(rank, given)}
+    if len(ranks) > 1 and 2 * len(wavering) > len(ranks):
+        return Finding(f"{_named(wavering)} each computed one micro-batch twice, with two results.", of_kernels=True)
+    wrong, undecided = Counter[int](), set[int]()
+    for given in apart.values():
+        if (right := _right(given)) is None:
+            undecided |= {each.rank for each in given}
+        else:
+            wrong.update(each.rank for each in given if each.digests != right)
+    if wrong:
+        return Finding(" ".join(_of_rank(rank, count, answers, apart) for rank, count in sorted(wrong.items())))
+    if wavering:
+        return Finding(" ".join(_transient(rank, apart) for rank in sorted(wavering)))
+    return Finding(
+        f"Inconclusive: {_named(undecided)} compute the gradients of {_unit(*apart.values())} differently from the same"
+        " micro-batch, and each does so again. One of them is wrong, and two cannot tell which: a third would."
+    )
+
+
+def _right(given: Sequence[Answer]) -> tuple[tuple[int, ...], ...] | None:
+    """What more than half of these ranks, of which there are several, have answered."""
+    by = defaultdict(set)
+    for each in given:
+        by[each.digests].add(each.rank)
+    digests, ranks = max(by.items(), key=lambda pair: len(pair[1]))
+    asked = {each.rank for each in given}
+    return digests if 2 * len(ranks) > len(asked) > 1 else None
+
+
+def _disagrees_with_itself(rank: int, given: Sequence[Answer]) -> bool:
+    return len({each.digests for each in given if each.rank == rank}) > 1
+
+
+def _of_rank(rank: int, count: int, answers: Sequence[Answer], apart: dict[tuple[int, ...], list[Answer]]) -> str:
+    """What a rank has done that most others have not."""
+    own = [each for each in answers if each.rank == rank]
+    about = [given for of, given in apart.items() if any(each.rank == rank for each in apart[of])]
+    others = {each.rank for given in about for each in given} - {rank}
+    how = "each time" if count == len(own) else f"{count} of {len(own)} times"
+    return (
+        f"Rank {rank} computes the gradients of {_unit(*about)} differently from {_named(others)}, which have the same"
+        f" weights, the same micro-batch and the same random numbers: {how}."
+    )
+
+
+def _transient(rank: int, apart: dict[tuple[int, ...], list[Answer]]) -> str:
+    about = [given for given in apart.values() if _disagrees_with_itself(rank, given)]
+    return f"Rank {rank} computed the gradients of {_unit(*about)} twice from one micro-batch, with two results."
+
+
+def _unit(*asked: Sequence[Answer]) -> str:
+    """The first unit, in the order of backward, in which answers differ: what comes behind follows from it."""
+    first = asked[0][0]
+    for number, unit in enumerate(first.units):
+        if any(len({each.digests[number : number + 1] for each in given}) > 1 for given in asked):
+            return unit
+    return "units"
+
+
+def _named(ranks: set[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(sorted(ranks), 8)}"

@@ -1,0 +1,178 @@
+"""Ranks that compute wrongly: named by what others make of the same micro-batch; nothing goes on from there."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terrazzo import checkpoint
+from terrazzo.checkpoint import complete_checkpoints, latest, open_source
+from terrazzo.errors import BadInput, Corrupted
+from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.loop import Trainer
+from terrazzo.train.objectives import NextToken
+from terrazzo.train.opening import open_session
+from terrazzo.train.preflight import check
+from terrazzo.train.replay.verdict import Answer, finding_of
+from tests.helpers.processes import Pool
+from tests.train.test_run_edges import on_ranks_of_a_run
+from tests.train.test_session import StopAfter, config_in
+
+REAL = NextToken.loss_of
+RIGHT = {0: ((1,), (2,)), 1: ((3,), (4,)), 2: ((5,), (6,))}
+WRONG = ((7,), (8,))
+ELSE = ((9,), (8,))
+
+
+def answers(asked: Mapping[int, Sequence[int]], given: Mapping[tuple[int, int], Sequence[Any]] = {}) -> list[Answer]:
+    """Of each rank to these micro-batches; right, but for what is `given` one after the other."""
+    left = {key: iter(values) for key, values in given.items()}
+    return [
+        Answer(rank, (of, 0), ("unit blocks.1", "the root unit"), next(left.get((rank, of), iter(())), RIGHT[of]))
+        for rank, batches in asked.items()
+        for of in batches
+    ]
+
+
+TWO = {0: (0, 1, 0, 1), 1: (1, 0, 1, 0)}
+THREE = {0: (0, 2, 0, 2, 1), 1: (1, 0, 1, 0, 2), 2: (2, 1, 2, 1, 0)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "given", "match"),
+    [
+        (
+            THREE,
+            {(1, of): [WRONG] * 2 for of in range(3)},
+            r"^Rank 1 .* of unit blocks\.1 .* ranks 0, 2,.*: each",
+        ),
+        (THREE, {(1, 0): [WRONG]}, r"^Rank 1 computes the gradients.*: 1 of 5 times\.$"),
+        (THREE, {(1, 0): [(RIGHT[0][0], (8,))]}, r"gradients of the root unit differently"),
+        (TWO, {(1, 0): [WRONG]}, r"^Rank 1 computes .* from rank 0, .*: 1 of 4 times\.$"),
+        (
+            TWO,
+            {(1, 0): [WRONG, ELSE]},
+            r"^Rank 1 computed the gradients .* twice from one",
+        ),
+        (TWO, {(1, 0): [WRONG] * 2, (1, 1): [WRONG] * 2}, r"^Inconclusive: ranks 0, 1 compute"),
+        ({0: (0, 0, 0)}, {(0, 0): [WRONG]}, r"^Rank 0 computed the gradients .* twice"),
+    ],
+)
+def test_who_is_wrong(asked: Any, given: Any, match: str) -> None:
+    assert finding_of(answers(asked)) is None
+    finding = finding_of(answers(asked, given))
+    assert finding is not None and not finding.of_kernels
+    assert re.search(match, finding.text), finding.text
+
+
+def test_where_most_ranks_do_not_repeat_themselves_no_machine_is_at_fault() -> None:
+    given = {(rank, rank): [WRONG, ELSE] for rank in range(2)}
+    finding = finding_of(answers(THREE, given))
+    assert finding is not None and finding.of_kernels
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[int, int], bool]) -> None:
+    """The losses of a rank, by its number and that of the call."""
+    calls = {rank: itertools.count(1) for rank in range(3)}
+
+    def loss_of(*arguments: Any) -> Tensor:
+        rank = dist.get_rank()
+        return REAL(*arguments) * (1.25 if is_wrong(rank, next(calls[rank])) else 1.0)
+
+    monkeypatch.setattr(NextToken, "loss_of", loss_of)
+
+
+def config_of(folder: Path, ranks: int, replay: int | None, plan: str = "zero3", **more: dict[str, Any]) -> Any:
+    guard, batch = {"replay_every": replay}, {"micro_batch": 1, "global_batch": 2 * ranks}
+    return config_in(folder, plan={"name": plan}, batch=batch, guard=guard, **more)
+
+
+def run(session: Any) -> str:
+    """What the run ends with."""
+    try:
+        Trainer(session, StopAfter(None)).run()
+    except Corrupted as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_the_run_is_the_same_to_the_bit_with_and_without(two_processes: Pool, tmp_path: Path, plan: str) -> None:
+    """Weights, moments, random generators and the place in the data."""
+    found = []
+    for replay in (None, 1):
+        folder = tmp_path / str(replay)
+        folder.mkdir()
+        assert two_processes.run(run_of, config_of(folder, 2, replay, plan, train={"steps": 2})) == ["", ""]
+        source = open_source(str(latest(folder / "run" / "checkpoints")))
+        states = {
+            (name, kind): source.read(name, kind, 0, state.numel)
+            for name, info in source.tensors.items()
+            for kind, state in info.states.items()
+        }
+        found.append((states, [source.ranks, source.extra["data"], source.extra["step"]]))
+    (states, rest), (others, others_rest) = found
+    assert states.keys() == others.keys() and all(torch.equal(states[key], others[key]) for key in states)
+    assert rest == others_rest
+
+
+def run_of(config: Any) -> str:
+    random.seed(1)
+    np.random.seed(1)
+    with open_session(config, Ranks(dist.get_rank(), 2, torch.device("cpu"))) as session:
+        return run(session)
+
+
+def test_a_rank_that_computes_wrongly_is_named_and_what_was_saved_meanwhile_is_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From step 3 on: each step has two micro-batches, and the replays behind steps 1 and 2 had two each."""
+    spoil(monkeypatch, lambda rank, call: rank == 1 and call > 8)
+    config = config_of(tmp_path, 3, 2, train={"steps": 6})
+    said = on_ranks_of_a_run(3, config, run)
+    assert len(set(said)) == 1
+    assert re.search(
+        r"In a replay behind step 4: Rank 1 computes the gradients of .* differently from ranks 0, 2, .*: each"
+        r" time\..* 1 checkpoint saved since step 2, .* is put aside as suspect \(step-00000003\.suspect-.*\): a new"
+        r" start goes on from '.*step-00000002', and",
+        said[0],
+    ), said[0]
+    folder = tmp_path / "run" / "checkpoints"
+    assert str(latest(folder)).endswith("/step-00000002")
+
+    monkeypatch.setattr(NextToken, "loss_of", REAL)
+    notes = on_ranks_of_a_run(3, config, lambda session: (session.step, session.notes))[0]
+    assert notes[0] == 2
+    assert any(re.search(r"resume: step-00000003\.suspect-\w+ in .* not used", note) for note in notes[1]), notes
+
+
+def test_two_ranks_cannot_tell_which_of_them_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoil(monkeypatch, lambda rank, call: rank == 1)
+    said = on_ranks_of_a_run(2, config_of(tmp_path, 2, 1, "zero0"), run)
+    assert "Inconclusive: ranks 0, 1 compute" in said[0]
+    assert "Nothing was saved so far" in said[0] and "begins anew" in said[0]
+
+
+def test_the_newest_checkpoint_that_is_known_to_be_right_is_never_pruned(tmp_path: Path) -> None:
+    config = config_of(tmp_path, 2, 4, train={"steps": 7}, checkpoint={"every": 1, "keep_last": 1})
+    on_ranks_of_a_run(2, config, run)
+    found = [Path(path).name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert found == ["step-00000004", "step-00000007"]
+    assert checkpoint.suspect(tmp_path / "run" / "checkpoints", after=4)[0].startswith("step-00000007.suspect-")
+
+
+def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    config = config_in(tmp_path, plan={"mesh": {"pp": 2}}, guard={"replay_every": 1}, model={"layers": 2})
+    with pytest.raises(BadInput, match=r"guard\.replay_every is 1, and plan\.mesh\.pp 2"):
+        check(config, 2)
