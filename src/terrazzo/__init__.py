@@ -27,7 +27,7 @@ from terrazzo.errors import (
 from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
-    from terrazzo import telemetry
+    from terrazzo import nn, telemetry
     from terrazzo.engine import (
         EMA,
         LossScaling,
@@ -62,6 +62,7 @@ else:
             "terrazzo.integrations.fsdp2": ("fully_shard",),
             "terrazzo.checkpoint.exporters.pretrained": ("save_pretrained",),
             "terrazzo.checkpoint.exporters.full_state": ("full_state_dict",),
+            "terrazzo.nn": ("nn",),
             "terrazzo.parallel": ("Pipeline", "parallelize", "step"),
             "terrazzo.parallel.mesh": ("mesh",),
             "terrazzo.planner.api": ("plan",),
@@ -98,6 +99,7 @@ __all__ = [
     "gathered",
     "initialize",
     "mesh",
+    "nn",
     "parallelize",
     "plan",
     "register_forward_method",

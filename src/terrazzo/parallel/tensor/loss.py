@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput
+from terrazzo.nn import linear_cross_entropy
 from terrazzo.parallel.tensor.ranks import TensorRanks, runs_of, tensor_ranks
 from terrazzo.parallel.tensor.uses import outside_part
 
@@ -29,12 +30,16 @@ class VocabularyLoss:
         mesh: that the model was cut for; or its ranks along `tp`.
         vocabulary: tokens in it.
         ignore_index: the target of positions that do not count.
+
+    Attributes:
+        start: the first token of this rank's part.
+        vocabulary: tokens in it.
     """
 
     def __init__(self, mesh: DeviceMesh | TensorRanks, vocabulary: int, ignore_index: int = -100) -> None:
         self._ranks = mesh if isinstance(mesh, TensorRanks) else tensor_ranks(mesh)
-        self._vocabulary, self._ignored = vocabulary, ignore_index
-        self._start, self._stop = runs_of(vocabulary, self._ranks.size)[self._ranks.rank]
+        self.vocabulary, self._ignored = vocabulary, ignore_index
+        self.start, self._stop = runs_of(vocabulary, self._ranks.size)[self._ranks.rank]
 
     def __call__(self, logits: Tensor, targets: Tensor, reduction: Literal["sum", "none"] = "sum") -> Tensor:
         """The sum of the losses of all positions that count, 0-d fp32, the same on every rank.
@@ -53,10 +58,10 @@ class VocabularyLoss:
                 f"VocabularyLoss was asked for the reduction {reduction!r}; it has 'sum' and 'none'. For a mean, "
                 "divide the sum by the number of targets that count, on all data ranks together."
             )
-        if logits.shape[-1] != self._stop - self._start:
+        if logits.shape[-1] != self._stop - self.start:
             raise BadInput(
                 f"VocabularyLoss was given logits of width {logits.shape[-1]}, and this rank's part of a vocabulary of "
-                f"{self._vocabulary} is {self._stop - self._start}: give the head the style 'column', which leaves "
+                f"{self.vocabulary} is {self._stop - self.start}: give the head the style 'column', which leaves "
                 "them apart."
             )
         own, outside = self._own(targets)
@@ -64,14 +69,37 @@ class VocabularyLoss:
         counted = torch.where(targets == self._ignored, torch.zeros_like(losses), losses)
         return counted.sum() if reduction == "sum" else counted
 
+    def of_hidden(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """`terrazzo.nn.linear_cross_entropy` of a head of which this rank has the part `weight`: without any logits.
+
+        Args:
+            hidden: what enters the head, `[..., dim]`, whole and the same on every rank.
+            weight: `[part of the vocabulary, dim]`.
+            targets: int64, of the shape before `dim`.
+        """
+        if weight.shape[0] != self._stop - self.start:
+            raise BadInput(
+                f"VocabularyLoss was given a weight of {weight.shape[0]} rows, and this rank's part of a vocabulary of "
+                f"{self.vocabulary} has {self._stop - self.start}: cut the head with the style 'column'."
+            )
+        return linear_cross_entropy(hidden, weight, targets, ignore_index=self._ignored, parts=self)
+
+    def highest(self, values: Tensor) -> Tensor:
+        """The elementwise maximum over the ranks along `tp`, without a gradient. Collective."""
+        return self._ranks.highest(values)
+
+    def total(self, values: Tensor) -> Tensor:
+        """The elementwise sum over the ranks along `tp`, in their order. Collective."""
+        return self._ranks.sum(values)
+
     def _own(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Targets as places in this rank's part, and which of them are not there; torch refuses what no rank has."""
-        outside = outside_part(targets, self._start, self._stop, self._vocabulary) | (targets == self._ignored)
-        return (targets - self._start).masked_fill(outside, 0).unsqueeze(-1), outside.unsqueeze(-1)
+        outside = outside_part(targets, self.start, self._stop, self.vocabulary) | (targets == self._ignored)
+        return (targets - self.start).masked_fill(outside, 0).unsqueeze(-1), outside.unsqueeze(-1)
 
     def whole(self, logits: Tensor) -> Tensor:
         """All ranks' parts of `logits` together, `[..., vocabulary]`, the same on every rank. Collective."""
-        return self._ranks.join_channels(logits, self._vocabulary)
+        return self._ranks.join_channels(logits, self.vocabulary)
 
 
 class _CrossEntropy(torch.autograd.Function):
