@@ -135,6 +135,8 @@ OTHER: dict[str, Any] = {
     "train.compile": True,
     "checkpoint.folder": "s3://bucket/a",
     "checkpoint.every": 11,
+    "checkpoint.mtbf_hours": 1e4,
+    "checkpoint.overhead": 0.01,
     "checkpoint.keep_last": None,
     "checkpoint.keep_every": 100,
     "checkpoint.keep_best": 2,
@@ -246,6 +248,11 @@ def test_all_keys_at_once_survive() -> None:
 @pytest.mark.parametrize("key", ["checkpoint.every", "offload.threads", "plan.mesh.dp_shard", "train.eval_every"])
 def test_an_explicit_null_survives(key: str) -> None:
     assert_the_same_run(nested({key: None}))
+
+
+def test_saving_as_it_pays_survives_and_is_no_number_to_others() -> None:
+    description = assert_the_same_run({"checkpoint": {"every": "auto", "mtbf_hours": 1e4}})
+    assert description.value("saving.every") is None
 
 
 def test_a_range_of_ranks_survives_and_is_its_most_to_others() -> None:

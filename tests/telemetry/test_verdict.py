@@ -54,6 +54,13 @@ def settings(**changes: Any) -> dict[str, Any]:
     return config_from_dict(CONFIG | changes).model_dump(mode="json")
 
 
+def test_a_run_that_finds_out_how_often_to_save_is_told_no_number() -> None:
+    records = [record(step, save=0.5) for step in (10, 20, 30)]
+    told = of(records, settings(checkpoint={"every": "auto", "background": True})).edit
+    assert "checkpoint.every" not in told and "=" not in told
+    assert of(records, settings(checkpoint={"every": 5, "background": True})).edit == "checkpoint.every=20"
+
+
 @pytest.mark.parametrize(("every", "edit"), [(10, "=40"), (20, "=40"), (40, "Evaluating less often")])
 def test_no_rarer_evaluation_than_one_a_run_is_proposed(every: int, edit: str) -> None:
     found = of([record(10, evaluate=0.3)], settings(train={"steps": 40, "eval_every": every}))

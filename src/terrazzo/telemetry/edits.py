@@ -104,7 +104,9 @@ def _saving(settings: Settings) -> list[str]:
 
 
 def _rarer(settings: Settings, section: str, key: str) -> list[str]:
-    """As often as four times now, at most once a run."""
+    """As often as four times now, at most once a run; nothing where the run finds out how often by itself."""
     every, steps = settings[section][key], settings["train"]["steps"]
+    if every == "auto":
+        return []
     rarer = min(4 * every, steps) if every and steps else 4 * (every or 0)
     return [f"{section}.{key}={rarer}"] if every and rarer > every else []

@@ -12,6 +12,7 @@ from terrazzo.engine import engine_of
 from terrazzo.engine.links.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import PeakMemory, StepRecorder, Stopwatch
+from terrazzo.train.checkpoints.cadence import Cadence
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.command import Command
@@ -45,7 +46,7 @@ class Trainer:
         self.report = Report(session, command or Command())
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
-        self.divergence, self.guard = DivergenceWatch(session), Guard(session)
+        self.divergence, self.guard, self.cadence = DivergenceWatch(session), Guard(session), Cadence(session)
         self.checks = Checks(session)
         self.recorder = StepRecorder(self.engine, session.micro_batches)
         self.skew: list[list[float]] = []  # what ranks told at the last log step
@@ -142,6 +143,7 @@ class Trainer:
         self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.tokens, 0.0
         self.watch.reset()
         self.recorder.begin()
+        self.cadence.begin()
 
     def count_waits(self) -> None:
         """A step has ended, the ranks' agreement on what comes next included."""
@@ -181,19 +183,21 @@ class Trainer:
         """Comparisons, evaluation, checkpoints and samples that are due after the current step."""
         session, train = self.session, self.session.config.train
         if self.checks.due():
-            with self.phases.during("evaluate"):
+            with self.phases.during("evaluate"), self.cadence.apart():
                 self.checks.run()
         if finished or _due(session.step, train.eval_every):
-            with self.phases.during("evaluate"):
+            with self.phases.during("evaluate"), self.cadence.apart():
                 self.validate()
-        if last or _due(session.step, session.config.checkpoint.every):
+        if last or self.cadence.due(session.step):
             if self.divergence.has_unseen:
                 self.divergence.check()
-            with self.phases.during("save"):
+            with self.phases.during("save"), self.cadence.saving():
                 saved = session.save()
             self.report.saved(saved)
+            if (choice := self.cadence.choose()) is not None:
+                self.report.cadence(choice)
         if session.sampling.prompt and (finished or _due(session.step, train.sample_every)):  # nothing is lost to it
-            with self.phases.during("evaluate"):
+            with self.phases.during("evaluate"), self.cadence.apart():
                 text = sample_text(session)
             self.report.sample(text)
 

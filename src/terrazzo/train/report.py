@@ -32,6 +32,7 @@ from terrazzo.telemetry import (
     duration,
     restart_text,
 )
+from terrazzo.train.checkpoints.cadence import Choice
 from terrazzo.train.command import Command, folded, program
 from terrazzo.train.look import verdict_on
 from terrazzo.train.mesh_picture import mesh_picture
@@ -195,6 +196,11 @@ class Report:
     def saved(self, path: str) -> None:
         """A checkpoint was written, or will be in the background."""
         self._remark(f"{'saving' if self._session.config.checkpoint.background else 'saved'} {path}")
+
+    def cadence(self, choice: Choice) -> None:
+        """How often checkpoints are saved from now on."""
+        self._log("cadence", asdict(choice))
+        self._remark(str(choice))
 
     def left_out(self, done: str, entry: dict[str, Any]) -> None:
         """The guard has left a step out."""

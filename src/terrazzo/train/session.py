@@ -82,6 +82,7 @@ class Session:
         tokens: targets trained on.
         judged: what the guard compares steps with.
         restart: what these ranks were told, where they are not the first of the run.
+        cadence: what was found out of how often to save, as `Choice` has it.
         skipped: what the guard has left out: at which `step`, how many `batches`, and `why`.
     """
 
@@ -102,6 +103,7 @@ class Session:
     step: int = 0
     tokens: int = 0
     judged: Judged = field(default_factory=Judged)
+    cadence: dict[str, Any] | None = None
     skipped: list[dict[str, Any]] = field(default_factory=list)
     restart: Restart | None = None
     validations: Validations = field(default_factory=Validations)
@@ -138,6 +140,7 @@ class Session:
             "skipped": self.skipped,
             "judged": asdict(self.judged),
             "sure": self.keeper.sure_step,
+            "cadence": self.cadence,
             "metric": self.validations.of(self.step),
             "best": self.validations.best,
             "schedule": self.schedule.state_dict(),

@@ -37,7 +37,7 @@ def read(document: Document, context: Context) -> Reading:
     """The document's meaning."""
     reader = _Reader(document)
     given = {path: reader.take(key) for key, path in PATH_OF.items()}
-    _ranks_of_range(reader, given)
+    _found_while_running(reader, given)
     given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
     given |= _sequences(reader, given["mesh.cp"])
     given |= _followed(given, context) | _options(reader) | _ALWAYS
@@ -183,8 +183,11 @@ def _shortest(tier: str) -> str:
     return ",".join(name if shares[name] == 1 else f"{name}:{shares[name]:g}" for name in named) or "device"
 
 
-def _ranks_of_range(reader: _Reader, given: Settings) -> None:
-    """The most of `2:4`, which is kept as it is: fewer there are after failures alone."""
+def _found_while_running(reader: _Reader, given: Settings) -> None:
+    """Numbers that no file has: the most of `2:4` stands for it, since fewer there are after failures alone."""
+    if given["saving.every"].value == "auto":
+        given["saving.every"] = Setting(None, "derived")
+        reader.keep("checkpoint.every", "how often it pays to save is found out by `terrazzo train` alone")
     found = given["mesh.world"]
     if isinstance(found.value, str):
         given["mesh.world"] = Setting(int(found.value.partition(":")[2]), "derived")

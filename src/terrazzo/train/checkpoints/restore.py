@@ -40,6 +40,7 @@ def restore(session: Session) -> Restored:
     session.step, session.tokens = extra["step"], extra["tokens"]
     session.skipped = list(extra.get("skipped", ()))
     session.judged = Judged(**extra.get("judged", {}))
+    session.cadence = extra.get("cadence") or session.cadence
     session.validations.best = extra["best"]
     rate = session.optimizer.param_groups[0]["lr"]
     resume_schedule(session.schedule, extra["schedule"])

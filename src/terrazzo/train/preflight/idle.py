@@ -141,6 +141,12 @@ _RULES = (
         "set train.sample_tokens",
     ),
     _Rule(
+        "checkpoint.mtbf_hours checkpoint.overhead",
+        lambda config: config.checkpoint.every != "auto",
+        "checkpoint.every is not 'auto'",
+        "set checkpoint.every=auto",
+    ),
+    _Rule(
         "checkpoint.keep_every checkpoint.keep_best",
         lambda config: config.checkpoint.keep_last is None,
         "checkpoint.keep_last is null, so all are kept",

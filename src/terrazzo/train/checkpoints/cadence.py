@@ -1,0 +1,144 @@
+"""How often a run saves where it is to find that out itself: `checkpoint.every: auto`.
+
+The first saves come early, for their cost to be measured. It is what a save holds training up for: one in the
+background costs its copy.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from terrazzo.config import Config
+from terrazzo.exchange import gather_json
+from terrazzo.train.session import Session
+
+__all__ = ["FIRST", "Cadence", "Choice", "optimal_interval_s"]
+
+FIRST = 5
+"""Steps before each of the saves that are measured. There are two: at the first, much is done for the first time."""
+
+
+def optimal_interval_s(cost_s: float, between_failures_s: float) -> float:
+    """Seconds of training between saves after which a run with failures ends earliest, in the mean.
+
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer
+    Systems 22 (2006), 303-312, doi:10.1016/j.future.2004.11.016: with δ the seconds of a save and M those between
+    failures, √(2δM) · (1 + √(δ/2M)/3 + (δ/2M)/9) - δ, and M where δ is 2M or more. The root alone is Young's (1974).
+    """
+    if cost_s >= 2 * between_failures_s:
+        return between_failures_s
+    part = cost_s / (2 * between_failures_s)
+    return math.sqrt(2 * cost_s * between_failures_s) * (1 + math.sqrt(part) / 3 + part / 9) - cost_s
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Steps between saves, and what they follow from.
+
+    Attributes:
+        cost_s: that a save holds the slowest rank up for.
+        step_s: of a step, without evaluations and samples.
+        busy_s: after which a save in the background was known to be done; 0 for others.
+    """
+
+    every: int
+    cost_s: float
+    step_s: float
+    busy_s: float
+    ranks: int
+    mtbf_hours: float
+    overhead: float
+    background: bool
+
+    @classmethod
+    def of(cls, config: Config, ranks: int, *, cost_s: float, step_s: float, busy_s: float) -> Choice:
+        """Daly's interval, but no shorter one than `checkpoint.overhead` allows, and than a save takes."""
+        settings = config.checkpoint
+        best_s = optimal_interval_s(cost_s, settings.mtbf_hours * 3600 / ranks)
+        allowed_s = cost_s * (1 / settings.overhead - 1)
+        every = max(1, math.ceil(max(best_s, allowed_s, busy_s) / step_s))
+        said = settings.mtbf_hours, settings.overhead, settings.background
+        return cls(every, cost_s, step_s, busy_s, ranks, *said)
+
+    def holds_for(self, config: Config, ranks: int) -> bool:
+        """Whether it would be measured as it was."""
+        settings = config.checkpoint
+        now = ranks, settings.mtbf_hours, settings.overhead, settings.background
+        return now == (self.ranks, self.mtbf_hours, self.overhead, self.background)
+
+    def __str__(self) -> str:
+        who = f"one of {self.ranks} ranks fails" if self.ranks > 1 else "a rank fails"
+        return (
+            f"checkpoint.every auto: {self.every:,}. A save takes {self.cost_s:.3g} s, a step {self.step_s:.3g} s, and"
+            f" {who} every {self.mtbf_hours / self.ranks:,.0f} h"
+        )
+
+
+class Cadence:
+    """When a session saves: every so many steps as it was told, or as it finds out."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._every = session, session.config.checkpoint.every
+        self.begin()
+
+    def begin(self) -> None:
+        """Measure from now on."""
+        self._first = self._session.step
+        self._saved: tuple[int, float] | None = None  # the first save that is measured: its step, and when it ended
+        self._apart_s = self._busy_s = self._step_s = self._cost_s = 0.0
+
+    @property
+    def choice(self) -> Choice | None:
+        """What was found out, here or before the run was resumed."""
+        session = self._session
+        found = None if session.cadence is None else Choice(**session.cadence)
+        return found if found is not None and found.holds_for(session.config, session.ranks.world_size) else None
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due after a step."""
+        if self._every is None:
+            return False
+        if isinstance(self._every, int):
+            return step % self._every == 0
+        return step - self._first in (FIRST, 2 * FIRST) if (choice := self.choice) is None else step % choice.every == 0
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is inside is no part of a step."""
+        start = time.perf_counter()
+        yield
+        self._apart_s += time.perf_counter() - start
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """A save is inside, after which `choose` is called. Collective."""
+        measures = self._every == "auto" and self.choice is None
+        if measures and self._saved is not None:
+            step, ended = self._saved
+            self._step_s = (time.perf_counter() - ended - self._apart_s) / (self._session.step - step)
+            self._session.keeper.wait()  # the one before, in the background, is not to hold this one up
+            self._busy_s = time.perf_counter() - ended if self._session.config.checkpoint.background else 0.0
+        start = time.perf_counter()
+        yield
+        now = time.perf_counter()
+        self._cost_s = now - start
+        if measures and self._saved is None:
+            self._saved, self._apart_s = (self._session.step, now), 0.0
+
+    def choose(self) -> Choice | None:
+        """What the second save that is measured has shown; None after all others. Collective."""
+        session = self._session
+        if self._every != "auto" or self.choice is not None or not self._step_s:
+            return None
+        told: list[dict[str, Any]] = gather_json(
+            {"cost_s": self._cost_s, "step_s": self._step_s, "busy_s": self._busy_s}
+        )
+        slowest = {name: max(each[name] for each in told) for name in told[0]}
+        choice = Choice.of(session.config, session.ranks.world_size, **slowest)
+        session.cadence = asdict(choice)
+        return choice
