@@ -201,3 +201,58 @@ def test_after_a_step_that_raised_the_groups_hold_parameters_at_the_next_touch(t
             tz.checkpoint.save(tmp_path / "a", model, optimizer, {})
         held = optimizer.param_groups[0]["params"]
         assert len(held) == len(given) and all(one is other for one, other in zip(held, given, strict=True))
+
+
+class Assigning(torch.optim.Optimizer):
+    """Gives parameters new memory rather than new values."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any, lr: float, way: str) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.way = way
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                self.state[parameter]["sum"] = self.state[parameter].get("sum", 0) + parameter.grad
+                new = parameter - group["lr"] * self.state[parameter]["sum"]
+                if self.way == "data":
+                    parameter.data = new
+                else:
+                    parameter.set_(new)
+
+
+@pytest.mark.parametrize("way", ["data", "set"])
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        ("zero0", {}),
+        ("zero1", {}),
+        ("zero3", {}),
+        ("zero3@cpu", {}),
+        ("zero2@nvme", {}),
+        ("zero3", {"precision": tz.Precision(moments=torch.float64)}),
+    ],
+    ids=["zero0", "zero1", "zero3", "cpu", "nvme", "moments"],
+)
+def test_new_values_in_new_memory_are_kept(way: str, plan: str, options: dict[str, Any], tmp_path: Path) -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    optimizer = Assigning(alone.parameters(), 0.1, way)
+    for number in range(3):
+        step(alone, optimizer, loss_of(alone, batch(number)))
+
+    def body(rank: int) -> dict[str, Tensor]:
+        own = copy.deepcopy(base)
+        tier = {"offload": tz.Offload(path=tmp_path)} if "nvme" in plan else {}
+        model, assigning = tz.shard(own, Assigning(own.parameters(), 0.1, way), plan, **options, **tier)
+        for number in range(3):
+            step(model, assigning, loss_of(model, batch(number)))
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)

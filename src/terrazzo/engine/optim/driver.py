@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.loop.hyper_parameters import HyperParameters
 from terrazzo.engine.loop.loss_scale import DynamicLossScale, LossScale
@@ -25,7 +26,7 @@ from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
-from terrazzo.engine.optim.stepper import Stepper
+from terrazzo.engine.optim.stepper import Stepper, bring_home
 from terrazzo.engine.optim.stock import Templates, hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.zeroing import note_zeroed
 from terrazzo.engine.runtime.callers import is_inside_own_step
@@ -263,6 +264,9 @@ class OptimizerDriver:
     def restore_groups(self) -> None:
         """A step has ended, perhaps without a word, since it raised: the optimizer's groups hold parameters again."""
         if self._stepping:
+            for segment in self.segments:
+                if isinstance(segment.bucket.master, Buffer):
+                    bring_home(segment.parameter, segment.bucket.master.part(segment.range))
             self._turn(stepping=False)
             self.drop_segment_gradients()
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.optim.settings import STEP_HOOKS, Settings, frozen
 
-__all__ = ["Stepper", "bare_copy", "unhooked_step"]
+__all__ = ["Stepper", "bare_copy", "bring_home", "unhooked_step"]
 
 
 class Stepper:
@@ -40,7 +40,9 @@ class Stepper:
         vars(copy).update(frozen(self._settings.attributes))  # a step counts once, however many tensors it has
         copy.state = defaultdict(dict, {parameter: dict(state)} if state else {})
         copy.param_groups = [{**frozen(self._settings.groups[group - self._first]), "params": [parameter]}]
+        home = parameter.detach()
         unhooked_step(copy)
+        bring_home(parameter, home)
         return dict(copy.state[parameter])
 
     def changed_since(self, optimizer: Optimizer) -> list[str]:
@@ -57,6 +59,14 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
     copied.__dict__.update({key: OrderedDict() for key in STEP_HOOKS})  # so do these, and a base class's step asks
     copied.__dict__.update(Settings(copied).attributes)
     return copied
+
+
+def bring_home(parameter: nn.Parameter, home: Tensor) -> None:
+    """An update has given `parameter` other memory, by `p.data = ...`, where its values are looked for in `home`."""
+    if parameter.data_ptr() != home.data_ptr():
+        with torch.no_grad():
+            home.copy_(parameter.detach())
+        parameter.data = home
 
 
 def unhooked_step(optimizer: Optimizer) -> None:
