@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import terrazzo as tz
+from terrazzo import checkpoint
 from terrazzo.engine import checkpoint_activations
-from tests.helpers.threads import run_in_threads
+from terrazzo.train.model.causal_lm import build_model
+from tests.helpers.threads import exclusive, run_in_threads
 
 transformers = pytest.importorskip("transformers")
 
@@ -280,3 +283,36 @@ def test_experts_that_are_not_understood_are_named() -> None:
     refused(r"share the experts of '?model.layers.0.feed_forward.experts.*Llama4TextExperts", "llama4_text", llama4)
     refused(r"ep 2, and LlamaForCausalLM has no module of experts", "llama", {"intermediate_size": 16})
     refused(r"gate_up_proj' has 3 experts, of which 2 ranks", "mixtral", KINDS["mixtral"] | {"num_local_experts": 3})
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_folder_is_read_and_written_as_transformers_has_it(kind: str, ep: int, tmp_path: Path) -> None:
+    """Each expert apart, but for GPT-OSS; to the bit, by names, shapes and values."""
+    original = base(kind).eval()
+    original.save_pretrained(tmp_path / "theirs")
+    tokens = torch.arange(12).view(2, 6)
+
+    def body(rank: int) -> None:
+        with exclusive():
+            model: Any = build_model(tmp_path / "theirs", device="meta")
+        mesh = tz.mesh(ep=ep)
+        tz.parallelize(model, mesh)
+        model, _ = tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3", mesh=mesh)
+        checkpoint.load_weights(model, tmp_path / "theirs")
+        model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens).logits, original(tokens).logits, rtol=1e-5, atol=1e-5)
+        tz.save_pretrained(model, tmp_path / "ours", max_shard_bytes=20_000)
+
+    run_in_threads(2, body)
+    ours, theirs = (
+        {name: value for file in (tmp_path / each).glob("*.safetensors") for name, value in load_file(file).items()}
+        for each in ("ours", "theirs")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        assert torch.equal(again.eval()(tokens).logits, original(tokens).logits)

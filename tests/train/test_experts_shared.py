@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
@@ -197,6 +198,36 @@ def test_so_do_models_of_transformers(tmp_path: Path) -> None:
     for kind in ("state_bytes", "transient_bytes", "traffic_bytes"):
         assert summary[f"{kind}_promised"] == summary[f"{kind}_measured"]
     assert summary["routed_bytes_measured"] > 0
+
+
+MIXTRAL = QWEN | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}
+
+
+@pytest.mark.parametrize("config", [QWEN, MIXTRAL], ids=["qwen3_moe", "mixtral"])
+def test_a_pretrained_folder_begins_a_run_and_another_ends_it(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Against transformers' own weights, that no step has changed, and its own loader."""
+    transformers = pytest.importorskip("transformers")
+    values = of_transformers(tmp_path, {"ep": 2}, **config)
+    pretrained = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    pretrained.save_pretrained(tmp_path)
+    values["model"]["weights"] = "pretrained"
+    values["optimizer"] = {"name": "SGD", "lr": 0.0}
+    values |= {"checkpoint": {"save_format": "hf"}}
+    values["train"] |= {"steps": 1}
+    check(config_from_dict(values), 2)
+    train(values)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        run_folder(values) / "hf", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    found, expected = again.state_dict(), pretrained.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    names = [
+        {name for file in folder.glob("*.safetensors") for name in load_file(file)}
+        for folder in (tmp_path, run_folder(values) / "hf")
+    ]
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ when it is complete and on disk, and every byte that is read is checked against 
 Open to other packages:
 
     exporters      checkpoints as other libraries read them
+    hub_names      how transformers names and cuts tensors in a folder
     loading        a checkpoint's weights as a mapping
     source         what every checkpoint is to a reader, whoever wrote it
     storage        whose a folder is, names of states and of steps
@@ -21,7 +22,8 @@ from typing import TYPE_CHECKING
 from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
-    from terrazzo.checkpoint.loading.load import load, load_weights, open_source
+    from terrazzo.checkpoint.loading.load import load, open_source
+    from terrazzo.checkpoint.loading.weights import load_weights
     from terrazzo.checkpoint.replicas import check_replicas
     from terrazzo.checkpoint.saving.background import Saver
     from terrazzo.checkpoint.saving.save import save
@@ -43,7 +45,8 @@ else:
     __getattr__ = lazily(
         __name__,
         {
-            "terrazzo.checkpoint.loading.load": ("load", "load_weights", "open_source"),
+            "terrazzo.checkpoint.loading.load": ("load", "open_source"),
+            "terrazzo.checkpoint.loading.weights": ("load_weights",),
             "terrazzo.checkpoint.replicas": ("check_replicas",),
             "terrazzo.checkpoint.saving.background": ("Saver",),
             "terrazzo.checkpoint.saving.save": ("save",),

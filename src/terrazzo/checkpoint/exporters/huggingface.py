@@ -19,6 +19,7 @@ from torch import Tensor
 
 from terrazzo.checkpoint.exporters import PIECE_BYTES, new_file, new_folder
 from terrazzo.checkpoint.format.manifest import DTYPES
+from terrazzo.checkpoint.hub_names import HubTensor
 from terrazzo.checkpoint.importers.safetensors import INDEX_FILE, MODEL_FILE
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.storage.shard import safetensors_header
@@ -58,11 +59,17 @@ class ModelDescription:
         config: the contents of config.json.
         files: further files by name, such as tokenizer.json.
         rename: from a tensor's name in the checkpoint to its name in `transformers`.
+        tensors: what `transformers` has of a tensor, by the name in the checkpoint, where that is more than one.
     """
 
     config: Mapping[str, Any]
     files: Mapping[str, bytes] = field(default_factory=dict)
     rename: Callable[[str], str] = str
+    tensors: Mapping[str, Sequence[HubTensor]] = field(default_factory=dict)
+
+    def parts(self, name: str, shape: tuple[int, ...]) -> Sequence[HubTensor]:
+        """What a folder has of a tensor of the checkpoint."""
+        return self.tensors.get(name) or [HubTensor(self.rename(name), shape)]
 
 
 def export_huggingface(
@@ -94,13 +101,14 @@ def export_huggingface(
 
 @dataclass(frozen=True)
 class ToWrite:
-    """One tensor to write: `name` is its name in the folder, `origin` and `kind` say what of the source it is."""
+    """One tensor to write: `name` is its name in the folder, the others say what of the source it is."""
 
     name: str
     origin: str
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    start: int = 0
 
     @property
     def numel(self) -> int:
@@ -201,7 +209,8 @@ def _tensors(source: Source, model: ModelDescription, dtype: torch.dtype | None)
             raise BadInput(f"'{origin}' in '{source.where}' is {stored}, which safetensors files cannot hold.")
         written = dtype if dtype is not None and kind == WEIGHT and stored.is_floating_point else stored
         for name in names[origin]:
-            yield ToWrite(model.rename(name), origin, kind, info.shape, written)
+            for part in model.parts(name, info.shape):
+                yield ToWrite(part.name, origin, kind, part.shape, written, part.start)
 
 
 def _shards(tensors: list[ToWrite], max_bytes: int) -> dict[str, list[ToWrite]]:
@@ -239,8 +248,9 @@ def _index(shards: Mapping[str, Sequence[ToWrite]]) -> dict[str, Any]:
 def _write(file: BinaryIO, source: Source, tensor: ToWrite) -> None:
     stored = source.tensors[tensor.origin].states[tensor.kind].dtype
     step = PIECE_BYTES // max(stored.itemsize, tensor.dtype.itemsize)
-    for start in range(0, tensor.numel, step):
-        values = source.read_on(tensor.origin, tensor.kind, start, min(start + step, tensor.numel))
+    end = tensor.start + tensor.numel
+    for start in range(tensor.start, end, step):
+        values = source.read_on(tensor.origin, tensor.kind, start, min(start + step, end))
         cast = values.to(tensor.dtype).contiguous()
         _check_range(source, tensor, values, cast)
         file.write(cast.view(torch.uint8).numpy().data)

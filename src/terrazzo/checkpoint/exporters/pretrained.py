@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import tempfile
@@ -20,8 +21,9 @@ from terrazzo.checkpoint.exporters.huggingface import (
     planned,
     write_folder,
 )
+from terrazzo.checkpoint.hub_names import hub_tensors
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source, StateInfo, TensorInfo
-from terrazzo.engine import as_one, collect_buffers, engine_of, listing, persistent_buffers, whole_weights
+from terrazzo.engine import collect_buffers, engine_of, listing, persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import together
 
@@ -55,13 +57,14 @@ def save_pretrained(
     live = _Live(model)
 
     def plan() -> Planned:
-        description, left_out = _describe(model, config)
+        description, left_out = _describe(model, config, live.shapes())
         live.leave_out(left_out)
         return planned(live, description, dtype, max_shard_bytes)
 
     plan_of_all = together(plan, BadInput)
     read = [each.origin for members in plan_of_all.shards.values() for each in members if each.kind == WEIGHT]
-    live.read_in([name for name in read if live.tensors[name].numel])  # of what has no elements none is asked for
+    order = [name for name, _ in itertools.groupby(read)]  # a tensor is read once for all that lies in it
+    live.read_in([name for name in order if live.tensors[name].numel])  # of what has no elements none is asked for
 
     def write() -> None:
         try:
@@ -97,6 +100,11 @@ class _Live(Source):
         self._stream: Iterator[tuple[str, Tensor]] = iter(())
         self._name, self._values = "", torch.empty(0)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of its tensors, by all of their names."""
+        found = {name: info.shape for name, info in self.tensors.items()}
+        return found | {alias: found[name] for alias, name in self.aliases.items()}
+
     def leave_out(self, names: set[str]) -> None:
         """Tensors that are not to be written."""
         self.tensors = {name: info for name, info in self.tensors.items() if name not in names}
@@ -121,7 +129,9 @@ class _Live(Source):
             pass
 
 
-def _describe(model: Any, config: Mapping[str, Any] | None) -> tuple[ModelDescription, set[str]]:
+def _describe(
+    model: Any, config: Mapping[str, Any] | None, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[ModelDescription, set[str]]:
     """What the folder says beside weights, and names of tensors that it leaves out."""
     if config is not None:
         return ModelDescription(config), set()
@@ -142,26 +152,5 @@ def _describe(model: Any, config: Mapping[str, Any] | None) -> tuple[ModelDescri
             model.generation_config.save_pretrained(scratch)
         found = describe_folder(Path(scratch))
     said = {**found.config, "architectures": [kind]}
-    return ModelDescription(said, found.files, _renames(model).__getitem__), set(model._keys_to_ignore_on_save or ())
-
-
-def _renames(model: Any) -> dict[str, str]:
-    """From names in the model to those in its folder. Raises: `BadInput` where a folder has other tensors."""
-    with as_one(model):
-        names = [*(name for name, _ in model.named_parameters(remove_duplicate=False))]
-    names += [name for each in persistent_buffers(model) for name in each.names]
-    shown = {name: torch.empty(1, device="meta") for name in names}
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before transformers 5 a folder had the model's own names
-        return {name: name for name in names}
-    own = {id(tensor): name for name, tensor in shown.items()}
-    try:
-        kept = revert_weight_conversion(model, dict(shown))
-        return {own[id(tensor)]: name for name, tensor in kept.items()}
-    except Exception as error:
-        raise BadInput(
-            f"The folder of a {type(model).__name__} has its weights cut or joined in another way than the model "
-            f"({type(error).__name__}: {error}). Take state = tz.full_state_dict(model) on every rank, and "
-            "model.save_pretrained(folder, state_dict=state) on rank 0."
-        ) from None
+    left_out = set(model._keys_to_ignore_on_save or ())
+    return ModelDescription(said, found.files, tensors=hub_tensors(model, shapes)), left_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn
 from terrazzo.exchange import gather_json, together
 
-__all__ = ["SourceWeights", "load", "load_weights", "open_source", "own_folder", "restore"]
+__all__ = ["load", "open_source", "own_folder", "restore"]
 
 
 def open_source(path: str | os.PathLike[str], model: torch.nn.Module | None = None) -> Source:
@@ -120,50 +120,6 @@ def restore(source: Source, model: torch.nn.Module, optimizer: Optimizers, *, ca
             " optimizer steps here: they are not loaded, and the next save is without them. Parameters that are to be"
             " trained need requires_grad and a place in an optimizer before tz.shard; then load again."
         )
-
-
-def load_weights(model: torch.nn.Module, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
-    """Load full weights into a (sharded) model, one tensor at a time.
-
-    Args:
-        source: a mapping of names to full tensors, or the path of a checkpoint of any format.
-
-    Raises:
-        BadInput: the files cannot be read. Missing, unexpected and misshapen names raise as in `load_state_dict`.
-    """
-    if not isinstance(source, Mapping):
-        with as_one(model):
-            groups = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
-        source = SourceWeights(open_source(source), groups)
-    model.load_state_dict(source)
-
-
-class SourceWeights(Mapping[str, Tensor]):
-    """The full weights and buffers of a checkpoint as a mapping; each look-up reads one tensor.
-
-    `shared` lists groups of names of one tensor: what is there under one of them is found under all.
-    """
-
-    def __init__(self, source: Source, shared: list[list[str]] | None = None) -> None:
-        self._source = source
-        self._listed = {name: name for name in source.tensors} | dict(source.aliases)
-        for names in shared or ():
-            if (found := source.resolve(names)) is not None:
-                self._listed |= {name: found for name in names if name not in self._listed}
-
-    def __getitem__(self, name: str) -> Tensor:
-        listed = self._listed[name]
-        kind = BUFFER if BUFFER in self._source.tensors[listed].states else WEIGHT
-        return self._source.whole(listed, kind)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._listed  # the mixin's would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source.tensors)
-
-    def __len__(self) -> int:
-        return len(self._source.tensors)
 
 
 def _check_fit(source: Source, problems: list[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from terrazzo.checkpoint.exporters.huggingface import (
     export_huggingface,
     tokenizer_files,
 )
+from terrazzo.checkpoint.hub_names import HubTensor, hub_tensors, pretrained_model
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import on_first, patiently
@@ -25,7 +26,7 @@ from terrazzo.integrations.peft import save_adapter
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
 from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.model.huggingface import scored_class
-from terrazzo.train.model.prepare import decoder_config
+from terrazzo.train.model.prepare import decoder_config, prepare_model
 from terrazzo.train.session import Session
 
 __all__ = ["describe_model", "export"]
@@ -91,7 +92,7 @@ def describe_model(config: Config) -> ModelDescription:
         )
     if config.model.kind == "huggingface":
         assert config.model.path is not None
-        described = describe_folder(config.model.path)
+        described = replace(describe_folder(config.model.path), tensors=_tensors(config))
         return _with_score(config, described) if config.objective.kind.scored else described
     if config.objective.kind.scored:
         raise BadInput(
@@ -101,6 +102,16 @@ def describe_model(config: Config) -> ModelDescription:
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
     values = asdict(decoder_config(config, tokenizer))
     return decoder_as_llama(values, _tokenizer(config), tokenizer.end_of_document)
+
+
+def _tensors(config: Config) -> Mapping[str, Sequence[HubTensor]]:
+    """As `transformers` would save them; under the model's own names, which it reads too, where they are no runs."""
+    model = prepare_model(config)
+    base, shapes = pretrained_model(model), {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    try:
+        return {} if base is None else hub_tensors(base, shapes)
+    except BadInput:
+        return {}
 
 
 def _with_score(config: Config, described: ModelDescription) -> ModelDescription:

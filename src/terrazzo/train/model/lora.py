@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.checkpoint import open_source
-from terrazzo.checkpoint.loading.load import SourceWeights
+from terrazzo.checkpoint.loading.weights import weights_for
 from terrazzo.config import Config, LoraConfig
 from terrazzo.engine import parameter_names, persistent_buffers
 from terrazzo.errors import BadInput, did_you_mean, install
@@ -24,7 +23,7 @@ from terrazzo.train.model.huggingface import read_config, refuse_other_weights
 
 __all__ = ["add_adapters", "check_lora", "load_base", "with_adapters"]
 
-_ALL_LINEAR = "all-linear"
+_ALL_LINEAR, ADAPTER = "all-linear", ".lora_"
 
 
 def check_lora(config: Config) -> None:
@@ -94,21 +93,21 @@ def load_base(model: nn.Module, folder: Path) -> None:
     Raises:
         BadInput: the folder lacks weights of the base, or has others.
     """
-    groups = [names for names in parameter_names(model) if ".lora_" not in names[0]]
-    groups += [buffer.names for buffer in persistent_buffers(model)]
-    weights = _BaseWeights(folder, groups)
+    weights = _BaseWeights(model, folder)
     found: Any = model.load_state_dict(weights, strict=False)
-    missing = [name for name in found.missing_keys if ".lora_" not in name]
+    missing = [name for name in found.missing_keys if ADAPTER not in name]
     refuse_other_weights(folder, missing, found.unexpected_keys)
 
 
 class _BaseWeights(Mapping[str, Tensor]):
     """A model folder's weights under the names that they have beneath adapters; each look-up reads one tensor."""
 
-    def __init__(self, folder: Path, groups: list[list[str]]) -> None:
+    def __init__(self, model: nn.Module, folder: Path) -> None:
+        groups = [names for names in parameter_names(model) if ADAPTER not in names[0]]
+        groups += [buffer.names for buffer in persistent_buffers(model)]
         self._theirs = {name: base_name(name) for names in groups for name in names}
         self._ours = {theirs: name for name, theirs in self._theirs.items()}
-        self._weights = SourceWeights(open_source(folder), [[base_name(name) for name in names] for names in groups])
+        self._weights = weights_for(model, folder, base_name, ADAPTER)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._weights[self._theirs[name]]

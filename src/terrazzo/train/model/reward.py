@@ -9,9 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from terrazzo.checkpoint import open_source
-from terrazzo.checkpoint.loading.load import SourceWeights
-from terrazzo.engine import parameter_names, persistent_buffers
+from terrazzo.checkpoint.loading.weights import weights_for
 from terrazzo.errors import BadInput
 from terrazzo.parallel import Style
 from terrazzo.planner import ModelShape
@@ -86,9 +84,7 @@ def load_body(model: nn.Module, folder: Path) -> None:
     Raises:
         BadInput: the folder lacks weights of the body, or has others than a head.
     """
-    groups = [*parameter_names(model), *(buffer.names for buffer in persistent_buffers(model))]
-    weights = SourceWeights(open_source(folder), groups)
-    found: Any = model.load_state_dict(weights, strict=False)
+    found: Any = model.load_state_dict(weights_for(model, folder), strict=False)
     prefix = f"{cast(RewardModel, model).body_name}."
     missing = [name for name in found.missing_keys if name != SCORE]
     unexpected = [name for name in found.unexpected_keys if name.startswith(prefix)]

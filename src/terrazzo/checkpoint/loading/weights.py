@@ -1,0 +1,135 @@
+"""Full weights of a checkpoint as a mapping that a model loads, put together as the model has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.checkpoint.hub_names import hub_tensors, pretrained_model
+from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
+from terrazzo.checkpoint.importers.parts.values import Values
+from terrazzo.checkpoint.loading.load import open_source
+from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
+from terrazzo.engine import as_one, listing, parameter_names, persistent_buffers
+from terrazzo.errors import BadInput
+
+__all__ = ["SourceWeights", "load_weights", "weights_for"]
+
+
+def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
+    """Load full weights into a (sharded) model, one tensor at a time. Collective where ranks have stages of it.
+
+    Args:
+        source: a mapping of names to full tensors, or the path of a checkpoint of any format. A folder that has a
+            layer's experts apart is read for a model of `transformers` that has them as stacks.
+
+    Raises:
+        BadInput: the files cannot be read. Missing, unexpected and misshapen names raise as in `load_state_dict`.
+    """
+    model.load_state_dict(source if isinstance(source, Mapping) else weights_for(model, source))
+
+
+def weights_for(
+    model: nn.Module, path: str | os.PathLike[str], named: Callable[[str], str] = str, part: str | None = None
+) -> SourceWeights:
+    """The weights of the checkpoint `path` under the model's names. Collective where ranks have stages of it.
+
+    Args:
+        named: from a name in the model to that without what was put around its modules since.
+        part: leave out names that have it in them.
+
+    Raises:
+        BadInput: as of `open_source`, and for parts of a tensor that have different dtypes.
+    """
+    source = open_source(path)
+    with as_one(model):
+        groups = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
+    groups = [[named(name) for name in names] for names in groups if part is None or part not in names[0]]
+    base = pretrained_model(model)
+    absent = {name for names in groups if source.resolve(names) is None for name in names}
+    if base is not None and absent and isinstance(source, StateDictSource):
+        _join(source, base, {named(name): shape for name, shape in _shapes(model).items()}, absent)
+    return SourceWeights(source, groups)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of whole tensors, by all of their names."""
+    if hasattr(model, "_terrazzo"):
+        found = {name: each.shape for each in listing(model) for name in each.names}
+    else:
+        found = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
+    return found | {name: tuple(each.tensor.shape) for each in persistent_buffers(model) for name in each.names}
+
+
+def _join(source: StateDictSource, base: nn.Module, shapes: Mapping[str, tuple[int, ...]], absent: set[str]) -> None:
+    """Have the source give the tensors of `absent` that it has in parts; what it lacks parts of stays absent."""
+    try:
+        found = hub_tensors(base, shapes)
+    except BadInput:  # whose names are then missed
+        return
+    for name in found.keys() & absent:
+        parts = [source.resolve([part.name]) for part in found[name]]
+        there = [part for part in parts if part is not None]
+        sizes = [source.tensors[part].shape for part in there]
+        if there and sizes == [part.shape for part in found[name]]:
+            joined = Joined(shapes[name], {part: source.values(part, WEIGHT) for part in there}, source.where)
+            for part in there:
+                del source.tensors[part]
+            source.add(name, WEIGHT, joined)
+
+
+class Joined(Values):
+    """A tensor of which others are the elements, one after the other.
+
+    Raises:
+        BadInput: they have different dtypes; `where` is what they are in.
+    """
+
+    def __init__(self, shape: tuple[int, ...], parts: Mapping[str, Values], where: str) -> None:
+        self.shape, self._parts = shape, list(parts.values())
+        self.dtype = self._parts[0].dtype
+        if other := [name for name, part in parts.items() if part.dtype != self.dtype]:
+            raise BadInput(
+                f"'{where}' has '{next(iter(parts))}' as {self.dtype} and '{other[0]}' as {parts[other[0]].dtype}, "
+                "which are parts of one tensor of the model: save them in one dtype."
+            )
+
+    def read(self, start: int, stop: int) -> Tensor:
+        values, first = [torch.empty(0, dtype=self.dtype)], 0
+        for part in self._parts:
+            last = first + part.numel
+            if start < last and first < stop:
+                values.append(part.read(max(start, first) - first, min(stop, last) - first))
+            first = last
+        return torch.cat(values)
+
+
+class SourceWeights(Mapping[str, Tensor]):
+    """The full weights and buffers of a checkpoint as a mapping; each look-up reads one tensor.
+
+    `shared` lists groups of names of one tensor: what is there under one of them is found under all.
+    """
+
+    def __init__(self, source: Source, shared: list[list[str]] | None = None) -> None:
+        self._source = source
+        self._listed = {name: name for name in source.tensors} | dict(source.aliases)
+        for names in shared or ():
+            if (found := source.resolve(names)) is not None:
+                self._listed |= {name: found for name in names if name not in self._listed}
+
+    def __getitem__(self, name: str) -> Tensor:
+        listed = self._listed[name]
+        kind = BUFFER if BUFFER in self._source.tensors[listed].states else WEIGHT
+        return self._source.whole(listed, kind)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._listed  # the mixin's would read the tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.tensors)
+
+    def __len__(self) -> int:
+        return len(self._source.tensors)
