@@ -17,6 +17,10 @@ from torch import Tensor
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
+from terrazzo.engine import engine_of
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.states import held
+from terrazzo.engine.states.pieces import held_pieces
 from terrazzo.errors import BadInput, Corrupted
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import Trainer
@@ -93,7 +97,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch, is_wrong: Callable[[int, int], bool])
 
 
 def config_of(folder: Path, ranks: int, replay: int | None, plan: str = "zero3", **more: dict[str, Any]) -> Any:
-    guard, batch = {"replay_every": replay}, {"micro_batch": 1, "global_batch": 2 * ranks}
+    guard = {"replay_every": replay, "memory_every": replay} | more.pop("guard_", {})
+    batch = {"micro_batch": 1, "global_batch": 2 * ranks}
     return config_in(folder, plan={"name": plan}, batch=batch, guard=guard, **more)
 
 
@@ -139,7 +144,7 @@ def test_a_rank_that_computes_wrongly_is_named_and_what_was_saved_meanwhile_is_p
 ) -> None:
     """From step 3 on: each step has two micro-batches, and the replays behind steps 1 and 2 had two each."""
     spoil(monkeypatch, lambda rank, call: rank == 1 and call > 8)
-    config = config_of(tmp_path, 3, 2, train={"steps": 6})
+    config = config_of(tmp_path, 3, 2, train={"steps": 6}, guard_={"memory_every": None})
     said = on_ranks_of_a_run(3, config, run)
     assert len(set(said)) == 1
     assert re.search(
@@ -165,7 +170,9 @@ def test_two_ranks_cannot_tell_which_of_them_is_wrong(tmp_path: Path, monkeypatc
 
 
 def test_the_newest_checkpoint_that_is_known_to_be_right_is_never_pruned(tmp_path: Path) -> None:
-    config = config_of(tmp_path, 2, 4, train={"steps": 7}, checkpoint={"every": 1, "keep_last": 1})
+    config = config_of(
+        tmp_path, 2, 4, train={"steps": 7}, checkpoint={"every": 1, "keep_last": 1}, guard_={"memory_every": None}
+    )
     on_ranks_of_a_run(2, config, run)
     found = [Path(path).name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")]
     assert found == ["step-00000004", "step-00000007"]
@@ -176,3 +183,65 @@ def test_what_cannot_be_replayed_is_refused_before_anything_starts(tmp_path: Pat
     config = config_in(tmp_path, plan={"mesh": {"pp": 2}}, guard={"replay_every": 1}, model={"layers": 2})
     with pytest.raises(BadInput, match=r"guard\.replay_every is 1, and plan\.mesh\.pp 2"):
         check(config, 2)
+    offload = config_in(tmp_path, offload={"optim": "cpu"}, guard={"memory_every": 1})
+    with pytest.raises(BadInput, match=r"guard\.memory_every is 1, and offload\.optim 'cpu'"):
+        check(offload, 2)
+
+
+def flip(bits: Tensor) -> None:
+    bits.view(torch.int32)[3] ^= 1 << 7
+
+
+@pytest.mark.parametrize("state", ["weight", "exp_avg_sq"])
+def test_a_bit_that_flips_between_two_updates_is_found_under_zero3(tmp_path: Path, state: str) -> None:
+    """The run looks at the unit of step 3 alone; the bit flips while the update before is over."""
+    config = config_in(tmp_path, batch={"micro_batch": 1}, guard={"memory_every": 3})
+
+    def work(session: Any) -> str:
+        engine, trainer = engine_of(session.model), Trainer(session, StopAfter(None))
+        assert engine.plan.name == "zero3"
+        begin = trainer.checks.begin_step
+
+        def then_flip() -> None:
+            begin()
+            if session.step == 2 and session.ranks.rank == 1:
+                pieces = held_pieces(engine.units[1 % len(engine.units)].buckets, engine.drivers.stepping())
+                flip(next(each for each in pieces if each.kind == state).tensor)
+
+        trainer.checks.begin_step = then_flip  # type: ignore[method-assign]
+        with pytest.raises(Corrupted) as caught:
+            trainer.run()
+        return str(caught.value)
+
+    said = on_ranks_of_a_run(2, config, work)
+    assert said[0] == said[1]
+    assert re.search(rf"between the updates of steps 2 and 3, in .*, of rank 1: [\w.]+, {state}\.", said[0]), said[0]
+    assert "2 checkpoints saved so far" in said[0]
+
+
+def test_weights_that_a_rank_has_gathered_otherwise_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Bucket.install
+
+    def install(bucket: Bucket) -> None:
+        fresh = not bucket.present
+        real(bucket)
+        if fresh and dist.get_rank() == 2 and bucket.members[0].name.startswith("embedding"):
+            flip(bucket.full.data)
+
+    monkeypatch.setattr(Bucket, "install", install)
+    said = on_ranks_of_a_run(3, config_of(tmp_path, 3, None, guard_={"memory_every": 1}), run)
+    assert "In step 1 rank 2 computed with other weights of the root unit than 2 other ranks" in said[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_every_bit_counts_in_what_stands_for_a_state(dtype: torch.dtype, start: int) -> None:
+    """At the edges too, which do not fill eight bytes."""
+    part = torch.arange(20).to(dtype)[start : start + 11]
+    before, raw = held._sum(part), part.view(torch.uint8)
+    for place in range(raw.numel()):
+        for bit in range(8):
+            raw[place] ^= 1 << bit
+            assert held._sum(part) != before
+            raw[place] ^= 1 << bit
+    assert held._sum(part) == before

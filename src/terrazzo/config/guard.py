@@ -36,6 +36,12 @@ class GuardConfig(Section):
         description="steps between replays: ranks compute a micro-batch of each other's again, and the run ends, "
         "naming the rank, where their gradients differ; one takes as long as two micro-batches; null: never",
     )
+    memory_every: int | None = Field(
+        None,
+        gt=0,
+        description="steps between looks at the memory of a unit, one after the other: the run ends, naming the rank, "
+        "where a state is not what the update before has left, or gathered weights are others; null: never",
+    )
 
     @property
     def acts(self) -> bool:

@@ -69,6 +69,7 @@ from terrazzo.engine.sharding.attach import attach
 from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.states.ema import EMA
+from terrazzo.engine.states.held import HeldUnit
 from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.engine.states.optimizer_states import OptimizerStates
 from terrazzo.engine.states.pieces import Piece
@@ -92,6 +93,7 @@ __all__ = [
     "Box",
     "Engine",
     "Family",
+    "HeldUnit",
     "Listed",
     "LossScaling",
     "MemoryBill",

@@ -110,6 +110,7 @@ class Trainer:
     def train_step(self) -> None:
         """One optimizer step."""
         session = self.session
+        self.checks.begin_step()
         with self.watch.measure(), self.phases.during("input"):
             batch = session.loader.next_step()
         total, norm = backward_on(session, batch)
@@ -118,6 +119,7 @@ class Trainer:
             self.left_out(why)
             return
         self.divergence.add(loss, norm)
+        self.checks.before_update()
         update(session)
         self.load = balance_experts(session.model)
         self.learning_rate = session.optimizer.param_groups[0]["lr"]  # what the step was taken with
@@ -182,9 +184,8 @@ class Trainer:
     def between_steps(self, *, finished: bool, last: bool) -> None:
         """Comparisons, evaluation, checkpoints and samples that are due after the current step."""
         session, train = self.session, self.session.config.train
-        if self.checks.due():
-            with self.phases.during("evaluate"), self.cadence.apart():
-                self.checks.run()
+        with self.cadence.apart():
+            self.checks.after_step()
         if finished or _due(session.step, train.eval_every):
             with self.phases.during("evaluate"), self.cadence.apart():
                 self.validate()

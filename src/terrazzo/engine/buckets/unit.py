@@ -34,6 +34,7 @@ class Unit:
 
     Attributes:
         name: of its module in the model; empty for the root.
+        once_here: called, once, when its full weights are there to be read.
     """
 
     def __init__(self, names: tuple[str, ...], index: int, module: nn.Module, buckets: list[Bucket]) -> None:
@@ -42,6 +43,7 @@ class Unit:
         self._module = weakref.ref(module)  # the module's hooks lead here: a strong edge back would be a cycle
         self._gathering: list[Transfer[object]] = []
         self._publishing: Transfer[None] | None = None
+        self.once_here: Callable[[], None] | None = None
         self._updates: list[Job] = []  # the one under way, or none; a list, which a chain can empty without the unit
         self._trainable_numel = sum(math.prod(m.shape) for bucket in self.trainable() for m in bucket.members)
 
@@ -169,6 +171,9 @@ class Unit:
         self._gathering = []
         for bucket in self.buckets:
             bucket.install()
+        if self.once_here is not None:
+            tell, self.once_here = self.once_here, None
+            tell()
 
     def begin_update(self, update: Job) -> None:
         """Note that its master weights change until `update` has ended: weights at rest wait for that."""

@@ -23,7 +23,7 @@ from terrazzo.engine.plan.family import Owned
 from terrazzo.engine.plan.layout import Range, Slot
 from terrazzo.engine.plan.rectangles import Rectangle, whole
 
-__all__ = ["Piece", "average_pieces", "copied_pieces", "model_pieces", "optimizer_pieces"]
+__all__ = ["Piece", "average_pieces", "copied_pieces", "held_pieces", "model_pieces", "optimizer_pieces"]
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,13 @@ def copied_pieces(
             for driver in drivers if trainable else ():
                 pieces += optimizer_pieces(driver, functools.partial(_copies_among, own))
             yield along, pieces
+
+
+def held_pieces(buckets: list[Bucket], drivers: Sequence[OptimizerDriver]) -> Iterator[Piece]:
+    """All that this rank holds of these buckets' weights, master weights where there are any, and moments."""
+    yield from model_pieces(buckets, _copies)
+    for driver in drivers:
+        yield from optimizer_pieces(driver, functools.partial(_copies_among, buckets))
 
 
 def _pieces(bucket: Bucket, kind: str, state: Resting, share: Range) -> Iterator[Piece]:

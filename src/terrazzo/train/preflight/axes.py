@@ -25,13 +25,6 @@ def check_axes(config: Config) -> None:
         BadInput: there.
     """
     mesh = config.plan.mesh
-    if config.guard.replay_every is not None and max(mesh.pp, mesh.ep) > 1:
-        axis = "pp" if mesh.pp > 1 else "ep"
-        raise BadInput(
-            f"guard.replay_every is {config.guard.replay_every}, and plan.mesh.{axis} {getattr(mesh, axis)}: what ranks"
-            " along that axis compute of one micro-batch is not compared yet. Set guard.replay_every=null, or"
-            f" plan.mesh.{axis}=1."
-        )
     _check_experts(config)
     if mesh.pp > 1:
         _check_pipeline(config)

@@ -23,6 +23,7 @@ from terrazzo.train.plan import (
 )
 from terrazzo.train.preflight.axes import check_axes
 from terrazzo.train.preflight.folders import check_written
+from terrazzo.train.preflight.guarded import check_guard
 from terrazzo.train.preflight.idle import idle_notes
 from terrazzo.train.preflight.room import check_plan
 from terrazzo.train.preflight.swap import check_folders
@@ -42,6 +43,7 @@ def check(config: Config, world_size: int) -> list[str]:
     filling = _told_of_filling(config, world_size)
     micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     check_axes(config)
+    check_guard(config)
     if config.plan.mesh.pp > 1:
         settings = config.parallel.pipeline
         actions_of(settings.schedule, config.plan.mesh.pp, settings.chunks, micro_batches)

@@ -2,5 +2,6 @@
 
 verdict     who is wrong, by the answers of all
 replay      ranks give them
+memory      whether it changes by itself
 checks      when, and what of the run is not to be trusted
 """

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from terrazzo.checkpoint import check_replicas, latest
+from terrazzo.engine import engine_of
 from terrazzo.errors import Corrupted, counted, listed
+from terrazzo.train.replay.memory import MemoryLooks
 from terrazzo.train.replay.replay import Replay
 from terrazzo.train.session import Session
 
@@ -11,41 +15,59 @@ __all__ = ["Checks"]
 
 
 class Checks:
-    """Those of `train.check_replicas_every` and `guard.replay_every`.
+    """Those of `train.check_replicas_every`, `guard.replay_every` and `guard.memory_every`.
 
     Raises:
         BadInput: ranks are not alike enough to be compared.
     """
 
     def __init__(self, session: Session) -> None:
+        guard, before = session.config.guard, session.keeper.sure_step or 0
         self._session, self._replay = session, Replay(session)
-        every = {"replicas": session.config.train.check_replicas_every, "replay": session.config.guard.replay_every}
-        before = session.keeper.sure_step or 0
-        self._every = {name: steps for name, steps in every.items() if steps is not None}
-        self._clean = dict.fromkeys(self._every, before)  # the step up to which each has found nothing
+        self._memory = MemoryLooks(session, guard.memory_every)
+        self._replicas_every = session.config.train.check_replicas_every
+        every = {"replicas": self._replicas_every, "replay": guard.replay_every, "memory": guard.memory_every}
+        # the step up to which each has found nothing
+        self._clean = {name: before for name, steps in every.items() if steps is not None}
         self._tell()
 
-    def due(self) -> bool:
-        """Whether any is, behind the step that has ended."""
-        return any(self._session.step % steps == 0 for steps in self._every.values()) or self._replay.due()
+    def begin_step(self) -> None:
+        """A step begins: what is looked at before its update is remembered."""
+        self._memory.begin()
 
-    def run(self) -> None:
+    def before_update(self) -> None:
+        """The update of this step is next; raises as `after_step` does. Collective."""
+        if self._memory.due:
+            self._try(self._memory.check)
+            self._found_nothing("memory", self._session.step - self._memory.rotation)
+
+    def after_step(self) -> None:
         """Do what is due. What was saved since the last time that all was right is put aside, if it is not. Collective.
 
         Raises:
             Corrupted: on all ranks; names the rank, and what was put aside.
         """
-        session, step = self._session, self._session.step
-        self._clean = {name: min(clean, step) for name, clean in self._clean.items()}  # it may have gone back
-        try:
-            if "replicas" in self._every and step % self._every["replicas"] == 0:
-                check_replicas(session.model)
-                self._clean["replicas"] = step
+        session = self._session
+        replicas = self._replicas_every is not None and session.step % self._replicas_every == 0
+        if not (replicas or self._replay.due()):
+            return
+        with engine_of(session.model).tally.phases.during("evaluate"):
+            if replicas:
+                self._try(lambda: check_replicas(session.model))
+                self._found_nothing("replicas", session.step)
             if self._replay.due():
-                self._replay.check()
-                self._clean["replay"] = step
+                self._try(self._replay.check)
+                self._found_nothing("replay", session.step)
+
+    def _try(self, check: Callable[[], None]) -> None:
+        try:
+            check()
         except Corrupted as error:
             raise type(error)(f"{error} {self._put_aside()}") from None
+
+    def _found_nothing(self, name: str, until: int) -> None:
+        self._clean = {each: min(clean, self._session.step) for each, clean in self._clean.items()}  # it may be back
+        self._clean[name] = max(until, 0)
         self._tell()
 
     def _tell(self) -> None:

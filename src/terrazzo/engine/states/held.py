@@ -1,0 +1,65 @@
+"""What one rank holds of one unit, looked at twice: at rest nothing changes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.states.pieces import Piece, held_pieces
+
+__all__ = ["HeldUnit"]
+
+
+class HeldUnit:
+    """The states of a unit as they are now, behind an update and before the next forward.
+
+    Sums of bit patterns stand for them: quicker to take than a checksum, and any one bit that flips changes them.
+
+    Attributes:
+        title: of the unit.
+    """
+
+    def __init__(self, engine: Engine, unit: int) -> None:
+        self._engine, self._unit = engine, engine.units[unit]
+        self.title = self._unit.title
+        self._gathered: list[Tensor] = []
+        self._before = [(piece, _sum(piece.tensor)) for piece in self._pieces()]
+        self._unit.once_here = self._look_at_gathered
+
+    def _pieces(self) -> Iterator[Piece]:
+        return held_pieces(self._unit.buckets, self._engine.drivers.stepping())
+
+    def _look_at_gathered(self) -> None:
+        """The full weights that ranks along data axes all have now."""
+        shared = (bucket for bucket in self._unit.buckets if bucket.sharding.axes is self._engine.axes)
+        self._gathered = [_sum(bucket.full.data) for bucket in shared]
+
+    def changed(self) -> list[str]:
+        """What has changed since, before the update that may change it: name and state of each parameter."""
+        now = [_sum(piece.tensor) for piece in self._pieces()]
+        if len(now) != len(self._before):
+            return []  # an optimizer has been exchanged meanwhile
+        differ = torch.stack([a != b for (_, a), b in zip(self._before, now, strict=True)]).tolist() if now else []
+        return [f"{piece.name}, {piece.kind}" for (piece, _), other in zip(self._before, differ, strict=True) if other]
+
+    def gathered(self) -> list[int]:
+        """Of the full weights at their first use since: equal on ranks along data axes. Empty where there was none."""
+        self._unit.once_here = None
+        return torch.stack(self._gathered).tolist() if self._gathered else []
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Of the bit patterns of its elements, eight bytes at a time, 0-d int64, which overflows; nothing is waited for."""
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    width, narrow = 8 // flat.element_size(), _WORDS[flat.element_size()]
+    first = min(-flat.storage_offset() % width, flat.numel())
+    last = first + (flat.numel() - first) // width * width
+    edges = [flat[part].view(narrow).sum(dtype=torch.int64) for part in (slice(0, first), slice(last, None))]
+    return flat[first:last].view(torch.int64).sum() + edges[0] + edges[1]
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

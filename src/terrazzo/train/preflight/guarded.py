@@ -1,0 +1,31 @@
+"""Whether what the guard looks at can be looked at."""
+
+from __future__ import annotations
+
+from terrazzo.config import Config
+from terrazzo.errors import BadInput
+from terrazzo.train.plan import build_plan
+
+__all__ = ["check_guard"]
+
+
+def check_guard(config: Config) -> None:
+    """Refuse `guard.replay_every` and `guard.memory_every` where they would see nothing, or what is not there.
+
+    Raises:
+        BadInput: there.
+    """
+    guard, mesh = config.guard, config.plan.mesh
+    if guard.replay_every is not None and max(mesh.pp, mesh.ep) > 1:
+        axis = "pp" if mesh.pp > 1 else "ep"
+        raise BadInput(
+            f"guard.replay_every is {guard.replay_every}, and plan.mesh.{axis} {getattr(mesh, axis)}: what ranks along"
+            f" that axis compute of one micro-batch is not compared yet. Set guard.replay_every=null, or"
+            f" plan.mesh.{axis}=1."
+        )
+    optim = build_plan(config).optim
+    if guard.memory_every is not None and set(optim.shares) != {"device"}:
+        raise BadInput(
+            f"guard.memory_every is {guard.memory_every}, and offload.optim '{optim.tier}': states away from the device"
+            " are not looked at. Set guard.memory_every=null and, for drives, offload.digest=true."
+        )

@@ -1,0 +1,82 @@
+"""Memory that changes by itself where ranks hold no copies: looked at unit by unit, between one update and the next."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from terrazzo.engine import HeldUnit, engine_of
+from terrazzo.errors import CopiesDiffer, Corrupted, counted, listed
+from terrazzo.exchange import gather_json
+from terrazzo.train.session import Session
+
+__all__ = ["MemoryLooks"]
+
+
+class MemoryLooks:
+    """One unit's states behind an update, and again before the next; and its gathered weights, on all ranks.
+
+    Args:
+        every: steps between two units; None for none.
+
+    Attributes:
+        rotation: steps until all units have been looked at.
+    """
+
+    def __init__(self, session: Session, every: int | None) -> None:
+        self._session, self._every = session, every
+        self._engine = engine_of(session.model)
+        self.rotation = (every or 0) * len(self._engine.units)
+        self._held: HeldUnit | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        step = self._session.step + 1
+        self._held = None
+        if self._every is not None and step % self._every == 0:
+            self._held = HeldUnit(self._engine, step // self._every % len(self._engine.units))
+
+    @property
+    def due(self) -> bool:
+        return self._held is not None
+
+    def check(self) -> None:
+        """The update of this step is next. Collective.
+
+        Raises:
+            Corrupted: on all ranks where a state has changed, or ranks have computed with other weights.
+        """
+        held, self._held = self._held, None
+        assert held is not None
+        told = gather_json([held.changed(), held.gathered()])
+        changed = {rank: names for rank, (names, _) in enumerate(told) if names}
+        step = self._session.step + 1
+        if changed:
+            what = "; ".join(f"of rank {rank}: {listed(names)}" for rank, names in changed.items())
+            raise Corrupted(
+                f"Memory has changed by itself between the updates of steps {step - 1} and {step}, in {held.title},"
+                f" {what}."
+            )
+        if (others := self._others([gathered for _, gathered in told])) is not None:
+            ranks, most = others
+            plural = "s" if len(ranks) > 1 else ""
+            than = counted(most, "other rank") if most else "each other"
+            raise CopiesDiffer(
+                f"In step {step} rank{plural} {listed(ranks, 8)} computed with other weights of {held.title} than"
+                f" {than}, though all had gathered the same: memory, or the way between ranks, has changed them."
+            )
+
+    def _others(self, gathered: list[list[int]]) -> tuple[list[int], int] | None:
+        """Ranks whose gathered weights are not those of most, and how many most are; 0 where there is no majority."""
+        mesh, size = self._session.config.plan.mesh, len(gathered)
+        groups: dict[Any, list[int]] = {}
+        for rank in range(size):
+            groups.setdefault((rank * mesh.pp // size, rank % mesh.tp), []).append(rank)
+        for ranks in groups.values():
+            found = Counter(tuple(gathered[rank]) for rank in ranks)
+            if len(found) > 1:
+                usual, most = found.most_common(1)[0]
+                if 2 * most > len(ranks):
+                    return [rank for rank in ranks if tuple(gathered[rank]) != usual], most
+                return ranks, 0
+        return None
