@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import checkpoint_activations
 from terrazzo.train.model.causal_lm import build_model
+from terrazzo.train.model.experts import balance_experts, forget_load
+from terrazzo.train.model.load import Load, count_rows
 from tests.helpers.threads import exclusive, run_in_threads
 
 transformers = pytest.importorskip("transformers")
@@ -316,3 +319,42 @@ def test_a_folder_is_read_and_written_as_transformers_has_it(kind: str, ep: int,
     assert not any(report.values()), report
     with torch.no_grad():
         assert torch.equal(again.eval()(tokens).logits, original(tokens).logits)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_routers_tell_how_sure_they_are(kind: str) -> None:
+    """The mean entropy of the softmax of `router_logits`, as transformers itself gives these out; recomputed, once."""
+    model = copy.deepcopy(base(kind)).train()
+    tokens = torch.randint(61, (2, 2, 8), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        (logits, *_), outputs = zip(*((each.logits, each.router_logits) for each in seen(model, tokens)), strict=True)
+    layers = map(torch.cat, zip(*outputs, strict=True))
+    expected = [torch.distributions.Categorical(logits=each).entropy().mean() for each in layers]
+    assert count_rows(model) == ()
+    assert torch.equal(model(tokens[0]).logits, logits)
+
+    def body(rank: int) -> dict[str, Load]:
+        copied = copy.deepcopy(model)
+        forget_load(copied)
+        mesh = tz.mesh(ep=2)
+        tz.parallelize(copied, mesh)
+        checkpoint_activations(copied, "full", units=[type(copied.model.layers[0])])
+        copied, _ = tz.shard(copied, torch.optim.SGD(copied.parameters(), lr=0.1), "zero3", mesh=mesh)
+        copied(tokens[rank]).logits.sum().backward()
+        return balance_experts(copied)
+
+    for load in run_in_threads(2, body):
+        assert [each.entropy for each in load.values()] == pytest.approx([float(each) for each in expected], rel=1e-4)
+        assert {sum(each.counts) for each in load.values()} == {2 * 2 * 8 * KINDS[kind]["num_experts_per_tok"]}
+
+
+def seen(model: Any, batches: Tensor) -> Iterator[Any]:
+    return (model(tokens, output_router_logits=True) for tokens in batches)
+
+
+def test_a_router_that_transformers_does_not_name_is_named() -> None:
+    model = copy.deepcopy(base("mixtral"))
+    for module in model.modules():
+        if hasattr(module, "_can_record_outputs"):
+            module._can_record_outputs = {}
+    assert count_rows(model) == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")

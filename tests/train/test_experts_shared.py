@@ -186,7 +186,7 @@ def test_so_do_models_of_transformers(tmp_path: Path) -> None:
     first = "checkpoints/step-00000001"
     shutil.copytree(run_folder(whole) / first, run_folder(shared) / first)
     train(shared)
-    names = ("loss", "grad_norm", "tokens", "expert_imbalance", "dropped_rows")
+    names = ("loss", "grad_norm", "tokens", "expert_imbalance", "router_entropy", "dropped_rows")
     (found,), (_, expected) = (
         [[line[name] for name in names] for line in lines(run_folder(each), "train")] for each in (shared, whole)
     )

@@ -15,7 +15,7 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.config import Config
 from terrazzo.engine import engine_of
-from terrazzo.errors import BadInput, TerrazzoError
+from terrazzo.errors import BadInput, TerrazzoError, listed
 from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.parallel import context_of
 from terrazzo.telemetry import Console, resident_bytes
@@ -118,7 +118,11 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: l
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     sampling = Sampling(_prompt(config, begin.data, begin.asked), begin.asked)
     model, flops_per_token = _model(config, begin.data, sampling.prompt)
-    count_rows(model)
+    if blind := count_rows(model):
+        notes.append(
+            f"router_entropy is not said of {listed(blind)}: transformers does not name the module that gives their"
+            " router_logits"
+        )
     parallelize_model(model, config, mesh)
     parts = parts_of(config, ranks, context_of(model))
     loader = Loader(begin.data.train, config, parts.reader, parts.readers, parts.of)

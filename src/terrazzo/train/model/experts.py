@@ -267,7 +267,7 @@ def balance_experts(model: nn.Module) -> dict[str, Load]:
         By name of the router, or of the experts where `count_rows` has them counted; equal on all ranks.
     """
     axes = engine_of(model).axes
-    found = {name: load_of(counter.take(axes), None) for name, counter in counters_of(model)}
+    found = {name: counter.take(axes) for name, counter in counters_of(model)}
     for name, router in routers_of(model):
         load, entropy = (axes.total(each, axes.with_stages) for each in (router.load, router.entropy))
         found[name] = load_of(load, float(entropy[0] / entropy[1].clamp(min=1)))

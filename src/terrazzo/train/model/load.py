@@ -44,36 +44,89 @@ class RowsCounter:
     def __init__(self, experts: int) -> None:
         self._experts = experts
         self._rows: Tensor | None = None
+        self._scores: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module.training and torch.is_grad_enabled() and not inside_backward():
+        if _counts(module):
             chosen = [*args, *kwargs.values()][1].flatten()
             rows = torch.zeros(self._experts + 1, dtype=torch.int64, device=chosen.device)
             rows.scatter_add_(0, chosen.clamp(max=self._experts), torch.ones_like(chosen))
             self._rows = rows if self._rows is None else self._rows + rows
 
+    def see(self, logits: Tensor) -> None:
+        """Count the entropy of tokens' scores too: of the softmax of a router's logits `[..., experts]`."""
+        if logits.shape[-1] == self._experts:
+            share = logits.detach().double().softmax(dim=-1)
+            both = torch.stack([-torch.xlogy(share, share).sum(), share.sum()])
+            self._scores = both if self._scores is None else self._scores + both
+
     def forget(self) -> None:
         """Count anew."""
-        self._rows = None
+        self._rows = self._scores = None
 
-    def take(self, axes: Axes) -> Tensor:
-        """Rows since the last call, int64 `[experts]`, over all ranks. Collective."""
-        own = (
-            torch.zeros(self._experts + 1, dtype=torch.int64, device=axes.device) if self._rows is None else self._rows
-        )
-        self._rows = None
-        return axes.total(own, axes.with_stages)[:-1]
+    def take(self, axes: Axes) -> Load:
+        """Of what has been counted since the last call, over all ranks. Collective."""
+        rows, scores = self._rows, self._scores
+        self.forget()
+        own = torch.zeros(self._experts + 3, dtype=torch.float64, device=axes.device)
+        if rows is not None:
+            own[:-2] = rows
+        if scores is not None:
+            own[-2:] = scores
+        *counts, _, entropy, tokens = axes.total(own, axes.with_stages).tolist()
+        return load_of(torch.tensor(counts, dtype=torch.int64), entropy / tokens if tokens else None)
+
+
+@dataclass(frozen=True)
+class _RouterHook:
+    """Behind a router's forward, of whose outputs one are the logits."""
+
+    counter: RowsCounter
+    index: int
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if _counts(module):
+            self.counter.see(output if isinstance(output, Tensor) else output[self.index])
+
+
+def _counts(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled() and not inside_backward()
 
 
 _COUNTERS = Mark[RowsCounter]("terrazzo_rows_counter")
 
 
-def count_rows(model: nn.Module) -> None:
-    """Have what experts of transformers compute be counted, before ranks share them."""
+def count_rows(model: nn.Module) -> tuple[str, ...]:
+    """Have what experts of transformers compute be counted, before ranks share them, and what their routers give.
+
+    Returns:
+        Names of experts whose router is not known: transformers does not say which module gives `router_logits`.
+    """
+    routers, blind = dict(_routers(model)), []
+    for name, module in model.named_modules():
+        if stacked_experts(module) is None:
+            continue
+        counter = _COUNTERS.leave(module, RowsCounter(int(module.num_experts)))
+        module.register_forward_pre_hook(counter, with_kwargs=True)
+        block = name.rpartition(".")[0]
+        beside = [each for each in routers if each == block or each.startswith(f"{block}.")]
+        if len(beside) == 1:
+            model.get_submodule(beside[0]).register_forward_hook(_RouterHook(counter, routers[beside[0]]))
+        else:
+            blind.append(name)
+    return tuple(blind)
+
+
+def _routers(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Names of modules that give routers' logits, and which of their outputs these are, as transformers says it."""
+    known: dict[Any, int] = {}
     for module in model.modules():
-        if stacked_experts(module) is not None:
-            counter = _COUNTERS.leave(module, RowsCounter(int(module.num_experts)))  # type: ignore[arg-type]
-            module.register_forward_pre_hook(counter, with_kwargs=True)
+        said = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
+        for each in said if isinstance(said, list | tuple) else (said,):
+            known[getattr(each, "target_class", each)] = getattr(each, "index", 0)
+    for name, module in model.named_modules():
+        if type(module) in known:
+            yield name, known[type(module)]
 
 
 def counters_of(model: nn.Module) -> Iterator[tuple[str, RowsCounter]]:
