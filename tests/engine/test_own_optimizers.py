@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -256,3 +257,76 @@ def test_new_values_in_new_memory_are_kept(way: str, plan: str, options: dict[st
 
     for found in on_ranks(2, body):
         assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+class RaisingBehind(torch.optim.SGD):
+    """Raises once it has updated everything."""
+
+    elementwise = True
+    raises = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        if self.raises:
+            raise FloatingPointError("behind the update")
+
+
+def _with_a_step_that_raises(model: Any, optimizer: RaisingBehind, which: int) -> None:
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch(number)).backward()
+        optimizer.raises = number == which
+        with contextlib.suppress(FloatingPointError):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["inner", "last"])
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2"])
+def test_what_a_step_has_updated_before_it_raised_is_on_all_ranks(which: int, plan: str) -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    _with_a_step_that_raises(alone, RaisingBehind(alone.parameters(), lr=0.1, momentum=0.9), which)
+
+    def body(rank: int) -> dict[str, Tensor]:
+        own = copy.deepcopy(base)
+        optimizer = RaisingBehind(own.parameters(), lr=0.1, momentum=0.9)
+        model, sharded = tz.shard(own, optimizer, plan)
+        _with_a_step_that_raises(model, sharded, which)
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+def test_weights_of_a_lower_precision_follow_their_masters_behind_a_step_that_raised() -> None:
+    def body(rank: int) -> None:
+        optimizer: Any = None
+        model, optimizer = tz.shard(Net(), lambda given: RaisingBehind(given, lr=0.1), "zero1", precision="bf16")
+        _with_a_step_that_raises(model, optimizer, which=2)
+        with torch.no_grad():
+            found = model(batch())
+        alone = Net()
+        alone.load_state_dict(model.state_dict())
+        assert torch.equal(found, alone.bfloat16()(batch()))
+
+    on_ranks(2, body)
+
+
+def test_a_graph_from_before_a_step_that_raised_is_not_differentiated() -> None:
+    """Its weights are others now; torch says so too, of weights that have changed in place."""
+
+    def loop(model: Any, optimizer: RaisingBehind) -> None:
+        earlier = loss_of(model, batch(0))
+        loss_of(model, batch(1)).backward()
+        optimizer.raises = True
+        with pytest.raises(FloatingPointError):
+            optimizer.step()
+        earlier.backward()
+
+    alone = Net()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loop(alone, RaisingBehind(alone.parameters(), lr=0.1))
+    with fake_group(1):
+        model, optimizer = tz.shard(Net(), lambda given: RaisingBehind(given, lr=0.1), "zero0")
+        with pytest.raises(tz.Misuse, match="weights have been changed since its forward"):
+            loop(model, optimizer)

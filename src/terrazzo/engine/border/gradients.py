@@ -34,7 +34,7 @@ def show_gradients(model: nn.Module, engine: Engine) -> None:
     Not inside its forward, where a compiler would ask them what they cannot answer.
     """
     owner = _ShownGradients(engine)
-    model.register_forward_pre_hook(eager(weakly(owner, _ShownGradients.begin_forward)), prepend=True)
+    model.register_forward_pre_hook(eager(weakly(owner, _ShownGradients.begin)), prepend=True)
     model.register_forward_hook(eager(weakly(owner, _ShownGradients.show_again)), always_call=True)
 
 
@@ -148,18 +148,12 @@ class _ShownGradients:
             Misuse: where that would be divided as gradients are which have been multiplied before, or summed over more
                 ranks than a user counts.
         """
-        self._engine.drivers.restore_groups()
         self.hide()
         is_mean = self._engine.progress.denominator.is_mean
         with plainly():
             for shelf in self._all_shelves():
                 for member, is_forgotten in shelf.unused() if not (is_mean and shelf.is_dense) else ():
                     raise _put_back(member) if is_forgotten else _set_before(member)
-
-    def begin_forward(self, *_: Any) -> None:
-        """A forward begins: whoever has caught what a step raised goes on."""
-        self._engine.drivers.restore_groups()
-        self.begin()
 
     def begin(self, *_: Any) -> None:
         """A forward begins, or a gradient comes, maybe before anything has announced a backward pass."""

@@ -32,6 +32,7 @@ class BackwardHooks:
     A backward begins at the first sign of it, whichever that is, and ends when autograd says so.
 
     Attributes:
+        recover: ends optimizer steps that have raised, before a forward or a backward uses weights.
         surprised: whether backward has come to a unit unannounced, or may do so.
     """
 
@@ -47,6 +48,7 @@ class BackwardHooks:
         self._agreement, self._exchanges = Agreement(units, schedule, sharding.axes, progress), exchanges
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self.tell_of_gradients(begun=do_nothing, ended=do_nothing)
+        self.recover: Callable[[], None] = do_nothing
         self.surprised = False
 
     def attach(self) -> None:
@@ -68,6 +70,7 @@ class BackwardHooks:
         """The backward that is under way, which may begin with this."""
         if self.schedule.backward is not None:
             return self.schedule.backward
+        self.recover()
         self._phases.begin("backward")
         self._begun()
         trainable = (bucket for unit in self.units for bucket in unit.trainable())
@@ -85,6 +88,7 @@ class BackwardHooks:
 
     def enter(self, unit: Unit, generation: int, forward: int | None) -> None:
         """Backward comes to a call of `unit`, which ran in that forward, when its weights were of `generation`."""
+        self.recover()
         if unit.generation != generation:
             raise Misuse(
                 f"Backward came to {unit.title}, whose weights have been changed since its forward, by "

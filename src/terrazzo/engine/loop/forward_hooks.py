@@ -124,6 +124,7 @@ class ForwardHooks:
     def _begin(self, model: nn.Module) -> None:
         """Start from what the user and the last pass have left, be it a backward that raised."""
         training, schedule = torch.is_grad_enabled(), self._schedule
+        self._backward.recover()
         self._phases.begin("forward" if training else "evaluate")
         adopt_edits(self._units)
         self._tree.check(model)
@@ -193,8 +194,10 @@ class ForwardHooks:
             self._backward.recompute(unit)
             return
         forward = self._schedule.forward
-        if forward is None and torch.is_grad_enabled():
-            self._loss_scale.check_unit(unit.title)
+        if forward is None:
+            self._backward.recover()
+            if torch.is_grad_enabled():
+                self._loss_scale.check_unit(unit.title)
         if not self._schedule.order.agreed and (pair := self._regions.enter(index, args)):
             self._schedule.program.join([pair])
         self._exchanges.before_weights(unit, Purpose.FORWARD)

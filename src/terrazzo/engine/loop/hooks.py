@@ -53,6 +53,10 @@ class Hooks:
         self._backward.tell_of_gradients(begun, ended)
         self.before_use = before_use
 
+    def recover_with(self, recover: Callable[[], None]) -> None:
+        """Call this before a forward or a backward uses weights: it ends steps that have raised."""
+        self._backward.recover = recover
+
     def refuse_forwards(self, why: str | None) -> None:
         """From now on, no forward may gather weights; None: it may again."""
         self._forward.refuse(why)

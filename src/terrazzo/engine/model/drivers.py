@@ -73,10 +73,12 @@ class Drivers:
         for driver in self._drivers:
             driver.catch_up()
 
-    def restore_groups(self) -> None:
-        """Steps that raised have ended: the groups of their optimizers hold the model's parameters again."""
+    def recover(self) -> None:
+        """Steps that raised have ended: groups of their optimizers hold the model's parameters again, and all weights
+        are in line with what those steps have updated. Called before anything uses either. Collective where one has.
+        """
         for driver in self._drivers:
-            driver.restore_groups()
+            driver.recover()
 
     def retire(self) -> None:
         """Let go of all optimizers; nothing may be under way."""

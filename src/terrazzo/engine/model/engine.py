@@ -88,6 +88,7 @@ class Engine:
         units, schedule, hooks = self.units, self.schedule, self.hooks
         drivers = self.drivers = Drivers(self.trainable(), self.progress)
         self.gradients = ModelGradients(self.trainable(), self.sharding, self.progress, schedule, hooks, drivers)
+        hooks.recover_with(drivers.recover)
         self.promise = Promise(units, schedule, lambda: drivers.templates, self.store.settings, self.stages)
         self.blocks = GatheredBlocks(units, schedule, hooks, self.axes)
 
@@ -127,13 +128,18 @@ class Engine:
         """Gradients are about to be used, and master weights to be changed: take over what users have done to them."""
         self.average.require_own_weights("optimizer.step()")
         self.gradients.require_whole("optimizer.step()")
-        adopt_edits(self.units)
+        self._adopt_edits()
         self.hooks.before_use()
 
     def have_masters(self) -> None:
         """Have all in the master weights: what the user has written into weights, and what updates do to them."""
-        adopt_edits(self.units)
+        self._adopt_edits()
         self.drivers.catch_up()
+
+    def _adopt_edits(self) -> None:
+        """What the user has written into weights, which are those of all steps that there were."""
+        self.drivers.recover()
+        adopt_edits(self.units)
 
     @property
     def traffic(self) -> Traffic:
@@ -162,7 +168,7 @@ class Engine:
         """Return once every state is at rest, the second level. Collective."""
         require_own(self.process)
         self.blocks.require_unwritten()
-        adopt_edits(self.units)
+        self._adopt_edits()
         self.schedule.rest()
         self.catch_up()
         if (queued := Stream.current(self.axes.device).mark()) is not None:
@@ -170,7 +176,7 @@ class Engine:
 
     def catch_up(self) -> None:
         """Return once no update is under way, the first level. Collective."""
-        self.drivers.restore_groups()
+        self.drivers.recover()
         self._finish_publishing()
         self.drivers.catch_up()
 

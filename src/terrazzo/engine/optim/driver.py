@@ -64,6 +64,7 @@ class OptimizerDriver:
         self.given = [tuple(group["params"]) for group in optimizer.param_groups]
         self._given_names = [group.get("param_names") for group in optimizer.param_groups]
         self._stepping = False
+        self._unpublished = False  # from the first change of master weights until the step's end
         self._skipping: Settings | None = None  # a step that overflowed, and what there was before it
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups)
         self.buckets = list(self._owned)
@@ -217,7 +218,6 @@ class OptimizerDriver:
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
                 "backward outside 'with tz.accumulate(model)', so that it reduces them."
             )
-        self.restore_groups()
         self._check_groups(optimizer)
         self._check_parameters(optimizer)
         self._skipping = None
@@ -230,6 +230,7 @@ class OptimizerDriver:
             self._fill_groups()
             return
         self._cut_segments(optimizer)
+        self._unpublished = True
         if self.background is not None:
             self.background.begin(optimizer)
         here = [segment for segment in self.segments if not segment.bucket.updated_off_device and segment.due]
@@ -251,8 +252,7 @@ class OptimizerDriver:
             self._skipping.put_back(optimizer)  # such as a count of steps: there was nothing to update
         self.progress.end_step()
         self._note_hyper_parameters(optimizer)
-        if self._skipping is None and (model := self._model()) is not None:  # skipped alike on all ranks
-            model.publish(self._owned.keys())
+        self._publish()  # skipped alike on all ranks
         if self.background is not None:
             self.background.end_step()
         self.sharding.axes.tally.phases.begin("other")
@@ -261,8 +261,18 @@ class OptimizerDriver:
         noted = self.progress.hyper_parameters
         noted[self.groups.start] = noted[self.groups.start].followed_by(hyper_parameters(optimizer))
 
+    def _publish(self) -> None:
+        unpublished, self._unpublished = self._unpublished, False
+        if unpublished and (model := self._model()) is not None:
+            model.publish(self._owned.keys())
+
+    def recover(self) -> None:
+        """A step may have ended without a word, since it raised: weights are those that it has left. Collective."""
+        self.restore_groups()
+        self._publish()
+
     def restore_groups(self) -> None:
-        """A step has ended, perhaps without a word, since it raised: the optimizer's groups hold parameters again."""
+        """A step has ended, be it by raising: the optimizer's groups hold parameters again."""
         if self._stepping:
             for segment in self.segments:
                 if isinstance(segment.bucket.master, Buffer):
