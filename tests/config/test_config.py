@@ -65,7 +65,7 @@ def test_unknown_names_are_answered_with_the_nearest_known_one(raw: dict[str, An
         ({"train": {"lr": 1e-3}}, "'optimizer.lr'"),
         ({"train": {"step": 5}}, "'steps' or 'offload.step'"),
         ({"eval_evry": 5}, "'train.eval_every'"),
-        ({"data": {"folder": "runs"}}, "'checkpoint.folder' or 'log.folder'"),
+        ({"data": {"folder": "runs"}}, "'checkpoint.folder' or 'checkpoint.local.folder' or 'log.folder'"),
         ({"batch": {"micro_batches": 2}}, "'micro_batch'"),
     ],
 )

@@ -205,6 +205,21 @@ def test_a_rank_that_is_killed_or_stopped_in_a_step_changes_no_loss_and_no_weigh
     assert weights(tmp_path) == weights(undisturbed)
 
 
+@pytest.mark.processes
+def test_ranks_that_are_started_again_go_on_from_what_is_on_the_machine(tmp_path: Path, undisturbed: Path) -> None:
+    (shm := tmp_path / "shm").mkdir()
+    local = ["checkpoint.every=null", f"checkpoint.local.folder={shm}", "checkpoint.local.every=3"]
+    words = command(tmp_path, *STEPS, *local, "launch.restarts=1")
+    done = killed_by(programs.Program(*words, env=environment()), signal.SIGKILL, behind_step=8)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"(?m)^restart 1 of 1: starting 2 ranks again, from {shm}/terrazzo-.*/step-\d+$", done.stdout)
+    (restart,) = metrics(tmp_path, "restart")
+    assert restart["step"] in (6, 9, 12, 15, 18)
+    assert curve(tmp_path) == curve(undisturbed)
+    assert weights(tmp_path) == weights(undisturbed)
+    assert list(shm.iterdir()) == []
+
+
 CRASHES = """
 import os, runpy, signal, sys
 from terrazzo.train.loop import Trainer

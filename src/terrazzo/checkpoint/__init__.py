@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from terrazzo.checkpoint.saving.background import Saver
     from terrazzo.checkpoint.saving.save import save
     from terrazzo.checkpoint.source import Source
+    from terrazzo.checkpoint.storage.store import step_of
     from terrazzo.checkpoint.upkeep.series import (
         Resumed,
         claim,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         latest,
         load_newest,
         prune,
+        run_of,
         set_aside,
         step_path,
         suspect,
@@ -52,9 +54,10 @@ else:
             "terrazzo.checkpoint.saving.save": ("save",),
             "terrazzo.checkpoint.upkeep.series": (
                 *("Resumed", "claim", "clear", "complete_checkpoints", "latest"),
-                *("load_newest", "prune", "set_aside", "step_path", "suspect", "suspects"),
+                *("load_newest", "prune", "run_of", "set_aside", "step_path", "suspect", "suspects"),
             ),
             "terrazzo.checkpoint.source": ("Source",),
+            "terrazzo.checkpoint.storage.store": ("step_of",),
         },
     )
 
@@ -72,8 +75,10 @@ __all__ = [
     "load_weights",
     "open_source",
     "prune",
+    "run_of",
     "save",
     "set_aside",
+    "step_of",
     "step_path",
     "suspect",
     "suspects",

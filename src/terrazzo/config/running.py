@@ -14,6 +14,13 @@ from terrazzo.config.section import Section, whole_number
 __all__ = ["CheckpointConfig", "LaunchConfig"]
 
 
+class LocalConfig(Section):
+    """Further checkpoints in memory, or on a drive, of the machine, for a run that is started again there."""
+
+    folder: str | None = Field(None, description="such as /dev/shm, or a folder on an NVMe drive; null: none are taken")
+    every: int = Field(10, gt=0, description="steps between them; there is one at a time")
+
+
 class CheckpointConfig(Section):
     """When training state is saved, where, and what a new start does with what is there."""
 
@@ -30,6 +37,7 @@ class CheckpointConfig(Section):
         "54 days of 16,384 GPUs",
     )
     overhead: float = Field(0.05, gt=0, lt=1, description="auto: largest share of the time that saves hold training up")
+    local: LocalConfig = LocalConfig()
     keep_last: int | None = Field(2, gt=0, description="older checkpoints are removed; null: all are kept")
     keep_every: int | None = Field(None, gt=0, description="those of steps divisible by this are kept as well")
     keep_best: int = Field(0, ge=0, description="so many of the lowest validation loss are kept as well")

@@ -197,6 +197,11 @@ class Trainer:
             self.report.saved(saved)
             if (choice := self.cadence.choose()) is not None:
                 self.report.cadence(choice)
+        elif session.keeper.local_due(session.step):
+            if self.divergence.has_unseen:
+                self.divergence.check()
+            with self.phases.during("save"), self.cadence.apart():
+                session.save_locally()
         if session.sampling.prompt and (finished or _due(session.step, train.sample_every)):  # nothing is lost to it
             with self.phases.during("evaluate"), self.cadence.apart():
                 text = sample_text(session)

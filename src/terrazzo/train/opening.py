@@ -178,6 +178,7 @@ def _fill(session: Session, begin: _Begin) -> None:
         _resume(session)
     else:  # last, so that nothing is lost to a run that cannot start
         on_first(lambda: clear_checkpoints(config), BadInput)
+        session.keeper.begin_anew()
 
 
 def _resume(session: Session) -> None:
@@ -185,7 +186,8 @@ def _resume(session: Session) -> None:
     config, restored = session.config, restore(session)
     resumed, extra = restored.resumed, restored.resumed.extra
     notes, origin, goes_on = session.notes, session.origin, session.step < config.train.steps
-    notes.append(f"resumed at step {session.step}")
+    where = "" if resumed.path.startswith(f"{config.checkpoint_folder}/") else f", from {resumed.path}"
+    notes.append(f"resumed at step {session.step}{where}")
     notes += [f"resume: {path} is DAMAGED, not used: {why}" for path, why in resumed.refused.items()]
     notes += resume_notes(config, extra["config"])
     rate = session.optimizer.param_groups[0]["lr"]

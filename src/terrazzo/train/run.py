@@ -19,6 +19,7 @@ from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.standing import LEFT
 from terrazzo.telemetry.watchdog.ward import look_after
+from terrazzo.train.checkpoints.tier import noted_run, survivors
 from terrazzo.train.command import Command
 from terrazzo.train.launch.again import Again, Saved, Start, refuse_restarts, told_of_restart
 from terrazzo.train.launch.failure import announce_ready, run_rank
@@ -76,7 +77,7 @@ def _again(config: Config, words: list[str]) -> Again:
     """What is done after failures of a run that is about to start."""
     folder, anew = config.checkpoint_folder, config.checkpoint.resume == "never"
     before = latest(folder)
-    identity = _identity(before) if anew else ""
+    identity, noted = (_identity(before), noted_run(config)) if anew else ("", "")
 
     def newest() -> Saved:
         path = latest(folder)
@@ -84,6 +85,8 @@ def _again(config: Config, words: list[str]) -> Again:
             path = None
         if path is None and before is not None and not anew:
             raise BadInput(f"'{folder}' held a checkpoint when this run began, and holds none now: put it back")
+        local = [] if path is None and anew and noted_run(config) == noted else survivors(config, path)
+        path = next(reversed(local), path)
         return Saved() if path is None else Saved(step_of(path.rpartition("/")[2]) or 0, str(without_passwords(path)))
 
     def following(saved: Saved) -> list[str]:

@@ -133,6 +133,10 @@ class Session:
         """Save a checkpoint of the current step; returns its path. Collective."""
         return self.keeper.save(self.model, self.optimizer, self._extra())
 
+    def save_locally(self) -> None:
+        """Save the current step on the machine. Collective."""
+        self.keeper.save_locally(self.model, self.optimizer, self._extra())
+
     def _extra(self) -> dict[str, Any]:
         return {
             "step": self.step,

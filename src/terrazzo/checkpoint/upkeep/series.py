@@ -33,6 +33,7 @@ __all__ = [
     "latest",
     "load_newest",
     "prune",
+    "run_of",
     "set_aside",
     "step_path",
     "suspect",
@@ -55,6 +56,17 @@ def complete_checkpoints(folder: str | os.PathLike[str]) -> list[str]:
 def latest(folder: str | os.PathLike[str]) -> str | None:
     """The complete checkpoint of the highest step, if there is any. Its bytes are not checked."""
     return next(reversed(complete_checkpoints(folder)), None)
+
+
+def run_of(path: str) -> str:
+    """What `save` was told of the run that has saved the checkpoint `path`, one of Terrazzo's own.
+
+    Raises:
+        Damaged: its manifest is not what was written.
+        BadInput: it is of another version, or cannot be read.
+    """
+    store, name = store_and_name(path)
+    return Checkpoint(store.folder(name)).manifest.run
 
 
 def prune(  # structure: signature fixed by what may be kept
@@ -186,6 +198,7 @@ def load_newest(
     optimizer: Optimizers,
     *,
     cast: bool = False,
+    besides: Sequence[str] = (),
 ) -> Resumed | None:
     """Restore the newest checkpoint that is whole, going back past damaged ones; None where there is none. Collective.
 
@@ -196,14 +209,17 @@ def load_newest(
     may come to their steps again. What is only to be looked at is read by `load(latest(folder), ...)`, which writes
     nothing.
 
+    Args:
+        besides: the paths of checkpoints in other folders; of one step that in `folder` comes first. Rank 0's count.
+
     Raises:
         Damaged: there are checkpoints, and none is whole; the message has the reason for each.
         BadInput: the newest whole one does not fit, or one cannot be read, which proves no damage.
     """
-    found = together(lambda: complete_checkpoints(folder), BadInput)
+    found = together(lambda: [*complete_checkpoints(folder), *besides], BadInput)
     paths: Sequence[str] = gather_json(found)[0]  # the first rank decides: others may lag
     refused: dict[str, str] = {}
-    for path in reversed(paths):
+    for path in sorted(paths, key=lambda path: step_of(path) or 0, reverse=True):
         try:
             opened = _open_together(path)
             restore(opened, model, optimizer, cast=cast)

@@ -15,6 +15,7 @@ from terrazzo.config import Config
 from terrazzo.errors import FolderLost, Misuse
 from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.files import GIB
+from terrazzo.train.checkpoints.tier import Tier, survivors
 from terrazzo.train.launch.ranks import Ranks
 
 __all__ = ["Keeper", "refuse_lost"]
@@ -42,19 +43,23 @@ class Keeper:
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
+        self._config, self._tier = config, Tier(config)
         self._settings, self.folder, self._is_first = config.checkpoint, config.checkpoint_folder, ranks.is_first
         self._patience_s = config.launch.timeout_s
         self.run: str = gather_json(os.urandom(6).hex())[0]
         self._saver: Saver | None = None
         self._saving_step = self.saved_step = 0
+        self._has_local = False
         self.sure_step: int | None = None
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
         self._claim = together(lambda: checkpoint.claim(self.folder, who) if self._is_first else None, Misuse)
 
     def resume(self, model: nn.Module, optimizer: Any) -> Resumed | None:
         """Restore the newest whole checkpoint. Collective."""
-        resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast)
+        local = on_first(lambda: survivors(self._config, checkpoint.latest(self.folder)))
+        resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast, besides=local)
         if resumed is not None:
+            self._tier.resumed(resumed.path)
             self.run, self.saved_step = resumed.run, resumed.extra.get("step", 0)
             self.sure_step = resumed.extra.get("sure")
         return resumed
@@ -77,9 +82,25 @@ class Keeper:
         self._prune()
         return path
 
+    def begin_anew(self) -> None:
+        """Nothing that is here is of this run. Collective."""
+        self._tier.begin_anew()
+
+    def local_due(self, step: int) -> bool:
+        """Whether a checkpoint on the machine is to be taken after a step."""
+        return self._tier.due(step)
+
+    def save_locally(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> None:
+        """Save on the machine, in the place of the one before. Collective."""
+        refuse_lost(self.lost())
+        self._tier.save(model, optimizer, extra, self.run)
+        self._has_local = True
+
     def suspect(self) -> list[str]:
         """Put aside what was saved since all was known to be right; returns the new names. Collective."""
         self.wait()
+        self._tier.clear()
+        self._has_local = False
         after = self.sure_step or 0
         names = on_first(lambda: checkpoint.suspect(self.folder, after=after, run=self.run))
         if names:
@@ -99,7 +120,7 @@ class Keeper:
     @property
     def has_saved(self) -> bool:
         """Whether there is a checkpoint of this run to go back to."""
-        return bool(self.saved_step or self._saving_step)
+        return bool(self.saved_step or self._saving_step or self._has_local)
 
     def wait(self) -> None:
         """Wait for a save in the background; raises `SaveFailed` on all ranks when it failed on one. Collective."""
@@ -112,6 +133,7 @@ class Keeper:
             self._saver.close()
             self._saver = None
             self._prune()
+        self._tier.clear()
         self._release()
 
     def abandon(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from terrazzo.checkpoint import clear, latest, open_source, step_path, suspects
 from terrazzo.config import Config, flatten, without_passwords
 from terrazzo.errors import BadInput, Damaged, TerrazzoError, counted, listed
+from terrazzo.train.checkpoints.tier import survivors
 from terrazzo.train.command import program
 from terrazzo.train.data.source_file import SourceFile
 
@@ -35,6 +36,7 @@ def resume_from(config: Config) -> str | None:
     """The checkpoint to continue from, or None for a new run; raises `BadInput` as `checkpoint.resume` demands."""
     folder = config.checkpoint_folder
     newest = latest(folder)
+    newest = next(reversed(survivors(config, newest)), newest)
     if config.checkpoint.resume == "required" and newest is None:
         raise BadInput(
             f"checkpoint.resume is 'required', but '{folder}' holds no complete checkpoint: correct"

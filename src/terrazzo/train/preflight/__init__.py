@@ -3,6 +3,7 @@
 checks   all of it, in order
 axes     sequences and matrices that ranks share
 folders  those that the run writes to
+local    checkpoints that stay on the machine
 room     memory of devices, and what the planner knows to fail
 swap     host memory, and disks for swap files
 idle     settings that do nothing, which are noted

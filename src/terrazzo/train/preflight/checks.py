@@ -25,6 +25,7 @@ from terrazzo.train.preflight.axes import check_axes
 from terrazzo.train.preflight.folders import check_written
 from terrazzo.train.preflight.guarded import check_guard
 from terrazzo.train.preflight.idle import idle_notes
+from terrazzo.train.preflight.local import check_local
 from terrazzo.train.preflight.room import check_plan
 from terrazzo.train.preflight.swap import check_folders
 
@@ -51,7 +52,8 @@ def check(config: Config, world_size: int) -> list[str]:
     _check_model(config, load_tokenizer(config.data.tokenizer, config.data.end_of_document))
     _check_data(config)
     check_written(config)
-    notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config)), *filling]
+    local = check_local(config, world_size)
+    notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config)), *filling, *local]
     return [*notes, *check_plan(config, world_size)]
 
 

@@ -141,6 +141,12 @@ _RULES = (
         "set train.sample_tokens",
     ),
     _Rule(
+        "checkpoint.local.every",
+        lambda config: config.checkpoint.local.folder is None,
+        "checkpoint.local.folder is null, so none are taken",
+        "set checkpoint.local.folder=/dev/shm",
+    ),
+    _Rule(
         "checkpoint.mtbf_hours checkpoint.overhead",
         lambda config: config.checkpoint.every != "auto",
         "checkpoint.every is not 'auto'",

@@ -1,0 +1,191 @@
+"""Checkpoints that stay on the machine: when a run goes on from one, and when it does not."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.checkpoint import clear, complete_checkpoints
+from terrazzo.config import Config
+from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.train.checkpoints.resume import resume_from
+from terrazzo.train.checkpoints.tier import noted_run, survivors, tier_folder
+from terrazzo.train.loop import Trainer
+from terrazzo.train.opening import open_session
+from terrazzo.train.preflight import check
+from terrazzo.train.run import _again
+from tests.helpers.threads import run_in_threads
+from tests.train.test_session import ALONE, StopAfter, config_in
+
+
+class Crashed(Exception):
+    pass
+
+
+def local_in(folder: Path, every: int | None = None, **checkpoint: Any) -> Config:
+    """Nine steps, a checkpoint every two of them on the machine."""
+    (folder / "shm").mkdir(exist_ok=True)
+    settings = {"every": every, "keep_last": None, "local": {"folder": str(folder / "shm"), "every": 2}, **checkpoint}
+    return config_in(folder, train={"steps": 9}, checkpoint=settings, launch={"restarts": 3})
+
+
+def trained(config: Config) -> int:
+    def body(rank: int) -> int:
+        with open_session(config, ALONE) as session:
+            return Trainer(session, StopAfter(None)).run()
+
+    return run_in_threads(1, body)[0]
+
+
+def crashed(config: Config, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run, which comes as far as a step and no further."""
+    real = Trainer.train_step
+
+    def train_step(self: Trainer) -> None:
+        if self.session.step == step:
+            raise Crashed
+        real(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "train_step", train_step)
+        with pytest.raises(Crashed):
+            trained(config)
+
+
+def names(config: Config) -> list[str]:
+    """Of what is on the machine."""
+    folder = tier_folder(config)
+    assert folder is not None
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    found = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in found if line["kind"] == "train"]
+
+
+def state(folder: Path) -> bytes:
+    return (folder / "run" / "checkpoints" / "step-00000009" / "rank-00000.safetensors").read_bytes()
+
+
+def header(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_a_run_goes_on_from_what_survives_to_the_same_bits(
+    every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The oracle is the run that nothing has happened to."""
+    for name in ("whole", "crashed"):
+        (tmp_path / name).mkdir()
+    assert trained(config_in(tmp_path / "whole", train={"steps": 9})) == 0
+    config = local_in(tmp_path / "crashed", every)
+    crashed(config, 7, monkeypatch)
+    assert names(config) == ["step-00000006"], "one at a time"
+    again = _again(config, ["words"])
+    assert (again._newest().step, again._newest().path) == (6, f"{tier_folder(config)}/step-00000006")
+    header(capsys)
+    assert trained(config) == 0
+    assert f"resumed at step 6, from {tier_folder(config)}/step-00000006" in header(capsys)
+    assert losses(tmp_path / "crashed") == losses(tmp_path / "whole")
+    assert state(tmp_path / "crashed") == state(tmp_path / "whole")
+    assert names(config) == [] and not os.path.exists(str(tier_folder(config))), "the run has ended"
+
+
+def test_an_older_one_is_not_preferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = local_in(tmp_path, every=3)
+    crashed(config, 3, monkeypatch)
+    assert names(config) == ["step-00000002"]
+    assert resume_from(config) == f"{config.checkpoint_folder}/step-00000003"
+    header(capsys)
+    crashed(config, 5, monkeypatch)
+    assert "resumed at step 3\n" in header(capsys)
+    assert names(config) == ["step-00000004"]
+
+
+def test_one_that_is_torn_is_not_used_and_its_step_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = local_in(tmp_path, every=3)
+    crashed(config, 5, monkeypatch)
+    (torn,) = survivors(config, f"{config.checkpoint_folder}/step-00000003")
+    file = Path(torn) / "rank-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    header(capsys)
+    crashed(config, 3, monkeypatch)
+    assert "resumed at step 3\n" in (said := header(capsys))
+    assert f"{torn} is DAMAGED, not used" in said
+    assert [name.rpartition("-")[0] for name in names(config)] == ["step-00000004.damaged"]
+    crashed(config, 5, monkeypatch)
+    assert names(config) == ["step-00000004"]
+
+
+def test_those_of_another_run_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = local_in(tmp_path)
+    crashed(config, 7, monkeypatch)
+    assert noted_run(config) and survivors(config, None) == [resume_from(config)]
+    note = Path(config.checkpoint_folder) / ".run"
+    note.unlink()  # as when somebody has removed all checkpoints, to begin anew
+    assert survivors(config, None) == []
+    crashed(config, 1, monkeypatch)
+    assert "resumed" not in header(capsys)
+    assert names(config) == [], "what was left of the other run is gone"
+    crashed(config, 3, monkeypatch)
+    assert noted_run(config) and names(config) == ["step-00000002"]
+
+
+def test_a_run_that_begins_anew_goes_on_from_its_own_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashed(local_in(tmp_path), 7, monkeypatch)
+    anew = local_in(tmp_path, resume="never", overwrite=True)
+    again = _again(anew, ["words"])
+    assert again._newest().step == 0, "what is there is of another run"
+    crashed(anew, 1, monkeypatch)
+    assert again._newest().step == 0
+    crashed(anew, 3, monkeypatch)
+    saved = again._newest()
+    assert (saved.step, again._words(saved)) == (2, ["words", "checkpoint.resume=if_exists"])
+
+
+def test_a_full_or_a_strangers_folder_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = local_in(tmp_path)
+    folder = str(tier_folder(config))
+    os.symlink(tmp_path, folder)
+    with pytest.raises(SaveFailed, match=r"it is a link, or others can write to it\. Use another checkpoint\.local"):
+        trained(config)
+    assert survivors(config, None) == []
+    clear(config.checkpoint_folder)
+    assert complete_checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("local", "ranks", "said"),
+    [
+        ("s3://bucket/a", 1, r"is to be on the machine: use /dev/shm"),
+        ("FOLDER/none", 1, r"which is no folder: make it, or use another"),
+        ("FOLDER", 2, r"which 1 of 2 ranks share: all ranks have to be on one machine for it"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    local: str, ranks: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    folder = local.replace("FOLDER", str(tmp_path))
+    with pytest.raises(BadInput, match=rf"checkpoint\.local\.folder is '.*', {said}|{said}"):
+        check(config_in(tmp_path, checkpoint={"local": {"folder": folder}}, batch={"global_batch": 4}), ranks)
+
+
+def test_the_header_says_where_they_are(tmp_path: Path) -> None:
+    config = local_in(tmp_path)
+    assert f"local: a checkpoint every 2 steps in {tier_folder(config)}, until the run ends" in check(config, 1)
