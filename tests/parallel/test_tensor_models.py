@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -205,6 +206,14 @@ def refused(base, match, tp=2, error=tz.BadInput, **options):
             {"layers.*": "enter", "layers.*.inner.both": "column_gathered", "layers.*.inner.down": "row_splits"},
             r"'layers.0.inner.both' together again inside of 'layers.0': whether layers.0.norm",
         ),
+        (
+            {"layers.*": "sequence", "layers.*.inner.both": "row_splits", "layers.*.inner.down": "uncut"},
+            "'layers.0.inner.both' as 'row_splits' where sequences are split",
+        ),
+        (
+            {"layers.*": "sequence", "layers.*.inner.both": "uncut", "layers.*.inner.down": "column_gathered"},
+            "'layers.0.inner.down' as 'column_gathered' where sequences are split",
+        ),
         ({}, "give 'auto', or a dict"),
         ("fast", "give 'auto'"),
         ("auto", "Net has no plan of tensor parallelism"),
@@ -349,5 +358,70 @@ def test_a_plan_is_checked_by_what_the_model_returns() -> None:
         tz.parallel.check(base, mesh, [TOKENS[0]], tensor={**PLAN, "head": "column"})
         with pytest.raises(tz.BadInput, match="meta device"):
             tz.parallel.check(nn.Linear(8, 8, device="meta"), mesh, [x])
+
+    run_in_threads(2, body)
+
+
+class Scaled(nn.Module):
+    """With parameters between two matrices: a child's, and its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 12), nn.PReLU(init=0.3), nn.Linear(12, 8)
+        self.gate = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)) * self.gate)
+
+
+class Flat(nn.Module):
+    """With a norm before two matrices, and a residual around them, in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.relu(self.up(self.norm(x))))
+
+
+ACTIVATIONS = [torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(0))]
+SCALED = {"1.up": "column", "1.down": "row"}
+FLAT = {"1.up": "column", "1.down": "row", "1.norm": "uncut"}
+
+
+@pytest.mark.parametrize(("module", "plan"), [(Scaled, {**SCALED, "1": "enter"}), (Flat, FLAT)])
+def test_parameters_beside_matrices_have_the_gradients_of_one_process(module, plan) -> None:
+    base = seeded(lambda: nn.Sequential(nn.Linear(8, 8), module()))
+    check(base, ACTIVATIONS, lambda model, x: model(x).square().mean(), 2, tensor=plan, sequence=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "plan", "match"),
+    [
+        (Scaled, SCALED, "a 'row' in '1', outside of a module of style 'enter', and does not say where 1, 1.act"),
+        (Flat, {"1.up": "column", "1.down": "row"}, "does not say where 1.norm computes.*style 'uncut'"),
+    ],
+)
+def test_a_parameter_that_may_be_between_matrices_is_refused(module, plan, match: str) -> None:
+    refused(nn.Sequential(nn.Linear(8, 8), module()), match, tensor=plan, sequence=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "plan", "match"),
+    [
+        (Scaled, {**SCALED, "1": "uncut", "1.act": "uncut"}, "another gradient of '1.gate'"),
+        (Flat, {"1": "enter", "1.up": "column", "1.down": "row"}, "another gradient of '0.weight'"),
+        (Scaled, {**SCALED, "1": "enter"}, None),
+        (Flat, FLAT, None),
+    ],
+)
+def test_a_plan_is_checked_by_gradients(module, plan, match: str | None) -> None:
+    base = seeded(lambda: nn.Sequential(nn.Linear(8, 8), module()))
+
+    def body(rank):
+        mesh = tz.mesh(tp=2, device="cpu")
+        with pytest.raises(tz.BadInput, match=match) if match else contextlib.nullcontext():
+            tz.parallel.check(base, mesh, ACTIVATIONS, tensor=plan, sequence=False)
 
     run_in_threads(2, body)

@@ -47,7 +47,10 @@ class TensorConfig(Section):
     @classmethod
     def _known_styles(cls, plan: str | dict[str, str]) -> str | dict[str, str]:
         if not plan:
-            raise ValueError("give `auto`, or globs and styles such as {'layers.*.up': column, 'layers.*.down': row}")
+            raise ValueError(
+                "give `auto`, or globs and styles such as {'layers.*.mlp': enter, 'layers.*.mlp.up': column, "
+                "'layers.*.mlp.down': row}"
+            )
         for glob, style in plan.items() if isinstance(plan, dict) else ():
             if style not in STYLES:
                 near = did_you_mean(style, STYLES)

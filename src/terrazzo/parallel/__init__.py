@@ -22,10 +22,10 @@ from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.mesh import mesh, mesh_sizes
 from terrazzo.parallel.pipeline.stages import Pipeline, check_line
 from terrazzo.parallel.pipeline.step import step
-from terrazzo.parallel.tensor.cut import TensorPlan, style_of
 from terrazzo.parallel.tensor.loss import VocabularyLoss, leave_vocabulary, vocabulary_of
 from terrazzo.parallel.tensor.plans import check_styles, own_plan
 from terrazzo.parallel.tensor.ranks import TensorRanks
+from terrazzo.parallel.tensor.reading import TensorPlan, style_of
 from terrazzo.parallel.tensor.styles import STYLES, Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
 
 __all__ = [

@@ -18,9 +18,10 @@ from terrazzo.parallel.context.context import Context, Mode
 from terrazzo.parallel.context.sharing import share_sequences
 from terrazzo.parallel.expert.sharing import check_experts, share_experts
 from terrazzo.parallel.pipeline.stages import Pipeline, line_of, take_stages
-from terrazzo.parallel.tensor.cut import Cuts, TensorPlan, cut_matrices, cuts_of, matching
+from terrazzo.parallel.tensor.cut import Cuts, cut_matrices
 from terrazzo.parallel.tensor.plans import own_plan
 from terrazzo.parallel.tensor.ranks import TensorRanks, tensor_ranks
+from terrazzo.parallel.tensor.reading import TensorPlan, cuts_of, matching
 from terrazzo.parallel.tensor.styles import SplitSequence, style_named
 
 __all__ = ["parallelize"]
@@ -57,7 +58,8 @@ def parallelize(  # structure: signature fixed by the design
         model: the whole model, not sharded, on every rank.
         mesh: of `tz.mesh`, which `tz.shard` is to be given as well. Without `tp`, `cp`, `ep` and `pp`, nothing is done.
         tensor: `"auto"`, the model's own plan: its `tensor_plan()`, or the `base_model_tp_plan` of transformers; or
-            globs over names of modules to styles, such as `{"layers.*.up": "column", "layers.*.down": "row"}`; or None.
+            globs over names of modules to styles, such as `{"layers.*.mlp": "enter", "layers.*.mlp.up": "column",
+            "layers.*.mlp.down": "row"}`; or None.
             Styles: `column` and `row` for linear maps, `column_gathered` for one whose outputs are put together again,
             `row_splits` for one whose inputs are whole, `embedding` for a table by rows, `enter` for a module whose
             input is whole for the columns inside, `sequence` for blocks through which each rank takes a part of each

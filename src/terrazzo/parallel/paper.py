@@ -18,9 +18,10 @@ from terrazzo.parallel.context.chunks import Run
 from terrazzo.parallel.context.context import Context
 from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.exchanges import Peers
-from terrazzo.parallel.tensor.cut import TensorPlan, cut_matrices, cuts_of
+from terrazzo.parallel.tensor.cut import cut_matrices
 from terrazzo.parallel.tensor.plans import own_plan
 from terrazzo.parallel.tensor.ranks import TensorRanks
+from terrazzo.parallel.tensor.reading import TensorPlan, cuts_of
 
 __all__ = ["PaperContext", "cut_on_paper"]
 

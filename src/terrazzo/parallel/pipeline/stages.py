@@ -25,7 +25,7 @@ from terrazzo.parallel.adapters import adapted
 from terrazzo.parallel.pipeline.line import Line, put_in_line
 from terrazzo.parallel.pipeline.order import balanced, check_schedule
 from terrazzo.parallel.pipeline.plans import own_line
-from terrazzo.parallel.tensor.cut import matching
+from terrazzo.parallel.tensor.reading import matching
 
 __all__ = ["Pipeline", "check_line", "line_of", "take_stages"]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from terrazzo.errors import BadInput
 from terrazzo.parallel.adapters import base_of
-from terrazzo.parallel.tensor.cut import TensorPlan, matching
+from terrazzo.parallel.tensor.reading import TensorPlan, matching
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, SplitSequence, Style, Uncut
 
 __all__ = ["check_styles", "own_plan"]
@@ -50,7 +50,8 @@ def _own_plan(model: nn.Module, size: int) -> TensorPlan:
     if not theirs:
         raise BadInput(
             f"{type(model).__name__} has no plan of tensor parallelism, neither tensor_plan() nor transformers' "
-            "base_model_tp_plan. Give one, as in tensor={'layers.*.up': 'column', 'layers.*.down': 'row'}."
+            "base_model_tp_plan. Give one, as in tensor={'layers.*.mlp': 'enter', 'layers.*.mlp.up': 'column', "
+            "'layers.*.mlp.down': 'row'}."
         )
     return _of_transformers(model, theirs, size)
 
@@ -118,5 +119,5 @@ def check_styles(whose: str, theirs: Mapping[str, str]) -> None:
             raise BadInput(
                 f"The base_model_tp_plan of {whose} gives {glob!r} the style {style!r}, which this version does not "
                 f"know; it knows {', '.join(_TRANSFORMERS)}. Take tp 1, or give tz.parallelize a plan of your own, as "
-                "in tensor={'layers.*.up': 'column', 'layers.*.down': 'row'}."
+                "in tensor={'layers.*.mlp': 'enter', 'layers.*.mlp.up': 'column', 'layers.*.mlp.down': 'row'}."
             )

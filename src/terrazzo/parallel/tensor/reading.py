@@ -1,0 +1,181 @@
+"""Reads a plan of tensor parallelism, globs and styles, against a model, which stays as it is.
+
+Every parameter gets a `Record`: of those that are cut its part, of the others whether each rank computes a part of its
+gradient, or all the same.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import cast
+
+from torch import nn
+
+from terrazzo.engine import Box, Family, Record
+from terrazzo.errors import BadInput, did_you_mean, listed
+from terrazzo.parallel.adapters import with_adapters
+from terrazzo.parallel.parts import check_replaceable
+from terrazzo.parallel.tensor.cut import Cuts
+from terrazzo.parallel.tensor.ranks import TensorRanks, runs_of
+from terrazzo.parallel.tensor.regions import check_regions
+from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, Style, Uncut, style_named
+
+__all__ = ["TensorPlan", "cuts_of", "matching", "style_of"]
+
+TensorPlan = Mapping[str, Style | str]
+"""Globs over names of modules, a `*` within one level, to styles."""
+
+
+def cuts_of(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool) -> Cuts:
+    """How a plan cuts the matrices of `model`, which stays as it is.
+
+    Args:
+        sequence: split sequences through the modules of that style; else they are whole everywhere.
+
+    Raises:
+        BadInput: a plan that does not fit the model.
+    """
+    cuts = Cuts(model, ranks, _resolved(model, plan), sequence)
+    _read_cuts(cuts)
+    check_regions(cuts)
+    _record_uncut(cuts)
+    return cuts
+
+
+def matching(model: nn.Module, glob: str) -> list[str]:
+    """Names of the modules that a glob means; a `*` stays within one level of names."""
+    dots = glob.count(".")
+    names = (name for name, _ in model.named_modules() if name)
+    return [name for name in names if name.count(".") == dots and fnmatch.fnmatchcase(name, glob)]
+
+
+def style_of(model: nn.Module, plan: TensorPlan, name: str) -> Style | None:
+    """The style that a plan gives a module; None where it gives none."""
+    return next((style_named(given, glob) for glob, given in plan.items() if name in matching(model, glob)), None)
+
+
+def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
+    if not isinstance(plan, Mapping) or not plan:
+        raise BadInput(
+            f"tensor is {plan!r}; give 'auto', or a dict of globs over names of modules and styles, such as "
+            "{'layers.*.mlp': 'enter', 'layers.*.mlp.up': 'column', 'layers.*.mlp.down': 'row'}."
+        )
+    styles: dict[str, Style] = {}
+    for glob, given in plan.items():
+        style = style_named(given, glob)
+        names = matching(model, glob)
+        if not names:
+            known = [name for name, _ in model.named_modules() if name]
+            raise BadInput(
+                f"The tensor-parallel plan has {glob!r}, which matches no module of {type(model).__name__}."
+                f"{did_you_mean(glob, known)} A '*' stands for one level of names; modules are {listed(known, 6)}."
+            )
+        for name in names:
+            if styles.setdefault(name, style) != style:
+                raise BadInput(
+                    f"The tensor-parallel plan gives {name!r} two styles, {styles[name]} and {style}: write globs of "
+                    "which one matches it."
+                )
+    return with_adapters(model, styles)
+
+
+# -- which part is whose ---------------------------------------------------------------------------------------
+
+
+def _read_cuts(cuts: Cuts) -> None:
+    """Note the parts of all matrices that are cut.
+
+    Raises:
+        BadInput: modules that cannot be cut as the plan says.
+    """
+    for name, module, style in cuts.named(Column, Row, Embedding):
+        wanted = nn.Embedding if isinstance(style, Embedding) else nn.Linear
+        own_forward = type(module).forward is nn.Linear.forward
+        if not isinstance(module, wanted) or (isinstance(style, Row) and not own_forward):
+            raise BadInput(
+                f"{name!r} is a {type(module).__name__}, and the style {type(style).__name__.lower()} knows "
+                f"torch.nn.{wanted.__name__}{' with its own forward' * (wanted is nn.Linear)} alone. Give its name no "
+                "style, and it stays whole on every rank."
+            )
+        for attribute in ("weight",) if module._parameters.get("bias") is None else ("weight", "bias"):
+            check_replaceable(name, module, attribute)
+        match style:
+            case Column():
+                _read_column(cuts, name, cast(nn.Linear, module), style)
+            case Row():
+                runs = [_part(cuts, name, module.weight.shape[1], "inputs")]
+                cuts.records[name, "weight"] = Record(Family.DENSE, Box.cut(module.weight.shape, 1, runs))
+            case Embedding():
+                _check_embedding(name, cast(nn.Embedding, module))
+                runs = [_part(cuts, name, module.weight.shape[0], "rows")]
+                cuts.records[name, "weight"] = Record(Family.DENSE, Box.cut(module.weight.shape, 0, runs))
+
+
+def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> None:
+    numel, size = module.weight.shape[0], cuts.ranks.size
+    parts = style.parts or (numel,)
+    heads = style.heads if isinstance(style.heads, tuple) else (style.heads,) * len(parts)
+    if sum(parts) != numel or len(heads) != len(parts):
+        raise BadInput(
+            f"{name!r} has {numel} outputs, and the plan fuses parts of {', '.join(map(str, parts))} with heads "
+            f"{style.heads}: give as many heads as parts, and parts that add up to {numel}."
+        )
+    runs, start = [], 0
+    for part, count in zip(parts, heads, strict=True):
+        if count is None:
+            first, last = _part(cuts, name, part, "outputs")
+        elif count % size == 0 and part % count == 0:
+            first, last = runs_of(part, size)[cuts.ranks.rank]
+        elif len(parts) == 1 and size % count == 0 and part % count == 0:
+            first = cuts.ranks.rank * count // size * (part // count)
+            cuts.rows[name] = (first, first + part // count)
+            return
+        else:
+            raise BadInput(
+                f"{name!r} has {count} heads in {part} outputs, which tp {size} does not divide: a rank needs whole "
+                f"heads, as many as the others. Choose tp so that it divides {count}, the number of heads."
+            )
+        runs.append((start + first, start + last))
+        start += part
+    for attribute in ("weight", "bias"):
+        if (parameter := getattr(module, attribute)) is not None:
+            cuts.records[name, attribute] = Record(Family.DENSE, Box.cut(parameter.shape, 0, runs))
+
+
+def _part(cuts: Cuts, name: str, numel: int, what: str) -> tuple[int, int]:
+    """This rank's part of `numel` things, whose parts may differ by one."""
+    if numel < cuts.ranks.size:
+        raise BadInput(f"{name!r} has {numel} {what}, fewer than tp {cuts.ranks.size}: give its name no style.")
+    return runs_of(numel, cuts.ranks.size)[cuts.ranks.rank]
+
+
+def _check_embedding(name: str, module: nn.Embedding) -> None:
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        raise BadInput(
+            f"{name!r} is an embedding with max_norm or scale_grad_by_freq, which need all rows of a look-up: give its "
+            "name no style, and it stays whole on every rank."
+        )
+
+
+def _record_uncut(cuts: Cuts) -> None:
+    """Note of every other parameter that all ranks have it, and whether they compute the same gradient."""
+    by_parameter: dict[nn.Parameter, tuple[str, Record]] = {}
+    for name, module in cuts.model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module.named_parameters(recurse=False):
+            record = cuts.records.setdefault((name, attribute), _uncut(cuts, name, attribute, parameter))
+            before, known = by_parameter.setdefault(parameter, (f"{name}.{attribute}", record))
+            if record != known:
+                raise BadInput(
+                    f"{before!r} and '{name}.{attribute}' are one parameter, which the plan cuts in two ways: give "
+                    "both of their modules styles that cut alike, such as 'embedding' and 'column_gathered', or none."
+                )
+
+
+def _uncut(cuts: Cuts, name: str, attribute: str, parameter: nn.Parameter) -> Record:
+    """Of a parameter that all ranks have whole: where each sees other activations, gradients are to be summed."""
+    style = cuts.styles.get(name)
+    after_sum = style.after_sum if isinstance(style, Uncut) else attribute == "bias" and isinstance(style, Row)
+    within = cuts.inside(name, Enter) and not after_sum
+    partial = cuts.splits(name) or within or name in cuts.rows
+    return Record(Family.SHARED, Box.all_of(parameter.shape), replicated=not partial)

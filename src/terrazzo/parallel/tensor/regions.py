@@ -1,0 +1,120 @@
+"""Which plans of tensor parallelism come to one sum, and to gradients of which it is known who has which part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from terrazzo.errors import BadInput, listed
+from terrazzo.parallel.tensor.cut import Cuts
+from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, Style, Uncut
+
+__all__ = ["check_regions"]
+
+
+def check_regions(cuts: Cuts) -> None:
+    """Refuse plans whose modules do not come to one sum, or that split what is not computed for each position alone.
+
+    Raises:
+        BadInput: there.
+    """
+    _check_entered(cuts)
+    _check_between(cuts)
+    _check_split(cuts)
+
+
+def _check_entered(cuts: Cuts) -> None:
+    """Of modules of style `enter`."""
+    for name, _, _ in cuts.named(Enter):
+        inner = [style for each, style in cuts.styles.items() if each.startswith(f"{name}.")]
+        if not all(any(isinstance(style, kind) for style in inner) for kind in (Column, Row)):
+            raise BadInput(
+                f"The tensor-parallel plan has {name!r} as 'enter', but no 'column' and 'row' inside of it: its ranks' "
+                "parts would never be summed. Give the matrices inside their styles."
+            )
+        whole = [each for each, style in cuts.styles.items() if each.startswith(f"{name}.") and _is_gathered(style)]
+        held = _with_parameters(cuts.model, name)
+        uncut = [each for each in held if not isinstance(cuts.styles.get(each), Column | Row)]
+        if whole and uncut:
+            raise BadInput(
+                f"The tensor-parallel plan puts the outputs of {whole[0]!r} together again inside of {name!r}: whether "
+                f"{listed(uncut)} there gets a part of its gradient on each rank, or all of it, is not known. Give its "
+                "matrices 'column' and 'row', or give none inside of that module a style."
+            )
+
+
+def _check_between(cuts: Cuts) -> None:
+    """Of matrices that are outside of these: what lies between two sees other activations on each rank."""
+    outside = [
+        (name, style)
+        for name, _, style in cuts.named(Column, Row)
+        if not cuts.inside(name, Enter) and not cuts.splits(name)
+    ]
+    columns = [name for name, style in outside if isinstance(style, Column) and not style.gathered]
+    rows = [name for name, style in outside if isinstance(style, Row) and not style.splits]
+    for region in dict.fromkeys(_around(row, columns) for row in rows if columns):
+        unknown = [
+            name
+            for name in _with_parameters(cuts.model, region)
+            if not isinstance(cuts.styles.get(name), Column | Row | Embedding | Logits | Uncut)
+            and not cuts.inside(name, Enter)
+        ]
+        if unknown:
+            where = f"in {region!r}" if region else "in the model itself"
+            raise BadInput(
+                f"The tensor-parallel plan has a 'column' and a 'row' {where}, outside of a module of style 'enter', "
+                f"and does not say where {listed([name or type(cuts.model).__name__ for name in unknown])} computes: "
+                "between the two each rank would have a part of its gradient, elsewhere all of it. Put what computes "
+                "between into one module with these matrices and give that the style 'enter'; and what has "
+                "parameters and computes before the one or behind the other the style 'uncut'."
+            )
+
+
+def _around(row: str, columns: Sequence[str]) -> str:
+    """The name of the innermost module that has a column beside a row; the model's, which is empty, where none has."""
+    parts = row.split(".")
+    names = (".".join(parts[:end]) for end in reversed(range(1, len(parts))))
+    return next((name for name in names if any(column.startswith(f"{name}.") for column in columns)), "")
+
+
+def _check_split(cuts: Cuts) -> None:
+    """Of modules through which sequences are split."""
+    for name, _, style in cuts.named(Column, Row):
+        if not cuts.splits(name) or cuts.inside(name, Enter):
+            continue
+        if wrong := _wrong_where_split(style):
+            raise BadInput(
+                f"The tensor-parallel plan has {name!r} as {wrong}. Give it no part of its own ('uncut'), or the "
+                "module around it, with a 'column' and a 'row' inside, the style 'enter'; or pass sequence=False to "
+                "tz.parallelize."
+            )
+    for name, module in cuts.model.named_modules():
+        if not cuts.splits(name) or cuts.inside(name, Enter) or name in cuts.styles:
+            continue
+        if next(module.parameters(recurse=False), None) is not None and not type(module).__name__.endswith("Norm"):
+            raise BadInput(
+                f"{name!r}, a {type(module).__name__}, is neither cut nor inside of a module of style 'enter', but "
+                "would see a part of each sequence alone. Give it a style ('uncut', if it computes each position by "
+                "itself), or pass sequence=False to tz.parallelize."
+            )
+
+
+def _wrong_where_split(style: Style) -> str | None:
+    """What a style of a matrix would do with a part of each sequence; None where it does as it says."""
+    if isinstance(style, Row) and style.splits:
+        return "'row_splits' where sequences are split: it would add up channels of other positions of each rank"
+    if _is_gathered(style):
+        return "'column_gathered' where sequences are split: it would hand on whole ones in the place of a part"
+    return None
+
+
+def _is_gathered(style: Style) -> bool:
+    return isinstance(style, Column) and style.gathered
+
+
+def _with_parameters(model: nn.Module, name: str) -> list[str]:
+    """Names of a module and of those inside of it that hold parameters themselves."""
+    begin = f"{name}." if name else ""
+    inside = ((each, module) for each, module in model.named_modules() if f"{each}.".startswith(begin))
+    return [each for each, module in inside if next(module.parameters(recurse=False), None) is not None]
