@@ -235,6 +235,38 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
+class Halving(torch.optim.SGD):
+    """Changes gradients in place."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_a_norm_that_was_taken_before_a_step_is_not_shown_after_it(plan: str) -> None:
+    def norms(model: Any, optimizer: Any) -> Tensor:
+        loss_of(model, batch()).backward()
+        found = [parameter.grad.norm() for parameter in model.parameters()]
+        optimizer.step()
+        return torch.stack([*found, *(parameter.grad.norm() for parameter in model.parameters())])
+
+    base = Net()
+    alone = copy.deepcopy(base)
+    wanted = norms(alone, Halving(alone.parameters(), lr=0.1))
+
+    def body(rank: int) -> Tensor:
+        return norms(*tz.shard(copy.deepcopy(base), lambda given: Halving(given, lr=0.1), plan))
+
+    for found in on_ranks(2, body):
+        torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("forget", [False, True])
 def test_a_step_that_raised_leaves_the_parameters_in_the_groups(forget: bool) -> None:
     def body(rank: int) -> None:

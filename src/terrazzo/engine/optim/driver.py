@@ -231,6 +231,8 @@ class OptimizerDriver:
             return
         self._cut_segments(optimizer)
         self._unpublished = True
+        for bucket in self.buckets:
+            bucket.gradient.changes += 1  # it is in the hands of an optimizer, which may change it in place
         if self.background is not None:
             self.background.begin(optimizer)
         here = [segment for segment in self.segments if not segment.bucket.updated_off_device and segment.due]
