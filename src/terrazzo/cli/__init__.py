@@ -4,7 +4,7 @@ import no torch, so that `--help` comes at once.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving, 81 stood
 still, 141 whoever
-read the report has gone (`terrazzo ... | head`), which ends any verb but `train` and `run`.
+read the report has gone (`terrazzo ... | head`), which ends any verb but `train`, `run` and `profile`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from terrazzo.cli.checkpoint.commands import checkpoint
 from terrazzo.cli.config.commands import config
 from terrazzo.cli.init.command import init
 from terrazzo.cli.plan.command import plan
+from terrazzo.cli.profile import profile
 from terrazzo.cli.report import report
 from terrazzo.cli.run import SETTINGS, run
 from terrazzo.cli.shared.unread import ending_unread
@@ -63,6 +64,7 @@ def _root(
 app.command(cls=answering(in_the_file))(init)
 app.command(cls=answering(as_setting))(train)
 app.command(context_settings=SETTINGS, cls=answering(of_torchrun))(run)
+app.command(context_settings=SETTINGS, cls=Verb)(profile)
 app.command(cls=answering(as_setting))(plan)
 app.command(cls=Verb)(verdict)
 app.command(cls=Verb)(report)
@@ -75,7 +77,7 @@ app.add_typer(config, name="config")
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    is_run = sys.argv[1:2] in (["train"], ["run"])  # which is not over when nobody reads its lines
+    is_run = sys.argv[1:2] in (["train"], ["run"], ["profile"])  # which is not over when nobody reads its lines
     with nullcontext() if is_run else ending_unread():
         _run()
 

@@ -3,6 +3,7 @@
 Open to other packages:
 
     flight      what each rank has recorded
+    outside     a script of somebody else's, looked at while it runs
     watchdog    whether ranks stand still, for whoever has started them
 """
 
@@ -11,6 +12,8 @@ from terrazzo.telemetry.flight.folder import BlackBox, flights_of, save_flight
 from terrazzo.telemetry.flight.trace import trace_of
 from terrazzo.telemetry.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
 from terrazzo.telemetry.metrics import StepMetrics, Stopwatch
+from terrazzo.telemetry.outside.advice import advice_for
+from terrazzo.telemetry.outside.merging import FACTS
 from terrazzo.telemetry.page import VERDICT, ReportPage, page_of
 from terrazzo.telemetry.records import lines_of, restart_text, run_lines, steps_of
 from terrazzo.telemetry.screen import has_ended, rows_of, screen_of
@@ -21,6 +24,7 @@ from terrazzo.telemetry.tables import Table, tables_of
 from terrazzo.telemetry.verdict import Verdict, verdict_of
 
 __all__ = [
+    "FACTS",
     "VERDICT",
     "BlackBox",
     "Console",
@@ -36,6 +40,7 @@ __all__ = [
     "Telemetry",
     "TensorBoard",
     "Verdict",
+    "advice_for",
     "allowed_bytes",
     "attach",
     "available_host_bytes",

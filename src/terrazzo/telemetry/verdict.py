@@ -23,6 +23,9 @@ ENOUGH = 4
 ONE_RANK = 0.8
 """Least share of the waits for late ranks that one rank explains, and of the records in which it is the same one."""
 
+STARVED = 0.8
+"""Least share of looks at which a device had nothing to do: it waits for the host."""
+
 _ACTIVATIONS = ("tp", "cp", "ep", "pp")
 _FOR = {"gather": "weights", "reduce": "sums of gradients", "exchange": "activations"}
 
@@ -35,13 +38,16 @@ _TITLES = {
 }
 
 
+_RESTS = ("compute", "device", "host")
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What bounds a step.
 
     Attributes:
         bound: a cause of the record of a step; `late_rank` for one rank that all others wait for; on CUDA `device`,
-            where compute and exchanges are not told apart.
+            where compute and exchanges are not told apart, or `host`, where the device has nothing to do.
         name: of what it is, in words.
         seconds: of a step that would be saved if that took no time; of `compute` and `device`, what it takes.
         step_s: mean seconds of a step.
@@ -70,7 +76,7 @@ class Verdict:
     def __str__(self) -> str:
         amount = f"{_seconds(self.seconds)} of {_seconds(self.step_s)} s ({self.share:.0%})"
         mended = f"{self.edit} would help" if "=" in self.edit else self.edit
-        most = "" if self.bound in ("compute", "device") else f", by {self.share:.0%} at most"
+        most = "" if self.bound in _RESTS else f", by {self.share:.0%} at most"
         return f"{self.name} bounds the step: {amount} {self.evidence}. {mended}{most}."
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,7 +125,7 @@ def verdict_of(
         seconds=largest.seconds,
         step_s=step_s,
         evidence=_evidence(largest, records),
-        edit=edit_for("compute" if largest.name == "device" else largest.name, largest.axis, settings, admits),
+        edit=edit_for("compute" if largest.name in _RESTS else largest.name, largest.axis, settings, admits),
         steps=sum(record["steps"] for record in records),
         axis=largest.axis,
         rank=largest.rank,
@@ -150,7 +156,8 @@ def _rest(records: Sequence[Mapping[str, Any]], step_s: float, told: bool) -> _C
     if told:
         seconds = weighted(records, "cause_s", "compute") + weighted(records, "cause_s", "update")
         return _Cause("compute", seconds, [])
-    return _Cause("device", step_s - sum(cause.seconds for cause in _on_the_host(records)), [])
+    rest = step_s - sum(cause.seconds for cause in _on_the_host(records))
+    return _Cause("host" if weighted(records, "starved") >= STARVED else "device", rest, [])
 
 
 def _of(records: Sequence[Mapping[str, Any]], name: str, *names: str) -> _Cause:
@@ -201,6 +208,7 @@ def _title(cause: _Cause) -> str:
     if cause.name in _FOR:
         return f"exposed communication{f' along {cause.axis}' if cause.axis else ''}"
     names = {"late_rank": f"rank {cause.rank}", "late_peer": "waiting for late ranks", "device": "the device's queue"}
+    names["host"] = "the host"
     return names.get(cause.name) or _TITLES.get(cause.name, (cause.name, ""))[0]
 
 
@@ -214,6 +222,7 @@ def _evidence(cause: _Cause, records: Sequence[Mapping[str, Any]]) -> str:
     return {
         "late_peer": "is waiting while not all are there, and no one rank is always the last",
         "compute": "is arithmetic, the engine and the loop, and nothing else takes 5 %",
+        "host": "goes by while the device mostly has nothing to do, because the script queues work too slowly",
         "device": "is neither input nor evaluation nor saving; compute and exchanges are not told apart on CUDA",
     }[cause.name]
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from terrazzo.config import flatten, load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner import estimate
-from terrazzo.telemetry import VERDICT, Verdict, page_of, run_lines, steps_of, verdict_of
+from terrazzo.telemetry import FACTS, VERDICT, Verdict, advice_for, page_of, run_lines, steps_of, verdict_of
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
 
@@ -71,7 +72,7 @@ def _verdict(run: Path, lines: Lines) -> Verdict | None:
     records, path = steps_of(lines), run / "config.json"
     text = _text(path)
     if text is None:
-        return verdict_of(records)
+        return _of_script(verdict_of(records), _text(run / FACTS))
     ranks = max([1, *(len(values) for values in (records[-1].get("skew", {}) if records else {}).values())])
 
     def admits(edit: str) -> bool:
@@ -82,6 +83,13 @@ def _verdict(run: Path, lines: Lines) -> Verdict | None:
         return found.memory.fits is not False and all(one.severity != "refuse" for one in found.findings)
 
     return verdict_of(records, json.loads(text), admits)
+
+
+def _of_script(verdict: Verdict | None, facts: str | None) -> Verdict | None:
+    """In words of what a script uses, if `terrazzo profile` has looked at one."""
+    if verdict is None or facts is None:
+        return verdict
+    return replace(verdict, edit=advice_for(verdict.bound, json.loads(facts)))
 
 
 def _compared(run: Path, against: Path, verdict: Verdict | None) -> dict[str, str]:

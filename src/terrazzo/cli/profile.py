@@ -1,0 +1,50 @@
+"""`terrazzo profile -- COMMAND ...`"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["profile"]
+
+_UNSEEN = "A Python that is started with -I, -E or -S, or without PYTHONPATH, is not looked into."
+
+
+def profile(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="What starts the script.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="for the records; default: runs/profile-DATE-TIME")
+    ] = None,
+) -> None:
+    """Run a training script of anybody's, unchanged, and say what bounds its step.
+
+    Plain PyTorch, DDP, FSDP2 or Terrazzo, started by python, torchrun or terrazzo run. What the script computes, prints
+    and returns stays as it is; signals reach it. The verdict comes last, on standard error, and `terrazzo verdict`,
+    `watch` and `report` read the records, in the folder that it names.
+
+    terrazzo profile -- python train.py --lr 1e-3
+
+    terrazzo profile -- torchrun --nproc-per-node 2 train.py
+    """
+    import sys
+    import time
+
+    from terrazzo.telemetry.outside.command import profile as run  # imports torch
+
+    folder = out or Path("runs") / time.strftime("profile-%Y%m%d-%H%M%S")
+    found = run(command, folder)
+    for line in _said(found.own or folder, found.steps):
+        print(f"terrazzo profile: {line}", file=sys.stderr)
+    raise typer.Exit(found.code)
+
+
+def _said(folder: Path, steps: int) -> list[str]:
+    from terrazzo.errors import counted
+    from terrazzo.train.command import program
+    from terrazzo.train.look import verdict_on  # the trainer, which other verbs do without
+
+    if not steps:
+        return ["no step of a torch.optim optimizer was seen, so there is nothing to say.", _UNSEEN]
+    return [str(verdict_on(folder)), f"{counted(steps, 'step')} seen; {program()} verdict|watch|report {folder}"]

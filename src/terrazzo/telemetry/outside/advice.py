@@ -1,0 +1,59 @@
+"""What to change in a script of somebody else's, in words of what it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["advice_for"]
+
+_WORDS = {
+    "late_rank": "A look at its machine (what else runs there, its clock, its drives), and at what the script does on"
+    " this rank alone,",
+    "late_peer": "Batches of equal length, and cores of its own for each rank (OMP_NUM_THREADS, numactl),",
+    "evaluate": "Evaluating less often, or on fewer batches,",
+    "save": "torch.distributed.checkpoint.async_save in the place of torch.save",
+    "exchange": "A smaller group, or one that stays inside a machine,",
+    "update": "fused=True for the optimizer",
+}
+
+
+def advice_for(cause: str, facts: Mapping[str, Any]) -> str:
+    """An edit of the script, as the `edit` of a `Verdict`: with "=", or a sentence.
+
+    Args:
+        cause: that bounds its step, as in a `Verdict`.
+        facts: what the script was seen to use, as the probe writes them down.
+    """
+    found = _advice(cause, facts)
+    return found if "=" in found else f"{found} would help"
+
+
+def _advice(cause: str, facts: Mapping[str, Any]) -> str:
+    if cause == "input":
+        return _reading(facts)
+    if cause == "gather":
+        return "fully_shard(..., reshard_after_forward=False)" if facts.get("fsdp") else "Larger batches on each rank"
+    if cause == "reduce":
+        inner = "model.set_requires_gradient_sync(False)" if facts.get("fsdp") else "`with model.no_sync():`"
+        return f"{inner} for all but the last backward of several in a step, or larger batches,"
+    if cause in ("compute", "device", "host"):
+        return _computing(cause, facts)
+    return _WORDS.get(cause, "A look at what the script does there")
+
+
+def _reading(facts: Mapping[str, Any]) -> str:
+    workers = facts.get("workers")
+    if workers is None:
+        return "A DataLoader with workers"
+    if workers == 0:
+        return "DataLoader(..., num_workers=2, persistent_workers=True)"
+    return f"DataLoader(..., num_workers={2 * workers}), as far as there are cores, or less work in the dataset,"
+
+
+def _computing(cause: str, facts: Mapping[str, Any]) -> str:
+    wide = [] if facts.get("autocasts") else ["torch.autocast to bfloat16"]
+    fused = [] if facts.get("compiles") else ["model = torch.compile(model)"]
+    if cause == "host":
+        return " or ".join([*fused, "larger batches"])
+    return " or ".join([*fused, *wide]) or "More ranks, or faster ones,"

@@ -1,0 +1,92 @@
+"""Starts a script with a look inside of it, and passes on what it is told and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from terrazzo.errors import BadInput
+from terrazzo.telemetry.outside.merging import FACTS, Merged
+from terrazzo.telemetry.records import METRICS
+from terrazzo.telemetry.sinks import JsonLines
+
+__all__ = ["Profiled", "profile"]
+
+_HOOK = Path(__file__).parent / "hook"
+_ASKED = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT}
+_FROM_PROCESS = 0
+"""`si_code` of what somebody sends by `kill`; what a terminal sends, all of its processes get."""
+
+_EVERY_S = 0.5
+
+
+class Profiled(NamedTuple):
+    """How a script ended: its exit code, or 128 plus the signal's number; `own` is the folder of its own records."""
+
+    code: int
+    steps: int
+    own: Path | None
+
+
+def profile(command: Sequence[str], folder: Path) -> Profiled:
+    """Run the command with the probe in each Python that it starts, and write records of its steps meanwhile.
+
+    Args:
+        command: as a shell would start it, such as `python train.py` or `torchrun --nproc-per-node 2 train.py`.
+        folder: gets `metrics.jsonl`, `script.json` and a file for each rank in `ranks`. Has no records yet.
+
+    Raises:
+        BadInput: the folder has records, or cannot be written; there is no such command.
+    """
+    if shutil.which(command[0]) is None:
+        raise BadInput(f"There is no command '{command[0]}': write what starts the script, such as python train.py.")
+    ranks = folder.absolute() / "ranks"
+    if (folder / METRICS).exists():
+        raise BadInput(f"'{folder}' has records of an earlier run: name another folder by --out, or remove it.")
+    try:
+        ranks.mkdir(parents=True, exist_ok=True)
+        sink = JsonLines(folder / METRICS)
+    except OSError as error:
+        raise BadInput(f"'{folder}' cannot be written ({error.strerror or error}): name another by --out.") from error
+    merged = Merged(ranks)
+
+    def merge(at_end: bool = False) -> None:
+        for step, record in merged.new(at_end):
+            sink.log("step", step, record)
+
+    code = _run(command, {"TERRAZZO_PROFILE": str(ranks)}, merge)
+    merge(at_end=True)
+    sink.close()
+    (folder / FACTS).write_text(json.dumps(merged.facts))
+    own = merged.facts.get("own")
+    return Profiled(code, merged.made, Path(own) if own else None)
+
+
+def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[[], None]) -> int:
+    """Until it ends. Signals that are meant for it, as this process stands in its place, go on to it."""
+    path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | variables | {"PYTHONPATH": path}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKED | {signal.SIGCHLD})
+    sys.stdout.flush()
+    try:
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+        )
+        while child.poll() is None:
+            told = signal.sigtimedwait(_ASKED | {signal.SIGCHLD}, _EVERY_S)
+            if told is None:
+                meanwhile()
+            elif told.si_signo != signal.SIGCHLD and told.si_code <= _FROM_PROCESS:
+                child.send_signal(told.si_signo)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode

@@ -1,0 +1,179 @@
+"""What the ranks of a script have written down, laid beside each other as the records of a run.
+
+A rank alone knows how long it has waited, and not for whom: when the others have come to the same exchange stands in
+their files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from terrazzo.engine.links.times import Times
+from terrazzo.telemetry.outside.probe import EVERY
+from terrazzo.telemetry.steps import PHASES, Spent, causes_of
+
+__all__ = ["FACTS", "Merged"]
+
+FACTS = "script.json"
+"""In the folder of the records: what the script was seen to use."""
+
+Line = Mapping[str, Any]
+
+
+class Merged:
+    """Reads the files of ranks while these write, and makes records of steps that all have ended.
+
+    Args:
+        folder: where the ranks write.
+
+    Attributes:
+        facts: of rank 0: what its script uses.
+        made: steps of which there is a record.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._ranks: dict[int, _Rank] = {}
+        self.made = 0
+        self.facts: dict[str, Any] = {}
+
+    def new(self, at_end: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Steps, and the records of what came until them, that were not there before.
+
+        Args:
+            at_end: nobody writes any more: what is left is a record too.
+        """
+        for path in sorted(self._folder.glob("rank-*.jsonl")):
+            self._ranks.setdefault(int(path.stem.removeprefix("rank-")), _Rank(path)).read()
+        ranks = [self._ranks[number] for number in sorted(self._ranks)]
+        if not ranks or (len(ranks) < max(rank.about.get("here", 1) for rank in ranks) and not at_end):
+            return
+        self.facts = ranks[0].facts
+        while (last := self._next(ranks, at_end)) is not None:
+            lines = [[rank.steps.pop(step) for step in range(self.made + 1, last + 1)] for rank in ranks]
+            self.made = last
+            found = _of_sharded(lines) if "seconds" not in lines[0][0] else _of_script(ranks, lines)
+            if found is not None:
+                yield last, found
+
+    def _next(self, ranks: Sequence[_Rank], at_end: bool) -> int | None:
+        """The step until which there is a record: the first, and from there on each tenth."""
+        done = min(rank.last for rank in ranks)
+        last = 1 if self.made == 0 else self.made + EVERY
+        last = min(last, done) if at_end else last
+        return last if self.made < last <= done else None
+
+
+class _Rank:
+    """One rank's file, as far as it has been read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, 0
+        self.about: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
+        self.steps: dict[int, Line] = {}
+        self.last = self._before = 0
+
+    def read(self) -> None:
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        for text in whole.splitlines():
+            self._take(json.loads(text))
+
+    def _take(self, line: Line) -> None:
+        if "begins" in line:  # the script was started again: its steps count on
+            self.about, self._before = line["begins"], self.last
+        elif "facts" in line:
+            self.facts = line["facts"]
+        else:
+            self.last = self._before + line["step"]
+            self.steps[self.last] = line
+
+
+def _of_sharded(lines: Sequence[Sequence[Line]]) -> dict[str, Any] | None:
+    """Of a model that Terrazzo shards: the engine's own record, which is in the last line."""
+    ends = [own[-1] for own in lines]
+    if any("record" not in line for line in ends):
+        return None
+    names = ends[0]["skew"]
+    return {**ends[0]["record"], "skew": {name: [line["skew"][name][0] for line in ends] for name in names}}
+
+
+def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[Line]]) -> dict[str, Any]:
+    """The mean of these steps, as rank 0 saw them, and what each rank waited for."""
+    arrived = _arrivals(lines, _clocks(ranks, lines))
+    spent = [_spent(own, arrived[index]) for index, own in enumerate(lines)]
+    steps, whole = len(lines[0]), sum(spent[0].seconds.values())
+    on_cuda = bool(ranks[0].about["on_cuda"])
+    record: dict[str, Any] = {"v": 1, "steps": steps, "step_s": whole / steps, "clock": "host" if on_cuda else "all"}
+    record["phase_s"] = {phase: seconds / steps for phase, seconds in spent[0].seconds.items()}
+    causes = [{name: seconds / steps for name, seconds in causes_of(each).items()} for each in spent]
+    told = ("input",) if on_cuda else ("late_peer", "compute", "input")
+    if on_cuda:
+        looks = sum(line["looks"] for line in lines[0])
+        record["starved"] = sum(line["empty"] for line in lines[0]) / max(1, looks)
+    else:
+        record["cause_s"] = causes[0]
+        record["comm"] = {key.strip(): _row(times, steps) for key, times in _by_key(spent[0].data)}
+    record["memory_bytes"] = lines[0][-1]["memory"]
+    record["skew"] = {f"{name}_s": [own[name] for own in causes] for name in told}
+    record["skew"]["peak_bytes"] = [own[-1]["memory"]["peak"] for own in lines]
+    return record
+
+
+def _clocks(ranks: Sequence[_Rank], lines: Sequence[Sequence[Line]]) -> list[float]:
+    """What is added to the times of each rank: nothing on one machine; elsewhere steps end together, in the median."""
+    return [
+        0.0
+        if rank.about["boot"] == ranks[0].about["boot"]
+        else median(first["end"] - line["end"] for first, line in zip(lines[0], own, strict=True))
+        for rank, own in zip(ranks, lines, strict=True)
+    ]
+
+
+def _arrivals(lines: Sequence[Sequence[Line]], clocks: Sequence[float]) -> list[dict[tuple[str, int], float]]:
+    """By rank and exchange: when the last of its ranks was there, if all of them are known."""
+    came: dict[tuple[str, int], list[float]] = defaultdict(list)
+    sizes = {}
+    for own, clock in zip(lines, clocks, strict=True):
+        for line in own:
+            for group, ordinal, _, size, issued, *_ in line["waits"]:
+                came[group, ordinal].append(issued + clock)
+                sizes[group, ordinal] = size
+    known = {key: max(times) for key, times in came.items() if len(times) == sizes[key] > 1}
+    return [{key: there - clock for key, there in known.items()} for clock in clocks]
+
+
+def _spent(own: Sequence[Line], arrived: Mapping[tuple[str, int], float]) -> Spent:
+    seconds, waited = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+    data: dict[tuple[str, str], Times] = defaultdict(Times)
+    for line in own:
+        for phase in PHASES:
+            seconds[phase] += line["seconds"].get(phase, 0) / 1e9
+            waited[phase] += line["waited"].get(phase, 0) / 1e9
+        for group, ordinal, kind, _, issued, start, end in line["waits"]:
+            times = data[group, kind]
+            times.count += 1
+            times.total_s += (end - issued) / 1e9
+            times.exposed_s += (end - start) / 1e9
+            there = arrived.get((group, ordinal), end if kind == "control" else start)
+            times.late_s += max(0.0, min(end, there) - start) / 1e9
+    return Spent(seconds, waited, data, {})
+
+
+def _by_key(data: Mapping[tuple[str, str], Times]) -> Iterator[tuple[str, Times]]:
+    for (group, kind), times in sorted(data.items()):
+        yield f"{group} {kind}", times
+
+
+def _row(times: Times, steps: int) -> dict[str, float]:
+    row = {"n": times.count, "total_s": times.total_s, "exposed_s": times.exposed_s, "late_s": times.late_s}
+    return {name: value / steps for name, value in row.items()}

@@ -1,0 +1,315 @@
+"""What is seen of a training script from inside of its process.
+
+It needs the standard library and torch alone, and is loaded by its path. A rank writes a line for each step: how long
+it was where, and each of its waits, so that those of all ranks can be laid beside each other afterwards.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["EVERY", "Probe"]
+
+EVERY = 10
+"""Steps of a record, behind the first, which has one of its own: it holds what is done once."""
+
+_MOST_WORKS = 10_000
+_now = time.monotonic_ns
+
+
+class Probe:
+    """One process. It writes nothing before its first step: launchers and workers never come to that.
+
+    Args:
+        folder: gets a file for each rank.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.facts: dict[str, Any] = {"compiles": False, "autocasts": False, "backwards": 0}
+        self.models: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.begin()
+
+    def begin(self) -> None:
+        """In a new process, which a fork is too."""
+        self._file: Any = None
+        self._pid, self._thread = os.getpid(), threading.get_ident()
+        self._inside = threading.local()
+        self._phase, self._since, self._held = "other", _now(), False
+        self._seconds, self._waited = defaultdict[str, int](int), defaultdict[str, int](int)
+        self._waits: list[list[Any]] = []
+        self._works: dict[int, list[Any]] = {}
+        self._ordinals = defaultdict[str, int](int)
+        self._step, self._looks, self._empty, self._backwards = 0, 0, 0, 0
+        self._first: int | None = None
+        self._told: dict[str, Any] = {}
+        self._engines: dict[int, Any] = {}
+        self._sharded: Any = None
+        self._ends: dict[int, int] = {}
+        self.on_cuda = False
+
+    # -- phases ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_main(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def turn(self, phase: str) -> None:
+        """The phase before has ended, but inside of `during`."""
+        if self.is_main and not self._held:
+            self._turn(phase)
+
+    def _turn(self, phase: str) -> None:
+        now = _now()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    @contextmanager
+    def during(self, phase: str, then: str | None = None) -> Iterator[None]:
+        """What is inside is of this phase, whatever is called there; then the one before goes on, or `then`."""
+        if not self.is_main or self._held:
+            yield
+            return
+        before = self._phase
+        self._turn(phase)
+        self._held = True
+        sharded = self._sharded is not None and phase in ("input", "save")
+        try:
+            with self._sharded.phases.during(phase) if sharded else nullcontext():
+                yield
+        finally:
+            self._held = False
+            self._turn(then or before)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """The next batch. What is read without gradients is of an evaluation."""
+        trains = torch.is_grad_enabled()
+        with self.during("input" if trains else "evaluate", "forward" if trains else "evaluate"):
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """What lies between the last batch and this is the forward; without a batch, all since the last step."""
+        if self.is_main and not self._held and self._phase == "other":
+            self._phase = "forward"
+        self._backwards += self.is_main
+        self._look()
+        with self.during("backward", "other"):
+            yield
+            if self.is_main:
+                for model in self.models:
+                    self._reduced(model)
+
+    def _reduced(self, model: Any) -> None:
+        """What a DDP model has waited for at the end of this backward, if it has summed in it; its clock is another."""
+        model.logger.set_runtime_stats_and_log()
+        told = model._get_ddp_logging_data()
+        computed, ended = told.get("backward_compute_time_end", 0), told.get("backward_comm_time_end", 0)
+        if ended and ended != self._ends.get(id(model)):
+            self._ends[id(model)] = ended
+            shift = _now() - time.time_ns()
+            start, end = min(computed, ended) + shift, ended + shift
+            self.waited(self.begun(model.process_group, "all_reduce", start), start, end)
+
+    # -- exchanges -------------------------------------------------------------------------------------------------
+
+    def exchange(self, kind: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A collective of the script, or of what it uses."""
+        if getattr(self._inside, "one", False):
+            return call(*args, **kwargs)
+        group, start = _group_of(args, kwargs), _now()
+        self._inside.one = True
+        try:
+            found = call(*args, **kwargs)
+        finally:
+            self._inside.one = False
+        wait = self.begun(group, kind, start)
+        if isinstance(found, dist.Work):
+            if len(self._works) < _MOST_WORKS:
+                self._works[id(found)] = wait
+        else:
+            self.waited(wait, start)
+        return found
+
+    def begun(self, group: Any, kind: str, start: int) -> list[Any]:
+        """An exchange, as a line has it: group, ordinal there, kind, and three times that follow."""
+        name, size = _named(group)
+        self._ordinals[name] += 1
+        return [name, self._ordinals[name], kind, size, start]
+
+    def waited(self, wait: list[Any], start: int, end: int | None = None) -> None:
+        """The script has stood waiting for it until now."""
+        end = _now() if end is None else end
+        if self.is_main:
+            self._waits.append([*wait, start, end])
+            self._waited[self._phase] += end - start
+
+    def wait(self, work: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """`Work.wait`."""
+        known, start = self._works.pop(id(work), None), _now()
+        found = call(work, *args, **kwargs)
+        if known is not None and not getattr(self._inside, "one", False):
+            self.waited(known, start)
+        return found
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def updates(self, optimizer: Any) -> None:
+        """A step of an optimizer begins."""
+        if self._first is None and self.is_main:
+            self._first = id(optimizer)
+            self.on_cuda = any(each.is_cuda for group in optimizer.param_groups for each in group["params"])
+        self._look()
+        self.turn("update")
+
+    def updated(self, optimizer: Any) -> None:
+        """It has ended; of several optimizers the first one ends the step."""
+        self._look()
+        self.turn("other")
+        if self.is_main and id(optimizer) == self._first and not self._held:
+            self._end_step(optimizer)
+
+    def _look(self) -> None:
+        """Whether the device has nothing to do now, which then waits for this script."""
+        if self.on_cuda and self.is_main and not torch._C._cuda_isCurrentStreamCapturing():
+            self._looks += 1
+            self._empty += torch.accelerator.current_stream().query()
+
+    def _end_step(self, optimizer: Any) -> None:
+        self._turn(self._phase)
+        self._step += 1
+        line: dict[str, Any] = {"step": self._step, "end": self._since}
+        if (engine := self._engine(optimizer)) is None:
+            line |= {"seconds": self._seconds, "waited": self._waited, "waits": self._waits, "looks": self._looks}
+            line |= {"empty": self._empty, "backwards": self._backwards, "memory": self._memory()}
+        elif engine.record is not None:
+            self._sharded = engine
+            engine.record.step_done()
+            if (self._step - 1) % EVERY == 0:
+                line |= engine.taken()
+        self._write(line)
+        self._seconds, self._waited, self._waits = defaultdict(int), defaultdict(int), []
+        self._looks = self._empty = self._backwards = 0
+
+    def _memory(self) -> dict[str, int]:
+        if not self.on_cuda:
+            return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
+        found = torch.accelerator.memory_stats()
+        return {
+            "peak": found.get("allocated_bytes.all.peak", 0),
+            "reserved": found.get("reserved_bytes.all.peak", 0),
+            "retries": found.get("num_alloc_retries", 0),
+        }
+
+    def _engine(self, optimizer: Any) -> Any:
+        """Of a model that Terrazzo shards, which counts for itself."""
+        if "terrazzo.engine" not in sys.modules:
+            return None
+        if id(optimizer) not in self._engines:
+            self._engines[id(optimizer)] = _Sharded.of(optimizer)
+            if (found := self._engines[id(optimizer)]) is not None:
+                self.facts |= {"terrazzo": True, "own": found.own}
+        return self._engines[id(optimizer)]
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            rank, world = _place()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = (self._folder / f"rank-{rank:05}.jsonl").open("a", buffering=1 << 16)
+            boot = Path("/proc/sys/kernel/random/boot_id")
+            about: dict[str, Any] = {
+                "rank": rank,
+                "world": world,
+                "here": int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+            }
+            about |= {"pid": os.getpid(), "host": socket.gethostname(), "on_cuda": self.on_cuda}
+            about["boot"] = boot.read_text().strip() if boot.exists() else socket.gethostname()
+            self._put({"begins": about})
+            fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+            self.facts["fsdp"] = fsdp is not None and any(issubclass(type(each), fsdp) for each in gc.get_objects())
+        if self._told != self.facts:
+            self._told = dict(self.facts)
+            self._put({"facts": self._told})
+        self._put(line)
+
+    def _put(self, line: dict[str, Any]) -> None:
+        with suppress(OSError):  # a full disk: the script goes on
+            self._file.write(json.dumps(line) + "\n")
+            if (self._step - 1) % EVERY == 0:
+                self._file.flush()
+
+    def flush(self) -> None:
+        """All that has been seen is in the file."""
+        if self._file is None or os.getpid() != self._pid:
+            return
+        if self._sharded is not None and (self._step - 1) % EVERY:
+            self._put({"step": self._step, "end": _now(), **self._sharded.taken()})
+        with suppress(OSError):
+            self._file.flush()
+
+
+class _Sharded:
+    """The counts of a model of Terrazzo's; `own` is the folder of a run that writes records itself."""
+
+    record: Any
+
+    def __init__(self, engine: Any) -> None:
+        from terrazzo.telemetry.steps import StepRecorder
+
+        table = getattr(engine.tally.recorder, "table", None)
+        self.own = table and table.get("folder")
+        self.record = None if table else StepRecorder(engine)
+        self.phases = engine.tally.phases
+
+    def taken(self) -> dict[str, Any]:
+        """The record of the steps since the last one, and what ranks tell each other."""
+        numbers = self.record.numbers()
+        return {"skew": self.record.skew([numbers]), "record": self.record.record()}
+
+    @classmethod
+    def of(cls, optimizer: Any) -> _Sharded | None:
+        from terrazzo.engine import Engine
+
+        engines = [each for each in gc.get_objects() if type(each) is Engine]
+        return next((cls(each) for each in engines if any(own is optimizer for own in each.optimizers)), None)
+
+
+def _group_of(args: Any, kwargs: Any) -> Any:
+    """The group that a collective is given, by whichever name; None for all ranks."""
+    if "group" in kwargs:
+        return kwargs["group"]
+    return next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
+
+
+def _named(group: Any) -> tuple[str, int]:
+    """A name that its ranks share, empty for all ranks, and how many they are."""
+    if not dist.is_initialized():
+        return "", 1
+    size = dist.get_world_size(group)
+    if group is None or group is dist.group.WORLD:
+        return "", size
+    said = str(getattr(group, "group_desc", "") or "").removeprefix("mesh_")
+    return f"{said if said and said != 'undefined' else 'group'}#{group.group_name}", size
+
+
+def _place() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

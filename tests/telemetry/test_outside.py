@@ -1,0 +1,194 @@
+"""Scripts of others: what is seen of them from outside, and that they compute, print and end as they do without."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terrazzo.errors import BadInput
+from terrazzo.telemetry import advice_for, steps_of, verdict_of
+from terrazzo.telemetry.outside.command import profile
+from terrazzo.telemetry.outside.merging import Merged
+from tests.helpers import programs
+
+SCRIPT = """
+import sys, time, torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+mode, looked_at = sys.argv[1:]
+if looked_at != "none":
+    from pathlib import Path
+    from terrazzo.telemetry.outside.probe import Probe
+    from terrazzo.telemetry.outside.wraps import begin
+    begin(Probe(Path(looked_at)))
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+class Rows(Dataset):
+    def __len__(self):
+        return 96
+    def __getitem__(self, index):
+        time.sleep(0.003 if mode == "input" else 0.0)
+        return torch.full((64,), (index + rank) / 96)
+
+torch.manual_seed(0)
+wide = 1024 if mode == "compute" else 64
+model = nn.Sequential(nn.Linear(64, wide), nn.ReLU(), nn.Linear(wide, wide), nn.BatchNorm1d(wide), nn.Linear(wide, 1))
+if mode == "fsdp":
+    from torch.distributed.fsdp import fully_shard
+    for layer in model:
+        fully_shard(layer)
+    run = fully_shard(model)
+elif mode == "sharded":
+    import terrazzo as tz
+    run = model
+else:
+    run = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(run.parameters(), lr=0.01)
+if mode == "sharded":
+    run, optimizer = tz.shard(model, optimizer, plan="zero3", units=[nn.Linear])
+for batch in DataLoader(Rows(), 8):
+    if mode == "late" and rank == 1:
+        time.sleep(0.04)
+    loss = run(batch.repeat(40 if mode == "compute" else 1, 1)).square().mean()
+    loss.backward()
+    (tz.clip_grad_norm_(run, 1.0) if mode == "sharded" else nn.utils.clip_grad_norm_(run.parameters(), 1.0))
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item().hex(), flush=True)
+with torch.no_grad():
+    print(sum(each.float().sum().item() for each in DataLoader(Rows(), 48)))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@functools.cache
+def printed_without(mode: str, ranks: int) -> list[str]:
+    return [each.stdout for each in programs.on_ranks(ranks, "-c", SCRIPT, mode, "none")]
+
+
+def seen(mode: str, folder: Path, ranks: int = 2) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Records of a script, what it was seen to use, and what each rank has printed."""
+    done = programs.on_ranks(ranks, "-c", SCRIPT, mode, str(folder))
+    assert [each.returncode for each in done] == [0] * ranks, [each.stderr for each in done]
+    merged = Merged(folder)
+    records = [{"kind": "step", "step": step, **record} for step, record in merged.new(at_end=True)]
+    return records, merged.facts, [each.stdout for each in done]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("mode", "ranks", "bound", "advice"),
+    [
+        ("input", 2, "input", "num_workers=2"),
+        ("late", 2, "late_rank", "A look at its machine"),
+        ("compute", 1, "compute", "torch.compile(model)"),
+    ],
+)
+def test_what_bounds_a_script_of_others_is_found_and_nothing_changes(
+    mode: str, ranks: int, bound: str, advice: str, tmp_path: Path
+) -> None:
+    records, facts, printed = seen(mode, tmp_path / "ranks", ranks)
+    assert printed_without("compute" if mode == "compute" else "ddp", ranks) == printed
+    assert [(record["step"], record["steps"]) for record in records] == [(1, 1), (11, 10), (12, 1)]
+    for record in records:
+        for field in ("phase_s", "cause_s"):
+            assert sum(record[field].values()) == pytest.approx(record["step_s"], rel=1e-6)
+            assert min(record[field].values()) >= 0
+    found = verdict_of(steps_of(records))
+    assert found is not None
+    assert found.bound == bound, found
+    assert found.rank == (1 if mode == "late" else None)
+    assert advice in advice_for(found.bound, facts)
+    assert facts["workers"] == 0
+    assert facts["ddp"]
+    assert records[1]["comm"]["all_reduce"]["n"] == 1, "sums of gradients"
+    assert records[1]["comm"]["broadcast"]["n"] == 1, "statistics of batches"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mode", ["fsdp", "sharded"])
+def test_sharded_models_are_seen_too(mode: str, tmp_path: Path) -> None:
+    records, facts, printed = seen(mode, tmp_path / "ranks")
+    assert printed_without(mode, 2) == printed
+    record = records[1]
+    kinds = {key.split()[-1] for key in record["comm"]}
+    assert {"all_gather", "reduce_scatter"} <= kinds
+    assert record["phase_s"]["input"] > 0
+    assert record["cause_s"]["gather"] + record["cause_s"]["late_peer"] > 0
+    assert len(record["skew"]["late_peer_s"]) == 2
+    assert facts.get("fsdp" if mode == "fsdp" else "terrazzo")
+
+
+def test_a_late_rank_is_told_from_bytes_by_when_all_were_there(tmp_path: Path) -> None:
+    """One exchange of two ranks: rank 0 waits from 0 to 50 ms, rank 1 comes at 40, and the bytes take 10."""
+    for rank, start in enumerate((0, 40)):
+        begins = {"rank": rank, "world": 2, "here": 2, "boot": "one", "on_cuda": False}
+        wait = ["", 1, "all_reduce", 2, start * 10**6, start * 10**6, 50 * 10**6]
+        waited = {"backward": (50 - start) * 10**6}
+        step = {"step": 1, "end": 0, "seconds": {"backward": 10**8}, "waited": waited, "waits": [wait]}
+        lines = [{"begins": begins}, {"facts": {}}, step | {"memory": {"peak": 1}}]
+        (tmp_path / f"rank-{rank:05}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ((_, record),) = Merged(tmp_path).new()
+    assert record["cause_s"]["late_peer"] == pytest.approx(0.04)
+    assert record["cause_s"]["reduce"] == pytest.approx(0.01)
+    assert record["skew"]["late_peer_s"] == pytest.approx([0.04, 0.0])
+
+
+ALONE = """
+import signal, sys, torch
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for _ in range(3):
+    weight.square().sum().backward()
+    optimizer.step()
+print("trained", weight.tolist(), flush=True)
+signal.pause()
+"""
+
+
+def test_the_command_passes_on_signals_output_and_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ALONE)
+    words = [sys.executable, "-m", "terrazzo", "profile", "--out", "seen", "--", sys.executable, "train.py"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=os.environ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("trained [")
+        process.send_signal(signal.SIGUSR1)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (7, "")
+    assert "bounds the step" in err
+    assert "3 steps seen" in err
+    lines = [json.loads(line) for line in (tmp_path / "seen/metrics.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("step", 1), ("step", 3)]
+
+
+def test_a_command_that_is_no_training_ends_as_it_does_by_itself(tmp_path: Path) -> None:
+    assert profile([sys.executable, "-S", "-c", "raise SystemExit(3)"], tmp_path / "one") == (3, 0, None)
+    start = time.monotonic()
+    assert profile(["sh", "-c", "kill -TERM $$"], tmp_path / "two") == (128 + signal.SIGTERM, 0, None)
+    assert time.monotonic() - start < 0.4, "its end is heard of at once"
+    with pytest.raises(BadInput, match="records of an earlier run"):
+        profile(["true"], tmp_path / "one")
+    with pytest.raises(BadInput, match="no command 'trainn'"):
+        profile(["trainn"], tmp_path / "three")
+
+
+def test_a_device_that_has_nothing_to_do_waits_for_the_host() -> None:
+    line = {"kind": "step", "step": 10, "steps": 10, "step_s": 1.0, "phase_s": {"forward": 1.0}}
+    bounds = [getattr(verdict_of([line | {"starved": share}]), "bound", None) for share in (0.2, 0.9)]
+    assert bounds == ["device", "host"]
+    assert "torch.compile(model)" in advice_for("host", {})
