@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine import Record, record_of
-from terrazzo.engine.buckets.parameter import link_of
+from terrazzo.engine.buckets.parameter import has_hooks, link_of
 from terrazzo.engine.states.materialize import successor
 from terrazzo.errors import BadInput, Misuse
 
@@ -31,7 +31,7 @@ def check_replaceable(name: str, module: nn.Module, attribute: str) -> None:
             f"have parts of. Give {name!r} no style, or remove that first, as by "
             "torch.nn.utils.parametrize.remove_parametrizations."
         )
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    if has_hooks(parameter):
         raise BadInput(
             f"{full!r} has a hook, which would be given the gradient of this rank's part in place of the whole. "
             "Register it after tz.parallelize if a part is as good, as it is for what looks at each element alone; "

@@ -81,6 +81,15 @@ def register_last(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> No
     link.taker = Tensor.register_post_accumulate_grad_hook(parameter, hook).id  # type: ignore[no-untyped-call]
 
 
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether anybody but the engine has registered a hook that looks at gradients."""
+    link = link_of(parameter)
+    taker = None if link is None else link.taker
+    with plainly():
+        accumulated: Any = parameter._post_accumulate_grad_hooks
+        return bool(parameter._backward_hooks) or any(each != taker for each in accumulated or ())
+
+
 class Refusing(nn.Parameter):
     """A tensor without values here: it answers questions, and whatever would touch its values raises `Misuse`."""
 

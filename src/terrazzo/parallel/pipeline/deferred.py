@@ -10,7 +10,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from terrazzo.engine import Engine
+from terrazzo.engine.buckets.parameter import has_hooks
 
 __all__ = ["DeferredWeights"]
 
@@ -40,7 +41,8 @@ class _Product(NamedTuple):
 class DeferredWeights:
     """Those of one step, by the stage and micro-batch that they are of.
 
-    Modules of class `nn.Linear` put them off, as far as nothing has replaced their forward.
+    Modules of class `nn.Linear` put them off, as far as nothing has replaced their forward and their weights have no
+    hooks.
 
     Attributes:
         turn: the stage and micro-batch that run.
@@ -60,16 +62,22 @@ class DeferredWeights:
     def by(self, model: nn.Module) -> Iterator[None]:
         """Inside, the linear maps of a model are run so that their backward puts off its weights' gradients."""
         put: list[nn.Linear] = []
-        for module in (each for each in model.modules() if isinstance(each, nn.Linear)):
-            plain = type(module).forward is nn.Linear.forward
-            if plain and "forward" not in vars(module) and id(module._parameters["weight"]) in self._places:
-                module.forward = functools.partial(self._forward, module)  # type: ignore[method-assign]
-                put.append(module)
+        for module in (each for each in model.modules() if self._puts_off(each)):
+            module.forward = functools.partial(self._forward, module)  # type: ignore[method-assign]
+            put.append(module)
         try:
             yield
         finally:
             for module in put:
                 del module.forward
+
+    def _puts_off(self, module: nn.Module) -> TypeGuard[nn.Linear]:
+        """Not where something has replaced its forward, or is to see the weight's gradient in a backward."""
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            return False
+        weight = module._parameters["weight"]
+        replaced = "forward" in vars(module) or weight is None or id(weight) not in self._places
+        return not replaced and not has_hooks(weight)
 
     def _forward(self, module: nn.Linear, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # checkpointing will run it again
