@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -257,6 +258,36 @@ def test_placed_positions_say_what_split_ones_say_and_no_more_once_they_are_chan
         with context.unsplit():
             alone = context.place(whole, torch.device("cpu"))
             assert context.mask(alone, TOKENS).bounds == context.mask(whole.clone(), TOKENS).bounds
+
+    run_in_threads(2, on_rank)
+
+
+@pytest.mark.parametrize("guard", [torch.inference_mode, torch.no_grad])
+def test_positions_changed_in_place_are_read_again(guard) -> None:
+    """Torch counts no changes of tensors made under inference_mode."""
+
+    def on_rank(rank: int) -> None:
+        context, draw = Context(dist.group.WORLD), torch.Generator().manual_seed(0)
+        rows = torch.randn(1, 2, 8, 4, generator=draw)
+        with guard(), context.unsplit():
+            positions = torch.arange(8).unsqueeze(0)
+            for lengths in ([8], [4, 4], [3, 5]):
+                positions.copy_(positions_of([lengths]))
+                found = context.attend(rows, rows, rows, context.mask(positions, 8))
+                wanted = plain_attention(rows, rows, rows, mask_of(positions, None))
+                assert torch.allclose(found, wanted, atol=1e-6), lengths
+
+    run_in_threads(2, on_rank)
+
+
+def test_the_positions_of_a_part_are_those_of_no_whole_sequence() -> None:
+    def on_rank(rank: int) -> None:
+        context = Context(dist.group.WORLD)
+        (own,) = context.split(torch.arange(16).unsqueeze(0))
+        assert context.mask(own, 8) is context.mask(own, 8)
+        ahead = bool((own > torch.arange(8)).any())
+        with context.unsplit(), pytest.raises(Misuse, match="run ahead") if ahead else contextlib.nullcontext():
+            assert [run.place for run in context.mask(own, 8).runs] == [0]
 
     run_in_threads(2, on_rank)
 

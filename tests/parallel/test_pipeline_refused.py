@@ -327,6 +327,18 @@ def test_a_model_in_stages_called_by_itself():
     assert "call tz.step(model" in told_by(2, body)
 
 
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_loss_that_is_not_one_number(staged: bool):
+    batch = torch.ones(2, 4), torch.ones(2, 4)
+
+    def body(rank: int) -> None:
+        model = sharded(layers())[0] if staged else tz.shard(layers(), None, "zero0")[0]
+        tz.step(model, [batch] * 2, lambda output, target: F.mse_loss(output, target).reshape(1))
+
+    with pytest.raises(tz.BadInput, match=r"returned a tensor of shape \(1,\) to tz.step.*0-d"):
+        run_in_threads(2, body, timeout_s=3.0)
+
+
 def test_too_few_micro_batches_or_different_ones():
     batch = torch.ones(2, 4), torch.ones(2, 4)
 
@@ -339,7 +351,9 @@ def test_too_few_micro_batches_or_different_ones():
     def denominators(rank: int) -> None:
         tz.step(sharded(layers())[0], [batch] * 2, F.mse_loss, denominator=1.0 + rank)
 
-    assert "1 micro-batches does not fill a pipeline of 2 ranks" in told_by(2, few)
+    told = told_by(2, few)
+    assert "1 micro-batches does not fill a pipeline of 2 ranks" in told
+    assert "larger batch.global_batch" in told
     assert "2 to 3 micro-batches" in told_by(2, different)
     assert "denominators from 1 to 2" in told_by(2, denominators)
 

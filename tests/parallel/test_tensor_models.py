@@ -321,6 +321,26 @@ def test_a_token_outside_of_the_vocabulary_is_refused_on_every_rank(token: int) 
         assert torch.allclose(found, base(TOKENS[0]), atol=1e-6)
 
 
+class Named(nn.Embedding):
+    """Called by name, as some models do."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return super().__call__(input=tokens)
+
+
+def test_a_table_may_be_called_by_name() -> None:
+    base = seeded(Net)
+    base.table.__class__ = Named
+    check(base, TOKENS[:1], lm_loss, 2, tensor={"table": "embedding"})
+
+    def nothing(rank: int) -> None:
+        model = tz.parallelize(copy.deepcopy(base), tz.mesh(tp=2, device="cpu"), tensor={"table": "embedding"})
+        with pytest.raises(tz.Misuse, match="without a tensor of indices"):
+            model.table(None)
+
+    run_in_threads(2, nothing)
+
+
 class Mixing(nn.Module):
     """A block that mixes tokens beside attention, with a plan that takes it for one that does not."""
 

@@ -56,7 +56,7 @@ class Context:
         self.chunks = Chunks(self._peers.size, _one_of("context balance", balance, BALANCES))
         self.rank, self.size, self._tp = self._peers.rank, self._peers.size, tp
         self._is_split = True
-        self._last: tuple[weakref.ref[Tensor], tuple[int, int | None], AttentionMask] | None = None
+        self._last: tuple[weakref.ref[Tensor], tuple[object, ...], AttentionMask] | None = None
         self._placed: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -96,7 +96,7 @@ class Context:
         own = self.chunks.split(positions, self.rank) if self.is_split else positions
         placed = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
         begins = torch.arange(positions.shape[1]) - positions  # anew: a loader may fill the same memory again
-        self._placed = (weakref.ref(placed), _version(placed), begins)
+        self._placed = None if placed.is_inference() else (weakref.ref(placed), placed._version, begins)
         return placed
 
     @contextlib.contextmanager
@@ -132,13 +132,15 @@ class Context:
             Misuse: no positions, which only the caller can know of a part, or impossible ones.
             BadInput: the tokens are no whole chunks; a window under `ring`.
         """
-        key = (0 if positions is None else _version(positions), window)
-        if self._last is not None and positions is not None:
+        if positions is None or positions.is_inference():  # torch does not count how often that is changed in place
+            return self._mask(positions, tokens, window)
+        key = (positions._version, tokens, window, self.is_split)
+        if self._last is not None:
             last, its_key, mask = self._last
             if last() is positions and its_key == key:
                 return mask
         mask = self._mask(positions, tokens, window)
-        self._last = None if positions is None else (weakref.ref(positions), key, mask)
+        self._last = (weakref.ref(positions), key, mask)
         return mask
 
     def attend(
@@ -235,10 +237,10 @@ class Context:
 
     def _known(self, positions: Tensor | None) -> Tensor | None:
         """Where documents begin, as `_sight` finds it on the device, of positions that are as `place` gave them."""
-        if self._placed is None or positions is None:
+        if self._placed is None or positions is None or positions.is_inference():
             return None
         placed, version, begins = self._placed
-        if placed() is not positions or version != _version(positions):
+        if placed() is not positions or version != positions._version:
             return None
         return begins if self.mode == "ulysses" or not self.is_split else self.chunks.split(begins, self.rank)
 
@@ -251,10 +253,6 @@ def _places(runs: list[Run], device: torch.device | None = None) -> Tensor:
 def _within(window: int | None, begins: Tensor, runs: list[Run]) -> Tensor:
     """The first place that each token sees, where it sees at most `window` of those from `begins` on."""
     return begins if window is None else torch.maximum(begins, _places(runs, begins.device) - (window - 1))
-
-
-def _version(values: Tensor) -> int:
-    return 0 if values.is_inference() else values._version
 
 
 def _one_of(what: str, value: str, known: tuple[Any, ...]) -> Any:

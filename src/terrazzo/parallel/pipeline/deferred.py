@@ -76,8 +76,9 @@ class DeferredWeights:
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             return False
         weight = module._parameters["weight"]
-        replaced = "forward" in vars(module) or weight is None or id(weight) not in self._places
-        return not replaced and not has_hooks(weight)
+        if weight is None or id(weight) not in self._places:
+            return False
+        return "forward" not in vars(module) and not has_hooks(weight)
 
     def _forward(self, module: nn.Linear, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # checkpointing will run it again

@@ -73,8 +73,8 @@ def actions_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> li
     if micro_batches < ranks:
         raise BadInput(
             f"A step of {micro_batches} micro-batches does not fill a pipeline of {ranks} ranks, of which some would "
-            f"always wait: give at least {ranks} micro-batches (train.micro_batches, or smaller ones), or make the "
-            "mesh with a smaller pp."
+            f"always wait: give at least {ranks} micro-batches (in a run: a larger batch.global_batch, or a smaller "
+            "batch.micro_batch), or make the mesh with a smaller pp."
         )
     if schedule == "gpipe":
         return [_gpipe(rank, micro_batches) for rank in range(ranks)]

@@ -55,7 +55,7 @@ def step(
         enabled, nothing else is done.
 
     Raises:
-        BadInput: no micro-batch, other things than pairs, or too few for the pipeline.
+        BadInput: no micro-batch, other things than pairs, or too few for the pipeline; a loss that is not 0-d.
         RanksApart: where ranks along `pp` have other numbers of micro-batches.
     """
     engine = engine_of(model)
@@ -69,7 +69,7 @@ def step(
     for number, (inputs, targets) in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
         with nullcontext() if last or not torch.is_grad_enabled() else accumulate(model):
-            loss = loss_fn(_called(model, inputs), targets)
+            loss = _one(loss_fn(_called(model, inputs), targets))
             if torch.is_grad_enabled():
                 aside = None if auxiliary is None else auxiliary(model)
                 (loss if aside is None else loss + aside).backward()
@@ -92,6 +92,17 @@ def _called(model: nn.Module, inputs: Any) -> Any:
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _one(loss: Any) -> Tensor:
+    """A loss that a backward can begin at, and that losses add up to."""
+    if not isinstance(loss, Tensor) or loss.dim():
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise BadInput(
+            f"loss_fn returned {given} to tz.step, which adds up the losses of micro-batches: have it return one "
+            "number, a 0-d tensor, as loss.sum() is."
+        )
+    return loss
 
 
 class _Kept(NamedTuple):
@@ -200,7 +211,7 @@ class _Run:
         finally:
             self.line.leave()
         if self.line.is_last(action.stage):
-            result = self.loss_fn(result, targets)
+            result = _one(self.loss_fn(result, targets))
             self._losses += result.detach()
         else:
             following = action._replace(stage=action.stage + 1)

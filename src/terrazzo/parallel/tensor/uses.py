@@ -172,12 +172,18 @@ class _Look:
     padding: int | None
     others: Tensor | None = None
 
-    def before(self, module: nn.Module, args: Any) -> Any:
-        asked = args[0]
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        asked, *rest = args if args else (kwargs["input"],) if "input" in kwargs else (None,)
+        if not isinstance(asked, Tensor):
+            raise Misuse(
+                f"A {type(module).__name__} that tz.parallelize has cut was called without a tensor of indices: give "
+                "it first, or as 'input', as torch.nn.Embedding takes it."
+            )
         self.others = outside_part(asked, self.start, self.stop, self.rows)
         inside = self.padding is not None and self.start <= self.padding < self.stop
         module.padding_idx = self.padding - self.start if inside and self.padding is not None else None  # type: ignore[assignment]
-        return (asked.sub(self.start).masked_fill(self.others, 0), *args[1:])
+        beside = {name: value for name, value in kwargs.items() if name != "input"}
+        return (asked.sub(self.start).masked_fill(self.others, 0), *rest), beside
 
     def after(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         assert self.others is not None, "a look-up has begun"
@@ -197,7 +203,7 @@ def outside_part(asked: Tensor, start: int, stop: int, numel: int) -> Tensor:
 def take_part(module: nn.Embedding, use: TensorUse, start: int, stop: int, rows: int) -> None:
     """Have it look up rows from `start` to `stop` of `rows`, which this rank has, and sum with the others."""
     look = _Look(use, start, stop, rows, module.padding_idx)
-    module.register_forward_pre_hook(look.before)
+    module.register_forward_pre_hook(look.before, with_kwargs=True)
     module.register_forward_hook(look.ended, always_call=True)
     module.register_forward_hook(look.after)
 
