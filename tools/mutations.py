@@ -75,7 +75,7 @@ def main() -> int:
     print("| what breaks | where | found by | s |\n|---|---|---|--:|")
     with tempfile.TemporaryDirectory(prefix="terrazzo-mutations-") as folder:
         tree = Path(folder) / "tree"
-        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "shared")
+        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache")
         shutil.copytree(ROOT, tree, ignore=ignored)
         for mutation in MUTATIONS:
             path = tree / "src" / "terrazzo" / mutation.file

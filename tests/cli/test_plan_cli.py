@@ -371,7 +371,7 @@ def test_emit_refuses_what_cannot_run(tmp_path: Path) -> None:
     )
     assert "planned" in refusal(*EIGHT, "--strategy", "zero1", "--pp", "2", "--emit", str(path))
     assert "attention flash" in refusal(*EIGHT, "--attention", "math", "--emit", str(path))
-    assert "loss full" in refusal(*EIGHT, "--loss", "chunked", "--emit", str(path))
+    assert "loss full" in refusal(*EIGHT, "--loss", "fused", "--emit", str(path))
     assert not list(tmp_path.iterdir())
     assert "--emit" not in shown(*EIGHT, "--strategy", "zero3", "--loss", "fused")
 

@@ -189,7 +189,7 @@ def test_bad_input_is_named(change: dict[str, Any], message: str) -> None:
 def test_a_target_outside_of_the_vocabulary_is_torchs_error(wrong: int) -> None:
     hidden, weight, targets = inputs()
     targets[3] = wrong
-    with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+    with pytest.raises(RuntimeError, match=f"index {wrong} is out of bounds"):
         linear_cross_entropy(hidden, weight, targets)
 
 
@@ -208,6 +208,9 @@ def test_ranks_that_share_the_vocabulary_have_the_same_loss(ranks: int) -> None:
         value.backward()
         for ours, theirs in zip((value.detach(), x.grad, own.grad), (*wanted[:2], wanted[2][part]), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        for wrong in (-1, V, 2**40):
+            with pytest.raises(RuntimeError, match="is out of bounds"):
+                loss.of_hidden(x, own, targets.index_fill(0, torch.tensor(1), wrong))
         with pytest.raises(BadInput, match="weight of 51 rows, and this rank's part"):
             loss.of_hidden(x, weight, targets)
 

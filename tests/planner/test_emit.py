@@ -121,10 +121,18 @@ def test_a_plan_of_ones_own_is_emitted_place_by_place(tmp_path: Path) -> None:
     assert build_plan(emitted(tmp_path, strategy=own)[0]) == own
 
 
-@pytest.mark.parametrize("options", [{"attention": "math"}, {"loss": "fused"}, {"loss": "chunked"}], ids=str)
+@pytest.mark.parametrize("options", [{"attention": "math"}, {"loss": "fused"}], ids=str)
 def test_what_the_trainer_would_do_otherwise_is_not_emitted(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"planned, not runnable yet: `terrazzo train`"):
         emitted(tmp_path, **options)
+
+
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_a_run_computes_its_loss_as_was_planned(loss: Any, tmp_path: Path) -> None:
+    """Also where it would take the other by itself."""
+    for sequence in (64, 2**18):
+        config, _ = emitted(tmp_path, loss=loss, sequence=sequence)
+        assert setup_of(config, 8).loss == loss
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

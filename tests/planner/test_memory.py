@@ -307,7 +307,8 @@ def test_checkpointing_and_fewer_tokens_need_less() -> None:
     assert peak(checkpointing="full") < peak(checkpointing="full", every=2) < peak()
     assert peak(sequence=4096) < peak() < peak(micro_batch=2)
     assert peak(compile=True) < peak() < peak(attention="math")
-    assert peak(loss="chunked") < peak(loss="fused") < peak()
+    assert peak(loss="fused") < peak()  # a chunked loss keeps the weight's gradient in fp32 instead, as much at 8,192
+    assert peak(loss="chunked", sequence=2**15) < peak(loss="fused", sequence=2**15)
 
 
 def test_compiled_blocks_leave_the_loss_as_it_is() -> None:

@@ -133,6 +133,11 @@ class ObjectiveConfig(Named):
         description="`next_token`: cross-entropy. `dpo`: direct preference optimization against the initial model."
         " `reward`: a score for a whole text (Bradley-Terry). Both take preference pairs",
     )
+    loss: Literal["auto", "chunked", "full"] = Field(
+        "auto",
+        description="next_token: `full` has all logits of a micro-batch at once, `chunked` those of some tokens, and"
+        " forms their gradients meanwhile. `auto`: chunked from 2^24 logits of a micro-batch on, where it can be",
+    )
     beta: float = Field(0.1, gt=0, description="dpo: how closely the model is kept to the initial one")
     label_smoothing: float = Field(0.0, ge=0, lt=0.5, description="dpo: probability that a pair's order is wrong")
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.errors import BadInput
 
-__all__ = ["Parts", "chunk_rows", "linear_cross_entropy"]
+__all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "Parts", "chunk_rows", "linear_cross_entropy"]
 
 CHUNKS = 32
 """Into how many a large batch is cut, so that what a chunk needs is far below what all logits would."""
@@ -30,6 +30,12 @@ LEAST_ROWS, LEAST_LOGITS = 128, 1 << 20
 """Of a chunk: what is smaller is slow, and saves nothing."""
 MOST_LOGITS = 1 << 26
 """Of a chunk, whatever the batch: 256 MiB in fp32."""
+
+
+PRODUCT_NUMEL = 1 << 24
+"""Of a part of the weight's gradient that is at hand beside the sum of all chunks'."""
+MANY_LOGITS = 1 << 24
+"""From so many on it is worth having no logits at all: 64 MiB in fp32."""
 
 
 class Parts(Protocol):
@@ -96,7 +102,7 @@ def linear_cross_entropy(  # structure: signature fixed by torch's cross_entropy
     Raises:
         BadInput: shapes or dtypes that do not go together; fp16, whose gradients would be rounded to zero, as they are
             formed before the loss scale is known; numbers outside of their range.
-        IndexError: a target outside of the vocabulary. Where targets are on a device, it has its own way to fail.
+        RuntimeError: from torch, for a target outside of the vocabulary.
     """
     loss = _Loss(parts.vocabulary if parts else weight.shape[0], label_smoothing, z_loss, softcap, parts)
     loss.check()
@@ -108,7 +114,6 @@ def linear_cross_entropy(  # structure: signature fixed by torch's cross_entropy
     tokens = _Tokens(
         flat.masked_fill(ignored, 0), ~ignored, token_weights, rows or chunk_rows(flat.numel(), loss.vocabulary)
     )
-    tokens.check(loss.vocabulary)
     learns = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
     total: Tensor = _Sum.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, -2), weight, tokens, loss, learns or (False, False)
@@ -128,13 +133,6 @@ class _Tokens:
     count: Tensor
     weights: Tensor | None
     rows: int
-
-    def check(self, vocabulary: int) -> None:
-        """Raise `IndexError` where the host can see a target outside of the vocabulary."""
-        if self.targets.device.type == "cpu" and self.targets.numel():
-            low, high = (int(end) for end in self.targets.aminmax())
-            if low < 0 or high >= vocabulary:
-                raise IndexError(f"Target {low if low < 0 else high} is out of bounds of {vocabulary} logits.")
 
     def scale(self, dtype: torch.dtype) -> Tensor:
         """What each token's loss is multiplied by."""
@@ -170,15 +168,19 @@ class _Loss:
             wide.div_(self.softcap).tanh_().mul_(self.softcap)
         own, elsewhere = self._own(targets, wide.shape[-1])
         chosen = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-        spread = wide.sum(dim=-1) if self.smoothing else torch.zeros_like(chosen)
+        spread = wide.sum(dim=-1) if self.smoothing else None
         highest = wide.amax(dim=-1)
         highest = self.parts.highest(highest) if self.parts else highest
         slope = None if self.softcap is None or not learns else 1 - (wide / self.softcap).square_()
         total = wide.sub_(highest.unsqueeze(-1)).exp_().sum(dim=-1)
         if self.parts:
-            total, chosen, spread = self.parts.total(torch.stack((total, chosen, spread)))
+            mine = [total, chosen] if spread is None else [total, chosen, spread]
+            total, chosen, *spreads = self.parts.total(torch.stack(mine))
+            spread = spreads[0] if spreads else None
         log = highest + total.log()
-        losses = log - (1 - self.smoothing) * chosen - self.smoothing / self.vocabulary * spread
+        losses = log - (1 - self.smoothing) * chosen
+        if spread is not None:
+            losses = losses - self.smoothing / self.vocabulary * spread
         losses = torch.where(scale != 0, scale * (losses + self.z_loss * log * log), 0)
         if not learns:
             return losses, None
@@ -191,9 +193,11 @@ class _Loss:
 
     def _own(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Targets as places in this rank's part, and which of them are not there."""
-        own = targets - (self.parts.start if self.parts else 0)
-        elsewhere = (own < 0) | (own >= width) if self.parts else torch.zeros_like(own, dtype=torch.bool)
-        return own.masked_fill(elsewhere, 0) if self.parts else own, elsewhere
+        if self.parts is None:
+            return targets, torch.zeros_like(targets, dtype=torch.bool)
+        start, stop = self.parts.start, self.parts.start + width
+        elsewhere = ((targets >= 0) & (targets < start)) | ((targets >= stop) & (targets < self.vocabulary))
+        return (targets - start).masked_fill(elsewhere, 0), elsewhere  # what no rank has is torch's to refuse
 
 
 class _Sum(torch.autograd.Function):
@@ -230,11 +234,13 @@ class _Sum(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a chunk's product, not rounded to a narrower dtype before where torch can."""
+    """Add a chunk's product, not rounded to a narrower dtype before where torch can; block by block of rows then."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
-    else:
-        total += torch.mm(left, right, out_dtype=total.dtype) if left.is_cuda else left @ right
+        return
+    rows = max(1, PRODUCT_NUMEL // total.shape[1])
+    for sums, factors in zip(total.split(rows), left.split(rows), strict=True):
+        sums += torch.mm(factors, right, out_dtype=total.dtype) if left.is_cuda else factors @ right
 
 
 def _check_tensors(hidden: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None) -> None:

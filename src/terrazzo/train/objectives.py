@@ -23,6 +23,7 @@ from terrazzo.planner import ModelShape
 from terrazzo.train.data import IGNORED, Batch
 from terrazzo.train.model.causal_lm import build_model, logits_of
 from terrazzo.train.model.decoder import DecoderConfig
+from terrazzo.train.model.head_loss import TARGETS, gives_loss
 from terrazzo.train.model.lora import add_adapters, load_base
 from terrazzo.train.model.reward import build_reward_model, load_body, with_score
 
@@ -39,7 +40,7 @@ __all__ = [
     "objective_of",
 ]
 
-Inputs = Mapping[str, Tensor]
+Inputs = dict[str, Tensor]
 """What a model is called with, by name."""
 
 
@@ -119,9 +120,15 @@ class Objective(ABC):
 
 
 class NextToken(Objective):
-    """Cross-entropy of every token that is learnt."""
+    """Cross-entropy of every token that is learnt: of logits, or what the model made in their place."""
+
+    def inputs(self, model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
+        given = super().inputs(model, batch, device)
+        return given | {TARGETS: batch.targets.to(device, non_blocking=True)} if gives_loss(model) else given
 
     def loss_of(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
+        if gives_loss(model):
+            return logits_of(output)
         return _cross_entropy(model, output, batch, "sum")
 
     def validation(self, loss: float, right: float, bytes_per_token: float) -> Validation:

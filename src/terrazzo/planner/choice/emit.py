@@ -12,6 +12,7 @@ from torch import nn
 
 from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
+from terrazzo.nn import MANY_LOGITS
 from terrazzo.planner.gate.gate import findings
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
@@ -61,11 +62,21 @@ def train_config(setup: Setup, model: Model, model_folder: str | Path = "model")
         "optimizer": _optimizer(setup.optimizer),
         "train": train,
     }
+    if kind := _loss(setup):
+        config["objective"] = {"loss": kind}
     if "path" in section and (Path(section["path"]) / TOKENIZER_FILE).is_file():
         config["data"] = {"tokenizer": section["path"]}
     if setup.cluster.nodes == 1 or setup.cluster.device.kind == "cpu":  # a CPU host runs as many ranks as asked
         config["launch"] = {"ranks": setup.cluster.count}
     return TrainFiles(config, model_config)
+
+
+def _loss(setup: Setup) -> str:
+    """How the loss is computed, where a run would not take it so by itself; else empty."""
+    if setup.loss == "chunked":
+        return "chunked"
+    logits = setup.tokens // setup.mesh.cp * setup.model.logits // setup.mesh.tp
+    return "full" if logits >= MANY_LOGITS else ""
 
 
 def _check_runnable(setup: Setup) -> None:

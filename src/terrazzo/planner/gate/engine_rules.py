@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from terrazzo.parallel import KNOWN_TYPES
 from terrazzo.planner.gate.rule import Rule
 from terrazzo.planner.gate.rules import whole_model
@@ -165,13 +167,13 @@ ENGINE_RULES = (
         "terrazzo.train.optimizer.optimizer_class",
     ),
     Rule(
-        "loss without all logits",
+        "loss without all logits, in fp16",
         ("terrazzo",),
-        "planned",
-        lambda setup, _: setup.loss == "chunked",
-        "`terrazzo train` holds the logits of a micro-batch at once.",
-        "Plan with loss full, or chunk the loss in a loop of your own.",
-        "terrazzo.train.loop",
+        "refuse",
+        lambda setup, _: setup.loss == "chunked" and setup.precision.compute == torch.float16,
+        "Under fp16 a chunk's gradients would be formed before their loss scale is known.",
+        "Plan with loss full, or with precision bf16.",
+        "terrazzo.nn.linear_cross_entropy",
     ),
     Rule(
         "fused loss",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from terrazzo.nn import PRODUCT_NUMEL, chunk_rows
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.model.shapes import BlockShape
 from terrazzo.planner.setup.setup import Setup
@@ -36,15 +37,16 @@ FORMULAS = {
     "memory.logits": Formula(
         "tokens x vocabulary / tp x bytes per logit, and inputs of the last norm and the head. At the loss 12 bytes: "
         "log-softmax in fp32, its gradient and that of the logits; of parts of the vocabulary or fused the "
-        "logits and one fp32 copy; of one in 8 chunks if chunked. In the head's backward the gradient of the logits "
-        "alone",
-        "torch.nn.functional.cross_entropy, aten nll_loss and log_softmax; NVIDIA/Megatron-LM cross_entropy.py",
+        "logits and one fp32 copy. In the head's backward the gradient of the logits alone. Chunked: 8 bytes per logit "
+        "of one chunk, and kept until then the gradients of the head's input and, in fp32, of its weight",
+        "torch.nn.functional.cross_entropy, aten nll_loss and log_softmax; NVIDIA/Megatron-LM cross_entropy.py; "
+        "terrazzo.nn.linear_cross_entropy",
     ),
 }
 
 FP32_BYTES = 4
-LOSS_CHUNKS = 8
-"""Parts that a chunked loss cuts the tokens into (pytorch/torchtune, chunked cross-entropy)."""
+CHUNKED_BYTES = 8
+"""Per logit of a chunk: itself, an fp32 copy, and its gradient in 16 bits, or in fp32 in place of the copy."""
 
 
 @dataclass(frozen=True)
@@ -305,14 +307,25 @@ class HeadActivations:
 def head_activations(setup: Setup) -> HeadActivations:
     """What lies between the last block and the gradient of the logits."""
     tokens, item = setup.tokens / setup.mesh.cp, setup.precision.compute.itemsize
-    chunks = LOSS_CHUNKS if setup.loss == "chunked" else 1
     parts = 1 if setup.puts_logits_together else setup.mesh.tp
-    logits = tokens * setup.model.logits / parts / chunks
+    inputs = tokens * setup.model.hidden * (FP32_BYTES + 2 * item)
+    if setup.loss == "chunked":
+        return _chunked(setup, int(tokens), inputs, parts)
+    logits = tokens * setup.model.logits / parts
     copied = setup.loss in ("fused", "parts")
     plain = max(item + 2 * FP32_BYTES, 3 * FP32_BYTES)
-    inputs = tokens * setup.model.hidden * (FP32_BYTES + 2 * item)
     return HeadActivations(
         loss=inputs + logits * (item + FP32_BYTES if copied else plain),
         logits=inputs + logits * item,
         saved=inputs + logits * FP32_BYTES,
     )
+
+
+def _chunked(setup: Setup, tokens: int, inputs: float, parts: int) -> HeadActivations:
+    """Without all logits. The head's weight is taken to be trained where all weights are."""
+    item, model = setup.precision.compute.itemsize, setup.model
+    weight = model.logits / parts * model.hidden if model.trainable_numel == model.numel else 0
+    product = 0 if item >= FP32_BYTES else FP32_BYTES if setup.cluster.device.kind == "cuda" else item
+    saved = inputs + tokens * model.hidden * item + weight * FP32_BYTES
+    chunk = min(tokens, chunk_rows(tokens, model.logits)) * model.logits / parts * CHUNKED_BYTES
+    return HeadActivations(loss=saved + chunk + min(weight, PRODUCT_NUMEL) * product, logits=saved, saved=saved)

@@ -34,8 +34,8 @@ class Setup:
         every_second_product: of matrix products selective checkpointing keeps every second, as torchtitan's does.
         attention: `flash`, or `math` that keeps the [sequence, sequence] scores.
         loss: `full` as torch's cross_entropy in fp32; `fused` keeps the logits and one fp32 copy, as Megatron's or a
-            compiled one; `chunked` never holds all logits at once; `parts` as `terrazzo.parallel.VocabularyLoss`, where
-            each tensor-parallel rank has its part of the vocabulary.
+            compiled one; `chunked` as `terrazzo.nn.linear_cross_entropy`, which never holds all logits; `parts` as
+            `terrazzo.parallel.VocabularyLoss`, where each tensor-parallel rank has its part of the vocabulary.
         accumulate_locally: micro-batches before the last send nothing, and whole gradients are kept.
         sequence_parallel: tensor-parallel ranks also split what lies between their matrices.
         context: how context-parallel ranks compute attention together: `gather`, `ulysses` or `ring`.

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ __all__ = [
     "check_cuts_attention",
     "check_scored",
     "num_flops_per_token",
+    "one_sequence_per_row",
     "read_config",
     "refuse_other_weights",
     "scored_class",
@@ -275,3 +278,23 @@ def refuse_other_weights(folder: Path, missing: Sequence[str], unexpected: Seque
             f"The weights in '{folder}' are not those of its config.json: missing {missing[:3] or 'nothing'}, "
             f"unexpected {unexpected[:3] or 'nothing'}. Save the model again."
         )
+
+
+@contextmanager
+def one_sequence_per_row() -> Iterator[None]:
+    """Inside, `transformers` does not look at values for sequences packed together, which ours are not.
+
+    A pass on paper has no values, and a mask would be made that a real run does without.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    original = getattr(masking, _PACKING, None)
+    if original is not None:
+        setattr(masking, _PACKING, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(masking, _PACKING, original)
+
+
+_PACKING = "find_packed_sequence_indices"

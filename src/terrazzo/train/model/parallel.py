@@ -12,7 +12,7 @@ from terrazzo.config import Config
 from terrazzo.parallel import Column, Logits, TensorPlan, VocabularyLoss, leave_vocabulary, own_plan, style_of
 from terrazzo.train.model.decoder import Decoder
 
-__all__ = ["parallelize_model", "pipeline_of", "plan_of", "vocabulary_apart"]
+__all__ = ["name_of_head", "parallelize_model", "pipeline_of", "plan_of", "vocabulary_apart"]
 
 
 def parallelize_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
@@ -57,7 +57,7 @@ def plan_of(model: nn.Module, config: Config) -> TensorPlan:
     if isinstance(model, Decoder):
         return model.tensor_plan(gathered=False)
     plan = own_plan(model, config.plan.mesh.tp)
-    head = _name_of_head(model)
+    head = name_of_head(model)
     style = plan.get(head)
     return {**plan, head: replace(style, gathered=False)} if isinstance(style, Column) else plan
 
@@ -68,7 +68,7 @@ def vocabulary_apart(model: nn.Module, plan: TensorPlan) -> int:
     Args:
         model: not cut yet.
     """
-    head = _name_of_head(model)
+    head = name_of_head(model)
     style = style_of(model, plan, head)
     if isinstance(style, Logits):
         return 0 if style.gathered else style.numel
@@ -76,7 +76,7 @@ def vocabulary_apart(model: nn.Module, plan: TensorPlan) -> int:
     return int(getattr(model.get_submodule(head), "out_features", 0)) if stays else 0
 
 
-def _name_of_head(model: nn.Module) -> str:
+def name_of_head(model: nn.Module) -> str:
     """The module that gives the logits; empty where nothing says so."""
     if isinstance(model, Decoder):
         return "tied_head" if model.head is None else "head"

@@ -9,6 +9,7 @@ from terrazzo.engine import checkpoint_activations, compile_units
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.experts import ExpertsConfig
+from terrazzo.train.model.head_loss import take_targets
 from terrazzo.train.objectives import objective_of
 
 __all__ = ["decoder_config", "prepare_model"]
@@ -55,6 +56,7 @@ def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Modu
     units = config.plan.units
     mode, every = config.train.checkpointing
     ops, offload = config.train.activation_checkpointing_ops, config.offload.activations == "cpu"
+    take_targets(model, config)
     checkpoint_activations(model, mode, units=units, every=every, ops=ops, offload=offload)
     if config.train.compile:
         compile_units(model, units=units)

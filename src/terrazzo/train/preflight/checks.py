@@ -9,6 +9,7 @@ from terrazzo.planner.model.transformers import harmless
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.sources import find_files
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
+from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.huggingface import check_cuts_attention, read_config, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import decoder_config
@@ -48,6 +49,7 @@ def check(config: Config, world_size: int) -> list[str]:
     if config.plan.mesh.pp > 1:
         settings = config.parallel.pipeline
         actions_of(settings.schedule, config.plan.mesh.pp, settings.chunks, micro_batches)
+    has_loss_without_logits(config, 1)
     check_settings(config.optimizer)
     _check_model(config, load_tokenizer(config.data.tokenizer, config.data.end_of_document))
     _check_data(config)

@@ -13,8 +13,10 @@ from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_sha
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
+from terrazzo.planner.setup.setup import Loss
 from terrazzo.train.launch.here import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
+from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.prepare import decoder_config
 from terrazzo.train.objectives import objective_of
@@ -44,8 +46,9 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
     mode, every = config.train.checkpointing
     mesh = _mesh(config, world_size)
     found = machine_of(config) if cluster is None else cluster
+    shape = _shape_of(config)
     return Setup(
-        model=_shape_of(config),
+        model=shape,
         cluster=replace(found, device=_of_one_rank(found.device, world_size), count=world_size),
         plan=build_plan(config),
         mesh=mesh,
@@ -60,13 +63,20 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         compile=config.train.compile,
         context=config.parallel.context.mode,
         sequence_parallel=config.parallel.tensor.sequence,
-        loss="parts" if mesh.tp > 1 and _leaves_logits_apart(config) else "full",
+        loss=_loss(config, shape, mesh),
         pipeline=config.parallel.pipeline.schedule,
         virtual_stages=config.parallel.pipeline.chunks if mesh.pp > 1 else 1,
         prefetch=config.plan.prefetch,
         offload=build_offload(config),
         offload_activations=config.offload.activations == "cpu",
     )
+
+
+def _loss(config: Config, shape: ModelShape, mesh: Mesh) -> Loss:
+    """Of a model that changes its logits all are there in any case, which its shape does not say."""
+    if has_loss_without_logits(config, shape.logits):
+        return "chunked"
+    return "parts" if mesh.tp > 1 and _leaves_logits_apart(config) else "full"
 
 
 def _leaves_logits_apart(config: Config) -> bool:

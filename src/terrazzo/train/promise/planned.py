@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -23,6 +22,7 @@ from terrazzo.planner.memory.trace import ActivationTrace, traced_activations, t
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
 from terrazzo.planner.traffic.volumes import expected_exchanges
 from terrazzo.train.data import Batch
+from terrazzo.train.model.huggingface import one_sequence_per_row
 from terrazzo.train.model.parallel import plan_of, vocabulary_apart
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.objectives import objective_of
@@ -110,7 +110,7 @@ def _trace_of(
     """One micro-batch on paper, and what it has sent by axis and kind; None where its operators need values."""
     try:
         traffic = _share_on_paper(model, config, setup)
-        with nullcontext() if config.cuts_attention else _one_sequence_per_row():
+        with nullcontext() if config.cuts_attention else one_sequence_per_row():
             trace = traced_activations(model, names, setup.precision.compute, _training_pass(config, setup))
     except Exception:  # anything: a stranger's forward has been given tensors without values
         return None
@@ -134,26 +134,6 @@ def _share_on_paper(model: nn.Module, config: Config, setup: Setup) -> dict[str,
             leave_vocabulary(model, VocabularyLoss(ranks, vocabulary))
         traffic["tp"] = ranks.traffic
     return traffic
-
-
-@contextmanager
-def _one_sequence_per_row() -> Iterator[None]:
-    """Inside, `transformers` does not look at values for sequences packed together, which ours are not.
-
-    A trace has no values, and a mask would be made that a real run does without.
-    """
-    masking = sys.modules.get("transformers.masking_utils")
-    original = getattr(masking, _PACKING, None)
-    if original is not None:
-        setattr(masking, _PACKING, lambda *args, **kwargs: None)
-    try:
-        yield
-    finally:
-        if original is not None:
-            setattr(masking, _PACKING, original)
-
-
-_PACKING = "find_packed_sequence_indices"
 
 
 def _traced(config: Config, setup: Setup, shortened: bool) -> Config:

@@ -1,0 +1,136 @@
+"""`terrazzo train` whose model gives the loss without logits, beside the same run with all of them."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from terrazzo.config import config_from_dict
+from terrazzo.errors import BadInput
+from terrazzo.train.model import head_loss
+from terrazzo.train.model.head_loss import gives_loss, has_loss_without_logits, take_targets
+from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.preflight import check
+from tests.train.test_pipeline import EXPERTS, alone, said, staged
+from tests.train.test_preferences import lines, llama_config, train
+from tests.train.test_session import config_in
+from tests.train.test_tensor import run_folder
+
+CHUNKED = {"objective": {"loss": "chunked"}}
+
+
+@pytest.fixture(autouse=True)
+def four_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terrazzo.nn.loss.LEAST_ROWS", 4)
+    monkeypatch.setattr("terrazzo.nn.loss.LEAST_LOGITS", 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "plan", "more"),
+    [
+        ({}, 2, "zero3", {}),
+        ({"tp": 2}, 4, "zero2", {}),
+        ({"cp": 2, "tp": 2}, 4, "zero3@cpu", {}),
+        ({"pp": 2}, 2, "zero3", {"parallel": {"pipeline": {"chunks": 2}}}),
+        ({"pp": 2, "tp": 2}, 4, "zero1", {"parallel": {"pipeline": {"schedule": "zero_bubble"}}}),
+        ({"ep": 2}, 2, "zero3", {"model": EXPERTS}),
+    ],
+    ids=str,
+)
+def test_a_run_without_logits_trains_as_one_with_them(
+    tmp_path: Path, mesh: dict[str, int], ranks: int, plan: str, more: dict[str, Any]
+) -> None:
+    values = staged(tmp_path, ranks, mesh, plan, **more, **CHUNKED)
+    if "pp" not in mesh:
+        values["train"]["eval_batches"] = max(1, 2 * mesh.get("tp", 1) * mesh.get("cp", 1) // ranks)
+    expected = alone("model" in more)
+    first = "checkpoints/step-00000001"  # threads draw from one random generator
+    shutil.copytree(expected / first, run_folder(values) / first)
+    train(values, ranks)
+    (steps, validation), (its_steps, its_validation) = said(run_folder(values)), said(expected)
+    torch.testing.assert_close(steps, its_steps[1:], rtol=2e-5, atol=0)
+    torch.testing.assert_close(validation, its_validation, rtol=2e-5, atol=0)
+    (summary,) = lines(run_folder(values), "summary")
+    assert summary["traffic_bytes_promised"] == summary["traffic_bytes_measured"]
+
+
+@cache
+def models() -> dict[str, Path]:
+    """Folders of models: one whose logits are its head's output, and one that does something to them."""
+    transformers = pytest.importorskip("transformers")
+    root = Path(mkdtemp())
+    transformers.LlamaForCausalLM(llama_config()).save_pretrained(root / "llama")
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    gemma = transformers.Gemma2Config(**small, num_key_value_heads=1, head_dim=8, vocab_size=64)
+    transformers.Gemma2ForCausalLM(gemma).save_pretrained(root / "gemma")
+    return {"llama": root / "llama", "gemma": root / "gemma"}
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("kind", ["decoder", "llama"])
+def test_a_model_called_with_targets_gives_the_loss_of_its_logits(kind: str, ties: bool, tmp_path: Path) -> None:
+    model = {"tie_embeddings": ties} if kind == "decoder" else {"kind": "huggingface", "path": str(models()[kind])}
+    if kind == "llama" and ties:
+        pytest.skip("the folder's model is not tied")
+    config = config_in(tmp_path, model=model if kind == "decoder" else {**model}, **CHUNKED)
+    built = prepare_model(config)
+    assert gives_loss(built)
+    built.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in built.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    tokens = torch.randint(60, (2, 9))
+    logits = built(input_ids=tokens[:, :-1])
+    logits = logits if isinstance(logits, torch.Tensor) else logits.logits
+    wanted = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    found = built(input_ids=tokens[:, :-1], targets=tokens[:, 1:])
+    found = found if isinstance(found, torch.Tensor) else found.logits
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+
+
+def test_a_model_that_changes_its_logits_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 2 caps them behind its head."""
+    monkeypatch.setattr(head_loss, "MANY_LOGITS", 1)
+    model = {"kind": "huggingface", "path": str(models()["gemma"])}
+    assert not gives_loss(prepare_model(config_in(tmp_path, model=model)))
+    with pytest.raises(
+        BadInput, match=r"a Gemma2ForCausalLM does not return what one matrix.*objective\.loss to 'auto'"
+    ):
+        prepare_model(config_in(tmp_path, model=model, **CHUNKED))
+
+
+def test_a_head_with_a_bias_keeps_its_logits(tmp_path: Path) -> None:
+    built = prepare_model(config_in(tmp_path))
+    built.head = nn.Linear(16, 257, device="meta")
+    with pytest.raises(BadInput, match="one matrix without a bias"):
+        take_targets(built, config_in(tmp_path, **CHUNKED))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [({"objective": {"name": "dpo"}}, "'dpo' does not learn from one sum"), ({"precision": {"name": "fp16"}}, "fp16")],
+)
+def test_what_needs_logits_has_them_and_says_so_before_it_starts(
+    tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
+    assert not has_loss_without_logits(config_in(tmp_path, **more), 10**9)
+    more = {**more, "objective": more.get("objective", {}) | CHUNKED["objective"]}
+    with pytest.raises(BadInput, match=rf"objective\.loss is 'chunked', but .*{message}.*'auto' or 'full'"):
+        check(config_in(tmp_path, **more), 1)
+
+
+def test_many_logits_are_what_a_rank_would_have_of_a_micro_batch(tmp_path: Path) -> None:
+    values = {"batch": {"micro_batch": 2, "sequence_length": 4096}}
+    assert has_loss_without_logits(config_in(tmp_path, **values), 2048)
+    assert not has_loss_without_logits(config_in(tmp_path, **values), 2047)
+    assert not has_loss_without_logits(config_in(tmp_path, **values, plan={"mesh": {"tp": 2}}), 2048)
+    assert not has_loss_without_logits(config_in(tmp_path, **values, objective={"loss": "full"}), 10**6)
+    assert config_from_dict({"data": {"source": "x"}}).objective.loss == "auto"
