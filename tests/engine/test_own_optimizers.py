@@ -330,3 +330,77 @@ def test_a_graph_from_before_a_step_that_raised_is_not_differentiated() -> None:
         model, optimizer = tz.shard(Net(), lambda given: RaisingBehind(given, lr=0.1), "zero0")
         with pytest.raises(tz.Misuse, match="weights have been changed since its forward"):
             loop(model, optimizer)
+
+
+class ByFirstGroup(torch.optim.Optimizer):
+    """One rate for all groups, that of the first."""
+
+    elementwise = True
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        rate = self.param_groups[0]["lr"]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    kept = self.state[parameter]
+                    kept["sum"] = kept.get("sum", 0) + parameter.grad
+                    parameter.sub_(kept["sum"], alpha=rate)
+
+
+def _groups(model: torch.nn.Module, lr: float = 0.1) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[::2], "lr": lr}, {"params": parameters[1::2], "lr": lr / 50}]
+
+
+APART: Any = [
+    pytest.param("zero1", {}, id="zero1"),
+    pytest.param("zero3@cpu", {}, id="cpu"),
+    pytest.param("zero2@nvme", {}, id="nvme"),
+    pytest.param("zero3", {"precision": tz.Precision(moments=torch.float64)}, id="moments"),
+]
+"""The optimizer's own step, and each way to step a tensor apart from it."""
+IN_BACKWARD: Any = pytest.param("zero3@cpu", {"offload": tz.Offload(step="backward")}, id="in-backward")
+
+
+def _follows_alone(
+    kind: type[torch.optim.Optimizer], loss: Any, plan: str, options: dict[str, Any], path: Path
+) -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    optimizer = kind(_groups(alone), lr=0.1)  # type: ignore[call-arg]
+    for number in range(4):
+        step(alone, optimizer, loss(alone, number))
+    if "nvme" in plan:
+        options = {"offload": tz.Offload(path=path)}
+
+    def body(rank: int) -> dict[str, Tensor]:
+        own = copy.deepcopy(base)
+        model, own_optimizer = tz.shard(own, kind(_groups(own), lr=0.1), plan, **options)  # type: ignore[call-arg]
+        for number in range(4):
+            step(model, own_optimizer, loss(model, number))
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+@pytest.mark.parametrize(("plan", "options"), [*APART, IN_BACKWARD])
+def test_a_step_sees_all_param_groups(plan: str, options: dict[str, Any], tmp_path: Path) -> None:
+    _follows_alone(ByFirstGroup, lambda model, number: loss_of(model, batch(number)), plan, options, tmp_path)
+
+
+def _of_some_blocks(model: Any, number: int) -> Tensor:
+    """The second gets gradients in every other step, the last one and the root never."""
+    shown = torch.linspace(-1, 1, 26).view(2, 13) * (number + 1)
+    return model.blocks[0](shown if number % 2 else model.blocks[1](shown)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("plan", "options"), APART)
+def test_parameters_without_gradients_are_decayed_as_in_one_process(
+    plan: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    _follows_alone(Decaying, _of_some_blocks, plan, options, tmp_path)

@@ -52,12 +52,12 @@ class StagingBuffer:
         entry = self._entries[key]
         return entry.raw.view(entry.state.dtype)[: self._cell.numel][wanted.within(self._cell)]
 
-    def read(self, bucket: Bucket, cell: Range, known: Sequence[str], finished: SummedGradient) -> None:
+    def read(self, bucket: Bucket, cell: Range, known: Sequence[str], finished: SummedGradient | None) -> None:
         """Start reading a cell's states.
 
         Args:
             known: the moments that exist; the others are zero.
-            finished: the bucket's gradient.
+            finished: the bucket's gradient, if there is any.
         """
         self._bucket, self._cell, self._entries = bucket, cell, {}
         offset = self._add("master", bucket.master, 0, writes=True)
@@ -65,7 +65,8 @@ class StagingBuffer:
             offset = self._add(key, state, offset, writes=key in known)
         if (weight := bucket.own_weight) is not None:
             offset = self._add("weight", weight, offset, writes=True)
-        self._add("grad", finished.wait(), offset, writes=False)
+        if finished is not None:
+            self._add("grad", finished.wait(), offset, writes=False)
         wanted = ("master", "grad", *known)
         self._reading = [e.state.read(cell, e.raw) for key, e in self._entries.items() if key in wanted]
         for key in bucket.moments:

@@ -41,7 +41,7 @@ class _Task:
 
     Attributes:
         segments: all of the cell.
-        due: those of them that have a gradient; the others are left alone.
+        due: those of them that are stepped, and whether they have a gradient; the others are left alone.
         mark: the point of computation from which on the weights may be changed.
         done: told once the unit's last task is carried out.
     """
@@ -49,9 +49,9 @@ class _Task:
     bucket: Bucket
     window: Range
     segments: Sequence[Segment]
-    due: Sequence[Segment]
+    due: Mapping[Segment, bool]
     stepper: Stepper
-    finished: SummedGradient
+    finished: SummedGradient | None
     mark: torch.Event | None
     done: Job | None = None
     staging: StagingBuffer | None = None
@@ -84,12 +84,13 @@ class Updater:
         mark = Stream.current(self._store.device).mark()
         tasks = []
         for bucket, held in segments.items():
-            all_due = [segment for segment in held if segment.due]
-            for segment in all_due:
+            stepped = {segment: has for segment in held if (has := segment.due) or stepper.is_own}
+            for segment in stepped:
                 segment.adopt(stepper.state.get(segment.parameter) or {})
-            finished = bucket.gradient.handed_over([each.range for each in all_due]) if all_due else None
+            filled = [segment.range for segment, has in stepped.items() if has]
+            finished = bucket.gradient.handed_over(filled) if filled else None
             for window, among in _by_window(held).items():
-                if finished is not None and (due := [segment for segment in among if segment.due]):
+                if due := {segment: stepped[segment] for segment in among if segment in stepped}:
                     tasks.append(_Task(bucket, window, among, due, stepper, finished, mark))
         done = Job()
         if not tasks:  # the unit is published all the same: other ranks may have some
@@ -202,8 +203,8 @@ class _UpdateThread:
         if task.mark is not None:
             task.mark.synchronize()  # what was queued before may still read weights in host memory
         with self._store.copies_in.completing(task.mark):
-            for segment in task.due:
-                self._step(segment, task)
+            for segment, has_gradient in task.due.items():
+                self._step(segment, task, has_gradient)
         if task.staging is not None:
             if "weight" in task.staging:
                 task.staging.part("weight", task.window).copy_(task.staging.part("master", task.window))
@@ -217,11 +218,12 @@ class _UpdateThread:
             for staging in self._ring:
                 staging.finish_writing()
 
-    def _step(self, segment: Segment, task: _Task) -> None:
+    def _step(self, segment: Segment, task: _Task, has_gradient: bool) -> None:
         started = time.perf_counter()
         values = segment.parameter.detach() if task.staging is None else task.staging.part("master", segment.range)
         parameter = nn.Parameter(values)
-        parameter.grad = self._gradient(segment, task)
+        if has_gradient:
+            parameter.grad = self._gradient(segment, task)
         _Moments(segment, task.staging).step(task.stepper, parameter)
         weight = segment.bucket.own_weight
         if weight is not None and (task.staging is None or "weight" not in task.staging):
@@ -230,6 +232,7 @@ class _UpdateThread:
         self._store.steps.took(values, started)
 
     def _gradient(self, segment: Segment, task: _Task) -> Tensor:
+        assert task.finished is not None, "there is a gradient"
         if task.staging is None or "grad" not in task.staging:
             return segment.gradient(task.finished)
         part = task.staging.part("grad", segment.range)
@@ -248,8 +251,8 @@ class _Moments:
         segment = self._segment
         kept = stepper.state.get(segment.parameter) or {}
         lent = {key: self._home(key).to(parameter.dtype) if key in self._names else kept[key] for key in kept}
-        after = stepper.step(segment.group, parameter, lent)
-        stepper.state[segment.parameter] = {key: self._put_back(key, value) for key, value in after.items()}
+        if after := stepper.step(segment.group, parameter, lent):
+            stepper.state[segment.parameter] = {key: self._put_back(key, value) for key, value in after.items()}
 
     def _home(self, key: str) -> Tensor:
         if self._staging is not None:

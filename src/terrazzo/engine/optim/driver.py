@@ -235,15 +235,16 @@ class OptimizerDriver:
             bucket.gradient.changes += 1  # it is in the hands of an optimizer, which may change it in place
         if self.background is not None:
             self.background.begin(optimizer)
-        here = [segment for segment in self.segments if not segment.bucket.updated_off_device and segment.due]
+        here = [segment for segment in self.segments if not segment.bucket.updated_off_device]
+        due = [segment for segment in here if segment.due]
         finished = {
-            bucket: bucket.gradient.handed_over([each.range for each in here if each.bucket is bucket])
-            for bucket in {segment.bucket: None for segment in here}
+            bucket: bucket.gradient.handed_over([each.range for each in due if each.bucket is bucket])
+            for bucket in {segment.bucket: None for segment in due}
         }
         if self._moments_differ:
             self._step_one_by_one(optimizer, here, finished)
         else:
-            for segment in here:
+            for segment in due:
                 segment.parameter.grad = segment.gradient(finished[segment.bucket])
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -303,12 +304,14 @@ class OptimizerDriver:
         """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
         precision = self.sharding.precision
         stepper = Stepper(optimizer, self.groups.start)  # the optimizer's own step is still to come
-        for segment in segments:
+        for segment in segments if stepper.is_own else [each for each in segments if each.due]:
             parameter = segment.parameter
-            parameter.grad = segment.gradient(finished[segment.bucket])
+            if segment.due:
+                parameter.grad = segment.gradient(finished[segment.bucket])
             _cast_moments(optimizer, segment, precision.master)
             kept = optimizer.state.get(parameter, {})
-            optimizer.state[parameter] = stepper.step(segment.group, parameter, kept)
+            if after := stepper.step(segment.group, parameter, kept):
+                optimizer.state[parameter] = after
             _cast_moments(optimizer, segment, precision.moments)
             parameter.grad = None
 
@@ -365,7 +368,7 @@ def _owned(buckets: Iterable[Bucket], groups: Collection[int]) -> dict[Bucket, l
 
 
 def _cast_moments(optimizer: Optimizer, segment: Segment, dtype: torch.dtype) -> None:
-    state = optimizer.state[segment.parameter]
+    state = optimizer.state.get(segment.parameter, {})
     for key, value in state.items():
         if segment.keeps_per_element(key, value):
             state[key] = value.to(dtype)

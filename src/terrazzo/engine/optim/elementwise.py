@@ -127,7 +127,7 @@ def _steps_of_parts(probe: OptimizerProbe) -> dict[str, Tensor]:
         stepper = Stepper(alone)
         for i, (part, given) in enumerate(zip(parts, gradient.split(_SHORTER), strict=True)):
             part.grad = given
-            states[i] = stepper.step(0, part, states[i])
+            states[i] = stepper.step(probe.number, part, states[i])
         unhooked_step(alone)
     kept: dict[str, list[Any]] = {k: [state.get(k) for state in states] for k in states[0]}
     joined = {k: torch.cat(values).unsqueeze(1) for k, values in kept.items() if all(map(_is_like, values, parts))}
@@ -137,9 +137,13 @@ def _steps_of_parts(probe: OptimizerProbe) -> dict[str, Tensor]:
 def _alone(probe: OptimizerProbe, parameters: list[nn.Parameter]) -> Optimizer:
     copied = bare_copy(probe.optimizer)
     copied.state = defaultdict(dict)
-    copied.param_groups = [{**frozen({**probe.group, "params": None}), "params": parameters}]
-    if isinstance(rate := probe.group.get("lr"), int | float):
-        copied.param_groups[0]["lr"] = max(rate, _LEAST_LR)
+    copied.param_groups = [
+        {**frozen({**each, "params": None}), "params": parameters if number == probe.number else []}
+        for number, each in enumerate(probe.optimizer.param_groups)
+    ]
+    for group in copied.param_groups:
+        if isinstance(rate := group.get("lr"), int | float):
+            group["lr"] = max(rate, _LEAST_LR)
     return copied
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.engine.optim.settings import frozen
-from terrazzo.engine.optim.stepper import Stepper
+from terrazzo.engine.optim.stepper import Stepper, is_torchs
 from terrazzo.engine.optim.stock import StateSpec
 from terrazzo.engine.runtime import device as devices
 
@@ -33,13 +33,15 @@ class OptimizerProbe:
         device: of the mesh.
 
     Attributes:
+        number: of the param group.
         numel: elements of the tensor.
     """
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> None:
         self.optimizer, self.group, self.device = optimizer, group, device
+        self.number = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
         self._kept_for, self._kept = _with_state(optimizer, group)
-        self._is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+        self._is_torchs = is_torchs(optimizer)
         self._begins_with = {} if self._is_torchs else self._kept
         self.numel = min(_NUMEL, self._kept_for.numel()) if self._begins_with and self._kept_for is not None else _NUMEL
 
@@ -65,9 +67,8 @@ class OptimizerProbe:
         """What is kept for it after a step of zeros on a gradient of zeros."""
         tensor = nn.Parameter(torch.zeros(self.numel, device=self.device))
         tensor.grad = torch.zeros_like(tensor)
-        number = next(i for i, each in enumerate(self.optimizer.param_groups) if each is self.group)
         with nullcontext() if self._is_torchs else self.undrawn():
-            return Stepper(self.optimizer).step(number, tensor, self.begun())
+            return Stepper(self.optimizer).step(self.number, tensor, self.begun())
 
     def specs(self) -> dict[str, StateSpec]:
         """What the optimizer keeps for each parameter of the group.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.optim.settings import STEP_HOOKS, Settings, frozen
 
-__all__ = ["Stepper", "bare_copy", "bring_home", "unhooked_step"]
+__all__ = ["Stepper", "bare_copy", "bring_home", "is_torchs", "unhooked_step"]
 
 
 class Stepper:
@@ -21,16 +21,21 @@ class Stepper:
     Args:
         optimizer: may change its hyper-parameters afterwards.
         first: number of its first param group among those of all the model's optimizers.
+
+    Attributes:
+        is_own: whether it is of a user's own class, which may read any param group in its step, and change parameters
+            that have no gradient.
     """
 
     def __init__(self, optimizer: Optimizer, first: int = 0) -> None:
         self._first = first
         self.state: dict[Tensor, dict[str, Any]] = optimizer.state
         self._settings = Settings(optimizer)
+        self.is_own = not is_torchs(optimizer)
         self._copy = bare_copy(optimizer)
 
     def step(self, group: int, parameter: nn.Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Update `parameter` by its `.grad`; returns what the optimizer keeps for it from now on.
+        """Update `parameter` by its `.grad`, if any; returns what the optimizer keeps for it from now on.
 
         Args:
             group: number of its param group, such as `Segment.group`.
@@ -39,7 +44,9 @@ class Stepper:
         copy = self._copy
         vars(copy).update(frozen(self._settings.attributes))  # a step counts once, however many tensors it has
         copy.state = defaultdict(dict, {parameter: dict(state)} if state else {})
-        copy.param_groups = [{**frozen(self._settings.groups[group - self._first]), "params": [parameter]}]
+        number, groups = group - self._first, self._settings.groups
+        shown = enumerate(groups) if self.is_own else [(number, groups[number])]
+        copy.param_groups = [{**frozen(each), "params": [parameter] if i == number else []} for i, each in shown]
         home = parameter.detach()
         unhooked_step(copy)
         bring_home(parameter, home)
@@ -49,6 +56,11 @@ class Stepper:
         """Hyper-parameters that `optimizer` has other values of now."""
         pairs = zip(self._settings.groups, optimizer.param_groups, strict=True)
         return sorted({key for old, new in pairs for key in old if key in new and not _equal(old[key], new[key])})
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether its class is one of torch's, or that of a sharded one made from it."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
