@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from terrazzo.exit_codes import STALLED
+from terrazzo.exit_codes import FAILED, STALLED
 from terrazzo.telemetry import BlackBox, flights_of
 from terrazzo.telemetry.flight.ring import What
 from terrazzo.telemetry.watchdog import ward
@@ -101,6 +101,8 @@ def test_a_stopped_rank_is_named_and_all_is_kept_before_the_others_end_with_a_co
     assert "in wait" in (tmp_path / "stall/rank-0.txt").read_text()  # the frames of its main thread
     assert steps_of(tmp_path) == [[1, 2], [1, 2]]
     assert "is stopped" in json.loads((tmp_path / "error-0.json").read_text())["message"]["message"]
+    note = json.loads((tmp_path / "exit.json").read_text())
+    assert (note["code"], note["rank"], note["step"]) == (STALLED, 1, 2) and "is stopped" in note["cause"]
 
 
 @pytest.mark.parametrize("how", ["stuck", "busy"])
@@ -118,6 +120,8 @@ def test_a_killed_rank_is_named_and_leaves_its_records(tmp_path: Path) -> None:
     assert second.returncode == -signal.SIGKILL
     assert re.search(r"Rank 1 \(host .+, pid \d+\) has ended\. Last in phase forward, step 3\.", first.stderr), first
     assert steps_of(tmp_path) == [[1, 2], [1, 2]]
+    note = json.loads((tmp_path / "exit.json").read_text())
+    assert (note["code"], note["rank"], note["step"]) == (FAILED, 1, 2) and "has ended" in note["cause"]
 
 
 def test_what_a_loop_does_between_steps_may_last(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -453,6 +454,8 @@ def test_a_stopped_rank_is_named_in_seconds_and_what_all_were_doing_is_kept(tmp_
     for rank in (0, 1):
         assert re.search(r"^ +\d+\.\d+  step    2$", kept[f"rank-{rank}.txt"], re.MULTILINE)
     assert [flight.table["rank"] for flight in flights_of(tmp_path)] == [0, 1]
+    note = json.loads((tmp_path / "exit.json").read_text())
+    assert (note["code"], note["rank"], note["step"]) == (STALLED, 1, 2) and "is stopped (SIGSTOP)" in note["cause"]
 
 
 @pytest.mark.processes

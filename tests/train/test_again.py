@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -203,6 +204,9 @@ def test_a_rank_that_is_killed_or_stopped_in_a_step_changes_no_loss_and_no_weigh
     assert f"step {restart['step']}: restart 1 of 1" in (tmp_path / "run" / "report.html").read_text()
     assert curve(tmp_path) == curve(undisturbed)
     assert weights(tmp_path) == weights(undisturbed)
+    well = {"code": 0, "cause": "all steps are done", "rank": None, "step": 20}
+    for folder in (tmp_path, undisturbed):  # the launcher's ranks, and those that others have started
+        assert json.loads((folder / "run" / "exit.json").read_text()) == well
 
 
 @pytest.mark.processes
@@ -249,3 +253,10 @@ def test_a_run_that_fails_at_one_step_again_and_again_is_ended(tmp_path: Path) -
     why = r"the failure before \(the newest is .*/step-00000005\), which was: Rank 0 was ended by SIGSEGV\.\n$"
     assert re.search(rf"\nNot started again: no checkpoint was saved since {why}", done.stderr), done.stderr
     assert [point[0] for point in curve(tmp_path)][-1] == 7
+    note = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert note == {
+        "code": 1,
+        "cause": "Rank 0 was ended by SIGSEGV",
+        "rank": 0,
+        "step": None,
+    }  # alone, it records nothing

@@ -9,10 +9,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from terrazzo.config import config_from_dict
 from terrazzo.errors import (
     BadInput,
     CopiesDiffer,
@@ -27,9 +29,11 @@ from terrazzo.errors import (
 )
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.train.launch import failure, preempted
-from terrazzo.train.launch.failure import run_rank
+from terrazzo.train.launch.again import Ended
+from terrazzo.train.launch.failure import announce_claim, run_rank
 from terrazzo.train.launch.preempted import stays_stopped
 from terrazzo.train.launch.telling import REPORT
+from terrazzo.train.run import _note_exit
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.threads import run_in_threads
 
@@ -245,3 +249,76 @@ def test_ranks_go_on_together_or_not_at_all(attempts: Callable[[int], None], mon
     real = preempted._attempt
     monkeypatch.setattr(preempted, "_attempt", lambda: real() if dist.get_rank() == 1 else None)
     assert ranks_stay_stopped()
+
+
+# -- how it ends, for those who hear another code -------------------------------------------------------------------
+
+
+def note_in(folder: Path) -> dict[str, Any] | None:
+    note = folder / "exit.json"
+    return json.loads(note.read_text()) if note.exists() else None
+
+
+def test_the_first_failure_is_noted_in_the_runs_own_folder(attempts: Callable[[int], None], tmp_path: Path) -> None:
+    """Torchrun ends with 1, whatever its ranks have ended with."""
+
+    def diverge() -> int:
+        announce_claim(tmp_path, lambda: 7)
+        raise Diverged("The loss is nan in step 8.\nLower optimizer.lr.")
+
+    def follow() -> int:
+        announce_claim(tmp_path, lambda: 7)
+        raise ConnectionError("rank 1 has closed its connection")
+
+    assert reap(spawn_rank(1, diverge)) == DIVERGED
+    assert reap(spawn_rank(0, follow)) == FAILED
+    cause = "Error: The loss is nan in step 8.\nLower optimizer.lr."
+    assert note_in(tmp_path) == {"code": DIVERGED, "cause": cause, "rank": 1, "step": 7}
+
+
+def test_a_folder_that_is_not_the_runs_own_has_no_note(attempts: Callable[[int], None], tmp_path: Path) -> None:
+    def refused() -> int:
+        raise BadInput("Another run saves there.")
+
+    assert reap(spawn_rank(0, refused)) == BAD_INPUT
+    assert note_in(tmp_path) is None
+
+
+@pytest.mark.parametrize(("code", "cause"), [(0, "all steps are done"), (PREEMPTED, "asked to stop, and saved")])
+def test_a_run_that_went_well_is_noted_by_its_first_rank(
+    code: int, cause: str, attempts: Callable[[int], None], tmp_path: Path
+) -> None:
+    def work() -> int:
+        announce_claim(tmp_path, lambda: 9)
+        return code
+
+    assert reap(spawn_rank(1, work)) == code
+    assert note_in(tmp_path) is None
+    assert reap(spawn_rank(0, work)) == code
+    assert note_in(tmp_path) == {"code": code, "cause": cause, "rank": None, "step": 9}
+
+
+@pytest.mark.parametrize(
+    ("there", "ended", "noted"),
+    [
+        (
+            {"code": 1, "cause": "ConnectionError: gone", "rank": 0, "step": 3},
+            Ended(1, "Rank 1 was ended by SIGKILL", lasts=False, rank=1, step=4),
+            {"code": 1, "cause": "Rank 1 was ended by SIGKILL", "rank": 1, "step": 4},
+        ),
+        (
+            {"code": 83, "cause": "Error: nan", "rank": 1, "step": 3},
+            Ended(83, "rank 1 failed: Error: nan", rank=1),
+            {"code": 83, "cause": "Error: nan", "rank": 1, "step": 3},
+        ),
+        (None, Ended(130), {"code": 130, "cause": "ended by SIGINT", "rank": None, "step": None}),
+    ],
+)
+def test_a_launcher_knows_of_ranks_that_say_nothing(
+    there: dict[str, Any] | None, ended: Ended, noted: dict[str, Any], tmp_path: Path
+) -> None:
+    config = config_from_dict({"log": {"folder": str(tmp_path)}})
+    if there is not None:
+        (tmp_path / "exit.json").write_text(json.dumps(there))
+    _note_exit(config, ended)
+    assert note_in(tmp_path) == noted

@@ -105,6 +105,9 @@ def test_sigterm_to_one_rank_saves_the_same_step_on_all_and_has_its_own_exit_cod
     flights = flights_of(tmp_path / "run")  # which the launcher has kept
     assert {told.ordinal for flight in flights for told in flight.records[-40:] if told.event == What.STEP}
     assert [flight.table["rank"] for flight in flights] == [0, 1]
+    note = json.loads((tmp_path / "run" / "exit.json").read_text())
+    assert note == {"code": 75, "cause": "asked to stop, and saved", "rank": None, "step": note["step"]}
+    assert note["step"] == metrics(tmp_path, "train")[-1]["step"]
 
 
 def test_settings_that_differ_between_ranks_are_refused_on_all_of_them() -> None:

@@ -2,6 +2,7 @@
 
 Open to other packages:
 
+    exit_note   how a run has ended
     flight      what each rank has recorded
     outside     a script of somebody else's, looked at while it runs
     watchdog    whether ranks stand still, for whoever has started them

@@ -53,17 +53,21 @@ def evaluation_limit(config: Config, readers: int) -> int:
     return config.train.eval_batches * config.batch.micro_batch * readers
 
 
-def open_session(config: Config, ranks: Ranks, notes: list[str] | None = None) -> Session:
+def open_session(
+    config: Config, ranks: Ranks, notes: list[str] | None = None, claimed: Callable[[], object] = lambda: None
+) -> Session:
     """Build a run, or take up the one that the newest checkpoint holds. Collective.
 
     Args:
         notes: what is to be said of it before its first step.
+        claimed: called once no other run may use its folders.
     """
     absent = absent_folders(config) if ranks.is_first else []
     try:
         on_first(lambda: make_log_folder(config), BadInput)
         keeper = Keeper(config, ranks)
         try:
+            claimed()
             begin = _begin(config, ranks)
             return _build(config, ranks, keeper, begin, list(notes or ()))
         except BaseException:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,17 +15,19 @@ from terrazzo.checkpoint.storage.store import step_of
 from terrazzo.config import Config, LaunchConfig, load_config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError, counted
-from terrazzo.exchange import together
+from terrazzo.exchange import on_first, together
 from terrazzo.exit_codes import PREEMPTED
+from terrazzo.files import read_json
 from terrazzo.telemetry import Console
+from terrazzo.telemetry.exit_note import EXIT_NOTE, ExitNote, forget_exit, leave_exit
 from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.standing import LEFT
 from terrazzo.telemetry.watchdog.ward import look_after
 from terrazzo.train.checkpoints.tier import noted_run, survivors
 from terrazzo.train.command import Command
-from terrazzo.train.launch.again import Again, Saved, Start, refuse_restarts, told_of_restart
-from terrazzo.train.launch.failure import announce_ready, run_rank
+from terrazzo.train.launch.again import Again, Ended, Saved, Start, refuse_restarts, told_of_restart
+from terrazzo.train.launch.failure import announce_claim, announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.preempted import STAYS_STOPPED, stays_stopped
 from terrazzo.train.launch.ranks import agree_on_config, join
@@ -53,12 +58,14 @@ def train_command(path: Path, overrides: list[str]) -> int:
         ranks = ranks_to_start(config.launch, config.plan.mesh.fixed)
         check(config, ranks)
         _check_fewer(config, ranks)
+        notices = replace(notices, ended=partial(_note_exit, config))
         Console().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
         if ranks > 1 or config.launch.restarts:
             words = ["-m", "terrazzo", "train", str(path), *overrides]
             patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None
             if config.launch.restarts:
-                return launch_again(Start(ranks, words), _again(config, words), notices, patience)
+                start, again = Start(ranks, words), _again(config, words)
+                return launch_again(start, again, notices, patience)
             return launch_ranks(ranks, words, notices=notices, patience=patience)
         os.environ.update(ALONE, MASTER_ADDR="localhost", MASTER_PORT="0")
     rank = int(os.environ["RANK"])
@@ -117,6 +124,19 @@ def _identity(path: str | None) -> str:
         return str(path)
 
 
+def _note_exit(config: Config, ended: Ended) -> None:
+    """How its ranks have ended, as their launcher saw it; what the rank that failed first has noted says more."""
+    folder = config.log.folder
+    try:
+        there = read_json(folder / EXIT_NOTE, 1 << 20)
+    except (OSError, BadInput):
+        there = {}
+    known = isinstance(there, dict) and there.get("code") == ended.code and there.get("rank") == ended.rank
+    if not known:
+        cause = ended.why or (f"ended by {signal.Signals(ended.code - 128).name}" if ended.code > 128 else "unknown")
+        leave_exit(folder, ExitNote(ended.code, str(without_passwords(cause)), ended.rank, ended.step), replace=True)
+
+
 def _cut_short(config: Config, command: Command) -> str:
     """What is lost with a run that is ended at once, what is left, and how to go on from there."""
     folder, again = config.checkpoint_folder, command.going_on(config, finished=False)
@@ -147,7 +167,13 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
     if not launched:
         refuse_restarts(config.launch)
     notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
-    with open_session(config, ranks, [*notes, *_unwatched(config.launch, ranks.world_size)]) as session:
+
+    def claimed() -> None:
+        on_first(lambda: forget_exit(config.log.folder), BadInput)
+        announce_claim(config.log.folder, lambda: None)
+
+    with open_session(config, ranks, [*notes, *_unwatched(config.launch, ranks.world_size)], claimed) as session:
+        announce_claim(config.log.folder, lambda: session.step)
         session.restart = restart
         box.follow(engine_of(session.model), config.log.folder)
         patience = Patience(config.launch.stall_s, config.launch.timeout_s)

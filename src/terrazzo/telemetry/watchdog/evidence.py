@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from terrazzo.engine.runtime.system import text_of
+from terrazzo.exit_codes import STALLED
+from terrazzo.telemetry.exit_note import ExitNote, leave_exit
 from terrazzo.telemetry.flight.ring import Flight, What
 from terrazzo.telemetry.flight.spans import Names
 from terrazzo.telemetry.watchdog.recording import Recording
@@ -39,11 +41,16 @@ class Suspect(NamedTuple):
     ask: Callable[[], bool]
 
 
-def keep_evidence(suspects: Sequence[Suspect], stall: Stall) -> str:
-    """Write a file for each rank into the run's folder; returns a sentence that says where, empty if there is none."""
+def keep_evidence(suspects: Sequence[Suspect], stall: Stall, code: int = STALLED) -> str:
+    """Write a file for each rank into the run's folder; returns a sentence that says where, empty if there is none.
+
+    Also a note of how the run ends, with its exit `code`: those of other ranks are of what came of it.
+    """
     table = next((table for each in suspects if "folder" in (table := each.recording.tail.table)), None)
     if table is None:
         return ""
+    step = next((each.recording.step for each in suspects if each.rank == (stall.rank or 0)), None)
+    leave_exit(Path(table["folder"]), ExitNote(code, stall.text, stall.rank, step), replace=True)
     _await([each.recording for each in suspects if each.ask()])
     target = Path(table["folder"]) / _FOLDER
     try:

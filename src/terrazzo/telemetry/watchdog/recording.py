@@ -55,6 +55,13 @@ class Recording:
         standing.take(self.tail.table, self.tail.flight().records)
         return f", in phase {standing.phase} of step {standing.step + 1}" if standing.steps else ""
 
+    @property
+    def step(self) -> int | None:
+        """The newest step that it has ended; None before the first."""
+        standing = Standing()
+        standing.take(self.tail.table, self.tail.flight().records)
+        return standing.step if standing.steps else None
+
     def save(self) -> None:
         """Put what it has recorded into the run's folder."""
         save_flight(self.tail.flight())

@@ -62,6 +62,11 @@ class Stall(NamedTuple):
     text: str
 
     @property
+    def rank(self) -> int | None:
+        """The one that it lies with; None where there are several."""
+        return self.ranks[0] if len(self.ranks) == 1 else None
+
+    @property
     def is_final(self) -> bool:
         """Whether nothing will come of waiting longer."""
         return self.cause not in ("slow", "input", "outside", "drive")

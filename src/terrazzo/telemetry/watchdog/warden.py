@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terrazzo.engine.runtime.system import birth_of, is_stopped, oom_kills, state_of
-from terrazzo.exit_codes import STALLED
+from terrazzo.exit_codes import FAILED, STALLED
 from terrazzo.telemetry.watchdog.evidence import Suspect, keep_evidence
 from terrazzo.telemetry.watchdog.looking import Patience, Watchdog
 from terrazzo.telemetry.watchdog.recording import ASK, Recording
@@ -151,7 +151,7 @@ class Warden:
         if self._all_ended() or any(standing.has_left for standing in self._watchdog.standings.values()):
             return
         stall = self._watchdog.why()
-        kept = keep_evidence(self._suspects, stall)
+        kept = keep_evidence(self._suspects, stall, FAILED)
         now = oom_kills()
         of_memory = now is not None and self._oom_kills is not None and now > self._oom_kills
         more = "The kernel's out-of-memory killer has ended a process here meanwhile." if of_memory else ""

@@ -31,12 +31,16 @@ class Ended(NamedTuple):
         why: what failed first, in a line; empty where nothing did.
         lasts: it would end so again, whoever starts it.
         unbegun: the rank that failed first, where it had not ended a step yet.
+        rank: that failed first.
+        step: that this one had ended last, where that is known.
     """
 
     code: int
     why: str = ""
     lasts: bool = True
     unbegun: int | None = None
+    rank: int | None = None
+    step: int | None = None
 
 
 class Saved(NamedTuple):

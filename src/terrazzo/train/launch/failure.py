@@ -24,12 +24,13 @@ from typing import NoReturn, Protocol
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, Corrupted, Diverged, FolderLost, Misuse, SaveFailed, SwapFailed
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
+from terrazzo.telemetry.exit_note import ExitNote, leave_exit, went_well
 from terrazzo.tether import PARENT
 from terrazzo.train.launch.preempted import leave_note
 from terrazzo.train.launch.scratch import Scratch
 from terrazzo.train.launch.telling import REPORT, Failure, ToLauncher
 
-__all__ = ["SIBLING_GRACE_S", "announce_ready", "run_rank"]
+__all__ = ["SIBLING_GRACE_S", "announce_claim", "announce_ready", "run_rank"]
 
 _MENDABLE = BadInput | Diverged | SaveFailed | SwapFailed  # one paragraph says it all
 _LASTING = (BadInput, Misuse, Diverged, Corrupted, FolderLost, KeyboardInterrupt)
@@ -42,6 +43,9 @@ WATCH_EVERY_S = 0.5
 class _Reporter(Protocol):
     def begun(self) -> None:
         """This rank heeds signals from now on."""
+
+    def claimed(self) -> None:
+        """The run's folders are its own."""
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """This rank ends so."""
@@ -59,6 +63,9 @@ class _ToSiblings:
 
     def begun(self) -> None:
         """Signals are sent by whoever started this rank."""
+
+    def claimed(self) -> None:
+        pass
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         part = self._folder / f"failure.{failure.rank}.part"
@@ -84,6 +91,9 @@ class _Alone:
     def begun(self) -> None:
         pass
 
+    def claimed(self) -> None:
+        pass
+
     def fail(self, failure: Failure, error: BaseException) -> None:
         print(failure.text, file=sys.stderr)
 
@@ -92,6 +102,8 @@ class _Alone:
 
 
 _reporter: _Reporter = _Alone()
+_run_at: tuple[Path, Callable[[], int | None]] | None = None
+"""The folder of the run that this rank is of, once it is its own, and what tells its step."""
 
 
 def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
@@ -105,9 +117,14 @@ def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
     try:
         _reporter = _reporter_of(rank)
         code = work()
+        if rank == 0:
+            _note_exit(lambda step: went_well(code, step))
     except BaseException as error:
         code = _exit_code(error)
-        _tell(Failure(rank, time.monotonic_ns(), code, _text(error), isinstance(error, _LASTING)), error)
+        failure = Failure(rank, time.monotonic_ns(), code, _text(error), isinstance(error, _LASTING))
+        cause = _cause(error)
+        _note_exit(lambda step: ExitNote(failure.exit_code, cause, rank, step))
+        _tell(failure, error)
     finally:
         for last in (lambda: _reporter.leave(code), sys.stdout.flush, sys.stderr.flush):
             with contextlib.suppress(Exception):  # such as a pipe that nobody reads any more
@@ -121,6 +138,19 @@ def _tell(failure: Failure, error: BaseException) -> None:
         _reporter.fail(failure, error)
     except BaseException:
         print(failure.text, file=sys.stderr)
+
+
+def announce_claim(folder: Path, step: Callable[[], int | None]) -> None:
+    """From now on `folder` is this run's own: how it ends is noted there, with what `step` tells then."""
+    global _run_at
+    _run_at = folder, step
+    _reporter.claimed()
+
+
+def _note_exit(note: Callable[[int | None], ExitNote]) -> None:
+    if _run_at is not None:
+        folder, step = _run_at
+        leave_exit(folder, note(step()))
 
 
 def announce_ready() -> None:
@@ -192,6 +222,11 @@ def _text(error: BaseException) -> str:
         return "Interrupted."
     said = f"Error: {error}" if isinstance(error, _MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
     return str(without_passwords(said))
+
+
+def _cause(error: BaseException) -> str:
+    """Without a traceback."""
+    return _text(error) if isinstance(error, _MENDABLE) else _text(error).splitlines()[-1]
 
 
 def _claim(path: Path) -> bool:

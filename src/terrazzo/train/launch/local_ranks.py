@@ -64,6 +64,7 @@ class LocalRank:
     this process prints, or first to `outputs`, if there are two of them.
 
     Attributes:
+        claimed: the run's folders are its own.
         stopped: it stood still, by a signal such as SIGSTOP, when another one had failed.
     """
 
@@ -76,7 +77,7 @@ class LocalRank:
         recording: Recording | None = None,
     ) -> None:
         self.rank, self.outputs, self.begun, self.ended_by_us = rank, outputs, False, False
-        self.stopped, self._recording = False, recording
+        self.stopped, self.claimed, self._recording = False, False, recording
         self.code: int | None = None
         self.ended_ns: int | None = None
         self.failure: Failure | None = None
@@ -133,6 +134,11 @@ class LocalRank:
         return self._recording.at if self._recording is not None else ""
 
     @property
+    def step(self) -> int | None:
+        """That it has ended last, as far as it has recorded."""
+        return self._recording.step if self._recording is not None else None
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 
@@ -159,6 +165,7 @@ class LocalRank:
 
     def _heard(self, said: dict[str, object]) -> None:
         self.begun = self.begun or "begun" in said
+        self.claimed = self.claimed or "claimed" in said
         if isinstance(failure := said.get("failure"), dict):
             self.failure = Failure(**failure)
 

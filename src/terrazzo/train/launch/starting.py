@@ -140,8 +140,8 @@ def launch_again(start: Start, again: Again, notices: Notices, patience: Patienc
     try:
         while True:
             looked_after = patience if start.ranks > 1 else None
-            defaults, told = environment_of(start.ranks), start.environment
-            ranks = LocalRanks(start.ranks, start.words, defaults, told, patience=looked_after)
+            defaults, environment = environment_of(start.ranks), start.environment
+            ranks = LocalRanks(start.ranks, start.words, defaults, environment, patience=looked_after)
             ended = _run(ranks, signals, notices)
             failed = ended.code not in (0, PREEMPTED) and not signals.received
             following = again.after(start, ended) if failed else None
@@ -157,7 +157,10 @@ def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None) -> Ended:
     with ranks as started:
         stopped_by = started.wait(signals, lambda: say_now(notices.asked) if notices is not None else None)
         kept = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
-    return _told(started, stopped_by, kept, next(iter(signals.received), None), notices)
+    ended = _told(started, stopped_by, kept, next(iter(signals.received), None), notices)
+    if notices is not None and any(rank.claimed for rank in started.ranks):
+        notices.ended(ended)
+    return ended
 
 
 def _left(ended: Ended, notices: Notices | None) -> int:
@@ -171,7 +174,7 @@ def _told(started: LocalRanks, stopped_by: int | None, kept: str, asked: int | N
     """How ranks have ended, once that is said."""
     if (stall := started.stall) is not None:
         print(f"{stall.text}\nAll ranks were ended. {kept}".rstrip(), file=sys.stderr)
-        return Ended(STALLED, stall.text, any(rank.code is None for rank in started.ranks))
+        return Ended(STALLED, stall.text, any(rank.code is None for rank in started.ranks), rank=stall.rank)
     if stopped_by is None:
         return _report(started.ranks, asked, started.oom_kills)
     if notices is not None:
@@ -216,7 +219,8 @@ def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int
 def _ended_by(failure: Failure, why: str, ranks: Sequence[LocalRank]) -> Ended:
     """What the system does not let go of still has its device and its files."""
     lasts, begun = failure.lasts or any(rank.code is None for rank in ranks), ranks[failure.rank].at
-    return Ended(failure.exit_code, why, lasts, None if begun else failure.rank)
+    step = ranks[failure.rank].step
+    return Ended(failure.exit_code, why, lasts, None if begun else failure.rank, failure.rank, step)
 
 
 def _stopped_rank(rank: LocalRank) -> str:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.exit_codes import INTERRUPTED
+from terrazzo.train.launch.again import Ended
 
 __all__ = ["Notices", "StopRequest", "say_now"]
 
@@ -29,12 +30,14 @@ __all__ = ["Notices", "StopRequest", "say_now"]
 class Notices:
     """What is said of a run that somebody stops: when it is `asked` to, and, if he does not wait, what that costs.
 
-    `unbegun` is said where no rank had begun, so that there was nobody to ask.
+    `unbegun` is said where no rank had begun, so that there was nobody to ask. `ended` hears how ranks have ended whose
+    folders were their own.
     """
 
     asked: str
     cut_short: Callable[[], str]
     unbegun: str = "Ended before training began: nothing is lost."
+    ended: Callable[[Ended], object] = lambda ended: None
 
 
 def say_now(line: str) -> None:

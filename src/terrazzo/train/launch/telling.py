@@ -51,6 +51,10 @@ class ToLauncher:
         """This rank heeds signals from now on."""
         self._tell({"begun": True})
 
+    def claimed(self) -> None:
+        """The run's folders are its own."""
+        self._tell({"claimed": True})
+
     def fail(self, failure: Failure, error: BaseException) -> None:
         """This rank ends so."""
         self._tell({"failure": asdict(failure)})

@@ -1,0 +1,60 @@
+"""How a run has ended, as `exit.json` in its folder: for those who hear another exit code than its own.
+
+torchrun makes 1 of every code, and a queue may tell none. The note is of the newest end; while a run goes on there is
+none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from terrazzo.exit_codes import PREEMPTED
+
+__all__ = ["EXIT_NOTE", "ExitNote", "forget_exit", "leave_exit", "went_well"]
+
+EXIT_NOTE = "exit.json"
+
+
+class ExitNote(NamedTuple):
+    """How a run has ended.
+
+    Attributes:
+        code: the exit code, of the run itself.
+        cause: in words.
+        rank: that it lay with; None where it lay with none, or with several.
+        step: finished steps of that rank then; None where there was none yet, or nobody knows.
+    """
+
+    code: int
+    cause: str
+    rank: int | None = None
+    step: int | None = None
+
+
+def went_well(code: int, step: int | None) -> ExitNote:
+    """Of a run that has done all its steps, or was asked to stop."""
+    cause = "asked to stop, and saved" if code == PREEMPTED else "all steps are done"
+    return ExitNote(code, cause, None, step)
+
+
+def leave_exit(folder: Path, note: ExitNote, *, replace: bool = False) -> None:
+    """Write it, all at once. What has failed first is what counts: one that is there stays, but with `replace`.
+
+    Nothing is raised: whoever calls this is about to end, and has said why.
+    """
+    target, part = folder / EXIT_NOTE, folder / f".{EXIT_NOTE}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        part.write_text(json.dumps(note._asdict(), ensure_ascii=False) + "\n", encoding="utf-8")
+        if replace or not target.exists():
+            part.replace(target)
+    with contextlib.suppress(OSError):
+        part.unlink(missing_ok=True)
+
+
+def forget_exit(folder: Path) -> None:
+    """A run has begun there, or goes on."""
+    (folder / EXIT_NOTE).unlink(missing_ok=True)
