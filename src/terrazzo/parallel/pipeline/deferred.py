@@ -83,7 +83,16 @@ class DeferredWeights:
     def _forward(self, module: nn.Linear, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled():  # checkpointing will run it again
             return F.linear(input, module.weight, module.bias)
-        output: Tensor = _Linear.apply(input, module.weight, module.bias, self)  # type: ignore[no-untyped-call]
+        kind, weight, bias = input.device.type, module.weight, module.bias
+        if not torch.is_autocast_enabled(kind):
+            return self._apply(input, weight, bias, weight.dtype)
+        dtype = torch.get_autocast_dtype(kind)
+        inner = dtype if weight.dtype != torch.float64 else weight.dtype  # which autocast leaves alone
+        with torch.autocast(kind, enabled=False):
+            return self._apply(input.to(inner), weight, None if bias is None else bias.to(inner), inner)
+
+    def _apply(self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        output: Tensor = _Linear.apply(input, weight, bias, dtype, self)  # type: ignore[no-untyped-call]
         return output
 
     def add(self, weight: Tensor, inputs: Tensor, grad: Tensor) -> None:
@@ -96,18 +105,26 @@ class DeferredWeights:
     def compute(self, stage: int, micro_batch: int) -> None:
         """Compute those of a backward, in the order in which it came to them."""
         for bucket, place, inputs, grad in self._waiting.pop((stage, micro_batch), ()):
-            product = grad.reshape(-1, grad.shape[-1]).t() @ inputs.reshape(-1, inputs.shape[-1])
+            with torch.autocast(grad.device.type, enabled=False):
+                product = grad.reshape(-1, grad.shape[-1]).t() @ inputs.reshape(-1, inputs.shape[-1])
+            product = product.to(bucket.compute_dtype)
             bucket.add_gradient(place, product, self._engine.schedule.this_pass)
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear`, whose backward gives no gradient of the weight: it is put off."""
+    """`F.linear`, whose backward gives no gradient of the weight: it is put off.
+
+    Args:
+        dtype: that it computes in, of inputs and bias; under `torch.autocast` the weight has another.
+    """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, deferred: DeferredWeights) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, deferred: DeferredWeights
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.deferred, ctx.weight = deferred, weight
-        return F.linear(inputs, weight, bias)
+        return F.linear(inputs, weight.to(dtype), bias)
 
     @staticmethod
     @once_differentiable
@@ -115,5 +132,6 @@ class _Linear(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         ctx.deferred.add(ctx.weight, inputs, grad)
         rows = grad.reshape(-1, grad.shape[-1])
-        to_inputs = rows.mm(weight).view(inputs.shape) if ctx.needs_input_grad[0] else None
-        return to_inputs, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+        with torch.autocast(grad.device.type, enabled=False):
+            to_inputs = rows.mm(weight.to(rows.dtype)).view(inputs.shape) if ctx.needs_input_grad[0] else None
+        return to_inputs, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None

@@ -38,6 +38,9 @@ class Messages:
         collectives: along the axis of stages.
         stages: of the whole model.
         device: of what stages hand on.
+
+    Attributes:
+        given_up: steps that were given up. What was still under way of them is no answer to what is asked for since.
     """
 
     def __init__(self, collectives: Collectives, stages: int, device: torch.device) -> None:
@@ -47,6 +50,7 @@ class Messages:
         if device.type == "cuda":
             routes = dict.fromkeys(each for stage in range(stages - 1) for each in self._between(stage))
             collectives.open_routes([*routes], device)
+        self.given_up = self._begun = 0
         self._known: dict[tuple[int, Form], tuple[tuple[int, ...], torch.dtype]] = {}
         self._sent: dict[tuple[Action, bool], Handle] = {}
         self._asked: dict[Action, Callable[[], Tensor]] = {}
@@ -105,8 +109,18 @@ class Messages:
 
     def abandon(self) -> None:
         """A step was given up."""
+        self.given_up += 1
         self._sent.clear()
         self._asked.clear()
+
+    def begin(self, given_up: int) -> None:
+        """A step begins, where ranks along the pipeline have given up so many at most.
+
+        Others may not have come to what this one was told or has sent: shapes are sent anew.
+        """
+        if given_up != self._begun:
+            self._begun = self.given_up = given_up
+            self._known.clear()
 
     def _receive(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
         into, route = torch.empty(shape, dtype=dtype, device=self._device), self._route_of(action)
@@ -143,9 +157,13 @@ class Messages:
             ) from error
 
     def _tag(self, action: Action, header: bool = False) -> int:
-        """Unique among the messages of a step."""
+        """Unique among the messages of a step, and not that of one in a step that was given up."""
         what = 2 if header else int(action.kind is Kind.BACKWARD)
-        return 3 * (action.micro_batch * self._stages + action.stage) + what
+        return _OF_A_STEP * (self._begun % _STEPS) + 3 * (action.micro_batch * self._stages + action.stage) + what
+
+
+_OF_A_STEP, _STEPS = 2**20, 2**9
+"""Tags, and for how many steps that were given up there are others."""
 
 
 _HEADER, _DIMS = 10, 8

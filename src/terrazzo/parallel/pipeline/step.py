@@ -171,10 +171,11 @@ class _Run:
     def _actions(self) -> Sequence[Action]:
         """What this rank does, once all along the pipeline have been told the same."""
         count, axes = len(self.micro_batches), self.engine.axes
-        numbers = [count, self.trains, self.engine.progress.denominator.unscaled]
+        numbers = [count, self.trains, self.engine.progress.denominator.unscaled, self.messages.given_up]
         told = torch.tensor(numbers, dtype=torch.float64, device=HOST)
         highest, lowest = axes.maximum(torch.stack([told, -told]), axes.stages)
-        if not torch.equal(highest, -lowest):
+        self.messages.begin(int(highest[3]))
+        if not torch.equal(highest[:3], -lowest[:3]):
             raise RanksApart(
                 f"The stages of a pipeline have not been told the same: tz.step was given {count} micro-batches here, "
                 f"with gradients {'enabled' if self.trains else 'disabled'} and the denominator {told[2].item():g}; on "

@@ -1,0 +1,132 @@
+"""Steps of a pipeline behind one that was given up, and under `torch.autocast`."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import terrazzo as tz
+from tests.helpers.processes import run_in_processes
+from tests.helpers.threads import run_in_threads
+
+
+class GivenUp(Exception):
+    pass
+
+
+@pytest.fixture
+def base() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(8, 8, bias=place != 2) for place in range(4)))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches(seed: int, rows: int = 3) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [(torch.randn(rows, 8, generator=draw), torch.randn(rows, 8, generator=draw)) for _ in range(3)]
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output.float() - target).square().sum()
+
+
+def cut(base: nn.Module, schedule: Any = "1f1b") -> tuple[Any, Any]:
+    model, mesh = copy.deepcopy(base), tz.mesh(pp=2, device="cpu")
+    tz.parallelize(model, mesh, pipeline=tz.Pipeline(schedule))
+    return tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "zero3", mesh=mesh)
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
+    total = torch.zeros(())
+    for inputs, targets in micro_batches:
+        loss = loss_of(model(inputs), targets)
+        loss.backward()
+        total += loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(total)
+
+
+def gives_up(base: nn.Module) -> list[float]:
+    """The first stage has sent three micro-batches and the second one has taken two, as both give up.
+
+    The third is the first of its shape.
+    """
+    rank, calls = torch.distributed.get_rank(), []
+    model, optimizer = cut(base)
+
+    def stop(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == (2 if rank else 5):  # the auxiliary function is asked of both modules of the stage
+            time.sleep(0.2)  # what the other one waits for comes
+            raise GivenUp
+        return loss_of(*given) if rank else None
+
+    with pytest.raises(GivenUp):
+        tz.step(
+            model, [*batches(1)[:2], batches(1, rows=5)[2]], stop if rank else loss_of, auxiliary=None if rank else stop
+        )
+    optimizer.zero_grad()
+    found = []
+    for micro_batches in (batches(2, rows=5), batches(3)):
+        found.append(float(tz.step(model, micro_batches, loss_of, denominator=1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.processes
+def test_what_was_under_way_when_a_step_was_given_up_comes_into_no_other(base: nn.Sequential) -> None:
+    plain = copy.deepcopy(base)
+    optimizer = sgd(plain)
+    expected = [plain_step(plain, optimizer, batches(2, rows=5)), plain_step(plain, optimizer, batches(3))]
+    for found in run_in_processes(2, gives_up, base, timeout_s=20.0):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+class UnderAutocast(nn.Module):
+    """Of which backward knows nothing."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("around", ["the step", "each module"])
+def test_a_step_under_autocast_is_that_of_one_process(base: nn.Sequential, schedule: str, around: str) -> None:
+    inside = around == "each module"
+    if inside:
+        base = nn.Sequential(*map(UnderAutocast, base))
+    plain = copy.deepcopy(base)
+    optimizer = sgd(plain)
+    expected = []
+    for seed in (1, 2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):  # which keeps what it has cast until its end
+            expected.append(plain_step(plain, optimizer, batches(seed)))
+
+    def body(rank: int) -> None:
+        model, optimizer = cut(base, schedule)
+        found = []
+        for seed in (1, 2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+                found.append(float(tz.step(model, batches(seed), loss_of, denominator=1)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found == expected
+        state = tz.full_state_dict(model, keep=True)
+        assert all(torch.equal(state[name], each) for name, each in plain.state_dict().items())
+
+    run_in_threads(2, body, timeout_s=10.0)
