@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import os
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from terrazzo.config import config_from_dict
 from terrazzo.engine import PRECISIONS
@@ -27,15 +30,16 @@ from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.telemetry import available_host_bytes, resident_bytes
 from terrazzo.train import report
+from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import decoder_config, prepare_model
 from terrazzo.train.preflight import room as fit
 from terrazzo.train.preflight.room import check_plan
 from terrazzo.train.promise import as_setup as planning
 from terrazzo.train.promise import planned as promise
 from terrazzo.train.promise import summary
-from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.promise.as_setup import executed_share, setup_of
 from terrazzo.train.promise.planned import planned, traced_memory
-from terrazzo.train.promise.summary import Pace, summary_lines
+from terrazzo.train.promise.summary import Pace, summary_lines, utilised
 from terrazzo.train.run import train_command
 from tests.helpers import programs
 
@@ -153,6 +157,29 @@ def test_measured_mfu_is_of_the_peak_that_the_promise_has(monkeypatch: pytest.Mo
     monkeypatch.setattr(report, "this_machine", lambda: Cluster(Device("device", 80 * GIB, peak_flops=peaks)))
     for precision, peak in (("fp32", 5e13), ("bf16", 8e14), ("fp16", None)):
         assert report.peak_flops(config(precision=precision)) == peak
+
+
+@pytest.mark.parametrize(("mode", "wrapped"), [("none", 0), ("full", 1), ("every_2", 2)])
+def test_what_is_computed_again_is_what_torch_counts(mode: str, wrapped: int) -> None:
+    """Beside the same model without: HFU is so many times MFU."""
+    sections = {"model": {"layers": 4}, "train": {"activation_checkpointing": mode}}
+    model = Decoder(decoder_config(config(**sections, batch={"sequence_length": 64})))
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+
+    def counted() -> int:
+        with FlopCounterMode(display=False) as counter:
+            model(tokens).sum().backward()
+        return counter.get_total_flops()
+
+    alone = counted()
+    for block in model.blocks[::wrapped] if wrapped else ():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    given = config(**sections, batch={"global_batch": 2, "micro_batch": 2, "sequence_length": 64})
+    share = executed_share(given, 1, model.num_flops_per_token(64))
+    assert share == pytest.approx(counted() / alone, rel=0.02)
+    assert utilised(5e12, share, 1e13) == {"mfu": 0.5, "hfu": pytest.approx(0.5 * counted() / alone, rel=0.02)}
+    assert executed_share(given, 1, 0) is None
+    assert utilised(5e12, share, None) == {"mfu": None, "hfu": None}
 
 
 def test_ranks_on_cpus_share_their_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,9 @@ __all__ = ["StepMetrics", "Stopwatch"]
 class StepMetrics:
     """One log step. Rates and shares are over the steps since the previous one; None where not known.
 
-    `learning_rate` is the step's own. `tokens_per_s` counts all ranks; `tflops` and `mfu` are per rank.
+    `learning_rate` is the step's own. `tokens_per_s` counts all ranks; `tflops`, `mfu` and `hfu` are per rank.
+    `mfu` is of the model's own FLOPs, frozen weights without their gradients and experts as far as they are active;
+    `hfu` counts what checkpointing computes again, too, so it is what the device does.
     Shares (`data_wait`, `communication`) are of wall-clock time, from 0 to 1: `communication` is the time this rank
     stood waiting for others, whatever for, not known on CUDA, where the device waits and not the process.
     Of experts, in the newest step: `expert_imbalance` is the rows of the busiest one as a multiple of the mean,
@@ -35,6 +37,7 @@ class StepMetrics:
     grad_norm: float | None = None
     tflops: float | None = None
     mfu: float | None = None
+    hfu: float | None = None
     loss_scale: float | None = None
     skipped_steps: int | None = None
     disk_read_gb_s: float | None = None

@@ -42,6 +42,7 @@ from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import build_optimizer, build_schedule
 from terrazzo.train.parts import parts_of
 from terrazzo.train.plan import build_offload, build_plan, build_precision, mesh_shape, scaled_for_sums
+from terrazzo.train.promise.as_setup import executed_share
 from terrazzo.train.reference import Due, check_same_initial, compute_reference, initial_model, reference_due
 from terrazzo.train.session import Origin, Sampling, Session
 
@@ -156,6 +157,7 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: l
             keeper=keeper,
             sampling=sampling,
             flops_per_token=flops_per_token,
+            executed=executed_share(config, ranks.world_size, flops_per_token),
             base_bytes=base_bytes,
             notes=notes,
             origin=Origin(initial=initial_model(config, begin.saved)),

@@ -40,7 +40,7 @@ from terrazzo.train.model.load import Load, counters_of
 from terrazzo.train.objectives import Validation
 from terrazzo.train.plan import build_precision, mesh_shape
 from terrazzo.train.promise.as_setup import matmul_format
-from terrazzo.train.promise.summary import Pace, bytes_line, mfu, summarize, summary_lines
+from terrazzo.train.promise.summary import Pace, bytes_line, summarize, summary_lines, utilised
 from terrazzo.train.session import Session
 
 __all__ = ["Measured", "Report"]
@@ -328,7 +328,7 @@ class Report:
             peak_memory_bytes=measured.peak_memory_bytes,
             grad_norm=measured.grad_norm,
             tflops=flops / 1e12 if flops else None,
-            mfu=mfu(flops, self._peak_flops),
+            **utilised(flops, session.executed, self._peak_flops),
             loss_scale=session.optimizer.loss_scale if fp16 else None,
             skipped_steps=session.optimizer.skipped_steps if fp16 else None,
             dropped_rows=0 if measured.load else None,

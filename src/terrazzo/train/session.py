@@ -76,6 +76,7 @@ class Session:
 
     Attributes:
         flops_per_token: floating-point operations of training on a token; 0 where they are not known.
+        executed: what the device computes as a multiple of that, recomputation included; None where it is not known.
         base_bytes: what was resident before the model took memory, on a CPU.
         notes: what is to be said of it before the first step, in lines.
         step: finished optimizer steps.
@@ -97,6 +98,7 @@ class Session:
     keeper: Keeper
     sampling: Sampling
     flops_per_token: int
+    executed: float | None
     base_bytes: int
     notes: list[str]
     origin: Origin

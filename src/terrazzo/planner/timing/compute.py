@@ -29,6 +29,7 @@ __all__ = [
     "matmul_rate",
     "memory_rate",
     "optimizer_bytes",
+    "repeated_flops_per_token",
     "sixteen_bits",
     "step_flops",
     "sustained_rate",
@@ -131,14 +132,18 @@ def flops_per_token(setup: Setup) -> float:
     )
 
 
-def step_flops(setup: Setup) -> float:
-    """Of one rank in one step, recomputation included: what the device really executes, attention counted in full."""
+def repeated_flops_per_token(setup: Setup) -> float:
+    """Of the forward that checkpointing runs again inside of backward; frozen weights are no reason to leave it out."""
     shares = repeated_shares(setup)
     products = 2 * (setup.model.matmul_numel - setup.model.logits * setup.model.hidden)
     attention = flops_per_token(setup) / 3 - 2 * setup.model.matmul_numel
-    repeated = (products * shares.matmul + attention * shares.attention) / setup.every
+    return (products * shares.matmul + attention * shares.attention) / setup.every
+
+
+def step_flops(setup: Setup) -> float:
+    """Of one rank in one step, recomputation included: what the device really executes, attention counted in full."""
     tokens = setup.tokens * setup.micro_batches * setup.mesh.batch_ranks / setup.mesh.world_size
-    return (flops_per_token(setup) + repeated) * tokens
+    return (flops_per_token(setup) + repeated_flops_per_token(setup)) * tokens
 
 
 def _attended(setup: Setup, block: BlockShape) -> int:

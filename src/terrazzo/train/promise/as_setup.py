@@ -9,11 +9,13 @@ import torch
 
 from terrazzo.config import Config
 from terrazzo.engine import Precision
+from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_shape
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 from terrazzo.planner.setup.setup import Loss
+from terrazzo.planner.timing.compute import repeated_flops_per_token
 from terrazzo.train.launch.here import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.head_loss import has_loss_without_logits
@@ -29,7 +31,7 @@ from terrazzo.train.plan import (
     micro_batches_per_rank,
 )
 
-__all__ = ["matmul_format", "setup_of"]
+__all__ = ["executed_share", "matmul_format", "setup_of"]
 
 
 def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) -> Setup:
@@ -77,6 +79,34 @@ def _loss(config: Config, shape: ModelShape, mesh: Mesh) -> Loss:
     if has_loss_without_logits(config, shape.logits):
         return "chunked"
     return "parts" if mesh.tp > 1 and _leaves_logits_apart(config) else "full"
+
+
+def executed_share(config: Config, world_size: int, flops_per_token: float) -> float | None:
+    """What a device computes in training, checkpointing's second forward included, as a multiple of a token's FLOPs.
+
+    Args:
+        flops_per_token: of forward and backward, of what is trained.
+
+    Returns:
+        1 without checkpointing; None for a model that the planner cannot describe.
+    """
+    if not flops_per_token:
+        return None
+    if config.train.checkpointing[0] == "none":
+        return 1.0
+    try:
+        setup = setup_of(config, world_size)
+    except BadInput:
+        return None
+    return 1.0 + (repeated_flops_per_token(setup) - _left_out(setup)) / flops_per_token
+
+
+def _left_out(setup: Setup) -> float:
+    """FLOPs per token of products that backward does not repeat: torch stops at a block's last, which nobody keeps."""
+    if setup.checkpointing != "full":
+        return 0.0
+    dense = (unit for unit in setup.model.blocks if unit.block and not unit.block.experts and unit.block.norms == 2)
+    return sum(2 * unit.count * unit.block.ffn * unit.block.hidden for unit in dense if unit.block) / setup.every
 
 
 def _leaves_logits_apart(config: Config) -> bool:

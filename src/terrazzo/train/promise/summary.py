@@ -12,7 +12,7 @@ from terrazzo.planner.traffic.volumes import expected_rows_bytes
 from terrazzo.train.promise.planned import exchanges_of, planned
 from terrazzo.train.session import Session
 
-__all__ = ["Pace", "bytes_line", "mfu", "summarize", "summary_lines"]
+__all__ = ["Pace", "bytes_line", "summarize", "summary_lines", "utilised"]
 
 MIB, GB = 2**20, 1e9
 TRAFFIC = ("read_bytes", "written_bytes", "read_s", "write_s")
@@ -110,14 +110,19 @@ def _measured_pace(session: Session, pace: Pace, peak_flops: float | None) -> di
     return {
         "step_s_measured": pace.seconds / pace.steps,
         "tokens_per_s_measured": pace.tokens / pace.seconds,
-        "mfu_measured": mfu(session.flops_per_s(pace.steps, pace.seconds), peak_flops),
+        "mfu_measured": utilised(session.flops_per_s(pace.steps, pace.seconds), None, peak_flops)["mfu"],
         "learnt_share": pace.tokens / (pace.steps * session.places_per_step),
     }
 
 
-def mfu(flops_per_s: float, peak_flops: float | None) -> float | None:
-    """Model FLOPs utilisation, a share from 0 to 1; None where either is not known."""
-    return flops_per_s / peak_flops if flops_per_s and peak_flops else None
+def utilised(flops_per_s: float, executed: float | None, peak_flops: float | None) -> dict[str, float | None]:
+    """Shares of a device's peak from 0 to 1, None where they are not known: `mfu` of the model's own FLOPs, and `hfu`.
+
+    Args:
+        executed: what is computed in their place, recomputation included, as a multiple.
+    """
+    mfu = flops_per_s / peak_flops if flops_per_s and peak_flops else None
+    return {"mfu": mfu, "hfu": mfu * executed if mfu and executed else None}
 
 
 def bytes_line(summary: Mapping[str, Any]) -> str:
