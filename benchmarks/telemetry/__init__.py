@@ -1,0 +1,1 @@
+"""What telemetry costs: the same training with and without it."""
