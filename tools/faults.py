@@ -338,8 +338,8 @@ MUTATIONS = [
     Mutation(
         "ranks share out a step's samples by micro-batch first",
         "train/data/loader.py",
-        "share.reshape(self.world_size, -1, self.batch.micro_batch)[self.rank]",
-        "share.reshape(-1, self.world_size, self.batch.micro_batch)[:, self.rank]",
+        "share.reshape(self.world_size, -1, self.batch.micro_batch)[rank]",
+        "share.reshape(-1, self.world_size, self.batch.micro_batch)[:, rank]",
         "train/test_data_loader.py",
     ),
     Mutation(

@@ -455,6 +455,17 @@ def test_what_modules_keep_beside_tensors_is_refused_before_anything_is_written(
     assert [found.name for found in tmp_path.iterdir()] == ["none"]
 
 
+def test_a_path_that_one_rank_does_not_see_is_refused_on_all(tmp_path: Path) -> None:
+    torch.save(nn.Linear(3, 3).state_dict(), tmp_path / "weights.pt")
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(nn.Linear(3, 3), None, "zero3")
+        with pytest.raises(BadInput, match="absent"):
+            checkpoint.load_weights(model, tmp_path / ("absent.pt" if rank == 1 else "weights.pt"))
+
+    run_in_threads(2, body)
+
+
 def test_a_full_state_dict_brings_what_modules_keep_beside_tensors() -> None:
     plain = nn.Sequential(Counting(3, 3))
     plain[0].count = 7

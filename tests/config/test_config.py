@@ -179,6 +179,15 @@ def test_overrides_are_yaml_values_and_reach_into_shorthands(tmp_path: Path) -> 
     assert config.optimizer.options == {"betas": [0.9, 0.95]}
 
 
+def test_another_name_leaves_the_rest_of_a_files_section(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("plan: {name: zero3, mesh: {tp: 2}, prefetch: 3}\n")
+    plan = load_config(path, ["plan=zero1"]).plan
+    assert (plan.name, plan.mesh.tp, plan.prefetch) == ("zero1", 2, 3)
+    path.write_text("plan: zero3\n")
+    assert load_config(path, ["plan=zero1"]).plan.name == "zero1"
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
+import terrazzo as tz
+from terrazzo.errors import BadInput
 from terrazzo.telemetry import (
     Console,
     JsonLines,
@@ -28,6 +31,7 @@ from terrazzo.telemetry import (
     duration,
 )
 from terrazzo.telemetry import metrics as metrics_module
+from tests.helpers.threads import run_in_threads
 
 METRICS = StepMetrics(
     step=20,
@@ -256,3 +260,30 @@ def test_the_bar_of_a_terminal_says_what_it_counts(
     console.close()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
     assert re.search(r"step +4/10 \S+.* 0:00:0\d elapsed", shown)
+
+
+def attached(rank: int, folder: Path, **options: Any) -> None:
+    """Two steps of a small model."""
+    model, optimizer = tz.shard(nn.Linear(2, 2), torch.optim.SGD, "zero1")
+    telemetry = tz.telemetry.attach(model, folder, every=1, tensorboard=True, stall_s=None, **options)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    telemetry.close()
+
+
+def test_a_run_that_goes_on_keeps_its_event_files(tmp_path: Path) -> None:
+    run_in_threads(1, lambda rank: attached(rank, tmp_path))
+    before = set((tmp_path / "tensorboard").iterdir())
+    run_in_threads(1, lambda rank: attached(rank, tmp_path, first_step=2))
+    assert before and before < set((tmp_path / "tensorboard").iterdir())
+
+
+def test_event_files_that_cannot_be_written_are_refused_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("")
+
+    def body(rank: int) -> None:
+        with pytest.raises(BadInput, match="tensorboard"):
+            attached(rank, tmp_path)
+
+    run_in_threads(2, body)

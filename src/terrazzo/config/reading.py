@@ -157,6 +157,8 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         why = str(error).rstrip(".")
         raise BadInput(f"The value of override '{override}' is not valid YAML: quote it ({why}).") from None
     *parents, last = key.split(".")
+    if key in SHORTHANDS and isinstance(value, str) and isinstance(raw.get(key), dict):
+        parents, last = [key], "name"  # the rest of the file's section stays
     target = raw
     for depth, name in enumerate(parents):
         inner = target.get(name)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.exchange import on_first, timeout_s
+from terrazzo.exchange import timeout_s, together
 from terrazzo.telemetry.flight.folder import BlackBox
 from terrazzo.telemetry.records import METRICS, lines_of, steps_of
 from terrazzo.telemetry.sinks import JsonLines, Sink, TensorBoard
@@ -139,16 +139,21 @@ def attach(  # structure: signature fixed by what the records of a run have
     if first_step < 0:
         raise BadInput(f"tz.telemetry.attach was given first_step={first_step}: use 0 or more.")
     path = Path(folder) / METRICS
-    on_first(lambda: _try_to_write(path, is_new=first_step == 0), BadInput)
-    sinks: list[Sink] = []
-    if dist.get_rank() == 0:
-        sinks = [JsonLines(path, first_step), *([TensorBoard(Path(folder) / "tensorboard")] if tensorboard else [])]
+    events = path.parent / "tensorboard" if tensorboard else None
+    sinks = together(lambda: _sinks(path, events, first_step) if dist.get_rank() == 0 else [], BadInput)
     box = BlackBox(dist.get_rank(), dist.get_world_size())
     box.follow(engine, Path(folder))
     leave = look_after(box, Patience(stall_s, timeout_s(), own_loop=True)) if stall_s is not None else None
     telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step, box, leave)
     telemetry.follow(engine.optimizers[-1])
     return telemetry
+
+
+def _sinks(path: Path, events: Path | None, first_step: int) -> list[Sink]:
+    """Where rank 0 writes to; of which all hear where it cannot."""
+    _try_to_write(path, is_new=first_step == 0)
+    others = [] if events is None else [TensorBoard(events, first_step)]  # may fail: before a file is open
+    return [JsonLines(path, first_step), *others]
 
 
 def _try_to_write(path: Path, is_new: bool) -> None:

@@ -15,19 +15,21 @@ from terrazzo.checkpoint.loading.load import open_source
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.engine import as_one, listing, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput
+from terrazzo.exchange import together
 
 __all__ = ["SourceWeights", "load_weights", "weights_for"]
 
 
 def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str, Tensor]) -> None:
-    """Load full weights into a (sharded) model, one tensor at a time. Collective where ranks have stages of it.
+    """Load full weights into a (sharded) model, one tensor at a time. Collective of a sharded one.
 
     Args:
         source: a mapping of names to full tensors, or the path of a checkpoint of any format. A folder that has a
             layer's experts apart is read for a model of `transformers` that has them as stacks.
 
     Raises:
-        BadInput: the files cannot be read. Missing, unexpected and misshapen names raise as in `load_state_dict`.
+        BadInput: a rank cannot read the files; on every rank. Missing, unexpected and misshapen names raise as in
+            `load_state_dict`.
     """
     model.load_state_dict(source if isinstance(source, Mapping) else weights_for(model, source))
 
@@ -35,7 +37,7 @@ def load_weights(model: nn.Module, source: str | os.PathLike[str] | Mapping[str,
 def weights_for(
     model: nn.Module, path: str | os.PathLike[str], named: Callable[[str], str] = str, part: str | None = None
 ) -> SourceWeights:
-    """The weights of the checkpoint `path` under the model's names. Collective where ranks have stages of it.
+    """The weights of the checkpoint `path` under the model's names. Collective of a sharded model.
 
     Args:
         named: from a name in the model to that without what was put around its modules since.
@@ -44,7 +46,8 @@ def weights_for(
     Raises:
         BadInput: as of `open_source`, and for parts of a tensor that have different dtypes.
     """
-    source = open_source(path)
+    sharded = hasattr(model, "_terrazzo")
+    source = together(lambda: open_source(path), BadInput) if sharded else open_source(path)
     with as_one(model):
         groups = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
     groups = [[named(name) for name in names] for names in groups if part is None or part not in names[0]]
