@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from torch import nn
@@ -17,6 +18,7 @@ from terrazzo.parallel.context.chunks import Balance
 from terrazzo.parallel.context.context import Context, Mode
 from terrazzo.parallel.context.sharing import share_sequences
 from terrazzo.parallel.expert.sharing import check_experts, share_experts
+from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.stages import Pipeline, line_of, take_stages
 from terrazzo.parallel.tensor.cut import Cuts, cut_matrices
 from terrazzo.parallel.tensor.plans import own_plan
@@ -71,73 +73,117 @@ def parallelize(  # structure: signature fixed by the design
         pipeline: how ranks share the model's layers; needed on a mesh with `pp`.
 
     Raises:
-        BadInput: on every rank along `tp`, before anything is changed: a plan that is unknown, matches nothing or does
-            not fit the model; heads that tp does not divide; a model that is cut already. Likewise along `cp`: a model
-            whose attention cannot be shared; no context. Along `ep`: a model without experts, or with a number of them
-            that ep does not divide. Along `pp`: a model that cannot be cut into so many stages, or no pipeline.
+        BadInput: on every rank, before anything is changed. Ranks that were given other models or arguments. Along
+            `tp`: a plan that is unknown, matches nothing or does not fit the model; heads that tp does not divide; a
+            model that is cut already; a hook or a gradient on what is to be cut. Along `cp`: a model whose attention
+            cannot be shared; no context. Along `ep`: a model without experts, or with a number of them that ep does
+            not divide. Along `pp`: a model that cannot be cut into so many stages, or no pipeline.
     """
-    dims = mesh.mesh_dim_names or ()
-    pp, cp, tp = (mesh[axis].size() if axis in dims else 1 for axis in (STAGES, "cp", "tp"))
-    if pp > 1 and pipeline is None:
+    if all(size == 1 for size in _sizes(mesh).values()) and tensor in (None, "auto"):
+        return model
+    axes = Axes(mesh, Tally())
+    ranks = tensor_ranks(mesh) if _sizes(mesh)["tp"] > 1 else None
+    told = _Told(tensor, sequence, context, balance, pipeline)
+    found, facts = all_or_none(axes, lambda: _read(model, mesh, axes, ranks, told))
+    check_agreement(axes, facts, along=axes.with_stages)
+    if found.context is not None:
+        shared = found.context
+        all_or_none(axes, lambda: share_sequences(model, shared))  # which changes nothing where it refuses
+    if found.line is not None:
+        take_stages(model, axes, found.line)
+    if found.cuts is not None:
+        cut_matrices(found.cuts)
+    if found.experts:
+        share_experts(model, axes, found.experts)
+    return model
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What `parallelize` was given, beside the model and the mesh."""
+
+    tensor: TensorPlan | Literal["auto"] | None
+    sequence: bool
+    context: Mode | None
+    balance: Balance
+    pipeline: Pipeline | None
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What will be done to the model, of each axis; None or nothing where there is nothing to do.
+
+    Attributes:
+        experts: how many each module has, by name.
+    """
+
+    line: Line | None
+    experts: Mapping[str, int]
+    cuts: Cuts | None
+    context: Context | None
+
+
+def _sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """How many ranks share the model along each axis."""
+    dims, experts = mesh.mesh_dim_names or (), expert_mesh(mesh)
+    sizes = {axis: mesh[axis].size() if axis in dims else 1 for axis in (STAGES, "cp", "tp")}
+    return sizes | {"ep": 1 if experts is None else experts["ep"].size()}
+
+
+def _read(
+    model: nn.Module, mesh: DeviceMesh, axes: Axes, ranks: TensorRanks | None, told: _Told
+) -> tuple[_Found, Mapping[str, object]]:
+    """What will be done to the model, which stays as it is, and what ranks have to agree on.
+
+    Raises:
+        BadInput: arguments that do not fit the mesh, or the model.
+    """
+    sizes = _sizes(mesh)
+    _check_arguments(mesh, sizes, told)
+    line = None if sizes[STAGES] == 1 or told.pipeline is None else line_of(model, axes, told.pipeline)
+    experts = check_experts(model, sizes["ep"]) if axes.has_experts else {}
+    plan = None if ranks is None or told.tensor is None else _plan_of(model, ranks, told.tensor)
+    if plan is not None and ranks is not None:
+        _check_split(model, ranks, plan, told.sequence, experts)
+    cuts = None if plan is None or ranks is None else cuts_of(model, ranks, plan, told.sequence)
+    context = None
+    if told.context is not None and sizes["cp"] > 1:
+        context = Context(mesh.get_group("cp"), told.context, told.balance, 1 if cuts is None else sizes["tp"])
+    facts: dict[str, object] = {
+        "pipeline": None if line is None else [line.schedule, line.names, line.bounds, line.tied],
+        "experts": experts,
+        "tensor": None if plan is None else {glob: str(style) for glob, style in plan.items()},
+        "sequence": told.sequence,
+        "context": None if context is None else context.mode,
+        "balance": told.balance,
+        "parameters": [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()],
+    }
+    return _Found(line, experts, cuts, context), facts
+
+
+def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], told: _Told) -> None:
+    if sizes[STAGES] > 1 and told.pipeline is None:
         raise BadInput(
-            f"The mesh has pp {pp}, and nothing says how its ranks share the model: give tz.parallelize "
+            f"The mesh has pp {sizes[STAGES]}, and nothing says how its ranks share the model: give tz.parallelize "
             "pipeline=tz.Pipeline(), or make the mesh with dp_shard in the place of pp."
         )
-    if cp > 1 and context is None:
+    if sizes["cp"] > 1 and told.context is None:
         raise BadInput(
-            f"The mesh has cp {cp}, and context is None: each rank would take its part of a sequence for the whole. "
-            "Give context='gather', or make the mesh with dp_shard in the place of cp."
+            f"The mesh has cp {sizes['cp']}, and context is None: each rank would take its part of a sequence for the "
+            "whole. Give context='gather', or make the mesh with dp_shard in the place of cp."
         )
-    if tensor is not None and tensor != "auto" and "tp" not in dims:
+    dims = mesh.mesh_dim_names or ()
+    if told.tensor is not None and told.tensor != "auto" and "tp" not in dims:
         raise BadInput(
             f"tz.parallelize was given a plan of tensor parallelism, but the mesh has the axes {', '.join(dims)}: make "
             "it with tz.mesh(tp=2), or leave 'tensor' out."
         )
-    line = line_of(model, mesh, pipeline) if pipeline is not None and pp > 1 else None
-    axes = Axes(mesh, Tally()) if expert_mesh(mesh) is not None else None
-    experts = {} if axes is None else _experts(model, axes)
-    cuts = None if tensor is None or tp == 1 else _cuts(model, tensor_ranks(mesh), tensor, sequence, experts)
-    if context is not None and cp > 1:
-        share_sequences(model, Context(mesh.get_group("cp"), context, balance, 1 if tensor is None else tp))
-    if line is not None:
-        take_stages(model, mesh, line)
-    if cuts is not None:
-        cut_matrices(cuts)
-    if axes is not None:
-        share_experts(model, axes, experts)
-    return model
 
 
-def _experts(model: nn.Module, axes: Axes) -> dict[str, int]:
-    """How many experts each module has. Collective.
-
-    Raises:
-        BadInput: on every rank, for a model that cannot share them.
-    """
-    counts = all_or_none(axes, lambda: check_experts(model, axes.size(["ep"])))
-    check_agreement(axes, {"experts": counts})
-    return counts
-
-
-def _cuts(
-    model: nn.Module,
-    ranks: TensorRanks,
-    tensor: TensorPlan | Literal["auto"],
-    sequence: bool,
-    experts: Collection[str],
-) -> Cuts:
-    """How matrices are cut over the ranks along `tp`. Collective.
-
-    Args:
-        experts: names of modules that ranks along `ep` will share.
-
-    Raises:
-        BadInput: on every rank along `tp`, for a plan that does not fit the model.
-    """
-    plan = all_or_none(ranks.axes, lambda: _plan_of(model, ranks, tensor))
-    facts: dict[str, object] = {"tensor": {glob: str(style) for glob, style in plan.items()}, "sequence": sequence}
-    facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]
-    check_agreement(ranks.axes, facts)
+def _check_split(
+    model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool, experts: Collection[str]
+) -> None:
+    """Refuse experts that ranks along both `tp` and `ep` would give the same tokens."""
     split = [glob for glob, style in plan.items() if sequence and isinstance(style_named(style, glob), SplitSequence)]
     runs = [f"{name}." for glob in split for name in matching(model, glob)]
     if whole := [name for name in experts if not any(f"{name}.".startswith(run) for run in runs)]:
@@ -146,7 +192,6 @@ def _cuts(
             "their gradients would count as often. Split sequences around them: leave sequence=True, and give the "
             "blocks that hold them the style 'sequence'; or make the mesh without ep."
         )
-    return cuts_of(model, ranks, plan, sequence)
 
 
 def _plan_of(model: nn.Module, ranks: TensorRanks, tensor: TensorPlan | str) -> TensorPlan:

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import STAGES_OF, give_up
-from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.sharding.parts import check_uncompiled, check_uncut
@@ -62,38 +60,13 @@ class Pipeline:
         check_schedule(self.schedule, self.chunks)
 
 
-def line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline) -> Line:
-    """The stages of `model`, which stays as it is. Collective over all ranks.
+def line_of(model: nn.Module, axes: Axes, pipeline: Pipeline) -> Line:
+    """The stages of `model`, which stays as it is, and which of them this rank has.
 
     Raises:
-        BadInput: on every rank, for a model or a mesh that has none.
+        BadInput: a model or a mesh that has none.
     """
-    axes = Axes(mesh, Tally())
     rank, ranks = axes.cuts(axes.stages)[0]
-    line = all_or_none(axes, lambda: _line_of(model, mesh, pipeline, rank, ranks))
-    facts: dict[str, object] = {"pipeline": [line.schedule, line.names, line.bounds, line.tied]}
-    facts["parameters"] = [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()]
-    check_agreement(axes, facts, along=axes.with_stages)
-    return line
-
-
-def take_stages(model: nn.Module, mesh: DeviceMesh, line: Line) -> None:
-    """Have `model` run this rank's stages alone, in place. Collective over all ranks."""
-    axes = Axes(mesh, Tally())
-    synchronize([each for each in model.parameters() if not each.is_meta], axes, axes.with_stages)
-    modules = [model.get_submodule(name) for name in line.names]
-    away_for: dict[nn.Parameter, nn.Parameter | None] = {}
-    for names, parameter in zip(parameter_names(model), model.parameters(), strict=True):
-        if line.rank in line.holders(names):
-            away_for[parameter] = None
-    for name, module in zip(line.names, modules, strict=True):
-        for path, inner in () if line.chunks_of(name) else module.named_modules(prefix=name):
-            give_up(inner, path, away_for)
-    put_in_line(model, modules, line)
-    STAGES_OF.leave(model, line)
-
-
-def _line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline, rank: int, ranks: int) -> Line:
     _check_modules(model)
     check_uncut(model)
     check_uncompiled(model)
@@ -105,8 +78,23 @@ def _line_of(model: nn.Module, mesh: DeviceMesh, pipeline: Pipeline, rank: int, 
     if rank == ranks - 1:
         chunks[-1] += tied
     line = Line(ranks, rank, tuple(chunks), names, bounds, pipeline.schedule, tied)
-    _check_device(mesh, model, line)
+    _check_device(axes.device, model, line)
     return line
+
+
+def take_stages(model: nn.Module, axes: Axes, line: Line) -> None:
+    """Have `model` run this rank's stages alone, in place. Collective over all ranks."""
+    synchronize([each for each in model.parameters() if not each.is_meta], axes, axes.with_stages)
+    modules = [model.get_submodule(name) for name in line.names]
+    away_for: dict[nn.Parameter, nn.Parameter | None] = {}
+    for names, parameter in zip(parameter_names(model), model.parameters(), strict=True):
+        if line.rank in line.holders(names):
+            away_for[parameter] = None
+    for name, module in zip(line.names, modules, strict=True):
+        for path, inner in () if line.chunks_of(name) else module.named_modules(prefix=name):
+            give_up(inner, path, away_for)
+    put_in_line(model, modules, line)
+    STAGES_OF.leave(model, line)
 
 
 def check_line(model: nn.Module, stages: int) -> None:
@@ -121,18 +109,18 @@ def check_line(model: nn.Module, stages: int) -> None:
     _bounds_of(model, names, Pipeline(), stages)
 
 
-def _check_device(mesh: DeviceMesh, model: nn.Module, line: Line) -> None:
+def _check_device(device: torch.device, model: nn.Module, line: Line) -> None:
     """Refuse what pipelines have not been tried with.
 
     Raises:
         BadInput: there.
     """
-    if mesh.device_type == "cpu":
+    if device.type == "cpu":
         return
     for names in parameter_names(model):
         if len(line.holders(names)) > 1:
             raise BadInput(
-                f"{names[0]} is in several stages of the pipeline, and on {mesh.device_type} no copies of weights on "
+                f"{names[0]} is in several stages of the pipeline, and on {device.type} no copies of weights on "
                 "other stages have been tried. Untie it (a decoder by model.tie_embeddings=false), or make the mesh "
                 "with dp_shard in the place of pp."
             )
