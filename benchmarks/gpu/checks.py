@@ -8,6 +8,7 @@ A check raises, or returns numbers by name; the last line of output is both as J
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import json
 import os
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 
 import terrazzo as tz
 from benchmarks.gpu.contenders import Workload
+from benchmarks.gpu.training import SMALL, Training, apart, same
 from terrazzo.engine import checkpoint_activations, compile_units
 from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.plan.axes import Axes, data_mesh
@@ -40,7 +42,6 @@ from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 __all__ = ["CHECKS", "LARGE", "MARK"]
 
 MARK = "RESULT "
-SMALL = Workload(DecoderConfig(512, 128, 3, 4, 2, 256, 64), batch=2)
 LARGE = Workload(DecoderConfig(32_768, 2048, 8, 16, 8, 5632, 2048, tie_embeddings=False), batch=4)
 """Whose memory is looked at: 0.5 B parameters in bf16, 8 GB of states."""
 
@@ -57,65 +58,6 @@ def check(function: Callable[[], dict[str, float]]) -> Callable[[], dict[str, fl
 
 def is_simulated() -> bool:
     return torch.cuda.get_device_name() == "Simulated CUDA"
-
-
-class Training:
-    """The small decoder under one plan, or in plain PyTorch where `plan` is None; the same batches for all."""
-
-    def __init__(
-        self, plan: str | None, precision: str = "fp32", model: nn.Module | None = None, **options: Any
-    ) -> None:
-        torch.manual_seed(0)
-        self.model, self.plain = model or Decoder(SMALL.model), plan is None
-        adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True)
-        if plan is None:
-            self.model.cuda()
-            self.optimizer: Any = adamw(self.model.parameters())
-        else:
-            mesh = data_mesh("cuda", dist.get_world_size())
-            self.model, self.optimizer = tz.shard(
-                self.model, adamw, plan, units=[Block], precision=precision, mesh=mesh, **options
-            )
-        self.steps = 0
-
-    def step(self, clip: bool = False, micro: int = 1) -> Tensor:
-        """The loss of the last micro-batch, on the device."""
-        for number in range(micro):
-            last = number == micro - 1
-            seed = torch.Generator().manual_seed(1000 * self.steps + number)
-            tokens = torch.randint(SMALL.model.vocab_size, (2, 65), generator=seed).pin_memory()
-            tokens = tokens.to("cuda", non_blocking=True)
-            with contextlib.nullcontext() if last or self.plain else tz.accumulate(self.model):
-                logits = self.model(tokens[:, :-1])
-                loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-                loss.backward()
-        if clip:
-            tz.clip_grad_norm_(self.model, 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.steps += 1
-        return loss.detach()
-
-    def train(self, steps: int) -> Training:
-        for _ in range(steps):
-            self.step()
-        return self
-
-    def weights(self) -> dict[str, Tensor]:
-        """Full, on the host."""
-        whole = contextlib.nullcontext(dict(self.model.named_parameters())) if self.plain else tz.gathered(self.model)
-        with whole as found:
-            return {name: weight.detach().cpu().clone() for name, weight in found.items()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
-def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest difference, of the largest weight."""
-    most = max(float(weight.abs().max()) for weight in one.values())
-    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one) / most
 
 
 # -- the checks, in the order of the list -----------------------------------------------------------------------------
@@ -279,18 +221,65 @@ def syncs() -> dict[str, float]:
     found: dict[str, float] = {}
     for name, run in runs.items():
         run.step(clip=True, micro=2)
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                run.step(clip=True, micro=2)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        waits = [warning for warning in told if "synchronizing CUDA operation" in str(warning.message)]
-        found[f"{name}: waits in a step"] = len(waits)
-        places = sorted({f"{warning.filename}:{warning.lineno}" for warning in waits})
-        assert not waits or name == "zero3@cpu", f"{name}: the host waits at {', '.join(places)}"
+        places = _waits(partial(run.step, clip=True, micro=2))
+        found[f"{name}: waits in a step"] = len(places)
+        assert not places or name == "zero3@cpu", f"{name}: the host waits at {', '.join(sorted(set(places)))}"
     return found
+
+
+def _waits(step: Callable[[], object]) -> list[str]:
+    """Places in the code where the host waits for the device while `step` runs."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in told if "synchronizing CUDA operation" in str(warning.message)]
+    return [f"{warning.filename}:{warning.lineno}" for warning in waits]
+
+
+@check
+def clipping() -> dict[str, float]:
+    """Gradients of 16 bits are clipped as torch clips them with the same norm, to the bit."""
+    for plan in ("zero0", "zero3", "zero3@cpu"):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).cuda().bfloat16()
+        sgd = partial(torch.optim.SGD, lr=0.5)
+        alone, mesh = sgd(plain.parameters()), data_mesh("cuda", dist.get_world_size())
+        model, optimizer = tz.shard(copy.deepcopy(plain), sgd, plan, precision="bf16-pure", mesh=mesh)
+        x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+        for each in (plain, model):
+            each(x).float().square().mean().backward()
+        norm = tz.clip_grad_norm_(model, 1e-3)
+        nn.utils.clip_grads_with_norm_(plain.parameters(), 1e-3, norm.cuda())
+        alone.step()
+        optimizer.step()
+        with tz.gathered(model):
+            pairs = zip(plain.parameters(), model.parameters(), strict=True)
+            assert all(torch.equal(one.detach(), other.detach()) for one, other in pairs), f"{plan}: other bits"
+    return {"norm": float(norm)}
+
+
+@check
+def rate() -> dict[str, float]:
+    """A learning rate in the device's memory, changed there: as plain PyTorch, and no step waits for it."""
+    ways, waits = list[dict[str, Tensor]](), list[str]()
+    for plan in (None, "zero3"):
+        rate = torch.tensor(1e-2, device="cuda")
+        run = Training(plan, adamw=partial(torch.optim.AdamW, lr=rate, eps=1e-3, capturable=True))
+        run.step()
+        for _ in range(3):
+            rate.mul_(0.5)
+            run.step(update=False)
+            found = _waits(run.update)
+            waits += found if plan else []
+        ways.append(run.weights())
+    difference = apart(*ways)
+    assert difference <= CLOSE, f"weights are {difference:.1e} of the largest apart from plain PyTorch's"
+    assert not waits, f"the host waits at {', '.join(sorted(set(waits)))}"
+    return {"apart from plain PyTorch": difference}
 
 
 @check

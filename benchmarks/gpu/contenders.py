@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +65,7 @@ class Setup:
     Attributes:
         compiler: torch.compile's backend for each block, or None for eager mode.
         steps: in a turn.
+        offload: states are in host memory, and updated there.
     """
 
     contender: str
@@ -72,6 +74,7 @@ class Setup:
     world: int = 1
     compiler: str | None = None
     steps: int = 10
+    offload: bool = False
 
 
 @dataclass
@@ -110,15 +113,16 @@ def plain(model: Decoder, setup: Setup) -> Loop:
 
 
 def fsdp2(model: Decoder, setup: Setup) -> Loop:
-    """fully_shard on each block and on the model; bf16 compute, fp32 reduction."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    """fully_shard on each block and on the model; bf16 compute, fp32 reduction. Offloaded, its weights are too."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     # Inputs are not cast: bf16 weights make bf16 activations, and the rotary table must stay fp32.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    mesh = init_device_mesh(setup.device, (setup.world,))
+    options: dict[str, Any] = {"mesh": init_device_mesh(setup.device, (setup.world,)), "mp_policy": policy}
+    options["offload_policy"] = CPUOffloadPolicy() if setup.offload else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     if next(model.parameters()).is_meta:
         model.to_empty(device=setup.device)
         model.rotary.reset_parameters()
@@ -126,23 +130,30 @@ def fsdp2(model: Decoder, setup: Setup) -> Loop:
 
 
 def terrazzo(model: Decoder, setup: Setup) -> Loop:
-    """Plan zero3 in precision bf16."""
+    """Plan zero3 in precision bf16; offloaded, zero3@cpu, whose bf16 weights stay on the device."""
     import terrazzo as tz
     from terrazzo.engine import engine_of
     from terrazzo.engine.buckets.buffer import Buffer
 
     mesh = init_device_mesh(setup.device, (setup.world,), mesh_dim_names=("dp_shard",))
-    sharded, optimizer = tz.shard(model, _adamw, "zero3", units=[Block], precision="bf16", mesh=mesh)
+    plan = "zero3@cpu" if setup.offload else "zero3"
+    sharded, optimizer = tz.shard(model, _adamw, plan, units=[Block], precision="bf16", mesh=mesh)
     masters = [bucket.master for unit in engine_of(sharded).units for bucket in unit.buckets]
     shards = [master.data for master in masters if isinstance(master, Buffer)]
     return replace(_stock(sharded, optimizer), shards=shards)
 
 
 def deepspeed(model: Decoder, setup: Setup) -> Loop:
-    """ZeRO stage 3 with the same AdamW."""
-    config = deepspeed_config(3, bf16=True, batch=setup.workload.batch)
+    """ZeRO stage 3 with the same AdamW; offloaded, with its own, whose bf16 weights stay on the device."""
+    config, optimizer = deepspeed_config(3, bf16=True, batch=setup.workload.batch), _adamw(model.parameters())
+    if setup.offload:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        own = {key: value for key, value in HYPERPARAMETERS.items() if key != "fused"}
+        optimizer = DeepSpeedCPUAdam(model.parameters(), **own)
     engine, optimizer, _, _ = importlib.import_module("deepspeed").initialize(
-        model=model, optimizer=_adamw(model.parameters()), config=config, dist_init_required=False
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
     )
     model.rotary.float().reset_parameters()  # it was cast to bf16 with the weights
     return Loop(engine, optimizer, engine.backward, engine.step)

@@ -36,8 +36,9 @@ def _of_case(name: str, gpu: str) -> dict[str, float]:
     """Of a case, named as by `measure.cases`: a step without communication, of which the fake group does none."""
     *model, mode = name.split("-")
     compiled = mode == "compiled"
-    if model == ["alone"]:
-        estimate = _estimate(FULL.alone, gpu, compile=compiled)
+    if model in (["alone"], ["offload"]):
+        strategy = "zero3" if model == ["alone"] else "zero3@cpu"
+        estimate = _estimate(FULL.alone, gpu, strategy=strategy, compile=compiled)
     else:
         estimate = _estimate(FULL.sharded[model[0]], gpu, int(model[1]), compile=compiled)
     found = {f"{name}: peak GiB": estimate.memory.allocated_bytes / GIB}
@@ -51,8 +52,8 @@ def _of_communication(term: str) -> bool:
     return "communication" in term or term == "contention"
 
 
-def _estimate(workload: Workload, gpu: str, world: int = 1, **options: Any) -> Estimate:
-    """zero3 in bf16, as the contender runs it."""
+def _estimate(workload: Workload, gpu: str, world: int = 1, strategy: str = "zero3", **options: Any) -> Estimate:
+    """In bf16, as the contender runs it."""
     config = workload.model
     model = {
         "model_type": "llama",
@@ -68,7 +69,7 @@ def _estimate(workload: Workload, gpu: str, world: int = 1, **options: Any) -> E
     checkpointing = "full" if workload.checkpointing else "none"
     return estimate_request(
         Request(
-            model, world, gpu=gpu, strategy="zero3", sequence=config.max_sequence_length, micro_batch=workload.batch,
+            model, world, gpu=gpu, strategy=strategy, sequence=config.max_sequence_length, micro_batch=workload.batch,
             checkpointing=checkpointing, **options,
         )
     )  # fmt: skip

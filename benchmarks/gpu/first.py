@@ -69,6 +69,8 @@ STEPS = (
     Step("collectives", "NCCL on axes of one rank, bf16, int16", (*CHECK, "collectives")),
     Step("offload", "three tiers, three modes, late streams", (*CHECK, "offload")),
     Step("sanitizer", "TORCH_CUDA_SANITIZER=1", (*CHECK, "sanitizer"), real={"TORCH_CUDA_SANITIZER": "1"}),
+    Step("clipping", "gradients of 16 bits, as torch's", (*CHECK, "clipping")),
+    Step("rate", "a learning rate on the device", (*CHECK, "rate")),
     Step("syncs", "torch.cuda.set_sync_debug_mode", (*CHECK, "syncs")),
     Step(
         "benchmark",

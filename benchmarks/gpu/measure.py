@@ -84,11 +84,12 @@ TINY = Shapes(_TOY, {"toy": _TOY}, (8,), "aot_eager", {"toy": block_shapes(_TOY)
 
 @dataclass(frozen=True)
 class Effort:
-    """How much to measure: `rounds` of turns of `steps` steps, of the cases whose names match the glob `only`."""
+    """How much to measure: `rounds` of turns of `steps` steps, of cases and contenders whose names match a glob."""
 
     rounds: int = 3
     steps: int = 6
     only: str = "*"
+    contenders: str = "*"
 
 
 def measure(device: str = "cuda", shapes: Shapes = FULL, effort: Effort = Effort()) -> dict[str, Any]:
@@ -104,9 +105,9 @@ def measure(device: str = "cuda", shapes: Shapes = FULL, effort: Effort = Effort
     record: dict[str, Any] = {"device": name, "peak_flops": peak_flops, "versions": _versions()}
     record |= {"threads": torch.get_num_threads() if device == "cuda" else 1, "effort": asdict(effort)}
     record["cases"] = {
-        case: run(case, setups, effort.rounds, record["peak_flops"])
+        case: run(case, among, effort.rounds, record["peak_flops"])
         for case, setups in cases(device, shapes, effort.steps)
-        if fnmatch(case, effort.only)
+        if fnmatch(case, effort.only) and (among := [s for s in setups if fnmatch(s.contender, effort.contenders)])
     }
     record["copy_out"] = {
         block: copy_out(device, shapes.worlds[0], of_block, effort.rounds)
@@ -128,6 +129,9 @@ def cases(device: str, shapes: Shapes, steps: int) -> Iterator[tuple[str, list[S
         # DeepSpeed's hooks sit on every layer, inside what would be compiled.
         names += ["deepspeed"] if compiler is None and installed(["deepspeed-3"]) else []
         yield f"alone-{mode}", [Setup(name, shapes.alone, device, 1, compiler, steps) for name in names]
+    if device == "cuda":
+        names = ["terrazzo", "fsdp2"] + (["deepspeed"] if installed(["deepspeed-3"]) else [])
+        yield "offload-eager", [Setup(name, shapes.alone, device, 1, None, steps, offload=True) for name in names]
     for (model, workload), world, (mode, compiler) in product(shapes.sharded.items(), shapes.worlds, modes.items()):
         setups = [Setup(name, workload, device, world, compiler, steps) for name in ("fsdp2", "terrazzo")]
         yield f"{model}-{world}-{mode}", setups
@@ -205,11 +209,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: toy shapes, to try it")
     parser.add_argument("--tiny", action="store_true", help="toy shapes on CUDA too, for a simulated device")
     parser.add_argument("--rounds", type=int, default=Effort.rounds)
+    parser.add_argument("--steps", type=int, default=Effort.steps, help="in a turn")
     parser.add_argument("--only", default=Effort.only, help="glob of cases, such as 'alone-*' or 'copy-out'")
+    parser.add_argument("--contenders", default=Effort.contenders, help="glob of them, such as '[td]*'")
     parser.add_argument("--out", type=Path, help="where the record goes, as JSON")
     options = parser.parse_args()
     shapes = FULL if options.device == "cuda" and not options.tiny else TINY
-    record = measure(options.device, shapes, Effort(rounds=options.rounds, only=options.only))
+    record = measure(options.device, shapes, Effort(options.rounds, options.steps, options.only, options.contenders))
     if options.out is not None:
         options.out.write_text(json.dumps(record, indent=1) + "\n")
     print(table(record))

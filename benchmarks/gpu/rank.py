@@ -156,7 +156,8 @@ def needed_bytes(setup: Setup) -> int:
     """About what the hungriest contender needs on this rank, building included; a tenth is added for fragments."""
     workload, config = setup.workload, setup.workload.model
     root, block = workload.unit_numels()
-    states = 20 * workload.numel // setup.world  # bf16 and fp32 weights, Adam's two moments, gradients of 16 and 32 bit
+    # bf16 and fp32 weights, Adam's two moments, gradients of 16 and 32 bit; of offloaded ones the ends
+    states = (8 if setup.offload else 20) * workload.numel // setup.world
     gathered = 8 * (root + 2 * block) if setup.world > 1 else 0  # weight, gradient, and its fp32 copy to be reduced
     of_block = 2 * (16 * config.dim + 6 * config.ffn_dim)  # activations of one token, some of them in fp32
     kept = 2 * config.dim * config.layers + of_block if workload.checkpointing else of_block * config.layers

@@ -31,8 +31,11 @@ def _wanted(record: dict[str, Any]) -> Iterator[tuple[str, float, bool, float | 
     """What, limit, whether the limit is the least allowed, value."""
     mfus = []
     for name, case in record["cases"].items():
+        if "terrazzo" not in case["contenders"]:
+            continue
         if case["world"] == 1:
-            yield f"{name}: step, Terrazzo / plain PyTorch", STEP_OF_PLAIN, False, step_ratio(case, "plain")
+            if "plain" in case["contenders"]:
+                yield f"{name}: step, Terrazzo / plain PyTorch", STEP_OF_PLAIN, False, step_ratio(case, "plain")
             yield f"{name}: largest difference between losses", LOSS_SPREAD, False, loss_spread(case)
             mfus.append(case["contenders"]["terrazzo"].get("mfu"))
         elif case["world"] == TARGET_WORLD:
@@ -87,7 +90,8 @@ def _steps(record: dict[str, Any]) -> str:
             why = f" ({found['failed']})" if "failed" in found else ""
             lines.append(f"| {name} | {contender}{why} | " + " | ".join(cells) + " |")
     about = (
-        "A case is `alone` (world 1) or a model, a world of the fake group, and eager mode or compiled blocks. × is of "
+        "A case is `alone` or `offload` (world 1; `zero3@cpu`, whose weights stay on the device, as DeepSpeed's do and "
+        "FSDP2's do not) or a model, a world of the fake group, and eager mode or compiled blocks. × is of "
         "the case's first row. Host gap: the part of a step in which the GPU ran nothing. Fake gathers: copies that "
         "the fake group makes within a step, beside the computation for FSDP2 and before it for Terrazzo."
     )

@@ -98,8 +98,8 @@ def test_a_failure_is_in_the_exit_status(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_the_list_has_every_check_in_the_order_that_was_planned() -> None:
     assert [step.name for step in STEPS] == [
-        "ranks", "tests", "training", "collectives", "offload", "sanitizer", "syncs", "benchmark", "memory",
-        "memory, expandable", "compiled",
+        "ranks", "tests", "training", "collectives", "offload", "sanitizer", "clipping", "rate", "syncs", "benchmark",
+        "memory", "memory, expandable", "compiled",
     ]  # fmt: skip
     asked = {step.command[-1] for step in STEPS if "benchmarks.gpu.checks" in step.command}
     assert asked == set(CHECKS)

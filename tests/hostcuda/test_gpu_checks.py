@@ -30,7 +30,7 @@ def run(name: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("training", "collectives", "offload", "syncs", "memory"),
+        *("training", "collectives", "offload", "clipping", "rate", "syncs", "memory"),
         *(pytest.param(name, marks=pytest.mark.long) for name in ("sanitizer", "compiled")),
     ],
 )
@@ -47,8 +47,8 @@ def test_two_ranks_pass(two_ranks: Ranks) -> None:
 
 
 def test_every_check_is_tried() -> None:
-    tried = {"ranks", "training", "collectives", "offload", "sanitizer", "syncs", "memory", "compiled"}
-    assert set(checks.CHECKS) == tried
+    alone = {"training", "collectives", "offload", "clipping", "rate", "sanitizer", "syncs", "memory", "compiled"}
+    assert set(checks.CHECKS) == {"ranks", *alone}
 
 
 # -- what is wrong is found --------------------------------------------------------------------------------------------
