@@ -28,6 +28,9 @@ __all__ = [
 SENDS = 2
 """Cells of new weights under way to the device at once: one is cast while the other is copied."""
 
+SEND_NUMEL = 8 << 20
+"""Elements of such a cell: what is done once for each must be little beside casting it, on any number of threads."""
+
 
 @dataclass(frozen=True)
 class Need:
@@ -86,7 +89,7 @@ def need_of(buckets: Sequence[Bucket], templates: Templates, cell: int) -> Need:
         nvme=tuple(state.nbytes for state in resting if state.tier == "nvme"),
         load=max((load_bytes(bucket, cell) for bucket in buckets), default=0),
         staging=max(buffers, default=0) if templates else 0,
-        send=max((send_bytes(bucket, cell) for bucket in buckets), default=0),
+        send=max((send_bytes(bucket) for bucket in buckets), default=0),
     )
 
 
@@ -117,12 +120,12 @@ def staging_bytes(bucket: BucketSpec, moments: Sequence[float], cell: int) -> in
     return sum(padded_bytes(round(numel * size)) for size in sizes)
 
 
-def send_bytes(bucket: BucketSpec, cell: int) -> int:
+def send_bytes(bucket: BucketSpec) -> int:
     """One cell of new weights, cast in host memory before they cross to the device: fewer bytes than the masters."""
     crosses = bucket.updated_off_device and bucket.tiers.weight == "device" and not bucket.on_host
     if not crosses or bucket.weight_dtype == bucket.precision.master:
         return 0
-    return min(cell, bucket.numel(bucket.optim_axes)) * bucket.weight_dtype.itemsize
+    return min(SEND_NUMEL, bucket.numel(bucket.optim_axes)) * bucket.weight_dtype.itemsize
 
 
 def staging_count(settings: Offload) -> int:

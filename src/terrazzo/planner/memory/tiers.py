@@ -120,8 +120,7 @@ def _sums(setup: Setup, stage: int) -> Term:
 
 def _sends(setup: Setup, stage: int) -> Term:
     """Host memory through which new weights go to the device."""
-    cell = setup.offload.cell_numel
-    send = max((send_bytes(bucket, cell) for bucket, _ in _buckets(setup, stage)), default=0)
+    send = max((send_bytes(bucket) for bucket, _ in _buckets(setup, stage)), default=0)
     value = float(host_bytes(Need(send=send), setup.offload)) if not setup.model.bare else 0.0
     return Term("weights to the device", value, value, "memory.host_sends", {"cell of weights": float(send)})
 
