@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import pytest
@@ -122,6 +123,15 @@ def test_pickling_names_what_saves(plan: str) -> None:
 
 
 # -- versions --------------------------------------------------------------------------------------------------
+
+
+def test_code_that_is_not_installed_shards_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(checks, "version", version)
+    with fake_group(1):
+        tz.shard(Net(), adamw, "zero2")
 
 
 def test_versions_that_differ_between_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
@@ -289,7 +289,11 @@ def check_versions(axes: Axes) -> None:
 def versions() -> dict[str, object]:
     """The versions that all ranks must have alike."""
     python = "{}.{}".format(*sys.version_info)
-    return {"terrazzo version": version("terrazzo"), "torch version": torch.__version__, "python version": python}
+    try:
+        own = version("terrazzo")
+    except PackageNotFoundError:  # the code is here all the same, on Python's path
+        own = "source"
+    return {"terrazzo version": own, "torch version": torch.__version__, "python version": python}
 
 
 def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -> None:
