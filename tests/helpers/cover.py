@@ -62,7 +62,7 @@ def mark_what_is_long(items: Iterable[pytest.Item]) -> None:
     """Mark the cases that no cover needs."""
     grids: dict[Any, list[pytest.Function]] = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and "cover" in item.keywords:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("cover"):
             grids[item.path, item.originalname].append(item)
     for grid in grids.values():
         marker = grid[0].get_closest_marker("cover")

@@ -39,11 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_what_is_long(items)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
         if alone.runs_elsewhere(item):
             item.add_marker(pytest.mark.xdist_group(item.path.name))
-        elif "processes" in item.keywords:
+        elif item.get_closest_marker("processes"):
             folder = item.path.relative_to(TESTS).parts[0]
             item.add_marker(pytest.mark.xdist_group(f"processes of {folder}"))
 
