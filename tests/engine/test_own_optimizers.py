@@ -404,3 +404,37 @@ def test_parameters_without_gradients_are_decayed_as_in_one_process(
     plan: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     _follows_alone(Decaying, _of_some_blocks, plan, options, tmp_path)
+
+
+def _with_momentum_from_the_second_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(3):
+        optimizer.param_groups[0]["momentum"] = 0.9 if number else 0.0
+        step(model, optimizer, loss_of(model, batch(number)))
+
+
+@pytest.mark.parametrize("plan", ["zero3", "zero2@cpu"])
+def test_states_that_nothing_would_restore_are_not_left_out(plan: str, tmp_path: Path) -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    _with_momentum_from_the_second_step(alone, optimizer)
+    wanted = optimizer.state_dict()["state"]
+
+    def body(rank: int) -> None:
+        for momentum in (0.0, 0.9):
+            own = copy.deepcopy(base)
+            model, sharded = tz.shard(own, torch.optim.SGD(own.parameters(), lr=0.1, momentum=momentum), plan)
+            _with_momentum_from_the_second_step(model, sharded)
+            assert_close(full_parameters(model), dict(alone.named_parameters()), 2e-6)
+            if momentum:
+                found = sharded.state_dict()["state"]
+                for number, kept in wanted.items():
+                    torch.testing.assert_close(found[number]["momentum_buffer"], kept["momentum_buffer"])
+                continue
+            with pytest.raises(tz.Misuse, match="keeps 'momentum_buffer' for param group 0"):
+                sharded.state_dict()
+            with pytest.raises(tz.Misuse, match="SGD its momentum say, and turn them off"):
+                tz.checkpoint.save(tmp_path / "a", model, sharded, {})
+        assert not (tmp_path / "a").exists()
+
+    on_ranks(2, body)

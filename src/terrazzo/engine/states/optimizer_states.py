@@ -24,6 +24,7 @@ from terrazzo.engine.optim.stepper import bare_copy
 from terrazzo.engine.optim.stock import StateSpec, choose_kernel
 from terrazzo.engine.plan.elsewhere import require_whole
 from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.states.pieces import require_known_states
 from terrazzo.engine.states.restore import restore_optimizer
 from terrazzo.engine.states.whole import gathered_state, whole_parameter
 from terrazzo.errors import BadInput, RanksApart, listed
@@ -141,8 +142,12 @@ class OptimizerStates:
 
         Args:
             begun: where no parameter has any, go by what a step on zero gradients would leave; nothing is changed.
+
+        Raises:
+            Misuse: for states that nothing would restore; `BadInput` on ranks that have none.
         """
         self.engine.catch_up()
+        all_or_none(self.engine.axes, lambda: require_known_states([self._driver]))
         fixed = self._fixed()
         first = self._first() if begun and not fixed else {}
         for unit in self.engine.units:

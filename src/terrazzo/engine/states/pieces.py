@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,8 +22,17 @@ from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.plan.family import Owned
 from terrazzo.engine.plan.layout import Range, Slot
 from terrazzo.engine.plan.rectangles import Rectangle, whole
+from terrazzo.errors import Misuse, listed
 
-__all__ = ["Piece", "average_pieces", "copied_pieces", "held_pieces", "model_pieces", "optimizer_pieces"]
+__all__ = [
+    "Piece",
+    "average_pieces",
+    "copied_pieces",
+    "held_pieces",
+    "model_pieces",
+    "optimizer_pieces",
+    "require_known_states",
+]
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,23 @@ def optimizer_pieces(driver: OptimizerDriver, share: Callable[[Bucket], Range] =
                     yield from _moment(segment, slot, kind, held, value)
                 elif _has_first(segment.bucket, slot, held):
                     yield _undivided(segment.bucket, slot, kind, torch.as_tensor(value).reshape(-1))
+
+
+def require_known_states(drivers: Iterable[OptimizerDriver]) -> None:
+    """Refuse states of which nothing was known when their optimizer came, and that nothing would restore.
+
+    Raises:
+        Misuse: where this rank holds any.
+    """
+    for driver, segment in ((each, segment) for each in drivers for segment in each.segments):
+        kept = driver.optimizer.state.get(segment.parameter) or {}
+        if unknown := [key for key, value in kept.items() if key not in segment.template and value is not None]:
+            raise Misuse(
+                f"This {driver.kind.__name__} keeps {listed([*map(repr, unknown)])} for param group {segment.group}, "
+                "which a step with the settings that it had at tz.shard does not make: it could be neither saved nor "
+                "loaded. Give it such settings before tz.shard, SGD its momentum say, and turn them off behind it "
+                "until they are wanted; an optimizer of your own makes all of its states in its first step."
+            )
 
 
 def average_pieces(averages: Mapping[Bucket, Buffer]) -> Iterator[Piece]:

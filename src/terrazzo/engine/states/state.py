@@ -21,7 +21,14 @@ from terrazzo.engine.plan.elsewhere import as_one
 from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.engine.states.pieces import Piece, average_pieces, copied_pieces, model_pieces, optimizer_pieces
+from terrazzo.engine.states.pieces import (
+    Piece,
+    average_pieces,
+    copied_pieces,
+    model_pieces,
+    optimizer_pieces,
+    require_known_states,
+)
 from terrazzo.engine.states.restore import Read, restore_averages, restore_model, restore_optimizer
 from terrazzo.errors import BadInput, RanksApart, listed
 
@@ -103,6 +110,9 @@ class ModelState:
 
         Args:
             with_optimizer: whether states of those optimizers come too that `Drivers.drop_gone` has left.
+
+        Raises:
+            Misuse: for states that nothing would restore; `BadInput` on ranks that have none.
         """
         engine = self._engine
         if with_optimizer:
@@ -110,8 +120,11 @@ class ModelState:
             if engine.average.kept is not None:
                 engine.average.kept.compare(engine.axes)
         engine.settle()
+        drivers = engine.drivers.stepping() if with_optimizer else []
+        if drivers:
+            all_or_none(engine.axes, lambda: require_known_states(drivers))
         yield from model_pieces(engine.buckets())
-        for driver in engine.drivers.stepping() if with_optimizer else ():
+        for driver in drivers:
             yield from optimizer_pieces(driver)
         yield from average_pieces(engine.average.buffers) if with_optimizer else ()
 
