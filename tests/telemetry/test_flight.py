@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import signal
@@ -19,11 +20,13 @@ from typer.testing import CliRunner
 
 import terrazzo as tz
 from terrazzo import cli
+from terrazzo.engine.links.label import Purpose
 from terrazzo.errors import BadInput
-from terrazzo.telemetry import flights_of, save_flight, trace_of
+from terrazzo.telemetry import flights_of, save_flight, table_of_units, trace_of
 from terrazzo.telemetry.flight import folder, ring
-from terrazzo.telemetry.flight.ring import CAPACITY, Flight, Ring, Tail, What
+from terrazzo.telemetry.flight.ring import CAPACITY, Flight, Ring, Tail, Told, What
 from terrazzo.telemetry.flight.spans import bars_of
+from terrazzo.telemetry.flight.units import unit_times
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.processes import Pool
 from tests.telemetry.test_steps import Net
@@ -310,3 +313,43 @@ def test_a_run_that_goes_on_is_read_from_its_memory_and_one_of_another_machine_i
     assert os.read(here, 99) == b"not to be read"
     os.close(here)
     os.close(there)
+
+
+@pytest.mark.processes
+def test_each_unit_has_its_seconds_of_a_step(flights: list[Flight]) -> None:
+    """They are no more than the steps took, and what a unit does inside of another is its own."""
+    times = unit_times(flights[0])
+    assert [each.unit for each in times] == ["blocks.0", "blocks.1", "blocks.2"] or times[0].unit == "the root unit"
+    steps = [bar for bar in bars_of(flights[0]) if bar.group == "step"][1:]
+    whole = sum(bar.end - bar.start for bar in steps) / 1e9 / len(steps)
+    assert 0 < sum(each.total for each in times) <= whole
+    assert all(each.forward > 0 and each.backward > 0 for each in times if each.unit != "the root unit")
+    assert sum(each.gather_wait for each in times) > 0
+    table = table_of_units(flights[0])
+    assert table is not None
+    assert table.head[:2] == ("unit", "forward")
+    assert len(table.rows) == len(times)
+
+
+def test_a_unit_has_its_own_time_without_those_inside_of_it_and_waits() -> None:
+    """In nanoseconds: a root unit from 0 to 100 in the second step, `one` from 10 to 60, which waits from 20 to 30."""
+    label, at = (1, 1, int(Purpose.FORWARD)), itertools.count().__next__
+
+    def told(event: What, time: int, track: int = 0, ordinal: int = 0, since: int = 0, of: Any = (0, 0, 0)) -> Told:
+        return Told(time, at(), ordinal, since, 0, 0, *of, int(event), track, 0, 1, 0)
+
+    records = [
+        told(What.STEP, 0, ordinal=1),
+        told(What.BEGINS, 0),
+        told(What.BEGINS, 10, of=(1, 0, 0)),
+        told(What.ISSUED, 15, ordinal=1, of=label),
+        told(What.WAITS, 20, ordinal=1),
+        told(What.WAITED, 30, ordinal=1, since=20),
+        told(What.ENDS, 60, of=(1, 0, 0)),
+        told(What.ENDS, 100),
+        told(What.STEP, 200, ordinal=2),
+    ]
+    table = {**TABLE, "tracks": [["dp_shard", "all_gather", False]]}
+    root, one = unit_times(Flight(table, records))
+    assert (root.unit, one.unit) == ("the root unit", "one")
+    assert [round(1e9 * value) for value in (root.forward, one.forward, one.gather_wait)] == [50, 40, 10]

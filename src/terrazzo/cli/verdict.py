@@ -19,7 +19,7 @@ def verdict(run: Run, as_json: Annotated[bool, typer.Option("--json", help="prin
     from terrazzo.cli.shared.terminal import columns, say, say_json
     from terrazzo.errors import BadInput
     from terrazzo.telemetry import run_lines, steps_of, tables_of
-    from terrazzo.train.look import verdict_on  # the trainer, which other verbs do without
+    from terrazzo.train.look import units_on, verdict_on  # the trainer, which other verbs do without
 
     found = verdict_on(run)
     if found is None:
@@ -28,5 +28,5 @@ def verdict(run: Run, as_json: Annotated[bool, typer.Option("--json", help="prin
         say_json(found.as_dict())
         return
     say(str(found), "bold")
-    for table in tables_of(steps_of(run_lines(run))):
+    for table in (*tables_of(steps_of(run_lines(run))), *units_on(run)):
         say(f"\n{table.title}\n{columns([table.head, *table.rows], '<' + '>' * (len(table.head) - 1))}")

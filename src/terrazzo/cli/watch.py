@@ -6,11 +6,14 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from terrazzo.cli.shared.arguments import Run
+
+if TYPE_CHECKING:
+    from terrazzo.telemetry import Whereabouts
 
 __all__ = ["watch"]
 
@@ -20,17 +23,20 @@ _WAIT_S = 0.5
 def watch(
     run: Run, once: Annotated[bool, typer.Option("--once", help="show what there is now, and end")] = False
 ) -> None:
-    """Follow a run while it goes on: its last log steps, where the time of a step goes, which rank others wait for.
+    """Follow a run while it goes on: its last log steps, where the time of a step goes, which rank others wait for, and
+    where each rank of this machine is now: step, phase, unit, what it waits for.
 
     It ends when the run does; Ctrl-C ends it before, and does nothing to the run. Into a pipe or a file it writes a
     line for each log step.
     """
     from rich.console import Console
 
+    from terrazzo.telemetry import Whereabouts
+
     console = Console(highlight=False)
     try:
         if once:
-            console.print(_shown(run, _read(run), console.width), soft_wrap=True)
+            console.print(_shown(run, _read(run), console.width, Whereabouts(run)), soft_wrap=True)
         elif console.is_terminal:
             _on_screen(run)
         else:
@@ -43,16 +49,16 @@ def _on_screen(run: Path) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from terrazzo.telemetry import has_ended
+    from terrazzo.telemetry import Whereabouts, has_ended
 
-    console, stamp = Console(highlight=False), None
+    console, stamp, ranks = Console(highlight=False), None, Whereabouts(run)
     lines: Sequence[Mapping[str, Any]] = []
     with Live(console=console, auto_refresh=False) as live:
         while not has_ended(lines):
             if (found := _stamp(run)) != stamp or not lines:
                 stamp, lines = found, _read(run, waits=True)
                 verdict = _verdict(run, lines)
-            shown = _shown(run, lines, console.width, verdict) if lines else "waiting for the first log step"
+            shown = _shown(run, lines, console.width, ranks, verdict) if lines else _waiting(ranks)
             live.update(shown, refresh=True)
             time.sleep(0 if has_ended(lines) else _WAIT_S)
 
@@ -85,15 +91,22 @@ def _read(run: Path, waits: bool = False) -> Sequence[Mapping[str, Any]]:
         raise
 
 
-def _shown(run: Path, lines: Sequence[Mapping[str, Any]], width: int, verdict: str | None = None) -> Any:
+def _waiting(ranks: Whereabouts) -> str:
+    return "\n".join(["waiting for the first log step", *ranks.lines()])
+
+
+def _shown(
+    run: Path, lines: Sequence[Mapping[str, Any]], width: int, ranks: Whereabouts, verdict: str | None = None
+) -> Any:
     from rich.text import Text
 
     from terrazzo.errors import printable
-    from terrazzo.telemetry import screen_of
+    from terrazzo.telemetry import has_ended, screen_of
 
     age_s = max(0.0, time.time() - _metrics(run).stat().st_mtime)
     said = verdict or _verdict(run, lines)
-    text = screen_of(str(run), lines, steps=_steps(run), verdict=said, age_s=age_s, width=width)
+    now = [] if has_ended(lines) else ranks.lines()
+    text = screen_of(str(run), lines, steps=_steps(run), verdict=said, age_s=age_s, width=width, ranks=now)
     return Text(printable(text))
 
 

@@ -21,8 +21,9 @@ from terrazzo.telemetry.screen import has_ended, rows_of, screen_of
 from terrazzo.telemetry.sinks import Console, JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.step_table import StepTable, duration
 from terrazzo.telemetry.steps import StepRecorder
-from terrazzo.telemetry.tables import Table, tables_of
+from terrazzo.telemetry.tables import Table, table_of_units, tables_of
 from terrazzo.telemetry.verdict import Verdict, verdict_of
+from terrazzo.telemetry.watchdog.whereabouts import Whereabouts
 
 __all__ = [
     "FACTS",
@@ -41,6 +42,7 @@ __all__ = [
     "Telemetry",
     "TensorBoard",
     "Verdict",
+    "Whereabouts",
     "advice_for",
     "allowed_bytes",
     "attach",
@@ -57,6 +59,7 @@ __all__ = [
     "save_flight",
     "screen_of",
     "steps_of",
+    "table_of_units",
     "tables_of",
     "trace_of",
     "verdict_of",

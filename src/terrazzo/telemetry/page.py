@@ -75,6 +75,7 @@ def page_of(
     lines: Sequence[Mapping[str, Any]],
     details: Mapping[str, str],
     against: Sequence[Mapping[str, Any]] = (),
+    tables: Sequence[Table] = (),
 ) -> str:
     """The page of a run, of the lines of its `metrics.jsonl`; it needs no other file.
 
@@ -83,6 +84,7 @@ def page_of(
         lines: of the run.
         details: text by heading.
         against: lines of another run, whose loss is drawn beside this one's.
+        tables: beside those of the records.
     """
     curves = {kind: _points(lines, kind) for kind in ("train", "validation")}
     if against:
@@ -92,7 +94,7 @@ def page_of(
     parts = [f"<h2>Loss</h2>\n{_chart(curves)}"] if any(curves.values()) else []
     if records := steps_of(lines):
         parts.append(f"<h2>{VERDICT}</h2>\n<p>{escape(details.get(VERDICT, ''))}</p>\n{step_picture(records)}")
-        parts += [_table(table) for table in tables_of(records)]
+        parts += [_table(table) for table in (*tables_of(records), *tables)]
     if restarts:
         parts.append(_section("Started again", "\n".join(restarts)))
     if samples:

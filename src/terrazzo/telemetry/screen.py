@@ -53,7 +53,16 @@ def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
     return found
 
 
-def screen_of(name: str, lines: Lines, *, steps: int | None, verdict: str | None, age_s: float, width: int) -> str:
+def screen_of(  # structure: signature fixed by what a screen shows
+    name: str,
+    lines: Lines,
+    *,
+    steps: int | None,
+    verdict: str | None,
+    age_s: float,
+    width: int,
+    ranks: Sequence[str] = (),
+) -> str:
     """All of it, as lines of at most `width` characters, but for the verdict.
 
     Args:
@@ -61,6 +70,7 @@ def screen_of(name: str, lines: Lines, *, steps: int | None, verdict: str | None
         lines: its records so far, at least one.
         steps: of the whole run; None where that is not known.
         age_s: seconds since the last line was written.
+        ranks: where each is now, in a line.
     """
     records = [line for line in lines if line["kind"] == "step" and line.get("step_s")]
     parts = [_heading(name, lines, records, steps, age_s)]
@@ -70,6 +80,8 @@ def screen_of(name: str, lines: Lines, *, steps: int | None, verdict: str | None
         parts.append(_causes(records[-1]))
         if skew := records[-1].get("skew"):
             parts.append(_ranks(skew))
+    if ranks:
+        parts.append("\n".join(["now", *(f"  {line}"[:width] for line in _cut(ranks))]))
     return "\n\n".join([*parts, *([verdict] if verdict else [])])
 
 
@@ -111,8 +123,11 @@ def _ranks(skew: Mapping[str, Sequence[float]]) -> str:
     waits = skew.get("late_peer_s", ())
     most = max(waits, default=0.0)
     bars = [f"  rank {rank:<4} {wait:>8.3g} s  {_bar(wait / most if most else 0.0)}" for rank, wait in enumerate(waits)]
-    shown = bars if len(bars) <= _ROWS else [*bars[:_ROWS], f"  and {len(bars) - _ROWS} ranks more"]
-    return "\n".join(["waits for late ranks", *shown])
+    return "\n".join(["waits for late ranks", *_cut(bars, "  ")])
+
+
+def _cut(rows: Sequence[str], indent: str = "") -> Sequence[str]:
+    return rows if len(rows) <= _ROWS else [*rows[:_ROWS], f"{indent}and {len(rows) - _ROWS} ranks more"]
 
 
 def _bar(share: float) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from terrazzo.telemetry.flight.ring import Flight
+from terrazzo.telemetry.flight.units import UnitTimes, unit_times
 from terrazzo.telemetry.records import of_these_ranks, weighted
 
-__all__ = ["Table", "tables_of"]
+__all__ = ["Table", "table_of_units", "tables_of"]
+
+MOST_UNITS = 24
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -31,6 +35,20 @@ def tables_of(records: Records) -> list[Table]:
         _of_ranks(records),
     ]
     return [table for table in found if table.rows]
+
+
+def table_of_units(flight: Flight) -> Table | None:
+    """Seconds of a step by unit, on one rank: those that take longest, in the model's order; None before a step."""
+    times = unit_times(flight)
+    if not times:
+        return None
+    shown = sorted(times, key=lambda each: -each.total)[:MOST_UNITS]
+    names = [name for name in UnitTimes._fields[1:] if any(getattr(each, name) for each in times)]
+    title = f"Seconds of a step by unit, rank {flight.table['rank']}"
+    if len(times) > len(shown):
+        title += f": the {len(shown)} longest of {len(times)}"
+    rows = [(each.unit, *(_number(getattr(each, name)) for name in names)) for each in times if each in shown]
+    return Table(title, ("unit", *(name.replace("_", " ") for name in names)), rows)
 
 
 def _of_parts(title: str, records: Records, field: str) -> Table:

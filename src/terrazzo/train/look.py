@@ -11,11 +11,23 @@ from typing import Any
 from terrazzo.config import flatten, load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner import estimate
-from terrazzo.telemetry import FACTS, VERDICT, Verdict, advice_for, page_of, run_lines, steps_of, verdict_of
+from terrazzo.telemetry import (
+    FACTS,
+    VERDICT,
+    Table,
+    Verdict,
+    advice_for,
+    flights_of,
+    page_of,
+    run_lines,
+    steps_of,
+    table_of_units,
+    verdict_of,
+)
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
 
-__all__ = ["page_on", "verdict_on"]
+__all__ = ["page_on", "units_on", "verdict_on"]
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -55,10 +67,20 @@ def page_on(run: Path, against: Path | None = None) -> Path:
             details[heading] = text
     path = (run if run.is_dir() else run.parent) / "report.html"
     try:
-        path.write_text(page_of(run.name, lines, details, others), encoding="utf-8")
+        path.write_text(page_of(run.name, lines, details, others, units_on(run)), encoding="utf-8")
     except OSError as error:
         raise BadInput(f"'{path}' cannot be written ({error.strerror or error}): free it, or copy the run.") from error
     return path
+
+
+def units_on(run: Path) -> list[Table]:
+    """Seconds of a step by unit on the first rank that has recorded any; of a script that has no units nothing."""
+    try:
+        flights = flights_of(run)
+    except BadInput:
+        return []
+    found = table_of_units(flights[0])
+    return [found] if found is not None else []
 
 
 def _summary(summary: Mapping[str, Any]) -> str:

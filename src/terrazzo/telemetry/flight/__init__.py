@@ -4,5 +4,6 @@ ring        records of fixed size in shared memory, and how they are read back
 recorder    what the engine tells, written there
 folder      where the rings of a run are, while it goes on and when it has ended
 spans       records as what began and ended
+units       what each unit takes of a step
 trace       all ranks on one line of time, as Chrome's trace format has it
 """

@@ -17,7 +17,7 @@ from terrazzo.errors import BadInput
 from terrazzo.telemetry.flight.recorder import Recorded
 from terrazzo.telemetry.flight.ring import FIELDS, Flight, Ring, Tail, read_flight
 
-__all__ = ["BlackBox", "flights_of", "save_flight"]
+__all__ = ["BlackBox", "flights_of", "save_flight", "tails_of"]
 
 _FOLDER = "flight"
 
@@ -103,6 +103,21 @@ def flights_of(run: Path) -> list[Flight]:
             " seconds."
         )
     return [found[rank] for rank in sorted(found)]
+
+
+def tails_of(run: Path) -> dict[int, Tail]:
+    """By rank, what the ranks of a run write to that go on now, on this machine."""
+    found = {}
+    for path in sorted((run / _FOLDER).glob("rank-*.live")):
+        with contextlib.suppress(OSError, BadInput, ValueError, KeyError, TypeError):
+            live = json.loads(path.read_text())
+            memory = Path(f"/proc/{int(live['pid'])}/fd/{int(live['descriptor'])}")
+            if live["boot"] == boot_id() and memory.is_file():  # another process may have that number now
+                with memory.open("rb") as file:
+                    tail = Tail(file.fileno())
+                if tail.table.keys() >= FIELDS:
+                    found[int(tail.table["rank"])] = tail
+    return found
 
 
 def _read_live(path: Path) -> Flight | None:

@@ -126,6 +126,9 @@ class _Bars:
     def _wait(self, told: Told, start: int, end: int, **more: Any) -> None:
         axis, kind, _ = self._names.track(told.track)
         name = "an update" if kind == "update" else f"{axis} {kind}".strip()
+        issued = self._issued.get((told.track, told.ordinal))
+        if issued is not None and (unit := self._names.moved(issued)) is not None:
+            more |= {"unit": unit, "kind": kind}
         self._add("wait", f"wait for {name}", start, end, n=told.ordinal, **more)
 
     def _turn(self, told: Told) -> None:
@@ -152,8 +155,8 @@ class _Bars:
     def _close_unit(self, now: int) -> Told:
         begun = self._units.pop()
         doing = self._names.name(begun)
-        more = {"doing": doing, "micro_batch": begun.micro}
-        self._add("unit", f"{self._names.unit(begun.unit)} {doing}", begun.time, now, **more)
+        more = {"doing": doing, "micro_batch": begun.micro, "unit": self._names.unit(begun.unit)}
+        self._add("unit", f"{more['unit']} {doing}", begun.time, now, **more)
         return begun
 
     def _add(self, group: str, name: str, start: int, end: int, **more: Any) -> None:

@@ -1,6 +1,7 @@
 """Ranks that stand still: seen from outside, named with the cause, and ended once what they were doing has been kept.
 
 standing     where a rank stands, by what it has recorded
+whereabouts  where all ranks stand, for somebody who looks
 stall        why a run stands still
 looking      whether it does, several times a second
 recording    what a rank records, and where its threads are, in memory that another process reads

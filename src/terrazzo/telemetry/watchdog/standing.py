@@ -21,6 +21,9 @@ Key = tuple[str, str, bool, int]
 _KEPT = 64
 """Exchanges of a track that are remembered: more than can be under way."""
 
+_AGE_S = 2.0
+"""A rank that has recorded nothing for so long is said to."""
+
 _PASSES = {
     Purpose.FORWARD: "forward",
     Purpose.EVALUATION: "evaluation",
@@ -41,12 +44,13 @@ class Standing:
         steps: that it has ended.
         step: number of the newest of these.
         phase: it is in now; empty before the first.
+        unit: that runs now; empty where none does.
         slowest: nanoseconds of the slowest instance of each phase that has ended.
     """
 
     def __init__(self) -> None:
         self.table: Mapping[str, Any] = {}
-        self.newest, self.steps, self.step, self.phase = 0, 0, 0, ""
+        self.newest, self.steps, self.step, self.phase, self.unit = 0, 0, 0, "", ""
         self.slowest: dict[str, int] = defaultdict(int)
         self._names, self._since = Names({}), 0
         self._waits: dict[tuple[int, int], Told] = {}
@@ -72,6 +76,10 @@ class Standing:
                 self._waits.pop((told.track, told.ordinal), None)
             elif told.event == What.PHASE:
                 self._turn(told)
+            elif told.event == What.BEGINS:
+                self.unit = self._names.unit(told.unit)
+            elif told.event == What.ENDS:
+                self.unit = ""
             elif told.event == What.STEP:
                 self.steps, self.step = self.steps + 1, told.ordinal
 
@@ -83,13 +91,23 @@ class Standing:
     def _turn(self, told: Told) -> None:
         if self.phase:
             self.slowest[self.phase] = max(self.slowest[self.phase], told.time - self._since)
-        self.phase, self._since = self._names.name(told), told.time
+        self.phase, self._since, self.unit = self._names.name(told), told.time, ""
 
     @property
     def waits(self) -> dict[Key, Told]:
         """For which exchanges with other ranks, and since when; an update of its own is none."""
         found = {(*self._names.track(track), n): told for (track, n), told in self._waits.items()}
         return {key: told for key, told in found.items() if key[1] != "update"}
+
+    def line(self, now: int) -> str:
+        """Where it is at that moment, in nanoseconds of the clock of records, on one line."""
+        parts = [f"step {self.step + 1}", self.phase or "setup", *([self.unit] if self.unit else [])]
+        for (_, kind, _, _), told in list(self.waits.items())[:1]:
+            unit = self._names.moved(told) if told.purpose else None
+            parts.append(f"waits for {kind}{f' of {unit}' if unit else ''} since {max(0, now - told.time) / 1e9:.1f} s")
+        if (age_s := (now - self.newest) / 1e9) >= _AGE_S:
+            parts.append(f"nothing for {age_s:.0f} s")
+        return "  ".join(parts)
 
     def ranks(self, key: Key) -> list[int]:
         """Who takes part in an exchange that it waits for."""
