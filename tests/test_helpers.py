@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +146,48 @@ def test_workers_and_ranks_are_forks_of_one_server(two_processes: Pool, request:
     if not hasattr(request.config, "workerinput"):
         pytest.skip("no worker of xdist's runs this")
     assert two_processes.run(os.getppid) == [os.getppid()] * 2
+
+
+class _Node:
+    """A worker that is told what to run, and has run it at once."""
+
+    shutting_down = False
+    gateway = SimpleNamespace(id="gw0")
+
+    def __init__(self) -> None:
+        self.told: list[int] = []
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.told += indices
+
+    def shutdown(self) -> None:
+        self.shutting_down = True
+
+
+def test_a_worker_gets_files_and_groups_whole_and_fillers_last(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "xdist" not in sys.modules:
+        pytest.skip("no xdist")
+    from tests.helpers.handed_out import Files
+
+    named = ["config/test_a.py::test[0]", "config/test_a.py::test[1]", "engine/test_b.py::test"]
+    named += [f"engine/test_c.py::test_{number}" for number in range(9)] + ["cli/test_d.py::test[a@b]"]
+    named += ["engine/test_c.py::test@g", "engine/test_e.py::test@g", "cli/test_f.py::test@test_f.py"]
+    tests = [f"tests/{name}" for name in named]
+    monkeypatch.setattr(pytestconfig.option, "tx", ["2*popen"])
+    scheduler, nodes = Files(pytestconfig), [_Node(), _Node()]
+    for node in nodes:
+        scheduler.add_node(node)
+        scheduler.add_node_collection(node, tests)
+    scheduler.schedule()
+    busy, free = nodes
+    assert busy.told == [13, 14, *range(3, 12)]
+    assert free.told[:2] == [15, 2]
+    for done in range(5):
+        scheduler.mark_test_complete(free, free.told[done])
+    assert free.told[2:] == [12, 0, 1]
+    assert free.shutting_down
 
 
 @pytest.mark.processes

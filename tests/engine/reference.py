@@ -163,11 +163,12 @@ class Trainer:
         shapes = {name: p.shape for name, p in twin.named_parameters() if p.requires_grad}
         denominator = (recipe.denominator or float(recipe.sums.ranks)) * self.scale
         grads: Grads = {name: None for name, _ in twin.named_parameters()}
+        dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
         for name, shape in shapes.items():
             parts = [[grads_of[name] for _, grads_of in micro] for micro in runs]
             total = add_up(parts, recipe.sums, torch.zeros(shape, dtype=self.sum_dtype))
             if total is not None:
-                grads[name] = (total / denominator).to(dict(self.model.named_parameters())[name].dtype)
+                grads[name] = (total / denominator).to(dtypes[name])
         return losses, grads
 
     def backward(self, rank: int, micro: int) -> dict[str, Tensor]:

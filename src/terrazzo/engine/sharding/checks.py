@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -286,14 +287,19 @@ def check_versions(axes: Axes) -> None:
     check_agreement(axes, versions(), "Install the same on every machine.")
 
 
+@functools.cache
+def _own_version() -> str:
+    """What is installed is looked up in its files, which takes as long as some models."""
+    try:
+        return version("terrazzo")
+    except PackageNotFoundError:  # the code is here all the same, on Python's path
+        return "source"
+
+
 def versions() -> dict[str, object]:
     """The versions that all ranks must have alike."""
     python = "{}.{}".format(*sys.version_info)
-    try:
-        own = version("terrazzo")
-    except PackageNotFoundError:  # the code is here all the same, on Python's path
-        own = "source"
-    return {"terrazzo version": own, "torch version": torch.__version__, "python version": python}
+    return {"terrazzo version": _own_version(), "torch version": torch.__version__, "python version": python}
 
 
 def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -> None:
