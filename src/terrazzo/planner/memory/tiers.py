@@ -30,7 +30,7 @@ FORMULAS = {
     ),
     "memory.host_sends": Formula(
         "2 x one cell of new weights that are cast in host memory before they cross to the device: one is cast while "
-        "the other is copied; a cell has block_mib / 4 Mi elements",
+        "the other is copied; a cell has up to 8 Mi elements",
         "terrazzo/engine/offload/sending.py",
     ),
     "memory.host_sums": Formula(
