@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from terrazzo.engine import checkpoint_activations
-from terrazzo.engine.links.collectives import NativeCollectives
+from terrazzo.engine.links.collectives import MessageRoute, NativeCollectives
 from terrazzo.engine.links.transfer import Handle
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.hostcuda.cases import apart
@@ -38,6 +37,7 @@ class Staged:
     chunks: int = 1
     precision: str = "fp32"
     recomputed: bool = False
+    tied: bool = False
 
     @property
     def name(self) -> str:
@@ -68,25 +68,25 @@ def compare(case: Staged) -> Found:
     return Found(max(differences, default=0.0), apart(losses, its_losses), faults)
 
 
-def faults_of_hasty_stages() -> list[str]:
-    """What the device has against stages that use activations before they are there."""
+def faults_of_hasty_stages(tied: bool) -> list[str]:
+    """What the device has against stages that use activations before they are there, or tied gradients of others."""
     receive = NativeCollectives.receive
 
-    def hasty(*arguments: Any) -> Handle:
-        handle = receive(*arguments)
-        return Handle() if handle.queued else handle
+    def hasty(links: NativeCollectives, into: Tensor, route: MessageRoute, tag: int) -> Handle:
+        handle = receive(links, into, route, tag)
+        return Handle() if handle.queued and (route.kind == "tied") is tied else handle
 
     with mock.patch.object(NativeCollectives, "receive", hasty):
         report.take()
         with Watching(), contextlib.suppress(ValueError, RuntimeError):
-            _trained(Staged(), "cuda")
+            _trained(Staged(tied=tied), "cuda")
         return [str(finding) for finding in report.take() if finding.kind in FAULTS]
 
 
 def _trained(case: Staged, device: str) -> tuple[dict[str, Tensor], Tensor]:
     torch.manual_seed(0)
     mesh = tz.mesh(pp=case.pp, device=device)
-    model = Decoder(SHAPE)
+    model = Decoder(replace(SHAPE, tie_embeddings=case.tied))
     if case.recomputed:
         checkpoint_activations(model, "full", units=[Block])
     tz.parallelize(model, mesh, pipeline=tz.Pipeline(case.schedule, case.chunks))

@@ -10,9 +10,16 @@ from tests.hostcuda.stages import Staged, compare, faults_of_hasty_stages
 
 pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 
-TWO = [Staged(), Staged(chunks=2, precision="bf16"), Staged(schedule="zero_bubble", plan="zero1")]
+TWO = [
+    Staged(),
+    Staged(chunks=2, precision="bf16"),
+    Staged(schedule="zero_bubble", plan="zero1"),
+    Staged(tied=True),
+]
 FOUR = [
     Staged(pp=4, schedule="gpipe", recomputed=True),
+    Staged(pp=4, tied=True, plan="zero1"),
+    Staged(tied=True, plan="zero2@cpu", schedule="zero_bubble", precision="bf16"),
     *(Staged(plan=plan, schedule=s) for plan in ("zero2", "zero3", "zero2@cpu") for s in ("1f1b", "zero_bubble")),
 ]
 
@@ -35,7 +42,7 @@ def test_stages_of_several_data_ranks(case: Staged, four_ranks: Ranks) -> None:
     check(case, four_ranks)
 
 
-def test_activations_that_are_used_before_they_are_there_are_found(two_ranks: Ranks) -> None:
-    assert any(
-        "race" in fault and "recv" in fault for faults in two_ranks.run(faults_of_hasty_stages) for fault in faults
-    )
+@pytest.mark.parametrize("tied", [False, True], ids=["activations", "tied gradients"])
+def test_what_is_used_before_it_is_there_is_found(tied: bool, two_ranks: Ranks) -> None:
+    found = [fault for faults in two_ranks.run(faults_of_hasty_stages, tied) for fault in faults]
+    assert any("race" in fault and "recv" in fault for fault in found)

@@ -382,9 +382,12 @@ class Gradient:
 def _on_stages(axes: Axes, stages: Sequence[int], own: Tensor, kind: str) -> list[Tensor]:
     """What each of these stages has where this rank has `own`, in their order. Collective over them; blocks."""
     links, place = axes.along(axes.stages[0]), axes.place_among_stages
-    others = {stage: torch.empty_like(own) for stage in stages if stage != place}
-    handles = [links.send(own, MessageRoute(kind, place, stage), _TAGS[kind]) for stage in others]
-    handles += [links.receive(into, MessageRoute(kind, stage, place), _TAGS[kind]) for stage, into in others.items()]
+    others, handles = {stage: torch.empty_like(own) for stage in stages if stage != place}, []
+    for source in stages:  # all begin their messages in one order: NCCL waits for each before the next on its route
+        if source == place:
+            handles += [links.send(own, MessageRoute(kind, place, stage), _TAGS[kind]) for stage in others]
+        else:
+            handles.append(links.receive(others[source], MessageRoute(kind, source, place), _TAGS[kind]))
     for handle in handles:
         handle.wait()
     return [own if stage == place else others[stage] for stage in stages]

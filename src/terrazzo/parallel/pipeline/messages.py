@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,17 +39,22 @@ class Messages:
         collectives: along the axis of stages.
         stages: of the whole model.
         device: of what stages hand on.
+        sharing: of parameters that ranks of several stages have, which these are.
 
     Attributes:
         given_up: steps that were given up. What was still under way of them is no answer to what is asked for since.
     """
 
-    def __init__(self, collectives: Collectives, stages: int, device: torch.device) -> None:
+    def __init__(
+        self, collectives: Collectives, stages: int, device: torch.device, sharing: Sequence[Sequence[int]] = ()
+    ) -> None:
         self._collectives, self._stages = collectives, stages
         self._device = device
         self.size, self.rank = collectives.size, collectives.rank
         if device.type == "cuda":
             routes = dict.fromkeys(each for stage in range(stages - 1) for each in self._between(stage))
+            pairs = (pair for ranks in sharing for pair in itertools.permutations(ranks, 2))
+            routes |= dict.fromkeys(MessageRoute("tied", source, to) for source, to in pairs)
             collectives.open_routes([*routes], device)
         self.given_up = self._begun = 0
         self._known: dict[tuple[int, Form], tuple[tuple[int, ...], torch.dtype]] = {}

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from terrazzo.engine import STAGES_OF, give_up
@@ -77,9 +76,7 @@ def line_of(model: nn.Module, axes: Axes, pipeline: Pipeline) -> Line:
     chunks = [names[begin:end] for begin, end in bounds[rank::ranks]]
     if rank == ranks - 1:
         chunks[-1] += tied
-    line = Line(ranks, rank, tuple(chunks), names, bounds, pipeline.schedule, tied)
-    _check_device(axes.device, model, line)
-    return line
+    return Line(ranks, rank, tuple(chunks), names, bounds, pipeline.schedule, tied)
 
 
 def take_stages(model: nn.Module, axes: Axes, line: Line) -> None:
@@ -107,23 +104,6 @@ def check_line(model: nn.Module, stages: int) -> None:
     names = _names_of(model, Pipeline())
     _check_line(model, names)
     _bounds_of(model, names, Pipeline(), stages)
-
-
-def _check_device(device: torch.device, model: nn.Module, line: Line) -> None:
-    """Refuse what pipelines have not been tried with.
-
-    Raises:
-        BadInput: there.
-    """
-    if device.type == "cpu":
-        return
-    for names in parameter_names(model):
-        if len(line.holders(names)) > 1:
-            raise BadInput(
-                f"{names[0]} is in several stages of the pipeline, and on {device.type} no copies of weights on "
-                "other stages have been tried. Untie it (a decoder by model.tie_embeddings=false), or make the mesh "
-                "with dp_shard in the place of pp."
-            )
 
 
 def _check_modules(model: nn.Module) -> None:

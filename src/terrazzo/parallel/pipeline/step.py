@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine import Engine, StagedSchedule, accumulate, engine_of, stages_of
+from terrazzo.engine import Engine, StagedSchedule, accumulate, as_one, engine_of, parameter_names, stages_of
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, Misuse, RanksApart
@@ -269,7 +269,10 @@ def messages_of(model: nn.Module, engine: Engine, line: Line) -> Messages:
     if messages is None:
         axes = engine.axes
         along, stages = axes.along(axes.stages[0]), len(line.bounds)
-        messages = _MESSAGES.leave(model, Messages(along, stages, axes.device))
+        with as_one(model):
+            holders = [line.holders(names) for names in parameter_names(model)]
+        sharing = sorted({ranks for ranks in holders if len(ranks) > 1})
+        messages = _MESSAGES.leave(model, Messages(along, stages, axes.device, sharing))
     return messages
 
 
