@@ -170,6 +170,7 @@ class Ended(NamedTuple):
     ended_by_us: bool = False
     stopped: bool = False
     at: str = ""
+    step: int | None = None
 
 
 S = 10**9

@@ -194,7 +194,7 @@ def test_a_script_that_is_ended_at_once_is_said_to_be(
 
         def __init__(self, count: int, *_: object, **__: object) -> None:
             self.enter_result = self
-            self.ranks = [SimpleNamespace(begun=begun)] * count
+            self.ranks = [SimpleNamespace(begun=begun, claimed=False)] * count
 
         def wait(self, signals: object, asked: Callable[[], None]) -> int:
             if begun:

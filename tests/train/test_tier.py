@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -157,7 +158,7 @@ def test_a_run_that_begins_anew_goes_on_from_its_own_alone(tmp_path: Path, monke
     assert (saved.step, again._words(saved)) == (2, ["words", "checkpoint.resume=if_exists"])
 
 
-def test_a_full_or_a_strangers_folder_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strangers_folder_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = local_in(tmp_path)
     folder = str(tier_folder(config))
     os.symlink(tmp_path, folder)
@@ -166,6 +167,17 @@ def test_a_full_or_a_strangers_folder_ends_the_run_by_name(tmp_path: Path, monke
     assert survivors(config, None) == []
     clear(config.checkpoint_folder)
     assert complete_checkpoints(tmp_path) == []
+
+
+def test_a_full_folder_ends_the_run_and_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    config = local_in(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SaveFailed, match=r"No space left on device.* whose folder needs room for two: use another, or"):
+        trained(config)
+    assert names(config) == []
 
 
 @pytest.mark.parametrize(

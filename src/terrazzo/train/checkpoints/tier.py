@@ -76,7 +76,11 @@ class Tier:
         assert folder is not None
         path = checkpoint.step_path(folder, extra["step"])
         on_first(lambda: self._prepare(folder, run, path), SaveFailed)
-        checkpoint.save(path, model, optimizer, extra, run=run)
+        try:
+            checkpoint.save(path, model, optimizer, extra, run=run)
+        except SaveFailed as error:
+            more = "It is one of checkpoint.local, whose folder needs room for two: use another, or null for none."
+            raise SaveFailed(f"{error} {more}") from None
         on_first(lambda: _remove(_folders(folder, but=path)))
 
     def resumed(self, path: str) -> None:
