@@ -18,6 +18,7 @@ from terrazzo.parallel.context.chunks import Balance
 from terrazzo.parallel.context.context import Context, Mode
 from terrazzo.parallel.context.sharing import share_sequences
 from terrazzo.parallel.expert.sharing import check_experts, share_experts
+from terrazzo.parallel.mesh import once_for
 from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.stages import Pipeline, line_of, take_stages
 from terrazzo.parallel.tensor.cut import Cuts, cut_matrices
@@ -81,7 +82,7 @@ def parallelize(  # structure: signature fixed by the design
     """
     if all(size == 1 for size in _sizes(mesh).values()) and tensor in (None, "auto"):
         return model
-    axes = Axes(mesh, Tally())
+    axes = once_for(mesh, _all_axes)
     ranks = tensor_ranks(mesh) if _sizes(mesh)["tp"] > 1 else None
     told = _Told(tensor, sequence, context, balance, pipeline)
     found, facts = all_or_none(axes, lambda: _read(model, mesh, axes, ranks, told))
@@ -96,6 +97,10 @@ def parallelize(  # structure: signature fixed by the design
     if found.experts:
         share_experts(model, axes, found.experts)
     return model
+
+
+def _all_axes(mesh: DeviceMesh) -> Axes:
+    return Axes(mesh, Tally())
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +15,9 @@ from terrazzo.engine.plan.axes import STAGES
 from terrazzo.engine.runtime.device import kind_of_group
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["mesh", "mesh_sizes"]
+__all__ = ["mesh", "mesh_sizes", "once_for"]
+
+T = TypeVar("T")
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost to the innermost: neighbouring ranks, which the fastest links join, are those of `tp`. Stages send
@@ -86,3 +91,16 @@ def mesh_sizes(given: dict[str, int | None], world_size: int) -> dict[str, int]:
             f" ({shared}): as many must share experts everywhere. Choose ep so that it divides {group}."
         )
     return found if experts == 1 else {**found, "ep": experts}
+
+
+def once_for(mesh: DeviceMesh, build: Callable[[DeviceMesh], T]) -> T:
+    """What `build` makes of a mesh: the same for all models on it, as long as there is the mesh."""
+    key = id(mesh), build  # meshes of earlier process groups may be equal to it
+    if key not in _BUILT:
+        _BUILT[key] = build(mesh)
+        weakref.finalize(mesh, _BUILT.pop, key, None)
+    built: T = _BUILT[key]
+    return built
+
+
+_BUILT: dict[tuple[int, Callable[[DeviceMesh], Any]], Any] = {}

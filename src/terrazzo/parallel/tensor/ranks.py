@@ -6,7 +6,6 @@ in rank order, ((r0 + r1) + r2) + ..., those of 16-bit values in fp32. All of it
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.transfer import Moves, Transfer
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.parallel.exchanges import Move, exchange
+from terrazzo.parallel.mesh import once_for
 
 __all__ = ["SEQUENCE", "TensorRanks", "runs_of", "tensor_ranks"]
 
@@ -31,11 +31,7 @@ def tensor_ranks(mesh: DeviceMesh) -> TensorRanks:
 
     Each has threads and peers of its own, so that models share them. Collective the first time.
     """
-    key = id(mesh)  # meshes of earlier process groups may be equal to it
-    if (known := _SHARED.get(key)) is None:
-        known = _SHARED[key] = TensorRanks(mesh)
-        weakref.finalize(mesh, _SHARED.pop, key, None)
-    return known
+    return once_for(mesh, TensorRanks)
 
 
 class TensorRanks:
@@ -133,9 +129,6 @@ class TensorRanks:
     def _own(self, whole: Tensor, dim: int) -> Tensor:
         start, stop = runs_of(whole.shape[dim], self.size)[self.rank]
         return whole.narrow(dim, start, stop - start).contiguous()
-
-
-_SHARED: dict[int, TensorRanks] = {}
 
 
 def runs_of(numel: int, parts: int) -> list[tuple[int, int]]:
