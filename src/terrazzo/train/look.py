@@ -26,8 +26,9 @@ from terrazzo.telemetry import (
 )
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
+from terrazzo.train.sizing import Sizing, sizing_of
 
-__all__ = ["page_on", "units_on", "verdict_on"]
+__all__ = ["page_on", "sizing_on", "units_on", "verdict_on"]
 
 Lines = Sequence[Mapping[str, Any]]
 
@@ -73,6 +74,16 @@ def page_on(run: Path, against: Path | None = None) -> Path:
     return path
 
 
+def sizing_on(run: Path) -> Sizing | None:
+    """What half and twice as many ranks would do, by the planner and this run's pace; None for a loop of one's own."""
+    lines, path = run_lines(run), run / "config.json"
+    return sizing_of(path, lines, _ranks(steps_of(lines))) if path.is_file() else None
+
+
+def _ranks(records: Lines) -> int:
+    return max([1, *(len(values) for values in (records[-1].get("skew", {}) if records else {}).values())])
+
+
 def units_on(run: Path) -> list[Table]:
     """Seconds of a step by unit on the first rank that has recorded any; of a script that has no units nothing."""
     try:
@@ -95,7 +106,7 @@ def _verdict(run: Path, lines: Lines) -> Verdict | None:
     text = _text(path)
     if text is None:
         return _of_script(verdict_of(records), _text(run / FACTS))
-    ranks = max([1, *(len(values) for values in (records[-1].get("skew", {}) if records else {}).values())])
+    ranks = _ranks(records)
 
     def admits(edit: str) -> bool:
         try:

@@ -1,0 +1,120 @@
+"""Whether a run has as many ranks as it should: what half as many and twice as many would do, as far as is known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+from terrazzo.config import Config, load_config
+from terrazzo.errors import BadInput, counted
+from terrazzo.planner import Estimate, Setup, estimate
+from terrazzo.planner.timing.calibration import find_calibration
+from terrazzo.telemetry import Table
+from terrazzo.train.promise.as_setup import setup_of
+
+__all__ = ["Sizing", "sizing_of"]
+
+TOO_MANY = 0.8
+"""Of the tokens per second that half of the ranks would keep."""
+
+TOO_FEW = 1.8
+"""Times as many that twice the ranks would bring."""
+
+
+class Sizing(NamedTuple):
+    """A sentence, and a row for each number of ranks where there are any."""
+
+    sentence: str
+    table: Table | None
+
+
+class _Size(NamedTuple):
+    ranks: int
+    tokens_per_s: float
+    band: float
+    fits: bool | None
+
+
+def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> Sizing | None:
+    """At half and at double the ranks, the planner's tokens per second, moved to what was measured at `ranks`.
+
+    What the planner is wrong by at all three cancels out; its band, of the error that is left, is given with each.
+
+    Args:
+        path: of the run's configuration, whose global batch stays.
+        lines: of the run's `metrics.jsonl`.
+        ranks: that it has.
+
+    Returns:
+        None before a log step.
+    """
+    rates = [line["tokens_per_s"] for line in lines if line["kind"] == "train" and line.get("tokens_per_s")]
+    if not rates:
+        return None
+    measured = mean(rates[1:] or rates)
+    try:
+        setup = setup_of(load_config(path), ranks)
+        record = find_calibration(setup)[0]
+        here = estimate(setup, record)
+    except Exception as error:  # anything: a stranger's model, or a configuration of another version
+        return Sizing(f"Half or twice the ranks are not judged: {error}", None)
+    if here.time is None:
+        return Sizing(
+            "Half or twice the ranks are not judged: the planner knows no rates of this machine before"
+            f" `terrazzo plan {path} --calibrate` has measured them.",
+            None,
+        )
+    sizes, refused = [], []
+    for count in [*([ranks // 2] if ranks % 2 == 0 else []), ranks, 2 * ranks]:
+        try:
+            found = here if count == ranks else _estimated(load_config(path), count, record)
+        except BadInput as error:
+            refused.append(f"{counted(count, 'rank')}: {str(error).splitlines()[0]}")
+            continue
+        if found.time is not None:
+            pace = count * found.time.tokens_per_s_per_gpu / (ranks * here.time.tokens_per_s_per_gpu)
+            sizes.append(_Size(count, measured * pace, 0.0 if count == ranks else found.time.band, found.memory.fits))
+    return Sizing(" ".join([_said(sizes, ranks), *(f"Not judged: {each}" for each in refused)]), _table(sizes))
+
+
+def _estimated(config: Config, ranks: int, record: Any) -> Estimate:
+    setup: Setup = setup_of(config, ranks)
+    processors = os.cpu_count() or 1
+    if setup.cluster.device.kind == "cpu" and setup.cluster.nodes == 1 and ranks > processors:
+        raise BadInput(f"this machine has {counted(processors, 'processor')}, which ranks would have to share.")
+    found = estimate(setup, record)
+    if problems := [one for one in found.findings if one.severity == "refuse"]:
+        raise BadInput(str(problems[0]))
+    return found
+
+
+def _said(sizes: Sequence[_Size], ranks: int) -> str:
+    by_ranks = {size.ranks: size for size in sizes}
+    here, half, double = by_ranks[ranks], by_ranks.get(ranks // 2), by_ranks.get(2 * ranks)
+    kept = half.tokens_per_s / here.tokens_per_s if half is not None and half.fits is not False else 0.0
+    if half is not None and kept * (1 - half.band) >= TOO_MANY:
+        return f"Too many ranks: {half.ranks} would keep {kept:.0%} of the tokens per second."
+    if double is not None and double.fits is not False:
+        times = double.tokens_per_s / here.tokens_per_s
+        if times >= TOO_FEW:
+            sure = "" if times * (1 - double.band) >= TOO_FEW else f", which ±{double.band:.0%} does not make sure"
+            return f"More ranks would pay: {double.ranks} would bring {times:.2f} times the tokens per second{sure}."
+        return f"As many ranks as pay: {double.ranks} would bring {times:.2f} times the tokens per second alone."
+    return "Nothing speaks for another number of ranks."
+
+
+def _table(sizes: Sequence[_Size]) -> Table:
+    rows = [
+        (
+            str(size.ranks),
+            f"{size.tokens_per_s:,.0f}",
+            f"±{size.band:.0%}" if size.band else "measured",
+            f"{size.tokens_per_s / size.ranks:,.0f}",
+            {True: "yes", False: "no", None: "not known"}[size.fits],
+        )
+        for size in sizes
+    ]
+    return Table("Half and twice the ranks, same global batch", ("ranks", "tok/s", "band", "per rank", "fits"), rows)
