@@ -438,3 +438,62 @@ def test_states_that_nothing_would_restore_are_not_left_out(plan: str, tmp_path:
         assert not (tmp_path / "a").exists()
 
     on_ranks(2, body)
+
+
+class Slowing(torch.optim.SGD):
+    """Each zero_grad makes the next step shorter."""
+
+    elementwise, steps = True, 0
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.steps
+        super().zero_grad(set_to_none)
+
+
+class Remembering(Net):
+    """Keeps what it has seen until its gradients are zeroed; `zero_grad` takes no argument."""
+
+    seen = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(tokens) / self.seen  # type: ignore[no-any-return]
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        self.seen = 0
+        super().zero_grad()
+
+
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+def test_what_else_a_zero_grad_does_is_done(by: str, plan: str) -> None:
+    def loop(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for number in range(3):
+            loss_of(model, batch(number)).backward()
+            optimizer.step()
+            (model if by == "model" else optimizer).zero_grad()
+
+    base = Remembering()
+    alone = copy.deepcopy(base)
+    loop(alone, Slowing(alone.parameters(), lr=0.1))
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = tz.shard(copy.deepcopy(base), lambda given: Slowing(given, lr=0.1), plan)
+        loop(model, optimizer)
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, dict(alone.named_parameters()), 2e-6)
+
+
+def test_a_no_sync_of_a_models_own_is_not_taken_for_torchs() -> None:
+    class Own(Net):
+        def no_sync(self) -> None:
+            raise AssertionError
+
+    with fake_group(1):
+        model, _ = tz.shard(Own(), None, "zero1")
+        with pytest.raises(tz.Misuse, match=r"Own has a no_sync of its own.*tz\.accumulate"):
+            model.no_sync()

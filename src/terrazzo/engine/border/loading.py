@@ -9,7 +9,7 @@ from torch import nn
 
 from terrazzo.errors import BadInput
 
-__all__ = ["check_loading", "hooked_after", "hooked_before"]
+__all__ = ["check_loading", "hooked_after", "hooked_before", "own_method"]
 
 
 class _Edited(MutableMapping[str, Any]):
@@ -52,7 +52,7 @@ def check_loading(model: nn.Module) -> None:
     """
     found = [(name, each, "_load_from_state_dict") for name, each in model.named_modules()]
     for name, module, method in [*found, ("", model, "load_state_dict")]:
-        own = next(getattr(kind, method) for kind in type(module).__mro__ if _is_own(kind, method))
+        own = own_method(type(module), method)
         if not getattr(own, "__module__", "").startswith("torch."):
             raise BadInput(
                 f"load_state_dict: {name or 'the model'!r}, a {type(module).__name__}, has a {method} of its own, which"
@@ -61,9 +61,10 @@ def check_loading(model: nn.Module) -> None:
             )
 
 
-def _is_own(kind: type, method: str) -> bool:
-    """Whether a class has the method itself, and is none that makes a model a sharded one."""
-    return method in vars(kind) and not kind.__module__.startswith("terrazzo.")
+def own_method(kind: type, name: str) -> Any:
+    """A method as a class has it without what makes a model a sharded one; None where it has none."""
+    found = (each for each in kind.__mro__ if name in vars(each) and not each.__module__.startswith("terrazzo."))
+    return next((vars(each)[name] for each in found), None)
 
 
 def hooked_before(model: nn.Module, given: Mapping[str, Any], strict: bool) -> tuple[Mapping[str, Any], list[str]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.border.everywhere import on_every_rank
-from terrazzo.engine.border.loading import check_loading, hooked_after, hooked_before
+from terrazzo.engine.border.loading import check_loading, hooked_after, hooked_before, own_method
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.names import PersistentBuffer, extra_state, extra_state_takers, persistent_buffers
@@ -41,11 +41,22 @@ class ShardedModule(nn.Module):
         refuse_class(cls)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, as the optimizer's `zero_grad` does."""
+        """Forget gradients, as the optimizer's `zero_grad` does, and do what else the model's class does then."""
         self._terrazzo.gradients.zero(set_to_none)
+        if own_method(type(self), "zero_grad") is not nn.Module.zero_grad:
+            super().zero_grad() if set_to_none else super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """`tz.accumulate`, under the name that DDP and FSDP have for it; the forward may stand outside."""
+        """`tz.accumulate`, under the name that DDP and FSDP have for it; the forward may stand outside.
+
+        Raises:
+            Misuse: where the model's class has one of its own, which would not be called.
+        """
+        if own_method(type(self), "no_sync") is not None:
+            raise Misuse(
+                f"{type(self).__name__} has a no_sync of its own, which a sharded model does not call: write "
+                "'with tz.accumulate(model):', or give that method another name."
+            )
         return accumulate(self)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

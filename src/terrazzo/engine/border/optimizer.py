@@ -94,7 +94,10 @@ class ShardedOptimizer(Optimizer):
         vars(self)["state"] = States(state) if driven else state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of its own parameters, and do what else its class does then."""
         self._driver.zero_grad(set_to_none)
+        if self._driver.kind.zero_grad is not Optimizer.zero_grad:
+            super().zero_grad() if set_to_none else super().zero_grad(set_to_none)
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         """As torch's; `hook` is called before the weights are made ready for the step, whenever it comes."""
