@@ -25,13 +25,15 @@ MOST_POINTS = 1000
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
 body { max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }
-pre { padding: .8rem; overflow-x: auto; border: 1px solid #8884; border-radius: 4px; font-size: 13px; }
+pre { padding: .8rem; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { border: 1px solid #8884; border-radius: 4px; font-size: 13px; }
 svg { width: 100%; height: auto; font: 12px system-ui, sans-serif; fill: currentColor; }
 .axis { stroke: #8886; } polyline { fill: none; stroke-width: 2; }
 polyline.train { stroke: #3b7dd8; } polyline.validation { stroke: #d9730d; }
 text.train { fill: #3b7dd8; } text.validation { fill: #d9730d; }
 polyline.against { stroke: #8b8f94; } text.against { fill: #8b8f94; }
-table { border-collapse: collapse; margin: .6rem 0; font-size: 13px; } caption { text-align: left; font-weight: 600; }
+table { border-collapse: collapse; margin: .6rem 0; font-size: 13px; }
+caption { text-align: left; font-weight: 600; white-space: nowrap; }
 td, th { padding: .1rem .8rem .1rem 0; text-align: right; font-variant-numeric: tabular-nums; }
 td:first-child, th:first-child { text-align: left; } th { font-weight: 500; }
 """

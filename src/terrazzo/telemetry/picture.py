@@ -81,7 +81,7 @@ def _axes(high: float, first: str, last: str) -> list[str]:
         f'<line class="axis" x1="{MARGIN}" y1="{bottom}" x2="{WIDTH - MARGIN}" y2="{bottom}"/>',
         f'<text x="{MARGIN}" y="{bottom + 16}">{escape(first)}</text>',
         f'<text x="{WIDTH - MARGIN}" y="{bottom + 16}" text-anchor="end">{escape(last)}</text>',
-        f'<text x="{MARGIN - 6}" y="{MARGIN / 2 + 4}" text-anchor="end">{high:.3g} s</text>',
+        f'<text x="{MARGIN - 6}" y="{MARGIN / 2 + 4}" text-anchor="end">{high:.2g} s</text>',
     ]
 
 

@@ -67,7 +67,7 @@ def _of_exchanges(records: Records) -> Table:
     rows = [
         (
             key,
-            f"{weighted(records, 'comm', key, 'n'):g}",
+            f"{weighted(records, 'comm', key, 'n'):.4g}",
             f"{weighted(records, 'comm', key, 'sent_bytes') / 2**20:.2f}",
             *(_number(weighted(records, "comm", key, field)) for field in fields),
         )

@@ -57,6 +57,10 @@ def page_on(run: Path, against: Path | None = None) -> Path:
     lines = run_lines(run)
     verdict = _verdict(run, lines)
     details = {VERDICT: str(verdict)} if verdict is not None else {}
+    tables = units_on(run)
+    if (sizing := sizing_on(run)) is not None:
+        details["How many ranks"] = sizing.sentence
+        tables += [sizing.table] if sizing.table is not None else []
     others: Lines = ()
     if against is not None:
         others = run_lines(against)
@@ -68,7 +72,7 @@ def page_on(run: Path, against: Path | None = None) -> Path:
             details[heading] = text
     path = (run if run.is_dir() else run.parent) / "report.html"
     try:
-        path.write_text(page_of(run.name, lines, details, others, units_on(run)), encoding="utf-8")
+        path.write_text(page_of(run.name, lines, details, others, tables), encoding="utf-8")
     except OSError as error:
         raise BadInput(f"'{path}' cannot be written ({error.strerror or error}): free it, or copy the run.") from error
     return path
