@@ -31,6 +31,8 @@ from terrazzo.telemetry.watchdog import ward
 how, folder, stall_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+if sys.argv[4:]:
+    ward._machine = lambda: f"machine {rank}"
 os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{rank}.json")
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -43,12 +45,15 @@ def until(true):
     while not true():
         time.sleep(0.02)
 
+def link(fd):
+    try:
+        return os.readlink(fd)
+    except OSError:  # it has been closed meanwhile
+        return ""
+
 def looked_after():
-    for process in ward._started:
-        fds = Path(f"/proc/{process.pid}/fd").glob("*")
-        if sum("terrazzo-threads" in os.readlink(fd) for fd in fds if os.path.lexists(fd)) > 1:
-            return True
-    return False
+    found = [Path(f"/proc/{process.pid}/fd").glob("*") for process in ward._started]
+    return any(sum("terrazzo-threads" in link(fd) for fd in fds) >= (1 if sys.argv[4:] else 2) for fds in found)
 
 def act():
     if how == "stopped" and rank == 1:
@@ -63,6 +68,7 @@ def act():
         until((folder / "ready").exists)
         os.kill(os.getpid(), signal.SIGKILL)
 
+until(lambda: not sys.argv[4:] or looked_after())
 for step in range(1, 4):
     loss = model(torch.ones(2, 8)).sum()
     if step == 3:
@@ -131,10 +137,19 @@ def test_what_a_loop_does_between_steps_may_last(tmp_path: Path) -> None:
     assert "Rank 1" not in done[0].stderr or "between steps, in code of your own, and is not ended" in done[0].stderr
 
 
-def test_ranks_on_several_machines_are_not_looked_after(two_processes: Pool) -> None:
-    """Whoever sees some of them cannot tell what others wait for."""
+def test_a_rank_that_is_stopped_on_another_machine_is_named_on_both_and_all_ranks_are_ended(tmp_path: Path) -> None:
+    """Two machines, as far as the ranks are told: each has a warden of its own."""
+    first, second = programs.on_ranks(2, "-c", LOOP, "stopped", str(tmp_path), "0.5", "apart")
+    assert (first.returncode, second.returncode) == (STALLED, -signal.SIGKILL), first.stderr
+    for done in (first, second):
+        said = r"Rank 1 \(host .+, pid \d+\) is stopped \(SIGSTOP\)\. Missing from all_gather \d+ on dp_shard, unit \d"
+        assert re.search(said, done.stderr), done.stderr
+    assert {path.name for path in (tmp_path / "stall").iterdir()} == {"rank-0.txt", "rank-1.txt", "stall.txt"}
+
+
+def test_ranks_on_several_machines_are_looked_after_by_a_warden_on_each(two_processes: Pool) -> None:
     assert two_processes.run(looked_after, False) == [True, True]
-    assert two_processes.run(looked_after, True) == [False, False]
+    assert two_processes.run(looked_after, True) == [True, True]
 
 
 def looked_after(apart: bool) -> bool:

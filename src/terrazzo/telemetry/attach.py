@@ -98,7 +98,7 @@ def attach(  # structure: signature fixed by what the records of a run have
     """Write a record of where the time of steps goes into `folder/metrics.jsonl`, on rank 0. Collective.
 
     Each rank also records the newest exchanges in memory, for `terrazzo trace folder`, and leaves them in
-    `folder/flight` when it ends. Where all ranks are on one machine, a process of its own looks whether they
+    `folder/flight` when it ends. A process of its own on each machine looks whether they
     stand still: one that does inside of a step, for good, is named, what all were doing is kept in `folder/stall`, and
     they are ended with exit code 81. What a loop does between steps may last; see `docs/guides/slow-runs.md`.
 

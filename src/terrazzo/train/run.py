@@ -74,8 +74,8 @@ def train_command(path: Path, overrides: list[str]) -> int:
 
 
 _APART = (
-    "Nobody looks after ranks that stand still, as launch.stall_s has it: they are on several machines, or in"
-    " containers that do not see each other. They wait for each other for launch.timeout_s."
+    "Nobody looks after ranks that stand still, as launch.stall_s has it: this system does not show processes to each"
+    " other. They wait for each other for launch.timeout_s."
 )
 _ASKED = "Stopping after this step, and saving a checkpoint. Ctrl-C once more ends at once, without saving."
 

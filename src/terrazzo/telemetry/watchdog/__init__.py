@@ -7,6 +7,8 @@ looking      whether it does, several times a second
 recording    what a rank records, and where its threads are, in memory that another process reads
 evidence     what ranks were doing, as files
 warden       the process that looks, where others have started the ranks
+wardens      what wardens of several machines tell each other
+others       ranks of the other machines, by that
 ward         a rank that it looks after
 
 The launcher of `terrazzo train` looks after its ranks itself, and needs no warden.

@@ -8,10 +8,11 @@ from typing import Literal, NamedTuple
 from terrazzo.engine.links.label import RUN_THE_SAME
 from terrazzo.errors import listed
 from terrazzo.telemetry.watchdog.standing import Key, Standing
+from terrazzo.telemetry.watchdog.wardens import Place
 
-__all__ = ["GONE", "Cause", "Fact", "Stall", "find_stall"]
+__all__ = ["GONE", "Cause", "Fact", "Stall", "cut_off", "find_stall"]
 
-Cause = Literal["died", "stopped", "slow", "input", "outside", "drive", "stuck", "desynchronised", "lost"]
+Cause = Literal["died", "stopped", "slow", "input", "outside", "drive", "stuck", "desynchronised", "lost", "partition"]
 """
 died             its process is gone
 stopped          a signal has stopped it
@@ -22,6 +23,7 @@ drive            it waits for a drive or a file system, which may still answer
 stuck            it does nothing, and waits for no other rank
 desynchronised   ranks wait for each other in different exchanges
 lost             all are in one exchange, which does not end
+partition        the machine of those that are waited for is not heard any more
 """
 
 _UNMATCHED = ("send", "all_to_all")
@@ -157,6 +159,28 @@ def _apart(ranks: Mapping[int, Standing], now: int) -> Stall:
     first = everyone[0]
     text = f"All ranks are in {ranks[first].words(next(iter(ranks[first].waits)))}, which does not end. {since}."
     return Stall("lost", everyone, f"{text} See the network between them.")
+
+
+def cut_off(place: Place, silent_s: float, here: Mapping[int, Standing], now: int, stall_s: float) -> Stall | None:
+    """The stall of ranks here that wait for ranks on a machine which is silent; None while none has done so for long.
+
+    Args:
+        place: that is silent.
+        silent_s: for how long.
+        here: where ranks of this machine stand.
+    """
+    waits = [(told.time, rank, key) for rank, standing in here.items() for key, told in standing.waits.items()]
+    for since, rank, key in sorted(waits, key=lambda each: each[0]):
+        if set(here[rank].ranks(key)) & set(place.ranks) and now - since >= stall_s * 1e9:
+            waiting = [rank for rank in here if here[rank].waits]
+            of = f"rank{'s' if len(place.ranks) > 1 else ''} {_listed(place.ranks)}"
+            text = (
+                f"Host {place.host}, of {of}, is cut off from this one: it has not been heard for {silent_s:.0f} s."
+                f" Missing from {here[rank].words(key)}. {_waited(waiting, here, now)}. Either that machine is lost, or"
+                " the network between; if it is the network, that host says the same of this one."
+            )
+            return Stall("partition", place.ranks, text)
+    return None
 
 
 def _differ(key: Key, here: Standing, there: Standing) -> bool:

@@ -24,6 +24,9 @@ _KEPT = 64
 _AGE_S = 2.0
 """A rank that has recorded nothing for so long is said to."""
 
+_TOLD = 8
+"""Exchanges of a track that other machines are told of."""
+
 _PASSES = {
     Purpose.FORWARD: "forward",
     Purpose.EVALUATION: "evaluation",
@@ -82,6 +85,41 @@ class Standing:
                 self.unit = ""
             elif told.event == What.STEP:
                 self.steps, self.step = self.steps + 1, told.ordinal
+
+    def told(self) -> dict[str, Any]:
+        """All of it that says why a run stands still, as plain JSON."""
+        issued = {track: [*mine.values()][-_TOLD:] for track, mine in self._issued.items()}
+        return {
+            "table": dict(self.table),
+            "waits": [[track, told] for (track, _), told in self._waits.items()],
+            "issued": list(issued.items()),
+            "phase": [self.phase, self._since],
+            "steps": [self.steps, self.step],
+            "slowest": dict(self.slowest),
+            "newest": self.newest,
+        }
+
+    @staticmethod
+    def of(told: Mapping[str, Any], later_ns: int) -> Standing:
+        """What `told` has given on another machine, whose clock is that much behind this one's.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is something else.
+        """
+
+        def here(each: list[int]) -> Told:
+            return Told(*each)._replace(time=int(each[0]) + later_ns)
+
+        made = Standing()
+        made.table, made._names = told["table"], Names(told["table"])
+        made._waits = {(track, each[2]): here(each) for track, each in told["waits"]}
+        for track, mine in told["issued"]:
+            made._issued[track] = {each[2]: here(each) for each in mine}
+        made.phase, made._since = told["phase"][0], told["phase"][1] + later_ns
+        made.steps, made.step = told["steps"]
+        made.slowest.update(told["slowest"])
+        made.newest = told["newest"] + later_ns
+        return made
 
     @property
     def has_left(self) -> bool:

@@ -1,7 +1,7 @@
 """A rank that a warden looks after: what the warden is told of it, and what it does when the warden says so.
 
 Ranks that torchrun, Slurm or a launcher of scripts has started are not looked after by whoever has started them. The
-first rank starts a process on their machine for that, once a loop has gone on for a while: short ones never have one.
+first rank of each machine starts a process for that, once a loop has gone on for a while: short ones never have one.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import ipaddress
 import json
 import os
+import platform
+import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,27 +50,64 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
-    """Have a process of this machine look after the ranks, all of which are here. Collective.
+    """Have a process of each machine look after the ranks that are there; it talks to those of the others. Collective.
 
     Returns:
         What ends that for this rank, as does the end of the box; None where nobody looks: one rank waits for no other,
-        of ranks on several machines, or in containers of their own, nobody sees all, and there are systems that do not
-        show processes to each other.
+        and there are systems that do not show processes to each other.
     """
     here = _Here()
     everyone = gather_json(here.told(box.descriptor))
     machines = list(dict.fromkeys(told["machine"] for told in everyone))
-    if len(everyone) == 1 or machines != [here.machine] or not here.machine:
+    if len(everyone) == 1 or "" in machines:
         here.close()
         return None
-    table = box.recorder.table
-    start = None
-    if table["rank"] == 0:
-        ranks = [{"rank": rank, **told} for rank, told in enumerate(everyone)]
-        start = functools.partial(_start, {"ranks": ranks, "patience": patience})
+    rank = box.recorder.table["rank"]
+    ranks = [{"rank": rank, **told} for rank, told in enumerate(everyone) if told["machine"] == here.machine]
+    starts = ranks[0]["rank"] == rank
+    told, ears = {"ranks": ranks, "patience": patience}, None
+    if len(machines) > 1:
+        ears = _ears() if starts else None
+        told |= _places(everyone, machines, ears)
+    start = functools.partial(_start, told, ears) if starts else None
     soon_s = min(_SOONEST_S, patience.stall_s / 4)
     start_thread("terrazzo-ward", functools.partial(_listen, here, start, soon_s), here.leave)
     return Ending(box, functools.partial(_leave, here, box.recorder))
+
+
+def _ears() -> socket.socket:
+    """A socket that listens, on which this machine's warden hears those of others."""
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # the kernel has it, and no interface
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def _places(
+    everyone: Sequence[Mapping[str, Any]], machines: Sequence[str], ears: socket.socket | None
+) -> dict[str, Any]:
+    """Where wardens find each other, and the key that they know each other by. Collective."""
+    own = None if ears is None else [_address(), ears.getsockname()[1], secrets.token_hex(16)]
+    found = gather_json(own)
+    places = []
+    for machine in machines:
+        ranks = [rank for rank, told in enumerate(everyone) if told["machine"] == machine]
+        address, port, _ = found[ranks[0]]
+        places.append([everyone[ranks[0]]["host"], address, port, ranks])
+    return {"places": places, "key": found[0][2], "own": machines.index(_machine())}
+
+
+def _address() -> str:
+    """How other machines reach this one: as it reaches the first rank's, and the first rank's as all others do."""
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    with contextlib.suppress(OSError):
+        family, kind, _, _, where = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            found = str(probe.getsockname()[0])
+            if not ipaddress.ip_address(found).is_loopback:
+                return found
+    return master
 
 
 class _Here:
@@ -86,7 +127,7 @@ class _Here:
         for name, number in (("ring", ring), ("threads", self._threads), ("mouth", self._mouth)):
             status = os.fstat(number)
             found[name] = [number, status.st_dev, status.st_ino]
-        about = {"machine": self.machine, "pid": os.getpid(), "birth": birth_of(os.getpid())}
+        about = {"machine": self.machine, "host": platform.node(), "pid": os.getpid(), "birth": birth_of(os.getpid())}
         return {**about, **found, "signalled": self._signalled}
 
     def show_threads(self) -> None:
@@ -118,19 +159,24 @@ def _leave(here: _Here, recorder: Recorded) -> None:
     here.leave()
 
 
-def _start(told: Mapping[str, Any]) -> None:
+def _start(told: Mapping[str, Any], ears: socket.socket | None) -> None:
     """The warden: not in the session of this process, with which it would be ended."""
     environment = os.environ | {
-        TOLD: json.dumps(told),
+        TOLD: json.dumps({**told, "ears": -1 if ears is None else ears.fileno()}),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
     command, nothing = [sys.executable, "-P", "-m", _MODULE], subprocess.DEVNULL
+    keep = () if ears is None else (ears.fileno(),)
     with contextlib.suppress(OSError):  # no more processes, or no memory: the run goes on, and nobody looks
         _started.append(
-            subprocess.Popen(command, stdin=nothing, stdout=nothing, env=environment, start_new_session=True)
+            subprocess.Popen(
+                command, stdin=nothing, stdout=nothing, env=environment, start_new_session=True, pass_fds=keep
+            )
         )
+    if ears is not None:
+        ears.close()
 
 
 def _listen(here: _Here, start: Callable[[], None] | None, soon_s: float) -> None:

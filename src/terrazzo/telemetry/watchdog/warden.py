@@ -11,24 +11,36 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from terrazzo.engine.runtime.system import birth_of, is_stopped, oom_kills, state_of
+from terrazzo.engine.runtime.system import (
+    birth_of,
+    is_stopped,
+    is_traced,
+    oom_kills,
+    processor_s,
+    state_of,
+    waits_for_drive,
+)
 from terrazzo.exit_codes import FAILED, STALLED
 from terrazzo.telemetry.watchdog.evidence import Suspect, keep_evidence
-from terrazzo.telemetry.watchdog.looking import Patience, Watchdog
+from terrazzo.telemetry.watchdog.looking import Patience, System, Watchdog
+from terrazzo.telemetry.watchdog.others import Others
 from terrazzo.telemetry.watchdog.recording import ASK, Recording
 from terrazzo.telemetry.watchdog.stall import GONE, Stall
 from terrazzo.telemetry.watchdog.ward import ASKED, END, TOLD
+from terrazzo.telemetry.watchdog.wardens import Place, Wardens
 
 __all__ = ["Warden"]
 
 _EVERY_S = 0.25
 _TOGETHER_S = 0.02
 """Ranks that end within that have been ended by somebody."""
+_TOGETHER_ELSEWHERE_S = 1.0
 _GRACE_S = 2.0
 """For a rank to end when it is told to, before it is killed."""
 
@@ -81,6 +93,15 @@ class _Charge:
             self._say(ASKED)
         return True
 
+    def facts(self) -> dict[str, Any]:
+        """What the system says of it, for other machines."""
+        return {
+            "state": "" if self.is_gone else state_of(self.pid),
+            "traced": is_traced(self.pid),
+            "drive": waits_for_drive(self.pid),
+            "used": processor_s(self.pid),
+        }
+
     def end(self, why: str) -> None:
         """Have it end by itself, with the exit code that says so."""
         self._say(END + why.encode())
@@ -103,28 +124,59 @@ class Warden:
 
     Args:
         told: of each rank, as its own side has it.
+        others: wardens of the other machines, if ranks are there, too.
 
     Raises:
         OSError: one of them is gone already, or nobody is to look after it any more.
     """
 
-    def __init__(self, told: Sequence[Mapping[str, Any]], patience: Patience) -> None:
+    def __init__(self, told: Sequence[Mapping[str, Any]], patience: Patience, others: Wardens | None = None) -> None:
         self._charges = [_Charge(each) for each in told]
         ranks = {each.rank: (each.recording.tail, each.pid) for each in self._charges}
-        self._watchdog = Watchdog(ranks, patience, say=_say)
+        self._others = None if others is None else Others(others, patience)
+        system = System() if self._others is None else self._others.system
+        elsewhere = {} if self._others is None else self._others.ranks()
+        self._watchdog = Watchdog(ranks | elsewhere, patience, system, say=_say)
         self._oom_kills, self._told_of_dead = oom_kills(), False
 
     def run(self) -> None:
         """Until then."""
-        while not self._all_ended():
+        stall = None
+        while stall is None and not self._all_ended():
             self._sleep()
             self._tell_of_dead()
-            if (stall := self._watchdog.look()) is not None:
-                self._end(stall)
-                break
+            stall = self._look()
+        if self._others is not None:
+            self._others.leave(self._told(), stall)
+        if stall is not None:
+            self._end(stall)
         for each in self._charges:
             if not self._watchdog.standings[each.rank].has_left:  # who has, has done so itself
                 each.recording.save()
+
+    def _look(self) -> Stall | None:
+        """Why the run stands still, as is seen from here, or as another machine's warden has found."""
+        if self._others is None:
+            return self._watchdog.look()
+        standings = self._watchdog.standings
+        self._others.tell(self._told())
+        if (told := self._others.hear(standings)) is not None:
+            return told
+        here = {each.rank: standings[each.rank] for each in self._charges}
+        if self._others.silent(_say):
+            return self._others.cut_off(here)
+        return self._watchdog.look()
+
+    def _told(self) -> dict[str, Any]:
+        """What other machines are told of the ranks here."""
+        now, ranks = time.monotonic_ns(), {}
+        for each in self._charges:
+            standing = self._watchdog.standings[each.rank]
+            ranks[each.rank] = each.facts() | {"newest": standing.newest, "left": standing.has_left}
+            ranks[each.rank]["table"] = {name: standing.table.get(name, "?") for name in ("host", "pid")}
+            if now - standing.newest > _EVERY_S * 4e9:
+                ranks[each.rank]["standing"] = standing.told()
+        return {"ranks": ranks}
 
     def _all_ended(self) -> bool:
         self._watchdog.read()
@@ -167,6 +219,8 @@ class Warden:
         for each in self._charges:
             each.recording.save()
         _say(f"{stall.text}\nAll ranks are ended, with exit code {STALLED}. {kept}".rstrip())
+        if self._others is not None:  # they have heard of it, and do the same: who is ended first fails the others
+            time.sleep(_TOGETHER_ELSEWHERE_S)
         for each in self._charges:
             if not is_stopped(each.pid):
                 each.end(stall.text)
@@ -186,7 +240,12 @@ def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its ranks
     told = json.loads(os.environ[TOLD])
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a run that is over before it was looked after
-        Warden(told["ranks"], Patience(*told["patience"])).run()
+        others = None
+        if "places" in told:
+            ears = socket.socket(fileno=told["ears"])
+            places = [Place(*each) for each in told["places"]]
+            others = Wardens(places, told["own"], told["key"], ears)
+        Warden(told["ranks"], Patience(*told["patience"]), others).run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,147 @@
+"""Wardens of several machines: each tells all others once a second how its ranks are, and hears who does not tell.
+
+Each has a connection to every other, on which it alone speaks, in lines of JSON that begin with a key which ranks have
+told each other. Nobody waits for anybody: what was heard last, and when, is there to be looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["SILENT_S", "Heard", "Place", "Wardens"]
+
+_EVERY_S = 1.0
+_PATIENCE_S = 2.0
+"""For a connection, or a line."""
+SILENT_S = 5.0
+"""Who has said nothing for so long is not counted on."""
+_LONGEST = 64 << 20
+"""Bytes of a line."""
+
+
+class Place(NamedTuple):
+    """A machine of the run: its name, where its warden listens, and its ranks."""
+
+    host: str
+    address: str
+    port: int
+    ranks: Sequence[int]
+
+
+class Heard(NamedTuple):
+    """What a machine has told last.
+
+    Attributes:
+        at: when, in nanoseconds of this machine's clock.
+        later_ns: this clock minus that one.
+        message: as `Wardens.tell` was given it there.
+    """
+
+    at: int
+    later_ns: int
+    message: Mapping[str, Any]
+
+
+class Wardens:
+    """This machine's among those of all.
+
+    Args:
+        places: of all machines, the same on each.
+        own: this one's number among them.
+        key: that all have been told.
+        ears: a socket that listens.
+
+    Attributes:
+        others: all machines but this one, by number.
+    """
+
+    def __init__(self, places: Sequence[Place], own: int, key: str, ears: socket.socket) -> None:
+        self.others = {number: place for number, place in enumerate(places) if number != own}
+        self._own, self._key, self._ears = own, key, ears
+        self._heard: dict[int, Heard] = {}
+        self._message = ""
+        self._ended = threading.Event()
+        self._began = time.monotonic_ns()
+        self._speaking = [self._thread(self._speak, place) for place in self.others.values()]
+        self._thread(self._accept)
+
+    def _thread(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        thread.start()
+        return thread
+
+    # -- what is heard -----------------------------------------------------------------------------------------
+
+    def heard(self, number: int) -> Heard | None:
+        """What that machine has told last; None before it has."""
+        return self._heard.get(number)
+
+    def silent_s(self, number: int) -> float:
+        """For how long nothing has been heard of a machine that has not said that it leaves; 0 for a moment."""
+        found = self._heard.get(number)
+        if found is not None and found.message["leaves"]:
+            return 0.0
+        since = (time.monotonic_ns() - (self._began if found is None else found.at)) / 1e9
+        return since if since > SILENT_S else 0.0
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                caller, _ = self._ears.accept()
+                self._thread(self._listen, caller)
+
+    def _listen(self, caller: socket.socket) -> None:
+        with caller, contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a stranger, or it has gone
+            caller.settimeout(2 * SILENT_S)
+            lines = caller.makefile("rb")
+            while hmac.compare_digest(lines.readline(len(self._key) + 1).strip(), self._key.encode()):
+                told = json.loads(lines.readline(_LONGEST))
+                now = time.monotonic_ns()
+                self._heard[int(told["machine"])] = Heard(now, now - int(told["now"]), told["message"])
+
+    # -- what is told ------------------------------------------------------------------------------------------
+
+    def tell(self, message: Mapping[str, Any], leaves: str = "") -> None:
+        """What there is to tell from now on, as plain JSON.
+
+        Args:
+            leaves: why nothing more will be told; empty as long as that goes on.
+        """
+        self._message = json.dumps({**message, "leaves": leaves})
+
+    def _lines(self) -> bytes:
+        """That, with the time here as it goes out."""
+        if not self._message:
+            return b""
+        told = f'{{"machine": {self._own}, "now": {time.monotonic_ns()}, "message": {self._message}}}'
+        return f"{self._key}\n{told}\n".encode()
+
+    def leave(self, message: Mapping[str, Any], leaves: str) -> None:
+        """Tell this at last, as far as the others hear it within a moment."""
+        self.tell(message, leaves)
+        self._ended.set()
+        deadline = time.monotonic() + _PATIENCE_S
+        for thread in self._speaking:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._ears.close()
+
+    def _speak(self, place: Place) -> None:
+        while not self._ended.is_set():
+            with contextlib.suppress(OSError):
+                self._speak_to(place)
+            self._ended.wait(_EVERY_S)
+
+    def _speak_to(self, place: Place) -> None:
+        ended = False
+        with socket.create_connection((place.address, place.port), _PATIENCE_S) as mouth:
+            while not ended:
+                ended = self._ended.is_set()
+                mouth.sendall(self._lines())
+                self._ended.wait(_EVERY_S)

@@ -1,0 +1,115 @@
+"""Wardens of several machines: what they tell each other, and who is not heard any more."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from terrazzo.telemetry.watchdog import wardens
+from terrazzo.telemetry.watchdog.looking import Patience
+from terrazzo.telemetry.watchdog.others import Others
+from terrazzo.telemetry.watchdog.stall import Stall
+from terrazzo.telemetry.watchdog.standing import Standing
+from terrazzo.telemetry.watchdog.wardens import Place, Wardens
+from tests.telemetry.test_watchdog import Ranks
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wardens, "_EVERY_S", 0.02)
+    monkeypatch.setattr(wardens, "SILENT_S", 0.3)
+
+
+class Machine:
+    """A warden's side of the network, with one rank that waits for the other's."""
+
+    def __init__(self, number: int, ears: list[socket.socket], ranks: Ranks) -> None:
+        places = [Place("ab"[each], "127.0.0.1", ears[each].getsockname()[1], [each]) for each in range(2)]
+        self.number, self.wardens = number, Wardens(places, number, "key", ears[number])
+        self.others, self.standing = Others(self.wardens, Patience(0.5, 600)), Standing()
+        self.standing.take(ranks.tails[number].table, ranks.tails[number].flight().records)
+        self.standings = {0: Standing(), 1: Standing(), number: self.standing}
+
+    def message(self) -> dict[str, Any]:
+        facts = {"state": "S", "traced": False, "drive": False, "used": 1.5, "left": False, "table": {}}
+        told = facts | {"newest": self.standing.newest, "standing": self.standing.told()}
+        return {"ranks": {self.number: told}}
+
+    def look(self) -> Stall | None:
+        self.others.tell(self.message())
+        if (told := self.others.hear(self.standings)) is not None:
+            return told
+        return self.others.cut_off({self.number: self.standing}) if self.others.silent(print) else None
+
+
+@pytest.fixture
+def machines(quick: None) -> Iterator[list[Machine]]:
+    ranks, ears = Ranks(2), [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ranks.step()
+    ranks.wait(0)
+    ranks.wait(1)
+    made = [Machine(number, ears, ranks) for number in range(2)]
+    deadline = time.monotonic() + 20
+    while [each for each in made if each.look() or each.wardens.heard(1 - each.number) is None]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    yield made
+    for each in made:
+        each.wardens.leave({}, "ended")
+    ranks.close()
+
+
+def found(machine: Machine) -> Stall:
+    deadline = time.monotonic() + 20
+    while (stall := machine.look()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return stall
+
+
+def test_where_ranks_stand_arrives_as_it_was_told(machines: list[Machine]) -> None:
+    one, other = machines
+    one.others.hear(one.standings)
+    there = one.standings[1]
+    (key,) = there.waits
+    assert there.words(key) == other.standing.words(key)
+    assert (there.phase, there.steps, there.step, there.has_come_to(key)) == ("backward", 1, 811, True)
+    assert abs(there.newest - other.standing.newest) < 1e9
+    assert one.others.system.state(one.others.system.pid(1)) == "S"
+    assert one.others.system.processor_s(one.others.system.pid(1)) == 1.5
+
+
+def test_a_machine_that_is_not_heard_and_is_waited_for_is_cut_off(machines: list[Machine]) -> None:
+    """Its warden goes without a word, as where the power or the network fails."""
+    one, other = machines
+    other.wardens._message = ""
+    stall = found(one)
+    assert (stall.cause, list(stall.ranks), stall.is_final) == ("partition", [1], True)
+    assert re.match(
+        r"Host b, of rank 1, is cut off from this one: it has not been heard for \d s\. Missing from all_gather 91 on"
+        r" dp_shard, unit layers\.7, backward, step 812\. Rank 0 has waited \d+ s\. Either that machine is lost",
+        stall.text,
+    ), stall.text
+
+
+def test_what_one_warden_has_found_ends_the_ranks_of_all(machines: list[Machine]) -> None:
+    one, other = machines
+    other.others.leave(other.message(), Stall("stuck", [1], "Rank 1 does nothing."))
+    assert found(one) == Stall("stuck", [1], "Rank 1 does nothing.")
+
+
+def test_strangers_are_not_listened_to(machines: list[Machine]) -> None:
+    one, _ = machines
+    told = json.dumps(
+        {"machine": 1, "now": 0, "message": {"ranks": {}, "leaves": "stall", "stall": ["lost", [], "no"]}}
+    )
+    with socket.create_connection(one.wardens._ears.getsockname()) as stranger:
+        stranger.sendall(f"other\n{told}\n".encode())
+        assert stranger.recv(1) == b"", "it is hung up on"
+    assert one.look() is None
