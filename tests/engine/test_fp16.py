@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -453,6 +454,10 @@ class Asides(Net):
             self.aux = {"of blocks": [(aux,)]}
         elif self.way == "dataclass":
             self.aux = Kept(aux)
+        elif self.way == "deque":
+            self.aux = deque([aux], maxlen=1)
+        elif self.way == "object":
+            self.aux = Closed(hidden, aux)
         hidden = hidden if self.hidden is None else hidden + self.hidden
         self.hidden = self.blocks[1](hidden)
         logits = self.head(self.blocks[2](self.hidden))
@@ -470,12 +475,16 @@ class Asides(Net):
             "tuple": lambda: self.aux[0],
             "nested": lambda: self.aux["of blocks"][0][0],
             "dataclass": lambda: self.aux.loss,
+            "deque": lambda: self.aux[0],
+            "object": lambda: self.aux.aux,
         }[self.way]()
         return (out[0] if self.way == "output" else out).square().mean() + 3 * aux
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("way", ["attribute", "dict", "buffer", "list", "tuple", "nested", "dataclass"])
+@pytest.mark.parametrize(
+    "way", ["attribute", "dict", "buffer", "list", "tuple", "nested", "dataclass", "deque", "object"]
+)
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 def test_what_is_put_aside_trains_at_the_scale_of_an_output(plan: str, way: str) -> None:
     """A state with a gradient that the next forward goes on from is scaled once, by that forward's output."""

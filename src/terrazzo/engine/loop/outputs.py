@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
@@ -81,13 +82,18 @@ _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 def map_asides(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """`change` differentiable tensors in attributes of modules, and in lists, dicts, tuples and dataclasses there."""
+    """`change` differentiable tensors in attributes of modules, in lists, deques, dicts, tuples and dataclasses there,
+    and in the attributes of other objects there.
+    """
     seen: set[int] = set()
     for module in model.modules():
         own = vars(module)
         for name in own.keys() - _OF_MODULES:
             if (made := _changed(own[name], change, seen)) is not own[name]:
                 own[name] = made
+            elif _is_plain(made) and id(made) not in seen:
+                seen.add(id(made))
+                _change_held(vars(made), change, seen)
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
@@ -100,7 +106,7 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> 
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     is_made = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if not (is_made or isinstance(value, list | dict)) or id(value) in seen:
+    if not (is_made or isinstance(value, list | dict | deque)) or id(value) in seen:
         return value
     seen.add(id(value))
     if is_made:
@@ -111,3 +117,16 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> 
         if (made := _changed(each, change, seen)) is not each:
             _set(value, key, made)
     return value
+
+
+def _change_held(held: dict[str, Any], change: Callable[[Tensor], Tensor], seen: set[int]) -> None:
+    """The same of an object's attributes; what these hold is not opened further if it is such an object."""
+    for name, each in [*held.items()]:
+        if (made := _changed(each, change, seen)) is not each:
+            held[name] = made
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object of a user's own class, which has attributes, and no module."""
+    foreign = type(value).__module__.partition(".")[0] in ("builtins", "torch", "terrazzo")
+    return not foreign and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type)
