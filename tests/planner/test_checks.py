@@ -240,6 +240,13 @@ def test_a_setup_built_by_hand_is_checked_too() -> None:
         estimate(replace(setup, micro_batch=0))
 
 
+def test_sequences_that_are_not_balanced_are_cut_once_for_each_rank() -> None:
+    made = setup_of(sequence=4096, cp=2)
+    check(replace(made, sequence=4098, balance="none"))
+    with pytest.raises(BadInput, match=r"4099 tokens does not divide into cp 2 equal parts\. Use 4098 tokens"):
+        check(replace(made, sequence=4099, balance="none"))
+
+
 def test_an_unknown_option_of_plan_is_refused_by_name() -> None:
     with pytest.raises(BadInput, match=r"no option 'sequense'\. Did you mean 'sequence'"):
         plan("llama3-8b", 8, sequense=2)

@@ -20,6 +20,7 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
 from terrazzo.telemetry.tables import tables_of
+from terrazzo.train import look
 from tests.helpers.processes import Pool
 from tests.telemetry.test_steps import trained
 
@@ -103,6 +104,19 @@ def test_an_edit_that_cannot_be_is_not_named() -> None:
     assert found.edit == "batch.micro_batch=4"
     assert "=" not in of([record(10, gathered(0.2))], settings(), lambda _: False).edit
     assert "=" not in of([record(10, gathered(0.2))]).edit, "a loop of one's own has no settings"
+
+
+def test_micro_batches_that_would_be_empty_in_part_are_not_proposed(tmp_path: Path) -> None:
+    """16 sequences are four for each of four ranks: of eight at once half would be nothing."""
+    for batch, proposed in (
+        ({"global_batch": 16, "micro_batch": 4}, False),
+        ({"global_batch": 32, "micro_batch": 4}, True),
+    ):
+        config = settings(batch=batch, plan={"name": "zero1"}, launch={"ranks": 4})
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        line = record(10, gathered(0.4), late=[0.0] * 4)
+        (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        assert ("batch.micro_batch=8" in str(look.verdict_on(tmp_path))) is proposed
 
 
 def test_below_five_percent_it_is_compute() -> None:

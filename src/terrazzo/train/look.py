@@ -24,6 +24,7 @@ from terrazzo.telemetry import (
     table_of_units,
     verdict_of,
 )
+from terrazzo.train.plan import empty_rows
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
 from terrazzo.train.sizing import Sizing, sizing_of
@@ -114,7 +115,10 @@ def _verdict(run: Path, lines: Lines) -> Verdict | None:
 
     def admits(edit: str) -> bool:
         try:
-            found = estimate(setup_of(load_config(path, [edit]), ranks))
+            config = load_config(path, [edit])
+            if empty_rows(config.batch, ranks, config.plan.mesh):
+                return False
+            found = estimate(setup_of(config, ranks))
         except Exception:  # anything: an edit that cannot be judged is not named
             return False
         return found.memory.fits is not False and all(one.severity != "refuse" for one in found.findings)

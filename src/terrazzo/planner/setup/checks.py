@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
+from terrazzo.parallel import Chunks
 from terrazzo.parallel.pipeline.order import rounds_of
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import BlockShape, ModelShape
@@ -86,18 +87,26 @@ def _check_sequence(setup: Setup) -> None:
             f"A sequence of {sequence} tokens is longer than the {positions} positions that {setup.model.name} has "
             f"vectors for. Use a sequence of at most {positions}."
         )
-    if cp > 1 and sequence % (2 * cp):
+    parts = _chunks(setup)
+    if sequence % parts:
+        cut = f"2 × cp {cp} = {parts} equal parts, two for each rank, which balances causal attention"
+        cut = cut if parts > cp else f"cp {cp} equal parts"
         raise BadInput(
-            f"A sequence of {sequence} tokens does not divide into 2 × cp {cp} = {2 * cp} equal parts, two for each "
-            f"rank, which balances causal attention. Use {sequence // (2 * cp) * (2 * cp) or 2 * cp} tokens."
+            f"A sequence of {sequence} tokens does not divide into {cut}. Use {sequence // parts * parts or parts} "
+            "tokens."
         )
+
+
+def _chunks(setup: Setup) -> int:
+    """Equal parts that a sequence is cut into for the ranks along cp."""
+    return Chunks(setup.mesh.cp, setup.balance).count
 
 
 def _check_parts(setup: Setup) -> None:
     """Between matrices ranks along tp have parts of each sequence, in the engine all as many tokens."""
     mesh, own = setup.mesh, setup.sequence // setup.mesh.cp
     if setup.sequence_parallel and not setup.as_megatron and own % mesh.tp:
-        step = math.lcm(2 * mesh.cp if mesh.cp > 1 else 1, mesh.cp * mesh.tp)
+        step = math.lcm(_chunks(setup), mesh.cp * mesh.tp)
         raise BadInput(
             f"A sequence of {setup.sequence} tokens gives each of cp {mesh.cp} ranks {own}, which do not divide by tp "
             f"{mesh.tp}: between matrices each has a part of them. Use {setup.sequence // step * step or step} tokens, "

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from terrazzo.engine import Offload, Plan, Precision
-from terrazzo.parallel import Mode
+from terrazzo.parallel import Balance, Mode
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import BUILT_IN, ModelShape
@@ -38,7 +38,8 @@ class Setup:
             `terrazzo.parallel.VocabularyLoss`, where each tensor-parallel rank has its part of the vocabulary.
         accumulate_locally: micro-batches before the last send nothing, and whole gradients are kept.
         sequence_parallel: tensor-parallel ranks also split what lies between their matrices.
-        context: how context-parallel ranks compute attention together: `gather`, `ulysses` or `ring`.
+        context: how context-parallel ranks compute attention together: `gather`, `ulysses` or `ring`. balance: how
+            sequences are cut for them; times are those of `head_tail`.
         virtual_stages: model chunks per pipeline rank (interleaved schedule).
         whole_gradients: buffers of whole gradients stay allocated from step to step (NVIDIA/Megatron-LM
             param_and_grad_buffer.py). fused_update: the optimizer updates without memory of its own (torch's
@@ -68,6 +69,7 @@ class Setup:
     accumulate_locally: bool = False
     sequence_parallel: bool = True
     context: Mode = "gather"
+    balance: Balance = "head_tail"
     virtual_stages: int = 1
     pipeline: Pipeline = "1f1b"
     offload: Offload = field(default_factory=Offload)

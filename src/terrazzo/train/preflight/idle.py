@@ -60,7 +60,26 @@ def _without_decay(config: Config) -> bool:
     return "weight_decay" not in inspect.signature(optimizer_class(config.optimizer)).parameters
 
 
+def _axis_alone(axis: str, keys: str, does: str) -> _Rule:
+    """Settings of an axis that has one rank."""
+    return _Rule(
+        keys,
+        lambda config: getattr(config.plan.mesh, axis) == 1,
+        f"plan.mesh.{axis} is 1: no ranks {does}",
+        f"set plan.mesh.{axis}",
+    )
+
+
 _RULES = (
+    _axis_alone("pp", "parallel.pipeline.schedule parallel.pipeline.chunks", "share layers"),
+    _axis_alone("cp", "parallel.context.mode parallel.context.balance", "share sequences"),
+    _axis_alone("tp", "parallel.tensor.sequence parallel.tensor.plan", "share matrices"),
+    _Rule(
+        "plan.prefetch",
+        lambda config: not any(it.axes or set(it.shares) - {"device"} for it in build_plan(config).places().values()),
+        "under this plan every rank has all states, and none are gathered",
+        "take a plan that splits weights, such as plan.name=zero3",
+    ),
     _Rule(
         "model.vocab_size model.dim model.layers model.heads model.kv_heads model.ffn_dim model.tie_embeddings"
         " model.rope_theta model.dropout",

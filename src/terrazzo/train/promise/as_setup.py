@@ -64,6 +64,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         every=every,
         compile=config.train.compile,
         context=config.parallel.context.mode,
+        balance=config.parallel.context.balance,
         sequence_parallel=config.parallel.tensor.sequence,
         loss=_loss(config, shape, mesh),
         pipeline=config.parallel.pipeline.schedule,
