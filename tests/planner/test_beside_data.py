@@ -133,9 +133,10 @@ def base(llama: bool, experts: int) -> nn.Module:
 class EvenRouter(Router):
     """Gives all experts as many rows."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         chosen = torch.arange(len(x) * self.config.top_k).view(len(x), -1) % self.config.count
-        return F.linear(x.float(), self.weight.float()).gather(-1, chosen), chosen
+        weights = F.linear(x.float(), self.weight.float()).gather(-1, chosen)
+        return weights, chosen, torch.bincount(chosen.flatten(), minlength=self.config.count)
 
 
 def run(case: Case, rank: int) -> tuple[dict[str, int], dict[str, int], int]:

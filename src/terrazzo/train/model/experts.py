@@ -108,8 +108,10 @@ class Router(nn.Module):
         for buffer in (self.bias, self.load, self.entropy):
             buffer.zero_()
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """For tokens `[T, dim]`: fp32 weights and int64 numbers of their experts, each `[T, top_k]`."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For tokens `[T, dim]`: fp32 weights and int64 numbers of their experts, each `[T, top_k]`; and how many rows
+        each of the experts has, int64 `[experts]`.
+        """
         config = self.config
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(dim=-1) if config.scores == "softmax" else logits.sigmoid()
@@ -117,25 +119,26 @@ class Router(nn.Module):
         weights = scores.gather(-1, chosen)
         if config.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny)
+        counts = torch.bincount(chosen.flatten(), minlength=config.count)
         if self.training and torch.is_grad_enabled():
-            auxiliary = self._auxiliary(logits, scores, chosen)  # computed again too: torch compares what is saved
+            auxiliary = self._auxiliary(logits, scores, counts)  # computed again too: torch compares what is saved
             if not inside_backward():
-                self._count(scores.detach(), chosen)
+                self._count(scores.detach(), counts)
                 self.auxiliary = auxiliary
-        return weights, chosen
+        return weights, chosen, counts
 
-    def _count(self, scores: Tensor, chosen: Tensor) -> None:
+    def _count(self, scores: Tensor, counts: Tensor) -> None:
         share = scores / scores.sum(dim=-1, keepdim=True)
-        self.load += torch.bincount(chosen.flatten(), minlength=self.config.count)
+        self.load += counts
         self.entropy[0] -= torch.xlogy(share, share).sum()
         self.entropy[1] += len(share)
 
-    def _auxiliary(self, logits: Tensor, scores: Tensor, chosen: Tensor) -> Tensor | None:
+    def _auxiliary(self, logits: Tensor, scores: Tensor, counts: Tensor) -> Tensor | None:
         """Sums over tokens, of `experts × share of the rows × share of the scores` and of the z-loss."""
         config, losses = self.config, []
         if config.balance == "loss":
             share = scores / scores.sum(dim=-1, keepdim=True)
-            rows = torch.bincount(chosen.flatten(), minlength=config.count) / max(1, chosen.numel())
+            rows = counts / max(1, len(scores) * config.top_k)
             losses.append(config.loss_weight * config.count * (rows * share.sum(dim=0)).sum())
         if config.z_loss:
             losses.append(config.z_loss * logits.logsumexp(dim=-1).square().sum())
@@ -219,7 +222,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
-        weights, chosen = self.router(tokens)
+        weights, chosen, counts = self.router(tokens)
         expert = chosen.flatten()
         order = expert.argsort(stable=True)
         inverse = torch.empty_like(order)
@@ -227,7 +230,6 @@ class MixtureOfExperts(nn.Module):
         each = weights.flatten().unsqueeze(-1).to(tokens.dtype)
         rows = tokens.repeat_interleave(self.config.top_k, dim=0) if self.config.top_k > 1 else tokens
         rows = rows * each if self.config.apply == "before" else rows
-        counts = torch.bincount(expert, minlength=self.config.count)
         rows = permuted(self.experts(permuted(rows, order, inverse), counts), inverse, order)
         rows = rows * each if self.config.apply == "after" else rows
         mixed: Tensor = rows.unflatten(0, (-1, self.config.top_k)).sum(dim=1).view_as(x)
