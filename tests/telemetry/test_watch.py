@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,17 @@ def test_where_ranks_are_now_is_read_from_what_they_record(tmp_path: Path) -> No
     assert "\nnow\n  rank 1    step 8  backward  waits for" in text
     box.recorder.phase("end")
     assert ranks.lines() == [], "it has ended in order"
+
+
+@pytest.mark.parametrize("age_s", [60, 0])
+def test_a_run_that_failed_ends_its_watch_once_nobody_starts_it_again(
+    age_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_module("terrazzo.cli.watch"), "_FAILED_S", 30.0 if age_s else 0.2)
+    run = write_run(tmp_path / "run", LINES)
+    note = run / "exit.json"
+    note.write_text(json.dumps({"code": 81, "cause": "Rank 2 is stopped " + "x" * 90, "rank": 2, "step": 20}))
+    os.utime(note, (time.time() - age_s,) * 2)
+    done = CliRunner().invoke(cli.app, ["watch", str(run)])
+    assert done.exit_code == 0
+    assert done.output.splitlines()[-1] == "ended with exit code 81: Rank 2 is stopped " + "x" * 90

@@ -35,16 +35,19 @@ def profile(
 
     folder = out or Path("runs") / time.strftime("profile-%Y%m%d-%H%M%S")
     found = run(command, folder)
-    for line in _said(found.own or folder, found.steps):
+    for line in _said(found.own or folder, found.steps, found.code):
         print(f"terrazzo profile: {line}", file=sys.stderr)
     raise typer.Exit(found.code)
 
 
-def _said(folder: Path, steps: int) -> list[str]:
+def _said(folder: Path, steps: int, code: int) -> list[str]:
     from terrazzo.errors import counted
     from terrazzo.train.command import program
     from terrazzo.train.look import verdict_on  # the trainer, which other verbs do without
 
     if not steps:
-        return ["no step of a torch.optim optimizer was seen, so there is nothing to say.", _UNSEEN]
+        return [
+            "no step of a torch.optim optimizer was seen, so there is nothing to say.",
+            *([] if code else [_UNSEEN]),
+        ]
     return [str(verdict_on(folder)), f"{counted(steps, 'step')} seen; {program()} verdict|watch|report {folder}"]

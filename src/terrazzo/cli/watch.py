@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["watch"]
 
 _WAIT_S = 0.5
+_FAILED_S = 20.0
+"""So long after a run has noted that it failed, nobody starts it again any more."""
 
 
 def watch(
@@ -54,13 +56,15 @@ def _on_screen(run: Path) -> None:
     console, stamp, ranks = Console(highlight=False), None, Whereabouts(run)
     lines: Sequence[Mapping[str, Any]] = []
     with Live(console=console, auto_refresh=False) as live:
-        while not has_ended(lines):
+        while not (has_ended(lines) or _failed(run)):
             if (found := _stamp(run)) != stamp or not lines:
                 stamp, lines = found, _read(run, waits=True)
                 verdict = _verdict(run, lines)
             shown = _shown(run, lines, console.width, ranks, verdict) if lines else _waiting(ranks)
             live.update(shown, refresh=True)
             time.sleep(0 if has_ended(lines) else _WAIT_S)
+    if failed := _failed(run):
+        console.print(failed, soft_wrap=True)
 
 
 def _as_lines(run: Path, width: int) -> None:
@@ -69,13 +73,33 @@ def _as_lines(run: Path, width: int) -> None:
 
     lines: Sequence[Mapping[str, Any]] = []
     told = 0
-    while not has_ended(lines):
+    failed: str | None = None
+    while not (has_ended(lines) or failed):
+        failed = _failed(run)
         lines = _read(run, waits=True)
         rows = rows_of(lines, _steps(run), width) if lines else []
         for row in rows[told:]:
             say(row)
         told = max(told, len(rows))
-        time.sleep(0 if has_ended(lines) else _WAIT_S)
+        time.sleep(0 if has_ended(lines) or failed else _WAIT_S)
+    if failed:
+        say(failed)
+
+
+def _failed(run: Path) -> str | None:
+    """How a run has ended that wrote no summary, in a line; None where it goes on, or is about to be started again."""
+    from terrazzo.errors import BadInput
+    from terrazzo.files import read_json
+    from terrazzo.telemetry.exit_note import EXIT_NOTE
+
+    path = run / EXIT_NOTE
+    try:
+        if time.time() - path.stat().st_mtime < _FAILED_S:
+            return None
+        note = read_json(path, 1 << 20)
+    except (OSError, BadInput):
+        return None
+    return f"ended with exit code {note.get('code')}: {note.get('cause')}" if isinstance(note, dict) else None
 
 
 def _read(run: Path, waits: bool = False) -> Sequence[Mapping[str, Any]]:

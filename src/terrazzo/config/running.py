@@ -93,10 +93,12 @@ class LaunchConfig(Section):
     @field_validator("ranks", mode="before")
     @classmethod
     def _as_number_or_range(cls, value: Any) -> Any:
-        if not isinstance(value, str):
+        if value is None or isinstance(value, int | float):
             return value if value is None else whole_number(value)
-        if not RANGE.fullmatch(value):
+        if isinstance(value, str) and value.isdigit():
             raise PydanticKnownError("int_type")
+        if not isinstance(value, str) or not RANGE.fullmatch(value):
+            raise ValueError(f"{value!r} is neither a number of ranks nor a range of them, least:most, such as 2:4")
         least, most = map(int, value.split(":"))
         if not 0 < least < most:
             meant = f"{max(1, min(least, most))}:{max(least, most)}" if least != most else str(max(1, most))
