@@ -223,7 +223,7 @@ class _ShownGradients:
 
     def _await_scaling(self) -> None:
         for driver in self._engine.drivers:
-            driver.prepare_clipping(float("inf"))  # an update may still scale what it was handed
+            driver.await_scaling()
 
     def _measure(self, kind: float) -> dict[Key, Tensor]:
         engine = self._engine

@@ -169,7 +169,7 @@ class Bucket(BucketSpec):
         lower precision loses nothing.
         """
         self.changes += 1
-        self.edits.written()
+        self.edits.forget_written()
         if not self.resident:
             adopt_values(self.weight, self.full)
         if self.has_own_master:
@@ -180,7 +180,7 @@ class Bucket(BucketSpec):
         if not (self.resident and self._present):
             return
         has_master = self.has_own_master
-        if self.edits.written() or (has_master and self.edits.asked and differ(self.master, self.weight)):
+        if self.edits.take_written() or (has_master and self.edits.asked and differ(self.master, self.weight)):
             self.changes += 1
             if has_master:
                 adopt_values(self.master, self.weight)
@@ -188,7 +188,7 @@ class Bucket(BucketSpec):
     def drop_edits(self) -> None:
         """What has been written into gathered weights ends with them; whole ones keep it."""
         if not self.resident:
-            self.edits.written()
+            self.edits.forget_written()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
@@ -266,7 +266,7 @@ class Bucket(BucketSpec):
         Raises:
             Misuse: there.
         """
-        if not self.resident and (written := self.edits.written()):
+        if not self.resident and (written := self.edits.take_written()):
             raise Misuse(
                 f"{listed([*map(repr, written)])} written to while the weights were gathered: this would be lost. "
                 "Write inside 'with tz.gathered(model, write=True):'; a forward that changes its own weights needs a "

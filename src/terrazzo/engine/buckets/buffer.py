@@ -99,7 +99,7 @@ class Resting(ABC):
                 data.copy_(source.part(part))
 
 
-@dataclass
+@dataclass(eq=False)
 class Buffer(Resting):
     """The elements of `space.range(axes)`, in `data` (1-D), in the memory of the device or of the host."""
 

@@ -90,8 +90,12 @@ class Edits:
     def _current(self) -> list[int]:
         return [watched.parameter._version for watched in self._members]
 
-    def written(self) -> list[str]:
-        """Names of the parameters that have been written to in place since this was last asked."""
+    def forget_written(self) -> None:
+        """What has been written to in place so far is known, or lost."""
+        self._versions = self._current()
+
+    def take_written(self) -> list[str]:
+        """Names of the parameters that have been written to in place since this, or to forget it, was last asked."""
         before, self._versions = self._versions, self._current()
         if before == self._versions:
             return []

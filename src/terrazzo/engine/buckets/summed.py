@@ -15,7 +15,7 @@ from terrazzo.engine.runtime.worker import Job
 __all__ = ["SummedGradient"]
 
 
-@dataclass
+@dataclass(eq=False)
 class SummedGradient:
     """A finished gradient, or a sum of micro-batches on its way to being one.
 

@@ -17,7 +17,7 @@ __all__ = ["Announcements"]
 
 
 class Announcements:
-    """Those of the units of one model."""
+    """Says to which units a backward will come, from what the units of one model have returned."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         modules = {unit.module for unit in units}

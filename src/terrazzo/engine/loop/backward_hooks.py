@@ -27,7 +27,7 @@ __all__ = ["BackwardHooks"]
 
 
 class BackwardHooks:
-    """Those of one sharded model. Torch's side holds this object weakly, so that the model can be freed at once.
+    """Hooks on the backwards of one sharded model, which torch holds weakly: the model can be freed at once.
 
     A backward begins at the first sign of it, whichever that is, and ends when autograd says so.
 
@@ -43,9 +43,10 @@ class BackwardHooks:
         sharding: ShardingSpec,
         progress: Progress,
         exchanges: RowExchanges,
+        agreement: Agreement,
     ) -> None:
         self.units, self.schedule, self._progress = units, schedule, progress
-        self._agreement, self._exchanges = Agreement(units, schedule, sharding.axes, progress), exchanges
+        self.agreement, self._exchanges = agreement, exchanges
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self.tell_of_gradients(begun=do_nothing, ended=do_nothing)
         self.recover: Callable[[], None] = do_nothing
@@ -162,7 +163,7 @@ class BackwardHooks:
 
     def finish(self, backward: BackwardPass) -> None:
         """It has run the program to its end: agree on its gradients, and wait for them. Collective."""
-        self._agreement.on_gradients(backward)
+        self.agreement.on_gradients(backward)
         self.schedule.finish()
         self._progress.denominator.loss_scale.end_backward()
         self._ended()

@@ -17,7 +17,7 @@ __all__ = ["Copies"]
 
 
 class Copies:
-    """Makes them.
+    """Makes copies of gathered weights where somebody may keep them.
 
     Args:
         storages: addresses of those that gathered weights lie in.

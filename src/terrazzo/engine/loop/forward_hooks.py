@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from terrazzo.engine.buckets.parameter import link_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.links.label import Purpose
-from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.announce import Announcements
 from terrazzo.engine.loop.backward_hooks import BackwardHooks
 from terrazzo.engine.loop.copies import Copies
@@ -38,7 +37,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class ForwardHooks:
-    """Those of one sharded model. Torch's side holds this object weakly, so that the model can be freed at once.
+    """Hooks around the forwards of one sharded model, which torch holds weakly: the model can be freed at once.
 
     A call of the model is a pass of its own; or a part of one, inside of whose call it is; or a part of backward, which
     activation checkpointing runs again. Which it is shows from where it is called, and not from how many have begun:
@@ -55,7 +54,7 @@ class ForwardHooks:
         backward: BackwardHooks,
     ) -> None:
         self._units, self._schedule, self._progress, self._backward = units, schedule, progress, backward
-        self._agreement, self._exchanges = Agreement(units, schedule, sharding.axes, progress), exchanges
+        self._agreement, self._exchanges = backward.agreement, exchanges
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
         self._compute, self._alone = sharding.precision.compute, sharding.axes.size() == 1
         self.refuse(None)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.backward_hooks import BackwardHooks
 from terrazzo.engine.loop.forward_hooks import ForwardHooks
 from terrazzo.engine.loop.progress import Progress
@@ -31,7 +32,8 @@ class Hooks:
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, sharding: ShardingSpec, progress: Progress) -> None:
         self._names, self._exchanges = units[0].names, RowExchanges(schedule)
-        self._backward = BackwardHooks(units, schedule, sharding, progress, self._exchanges)
+        agreement = Agreement(units, schedule, sharding.axes, progress)
+        self._backward = BackwardHooks(units, schedule, sharding, progress, self._exchanges, agreement)
         self._forward = ForwardHooks(units, schedule, sharding, progress, self._exchanges, self._backward)
         self.before_use: Callable[[], None] = do_nothing
 

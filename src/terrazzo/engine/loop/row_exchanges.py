@@ -33,7 +33,7 @@ class _ExpertRanks(Protocol):
 
 
 class RowExchanges:
-    """Those of one model; most have none."""
+    """The exchanges of rows of one model; most have none."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule

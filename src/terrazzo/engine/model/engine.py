@@ -38,7 +38,7 @@ from terrazzo.errors import Misuse
 __all__ = ["Engine", "engine_of"]
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Engine:
     """What `tz.shard` builds behind a model.
 

@@ -28,7 +28,7 @@ _INSIDE = (
 
 
 class GatheredBlocks:
-    """Those of one model; one may be in another."""
+    """The blocks of `tz.gathered` of one model; one may be in another."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, hooks: Hooks, axes: Axes) -> None:
         self._units, self._schedule, self._hooks, self._axes = units, schedule, hooks, axes

@@ -131,16 +131,19 @@ class Background:
         if any(unit.updating for unit in self._off_device):
             self._updater.flush().wait()
 
+    def await_scaling(self) -> None:
+        """Wait until no update scales what it was handed; those in backward take it as it is."""
+        if not self.steps_in_backward and any(unit.updating for unit in self._off_device):
+            self.catch_up()
+
     def prepare_clipping(self, max_norm: float) -> None:
         """No update reads or scales gradients from now on.
 
         Raises:
             Misuse: where they have been used already.
         """
-        if not self.steps_in_backward:
-            if any(unit.updating for unit in self._off_device):
-                self.catch_up()
-        elif max_norm != float("inf"):
+        self.await_scaling()
+        if self.steps_in_backward and max_norm != float("inf"):
             raise Misuse(
                 "tz.clip_grad_norm_ was called, but with offload step 'backward' units have been updated while "
                 "backward ran. Use tz.Offload(step='overlapped'), whose result is that of clipping on the spot; a "

@@ -186,6 +186,11 @@ class OptimizerDriver:
         kept = [value for parameter in here for value in self.optimizer.state.get(parameter, {}).values()]
         return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
+    def await_scaling(self) -> None:
+        """Wait until no update scales what it was handed."""
+        if self.background is not None:
+            self.background.await_scaling()
+
     def prepare_clipping(self, max_norm: float) -> None:
         """No update reads or scales gradients from now on; a `max_norm` of infinity only measures them.
 

@@ -57,6 +57,9 @@ class OffDeviceUpdates(Protocol):
     def await_states(self) -> None:
         """Wait until no update writes what the optimizer keeps. Not collective."""
 
+    def await_scaling(self) -> None:
+        """Wait until no update scales what it was handed."""
+
     def prepare_clipping(self, max_norm: float) -> None:
         """No update reads or scales gradients from now on.
 
