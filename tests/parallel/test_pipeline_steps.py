@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
+from terrazzo.parallel.pipeline.deferred import DeferredWeights
 from tests.helpers.processes import run_in_processes
 from tests.helpers.threads import run_in_threads
 
@@ -130,3 +131,24 @@ def test_a_step_under_autocast_is_that_of_one_process(base: nn.Sequential, sched
         assert all(torch.equal(state[name], each) for name, each in plain.state_dict().items())
 
     run_in_threads(2, body, timeout_s=10.0)
+
+
+def test_weights_wait_whatever_hooks_the_engine_has_on_them(
+    base: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two linear maps in each of two stages, three micro-batches, two steps: each gradient is put off."""
+    put_off: list[Tensor] = []
+    add = DeferredWeights.add
+    monkeypatch.setattr(
+        DeferredWeights, "add", lambda self, weight, *rest: put_off.append(weight) or add(self, weight, *rest)
+    )
+
+    def body(rank: int) -> None:
+        model, optimizer = cut(base, "zero_bubble")
+        for seed in range(2):
+            tz.step(model, batches(seed), loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_in_threads(2, body)
+    assert len(put_off) == 2 * 2 * 3 * 2

@@ -95,12 +95,12 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_finds_its_own_and_one_that_goes_on_keeps_it(
     background: bool, tmp_path: Path, ticking: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"every": "auto", "mtbf_hours": 1e-9, "overhead": 0.5, "background": background, "keep_last": None}
+    settings = {"every": "auto", "mtbf_hours": 1e-9, "overhead": 0.2, "background": background, "keep_last": None}
     config = config_in(tmp_path, train={"steps": 40}, checkpoint=settings)
     assert trained(config, stop_after=23) == 75
     (choice,) = lines(tmp_path, "cadence")
     assert choice["step"] == 10
-    allowed = math.ceil(choice["cost_s"] / choice["step_s"])
+    allowed = math.ceil(4 * choice["cost_s"] / choice["step_s"])
     assert choice["every"] == max(allowed, math.ceil(choice["busy_s"] / choice["step_s"]))
     assert bool(choice["busy_s"]) == background
     every = choice["every"]

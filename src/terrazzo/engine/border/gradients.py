@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from terrazzo.engine.border.measured import Spread, measured_gradient
 from terrazzo.engine.border.stand_in import Key, StandIn
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.parameter import register_hearer
 from terrazzo.engine.loop.listeners import eager, inside_backward
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
@@ -109,7 +110,7 @@ class _ShownGradients:
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
                 for member in bucket.members:
-                    member.parameter.register_hook(before)
+                    register_hearer(member.parameter, before)
 
     @property
     def _engine(self) -> Engine:

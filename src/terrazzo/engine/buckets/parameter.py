@@ -28,8 +28,10 @@ __all__ = [
     "OnDrive",
     "Refusing",
     "Zeros",
+    "has_hooks",
     "link_of",
     "plain_data",
+    "register_hearer",
     "register_last",
     "sharded_name",
 ]
@@ -46,7 +48,7 @@ class Link:
         measure: what a function makes of the values while they are split; None where it makes nothing.
         arrive: waits for new values that are on their way.
         alias: what `.data` gives, in place of torch's own.
-        taker: number of the hook that takes the gradient away.
+        taker: number of the hook that takes the gradient away. hearer: of the one that hears of it before.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Link:
     arrive: Callable[[], None] | None = None
     alias: Callable[[nn.Parameter], Tensor] | None = None
     taker: int | None = None
+    hearer: int | None = None
 
 
 def link_of(tensor: Tensor) -> Link | None:
@@ -81,13 +84,20 @@ def register_last(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> No
     link.taker = Tensor.register_post_accumulate_grad_hook(parameter, hook).id  # type: ignore[no-untyped-call]
 
 
+def register_hearer(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook that hears of a gradient before autograd adds it up."""
+    link = link_of(parameter)
+    assert link is not None, "a parameter of a bucket that has been built"
+    link.hearer = parameter.register_hook(hook).id
+
+
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether anybody but the engine has registered a hook that looks at gradients."""
     link = link_of(parameter)
-    taker = None if link is None else link.taker
+    ours = () if link is None else (link.taker, link.hearer)
     with plainly():
-        accumulated: Any = parameter._post_accumulate_grad_hooks
-        return bool(parameter._backward_hooks) or any(each != taker for each in accumulated or ())
+        hooks: Any = [*(parameter._backward_hooks or ()), *(parameter._post_accumulate_grad_hooks or ())]
+    return any(each not in ours for each in hooks)
 
 
 class Refusing(nn.Parameter):

@@ -105,10 +105,12 @@ def describe_model(config: Config) -> ModelDescription:
 
 
 def _tensors(config: Config) -> Mapping[str, Sequence[HubTensor]]:
-    """As `transformers` would save them; under the model's own names, which it reads too, where they are no runs."""
-    model = prepare_model(config)
-    base, shapes = pretrained_model(model), {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    """As `transformers` would save them; under the model's own names, which it reads too, where they are no runs,
+    or where it does not know the model.
+    """
     try:
+        model = prepare_model(config)
+        base, shapes = pretrained_model(model), {name: tuple(each.shape) for name, each in model.state_dict().items()}
         return {} if base is None else hub_tensors(base, shapes)
     except BadInput:
         return {}
