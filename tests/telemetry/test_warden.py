@@ -141,7 +141,8 @@ def test_what_a_loop_does_between_steps_may_last(tmp_path: Path) -> None:
 def test_a_rank_that_is_stopped_on_another_machine_is_named_on_both_and_all_ranks_are_ended(tmp_path: Path) -> None:
     """Two machines, as far as the ranks are told: each has a warden of its own."""
     first, second = programs.on_ranks(2, "-c", LOOP, "stopped", str(tmp_path), "0.5", "apart")
-    assert (first.returncode, second.returncode) == (STALLED, -signal.SIGKILL), first.stderr
+    assert second.returncode == -signal.SIGKILL
+    assert first.returncode in (STALLED, FAILED), first.stderr  # on a busy machine it may see rank 1 gone before
     for done in (first, second):
         said = r"Rank 1 \(host .+, pid \d+\) is stopped \(SIGSTOP\)\. Missing from all_gather \d+ on dp_shard, unit \d"
         assert re.search(said, done.stderr), done.stderr
