@@ -154,3 +154,16 @@ def test_a_run_that_failed_ends_its_watch_once_nobody_starts_it_again(
     done = CliRunner().invoke(cli.app, ["watch", str(run)])
     assert done.exit_code == 0
     assert done.output.splitlines()[-1] == "ended with exit code 81: Rank 2 is stopped " + "x" * 90
+
+
+def test_a_run_that_ended_in_order_needs_no_word_of_how(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", LINES)
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in [*LINES, {"kind": "summary", "step": 20}])
+    )
+    note = run / "exit.json"
+    note.write_text(json.dumps({"code": 0, "cause": "all steps are done", "rank": None, "step": 20}))
+    os.utime(note, (time.time() - 60,) * 2)
+    done = CliRunner().invoke(cli.app, ["watch", str(run)])
+    assert done.exit_code == 0
+    assert "ended with" not in done.output

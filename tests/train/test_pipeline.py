@@ -48,6 +48,19 @@ def said(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(steps), torch.tensor([line["loss"] for line in lines(folder, "validation")])
 
 
+def summary_as_alone(values: dict[str, Any], ranks: int, experts: bool) -> dict[str, Any]:
+    """The summary of a run that goes on from the first step of the run of one rank, and says what that says."""
+    expected = alone(experts)
+    first = "checkpoints/step-00000001"  # threads draw from one random generator
+    shutil.copytree(expected / first, run_folder(values) / first)
+    train(values, ranks)
+    (steps, validation), (its_steps, its_validation) = said(run_folder(values)), said(expected)
+    torch.testing.assert_close(steps, its_steps[1:], rtol=2e-5, atol=0)
+    torch.testing.assert_close(validation, its_validation, rtol=2e-5, atol=0)
+    (summary,) = lines(run_folder(values), "summary")
+    return summary
+
+
 @pytest.mark.parametrize(
     ("mesh", "ranks", "plan", "more"),
     [
@@ -65,15 +78,7 @@ def said(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 def test_stages_train_as_one_rank_does(
     tmp_path: Path, mesh: dict[str, int], ranks: int, plan: str, more: dict[str, Any]
 ) -> None:
-    values = staged(tmp_path, ranks, mesh, plan, **more)
-    expected = alone("model" in more)
-    first = "checkpoints/step-00000001"  # threads draw from one random generator
-    shutil.copytree(expected / first, run_folder(values) / first)
-    train(values, ranks)
-    (steps, validation), (its_steps, its_validation) = said(run_folder(values)), said(expected)
-    torch.testing.assert_close(steps, its_steps[1:], rtol=2e-5, atol=0)
-    torch.testing.assert_close(validation, its_validation, rtol=2e-5, atol=0)
-    (summary,) = lines(run_folder(values), "summary")
+    summary = summary_as_alone(staged(tmp_path, ranks, mesh, plan, **more), ranks, experts="model" in more)
     for what in ("state_bytes", "transient_bytes", "host_bytes", "traffic_bytes"):
         assert summary[f"{what}_promised"] == summary[f"{what}_measured"], what
 

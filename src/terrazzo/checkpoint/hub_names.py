@@ -7,7 +7,6 @@ comes out is a run of one that went in.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,10 +30,6 @@ class HubTensor:
     name: str
     shape: Shape
     start: int = 0
-
-    @property
-    def stop(self) -> int:
-        return self.start + math.prod(self.shape)
 
 
 def pretrained_model(model: nn.Module) -> nn.Module | None:

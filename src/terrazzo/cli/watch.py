@@ -56,14 +56,14 @@ def _on_screen(run: Path) -> None:
     console, stamp, ranks = Console(highlight=False), None, Whereabouts(run)
     lines: Sequence[Mapping[str, Any]] = []
     with Live(console=console, auto_refresh=False) as live:
-        while not (has_ended(lines) or _failed(run)):
+        while not (has_ended(lines) or _failed(run, lines)):
             if (found := _stamp(run)) != stamp or not lines:
                 stamp, lines = found, _read(run, waits=True)
                 verdict = _verdict(run, lines)
             shown = _shown(run, lines, console.width, ranks, verdict) if lines else _waiting(ranks)
             live.update(shown, refresh=True)
             time.sleep(0 if has_ended(lines) else _WAIT_S)
-    if failed := _failed(run):
+    if failed := _failed(run, lines):
         console.print(failed, soft_wrap=True)
 
 
@@ -75,8 +75,8 @@ def _as_lines(run: Path, width: int) -> None:
     told = 0
     failed: str | None = None
     while not (has_ended(lines) or failed):
-        failed = _failed(run)
         lines = _read(run, waits=True)
+        failed = _failed(run, lines)
         rows = rows_of(lines, _steps(run), width) if lines else []
         for row in rows[told:]:
             say(row)
@@ -86,20 +86,18 @@ def _as_lines(run: Path, width: int) -> None:
         say(failed)
 
 
-def _failed(run: Path) -> str | None:
+def _failed(run: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
     """How a run has ended that wrote no summary, in a line; None where it goes on, or is about to be started again."""
-    from terrazzo.errors import BadInput
-    from terrazzo.files import read_json
-    from terrazzo.telemetry.exit_note import EXIT_NOTE
+    from terrazzo.telemetry import has_ended
+    from terrazzo.telemetry.exit_note import EXIT_NOTE, exit_of
 
-    path = run / EXIT_NOTE
     try:
-        if time.time() - path.stat().st_mtime < _FAILED_S:
-            return None
-        note = read_json(path, 1 << 20)
-    except (OSError, BadInput):
+        age_s = time.time() - (run / EXIT_NOTE).stat().st_mtime
+    except OSError:
         return None
-    return f"ended with exit code {note.get('code')}: {note.get('cause')}" if isinstance(note, dict) else None
+    if has_ended(lines) or age_s < _FAILED_S or (note := exit_of(run)) is None:
+        return None
+    return f"ended with exit code {note.code}: {note.cause}"
 
 
 def _read(run: Path, waits: bool = False) -> Sequence[Mapping[str, Any]]:

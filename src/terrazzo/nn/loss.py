@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.errors import BadInput
 
-__all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "Parts", "chunk_rows", "linear_cross_entropy"]
+__all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "Parts", "chunk_rows", "linear_cross_entropy", "outside_part"]
 
 CHUNKS = 32
 """Into how many a large batch is cut, so that what a chunk needs is far below what all logits would."""
@@ -54,6 +54,11 @@ class Parts(Protocol):
 
     def total(self, values: Tensor) -> Tensor:
         """The elementwise sum over the ranks, in rank order. Collective."""
+
+
+def outside_part(asked: Tensor, start: int, stop: int, numel: int) -> Tensor:
+    """Which of `asked` are other ranks' of `numel` rows, of which this one has those from `start` to `stop`."""
+    return ((asked >= 0) & (asked < start)) | ((asked >= stop) & (asked < numel))
 
 
 def chunk_rows(tokens: int, vocabulary: int) -> int:
@@ -195,8 +200,8 @@ class _Loss:
         """Targets as places in this rank's part, and which of them are not there."""
         if self.parts is None:
             return targets, torch.zeros_like(targets, dtype=torch.bool)
-        start, stop = self.parts.start, self.parts.start + width
-        elsewhere = ((targets >= 0) & (targets < start)) | ((targets >= stop) & (targets < self.vocabulary))
+        start = self.parts.start
+        elsewhere = outside_part(targets, start, start + width, self.vocabulary)
         return (targets - start).masked_fill(elsewhere, 0), elsewhere  # what no rank has is torch's to refuse
 
 

@@ -12,9 +12,11 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from terrazzo.errors import BadInput
 from terrazzo.exit_codes import PREEMPTED
+from terrazzo.files import read_json
 
-__all__ = ["EXIT_NOTE", "ExitNote", "forget_exit", "leave_exit", "went_well"]
+__all__ = ["EXIT_NOTE", "ExitNote", "exit_of", "forget_exit", "leave_exit", "went_well"]
 
 EXIT_NOTE = "exit.json"
 
@@ -53,6 +55,14 @@ def leave_exit(folder: Path, note: ExitNote, *, replace: bool = False) -> None:
             part.replace(target)
     with contextlib.suppress(OSError):
         part.unlink(missing_ok=True)
+
+
+def exit_of(folder: Path) -> ExitNote | None:
+    """The note that is there; None where there is none that can be read."""
+    try:
+        return ExitNote(**read_json(folder / EXIT_NOTE, 1 << 20))
+    except (OSError, BadInput, TypeError):
+        return None
 
 
 def forget_exit(folder: Path) -> None:

@@ -207,8 +207,12 @@ def _mends(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admits) ->
 def _title(cause: _Cause) -> str:
     if cause.name in _FOR:
         return f"exposed communication{f' along {cause.axis}' if cause.axis else ''}"
-    names = {"late_rank": f"rank {cause.rank}", "late_peer": "waiting for late ranks", "device": "the device's queue"}
-    names["host"] = "the host"
+    names = {
+        "late_rank": f"rank {cause.rank}",
+        "late_peer": "waiting for late ranks",
+        "device": "the device's queue",
+        "host": "the host",
+    }
     return names.get(cause.name) or _TITLES.get(cause.name, (cause.name, ""))[0]
 
 

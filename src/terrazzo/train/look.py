@@ -59,7 +59,7 @@ def page_on(run: Path, against: Path | None = None) -> Path:
     verdict = _verdict(run, lines)
     details = {VERDICT: str(verdict)} if verdict is not None else {}
     tables = units_on(run)
-    if (sizing := sizing_on(run)) is not None:
+    if (sizing := _sizing(run, lines)) is not None:
         details["How many ranks"] = sizing.sentence
         tables += [sizing.table] if sizing.table is not None else []
     others: Lines = ()
@@ -81,7 +81,11 @@ def page_on(run: Path, against: Path | None = None) -> Path:
 
 def sizing_on(run: Path) -> Sizing | None:
     """What half and twice as many ranks would do, by the planner and this run's pace; None for a loop of one's own."""
-    lines, path = run_lines(run), run / "config.json"
+    return _sizing(run, run_lines(run))
+
+
+def _sizing(run: Path, lines: Lines) -> Sizing | None:
+    path = run / "config.json"
     return sizing_of(path, lines, _ranks(steps_of(lines))) if path.is_file() else None
 
 

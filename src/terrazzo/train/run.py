@@ -17,9 +17,8 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError, counted
 from terrazzo.exchange import on_first, together
 from terrazzo.exit_codes import PREEMPTED
-from terrazzo.files import read_json
 from terrazzo.telemetry import Console
-from terrazzo.telemetry.exit_note import EXIT_NOTE, ExitNote, forget_exit, leave_exit
+from terrazzo.telemetry.exit_note import ExitNote, exit_of, forget_exit, leave_exit
 from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.standing import LEFT
@@ -127,12 +126,8 @@ def _identity(path: str | None) -> str:
 def _note_exit(config: Config, ended: Ended) -> None:
     """How its ranks have ended, as their launcher saw it; what the rank that failed first has noted says more."""
     folder = config.log.folder
-    try:
-        there = read_json(folder / EXIT_NOTE, 1 << 20)
-    except (OSError, BadInput):
-        there = {}
-    known = isinstance(there, dict) and there.get("code") == ended.code and there.get("rank") == ended.rank
-    if not known:
+    there = exit_of(folder)
+    if there is None or (there.code, there.rank) != (ended.code, ended.rank):
         cause = ended.why or (f"ended by {signal.Signals(ended.code - 128).name}" if ended.code > 128 else "unknown")
         leave_exit(folder, ExitNote(ended.code, str(without_passwords(cause)), ended.rank, ended.step), replace=True)
 

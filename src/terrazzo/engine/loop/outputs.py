@@ -87,13 +87,12 @@ def map_asides(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """
     seen: set[int] = set()
     for module in model.modules():
-        own = vars(module)
-        for name in own.keys() - _OF_MODULES:
-            if (made := _changed(own[name], change, seen)) is not own[name]:
-                own[name] = made
-            elif _is_plain(made) and id(made) not in seen:
-                seen.add(id(made))
-                _change_held(vars(made), change, seen)
+        own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+        _change_held(vars(module), own, change, seen)
+        for each in own.values():
+            if _is_plain(each) and id(each) not in seen:
+                seen.add(id(each))
+                _change_held(vars(each), dict(vars(each)), change, seen)
 
 
 def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> Any:
@@ -119,9 +118,11 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> 
     return value
 
 
-def _change_held(held: dict[str, Any], change: Callable[[Tensor], Tensor], seen: set[int]) -> None:
-    """The same of an object's attributes; what these hold is not opened further if it is such an object."""
-    for name, each in [*held.items()]:
+def _change_held(
+    held: dict[str, Any], some: dict[str, Any], change: Callable[[Tensor], Tensor], seen: set[int]
+) -> None:
+    """The same of `some` attributes of an object, which are `held` there; other objects among them stay closed."""
+    for name, each in some.items():
         if (made := _changed(each, change, seen)) is not each:
             held[name] = made
 

@@ -309,7 +309,9 @@ class OptimizerDriver:
         """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
         precision = self.sharding.precision
         stepper = Stepper(optimizer, self.groups.start)  # the optimizer's own step is still to come
-        for segment in segments if stepper.is_own else [each for each in segments if each.due]:
+        for segment in segments:
+            if not (segment.due or stepper.is_own):
+                continue
             parameter = segment.parameter
             if segment.due:
                 parameter.grad = segment.gradient(finished[segment.bucket])

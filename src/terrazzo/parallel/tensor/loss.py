@@ -11,9 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput
-from terrazzo.nn import linear_cross_entropy
+from terrazzo.nn import linear_cross_entropy, outside_part
 from terrazzo.parallel.tensor.ranks import TensorRanks, runs_of, tensor_ranks
-from terrazzo.parallel.tensor.uses import outside_part
 
 __all__ = ["VocabularyLoss", "leave_vocabulary", "vocabulary_of"]
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.nn import outside_part
 from terrazzo.parallel.tensor.ranks import TensorRanks
 
 __all__ = [
@@ -193,11 +194,6 @@ class _Look:
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
         """It has returned, or raised."""
         module.padding_idx = self.padding  # type: ignore[assignment]
-
-
-def outside_part(asked: Tensor, start: int, stop: int, numel: int) -> Tensor:
-    """Which of `asked` are other ranks' of `numel` rows, of which this one has those from `start` to `stop`."""
-    return ((asked >= 0) & (asked < start)) | ((asked >= stop) & (asked < numel))
 
 
 def take_part(module: nn.Embedding, use: TensorUse, start: int, stop: int, rows: int) -> None:

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,8 @@ def tails_of(run: Path) -> dict[int, Tail]:
     """By rank, what the ranks of a run write to that go on now, on this machine."""
     found = {}
     for path in sorted((run / _FOLDER).glob("rank-*.live")):
-        with contextlib.suppress(OSError, BadInput, ValueError, KeyError, TypeError):
-            live = json.loads(path.read_text())
-            memory = Path(f"/proc/{int(live['pid'])}/fd/{int(live['descriptor'])}")
-            if live["boot"] == boot_id() and memory.is_file():  # another process may have that number now
+        with _of_others(), contextlib.suppress(OSError):
+            if (memory := _memory(path)) is not None and memory.is_file():
                 with memory.open("rb") as file:
                     tail = Tail(file.fileno())
                 if tail.table.keys() >= FIELDS:
@@ -122,11 +121,21 @@ def tails_of(run: Path) -> dict[int, Tail]:
 
 def _read_live(path: Path) -> Flight | None:
     """From the memory of a process that goes on; None where it is another machine's, or there is none any more."""
-    with contextlib.suppress(BadInput, ValueError, KeyError, TypeError):  # another process may have that number now
-        live = json.loads(path.read_text())
-        if live["boot"] == boot_id():
-            return read_flight(Path(f"/proc/{int(live['pid'])}/fd/{int(live['descriptor'])}"))
+    with _of_others():
+        if (memory := _memory(path)) is not None:
+            return read_flight(memory)
     return None
+
+
+def _memory(path: Path) -> Path | None:
+    """Where a rank's records are that has said so at `path`; None where that is on another machine."""
+    live = json.loads(path.read_text())
+    return Path(f"/proc/{int(live['pid'])}/fd/{int(live['descriptor'])}") if live["boot"] == boot_id() else None
+
+
+def _of_others() -> AbstractContextManager[None]:
+    """Around what is read there: another process may have that number now."""
+    return contextlib.suppress(BadInput, ValueError, KeyError, TypeError)
 
 
 def _clear(folder: Path, table: Mapping[str, Any]) -> None:

@@ -2,9 +2,8 @@
 them.
 
 It runs in a process beside them, of their launcher or of the warden, where neither their interpreters nor their devices
-can hold it up. What
-takes long by its nature, such as a first step, an evaluation or a checkpoint, is no stall; whoever computes is none
-either, but is named.
+can hold it up. What takes long by its nature, such as a first step, an evaluation or a checkpoint, is no stall; whoever
+computes is none either, but is named.
 """
 
 from __future__ import annotations

@@ -51,16 +51,19 @@ class Recording:
     @property
     def at(self) -> str:
         """Where it was last, in words that follow a sentence; empty before the first step."""
-        standing = Standing()
-        standing.take(self.tail.table, self.tail.flight().records)
+        standing = self._standing()
         return f", in phase {standing.phase} of step {standing.step + 1}" if standing.steps else ""
 
     @property
     def step(self) -> int | None:
         """The newest step that it has ended; None before the first."""
+        standing = self._standing()
+        return standing.step if standing.steps else None
+
+    def _standing(self) -> Standing:
         standing = Standing()
         standing.take(self.tail.table, self.tail.flight().records)
-        return standing.step if standing.steps else None
+        return standing
 
     def save(self) -> None:
         """Put what it has recorded into the run's folder."""
