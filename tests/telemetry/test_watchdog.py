@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from terrazzo.config import LaunchConfig
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry import flights_of
@@ -22,7 +21,6 @@ from terrazzo.telemetry.flight.ring import Ring, Tail, What
 from terrazzo.telemetry.watchdog.looking import Patience, System, Watchdog
 from terrazzo.telemetry.watchdog.stall import Fact, Stall, find_stall
 from terrazzo.telemetry.watchdog.standing import LEFT, Standing
-from terrazzo.train.run import _unwatched
 from tests.helpers import programs
 
 S = 1_000_000_000
@@ -356,12 +354,6 @@ def test_waiting_begins_anew_where_all_are_stopped_or_a_debugger_holds_one_or_th
     watched.world.at += 60 * S  # the launcher itself was stopped
     assert watched.watch(19) is None
     assert watched.watch(3) is not None
-
-
-def test_a_limit_that_nobody_keeps_is_named() -> None:
-    (note,) = _unwatched(LaunchConfig(stall_s=5), 1)
-    assert note.startswith("config: launch.stall_s does nothing")
-    assert _unwatched(LaunchConfig(stall_s=5), 2) == _unwatched(LaunchConfig(), 1) == []
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from terrazzo.config import KEYS, config_from_dict, load_config
+from terrazzo.engine import Offload, Plan
 from terrazzo.train.preflight import check
-from terrazzo.train.preflight.idle import _RULES, idle_notes
+from terrazzo.train.preflight.idle import _OF_ONE_RANK, _RULES, idle_notes
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +41,18 @@ ROOT = Path(__file__).parents[2]
         ({"parallel": {"context": {"mode": "ring", "balance": "none"}}}, "parallel.context.mode, parallel.", "mesh.cp"),
         ({"parallel": {"tensor": {"sequence": False}}}, "parallel.tensor.sequence does", "set plan.mesh.tp"),
         ({"plan": {"name": "zero0", "prefetch": 3}}, "plan.prefetch does", "plan.name=zero3"),
+        ({"data": {"attention": "document", "packing": "single"}}, "data.attention does", "set data.packing=whole"),
+        ({"data": {"attention": "document"}, "objective": "dpo"}, "data.attention does", "set objective=next_token"),
+        ({"data": {"too_long": "drop"}}, "data.too_long does", "set data.packing=whole"),
+        ({"objective": {"name": "reward", "loss": "full"}}, "objective.loss does", "set objective=next_token"),
+        ({"plan": {"mesh": {"pp": 2}}, "train": {"sample_prompt": "a"}}, "train.sample_prompt does", "plan.mesh.pp=1"),
+        (
+            {"model": {"ffn_dim": 9, "experts": {"count": 2, "ffn_dim": 8}}},
+            "model.ffn_dim does",
+            "remove model.experts",
+        ),
+        ({"guard": {"limit": 3, "spike": 8.0}}, "guard.limit does", "set guard.action=skip"),
+        ({"train": {"check_replicas_every": 3}}, "train.check_replicas_every does", "no two ranks hold the same"),
         ({"launch": {"ranks": 4}}, "launch.ranks does", "2 ranks have been started"),
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
@@ -54,6 +68,13 @@ def test_a_setting_that_does_nothing_is_named_with_the_edit(raw: dict[str, Any],
     "raw",
     [
         {"plan": {"name": "zero2", "prefetch": 3}},
+        {"plan": "zero2", "train": {"check_replicas_every": 3}},
+        {"plan": {"mesh": {"tp": 2}}, "train": {"check_replicas_every": 3}},
+        {"plan": {"name": "hybrid_shard", "mesh": {"dp_replicate": 2}}, "train": {"check_replicas_every": 3}},
+        {"guard": {"action": "skip", "limit": 3}},
+        {"data": {"attention": "document"}},
+        {"data": {"too_long": "drop", "packing": "whole"}},
+        {"launch": {"stall_s": 5}},
         {"plan": {"name": "shard_grad_op", "prefetch": 3}},
         {"plan": "zero3@cpu", "offload": {"step": "synchronous", "threads": 2, "pin": False}},
         {"train": {"activation_checkpointing": "full"}, "offload": {"activations": "cpu", "pin": False}},
@@ -77,8 +98,37 @@ def test_defaults_and_examples_are_quiet() -> None:
         assert idle_notes(config, config.launch.ranks or 1) == [], path.name
 
 
-def test_every_key_of_a_rule_is_one_of_the_schema() -> None:
-    assert {key for rule in _RULES for key in rule.keys.split()} <= KEYS.keys()
+def test_a_limit_that_nobody_keeps_is_named() -> None:
+    (note,) = idle_notes(config_from_dict({"launch": {"stall_s": 5}}), 1)
+    assert note.startswith("config: launch.stall_s does nothing")
+
+
+REFUSED = """
+    data.packing guard.spike guard.skip_batches guard.window lora.alpha lora.bias lora.rank lora.target_modules
+    model.experts.* model.kind model.path model.weights
+    objective.beta objective.label_smoothing offload.activations schedule.decay_steps
+"""
+"""Where one of these would do nothing, the schema or preflight refuses it."""
+
+ALWAYS = """
+    batch.* checkpoint.background checkpoint.every checkpoint.folder checkpoint.keep_last checkpoint.local.folder
+    checkpoint.resume checkpoint.save_format data.cache data.chat_template data.max_bytes data.source data.tokenizer
+    data.validation_source guard.action guard.memory_every guard.replay_every launch.device launch.ignore_planner
+    launch.restarts launch.threads launch.timeout_s log.* objective.name offload.grad offload.optim offload.weight
+    optimizer.lr optimizer.name optimizer.options plan.between plan.grad plan.mesh.* plan.name plan.optim plan.units
+    plan.weight precision.* schedule.name schedule.warmup_steps train.activation_checkpointing train.clip train.compile
+    train.seed train.steps
+"""
+"""These do something in every run, whatever else is set."""
+
+
+def test_every_key_of_the_schema_is_judged() -> None:
+    ruled = {key for rule in (*_RULES, *_OF_ONE_RANK) for key in rule.keys.split()} | {"launch.ranks"}
+    ruled |= {f"offload.{name}" for names in Offload.unused_under(Plan.named("zero0")).values() for name in names}
+    judged = [key for glob in f"{REFUSED} {ALWAYS}".split() for key in fnmatch.filter(KEYS, glob)]
+    assert sorted(judged) == sorted(set(judged)), "once each"
+    assert ruled.isdisjoint(judged)
+    assert ruled | {*judged} == KEYS.keys()
 
 
 def test_the_header_begins_with_them(tmp_path: Path) -> None:

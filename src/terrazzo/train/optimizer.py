@@ -24,6 +24,7 @@ from terrazzo.errors import BadInput, did_you_mean
 __all__ = [
     "build_optimizer",
     "build_schedule",
+    "check_no_decay",
     "check_settings",
     "construct",
     "learning_rate_share",
@@ -74,15 +75,8 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     Parameters with fewer than two dimensions (norms, biases) and those named by `no_decay` are not decayed.
 
     Raises:
-        BadInput: a glob of `no_decay` that no parameter's name matches, or settings that the optimizer refuses.
+        BadInput: settings that the optimizer refuses.
     """
-    names = [name for name, _ in model.named_parameters()]
-    for glob in config.no_decay:
-        if not any(fnmatchcase(name, glob) for name in names):
-            raise BadInput(
-                f"optimizer.no_decay has '{glob}', which no parameter's name matches.{did_you_mean(glob, names)} Names"
-                f" are such as {', '.join(names[:3])}; * stands for any part of one. Correct it, or remove it."
-            )
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
     def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -95,6 +89,19 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     if "weight_decay" not in inspect.signature(optimizer_class(config)).parameters:
         groups = [{"params": [p for _, p in named]}]
     return construct(config, [group for group in groups if group["params"]])
+
+
+def check_no_decay(config: OptimizerConfig, names: Sequence[str]) -> None:
+    """Raise `BadInput` for a glob of `no_decay` that matches none of the whole model's parameters, by their `names`.
+
+    A stage of a pipeline has a part of them, and so it is not asked.
+    """
+    for glob in config.no_decay:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise BadInput(
+                f"optimizer.no_decay has '{glob}', which no parameter's name matches.{did_you_mean(glob, names)} Names"
+                f" are such as {', '.join(names[:3])}; * stands for any part of one. Correct it, or remove it."
+            )
 
 
 def check_settings(config: OptimizerConfig) -> None:

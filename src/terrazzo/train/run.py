@@ -167,7 +167,7 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
         on_first(lambda: forget_exit(config.log.folder), BadInput)
         announce_claim(config.log.folder, lambda: None)
 
-    with open_session(config, ranks, [*notes, *_unwatched(config.launch, ranks.world_size)], claimed) as session:
+    with open_session(config, ranks, notes, claimed) as session:
         announce_claim(config.log.folder, lambda: session.step)
         session.restart = restart
         box.follow(engine_of(session.model), config.log.folder)
@@ -192,10 +192,3 @@ def _launch_of(path: Path, overrides: list[str]) -> LaunchConfig:
         return load_config(path, overrides).launch
     except BadInput:
         return LaunchConfig()
-
-
-def _unwatched(launch: LaunchConfig, ranks: int) -> list[str]:
-    """A line on a limit that nobody keeps."""
-    if ranks > 1 or launch.stall_s == LaunchConfig().stall_s:
-        return []
-    return ["config: launch.stall_s does nothing: one rank alone waits for no other. Remove it"]

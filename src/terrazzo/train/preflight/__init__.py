@@ -2,6 +2,7 @@
 
 checks   all of it, in order
 axes     sequences and matrices that ranks share
+named    what it names of the model
 folders  those that the run writes to
 local    checkpoints that stay on the machine
 room     memory of devices, and what the planner knows to fail

@@ -27,6 +27,7 @@ from terrazzo.train.preflight.folders import check_written
 from terrazzo.train.preflight.guarded import check_guard
 from terrazzo.train.preflight.idle import idle_notes
 from terrazzo.train.preflight.local import check_local
+from terrazzo.train.preflight.named import check_named
 from terrazzo.train.preflight.room import check_plan
 from terrazzo.train.preflight.swap import check_folders
 
@@ -51,7 +52,9 @@ def check(config: Config, world_size: int) -> list[str]:
         actions_of(settings.schedule, config.plan.mesh.pp, settings.chunks, micro_batches)
     has_loss_without_logits(config, 1)
     check_settings(config.optimizer)
-    _check_model(config, load_tokenizer(config.data.tokenizer, config.data.end_of_document))
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
+    _check_model(config, tokenizer)
+    check_named(config, tokenizer)
     _check_data(config)
     check_written(config)
     local = check_local(config, world_size)

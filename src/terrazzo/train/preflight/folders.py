@@ -45,6 +45,8 @@ def check_written(config: Config) -> None:
             _check_writable(key, folder)
         except OSError as error:  # such as a name that is too long
             raise BadInput(f"{key} is '{folder}', which cannot be made: {error.strerror}. Use another.") from None
+    if config.data.cache is not None:
+        _check_writable("data.cache", config.data.cache.expanduser())
     for name in WRITTEN:
         file = config.log.folder / name
         if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):

@@ -1,4 +1,4 @@
-"""Whether what the guard looks at can be looked at."""
+"""Whether what the guard looks at can be looked at, and what it goes back to will be there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ __all__ = ["check_guard"]
 
 
 def check_guard(config: Config) -> None:
-    """Refuse `guard.replay_every` and `guard.memory_every` where they would see nothing, or what is not there.
+    """Refuse `guard.replay_every` and `guard.memory_every` where they would see nothing, or what is not there; and
+    `guard.action` 'rollback' of a run that saves nothing before its end.
 
     Raises:
         BadInput: there.
@@ -22,6 +23,11 @@ def check_guard(config: Config) -> None:
             f"guard.replay_every is {guard.replay_every}, and plan.mesh.{axis} {getattr(mesh, axis)}: what ranks along"
             f" that axis compute of one micro-batch is not compared yet. Set guard.replay_every=null, or"
             f" plan.mesh.{axis}=1."
+        )
+    if guard.action == "rollback" and config.checkpoint.every is None and config.checkpoint.local.folder is None:
+        raise BadInput(
+            "guard.action is 'rollback', and checkpoint.every is null: there would be no checkpoint to go back to. Set"
+            " checkpoint.every, such as 100, or guard.action=skip."
         )
     optim = build_plan(config).optim
     if guard.memory_every is not None and set(optim.shares) != {"device"}:

@@ -33,7 +33,7 @@ class _Rule(NamedTuple):
 def idle_notes(config: Config, world_size: int) -> list[str]:
     """A line for the settings of each kind that do nothing in this run, naming them."""
     now, usual, notes = flatten(config), flatten(Config()), []
-    for rule in _RULES:
+    for rule in (*_RULES, *(_OF_ONE_RANK if world_size == 1 else ())):
         given = [key for key in rule.keys.split() if now[key] != usual[key]]
         if given and rule.applies(config):
             notes.append(_note(given, rule.why, rule.edit))
@@ -58,6 +58,25 @@ def _without_validation(config: Config) -> bool:
 
 def _without_decay(config: Config) -> bool:
     return "weight_decay" not in inspect.signature(optimizer_class(config.optimizer)).parameters
+
+
+def _in_no_file(config: Config) -> bool:
+    """Whether the data have no records: files of source code."""
+    return set(named_sources(config.data)) == {PYTHON_STDLIB}
+
+
+def _streams(config: Config) -> bool:
+    """Whether documents are cut where a sequence ends, as far as is known before the data are read."""
+    packing = config.data.packing
+    return packing == "stream" or (packing is None and _in_no_file(config) and not config.objective.kind.of_pairs)
+
+
+def _without_copies(config: Config) -> bool:
+    """Whether each state is on one rank alone: both weights and the optimizer's are split over all of them."""
+    mesh, plan = config.plan.mesh, build_plan(config)
+    data = {axis for axis in ("dp_replicate", "dp_shard", "cp") if getattr(mesh, axis) != 1}
+    split = all(data <= {*place.among(tuple(data))} for place in (plan.weight, plan.optim))
+    return split and mesh.tp == mesh.pp == mesh.ep == 1
 
 
 def _axis_alone(axis: str, keys: str, does: str) -> _Rule:
@@ -89,7 +108,7 @@ _RULES = (
     ),
     _Rule(
         "data.text_field data.loss_on",
-        lambda config: set(named_sources(config.data)) == {PYTHON_STDLIB},
+        _in_no_file,
         f"data.source is '{PYTHON_STDLIB}', which has no records",
         "give records as data.source",
     ),
@@ -98,6 +117,30 @@ _RULES = (
         lambda config: config.objective.kind.of_pairs,
         "preference pairs have the fields 'prompt', 'chosen' and 'rejected'",
         "rename them in the data",
+    ),
+    _Rule(
+        "model.ffn_dim",
+        lambda config: config.model.experts.ffn_dim is not None,
+        "model.experts.ffn_dim has the width of all experts, and there is no other feed-forward",
+        "remove model.experts.ffn_dim",
+    ),
+    _Rule(
+        "data.attention",
+        lambda config: config.data.packing == "single",
+        "data.packing is 'single', which gives each document a sequence of its own",
+        "set data.packing=whole",
+    ),
+    _Rule(
+        "data.attention objective.loss",
+        lambda config: config.objective.kind.of_pairs,
+        "each text of a preference pair has a sequence of its own, and its loss no logits to leave out",
+        "set objective=next_token",
+    ),
+    _Rule(
+        "data.too_long",
+        _streams,
+        "data.packing is 'stream', which cuts all documents where a sequence ends",
+        "set data.packing=whole",
     ),
     _Rule(
         "model.dropout lora.dropout",
@@ -110,6 +153,12 @@ _RULES = (
         lambda config: config.objective.kind.scored,
         "objective 'reward' trains a model that writes no text",
         "set objective=dpo",
+    ),
+    _Rule(
+        "train.sample_tokens train.sample_prompt",
+        lambda config: config.plan.mesh.pp > 1,
+        "a model in stages writes no text",
+        "set plan.mesh.pp=1",
     ),
     _Rule(
         "data.end_of_document",
@@ -160,6 +209,18 @@ _RULES = (
         "set train.sample_tokens",
     ),
     _Rule(
+        "train.check_replicas_every",
+        _without_copies,
+        "under this plan no two ranks hold the same states, so there is nothing to compare",
+        "set guard.memory_every, which looks at what each rank has",
+    ),
+    _Rule(
+        "guard.limit",
+        lambda config: config.guard.action == "stop",
+        "guard.action is 'stop', which ends the run at the first",
+        "set guard.action=skip",
+    ),
+    _Rule(
         "checkpoint.local.every",
         lambda config: config.checkpoint.local.folder is None,
         "checkpoint.local.folder is null, so none are taken",
@@ -194,5 +255,14 @@ _RULES = (
         lambda config: config.checkpoint.resume == "never",
         "checkpoint.resume is 'never', so nothing is resumed",
         "set checkpoint.resume=if_exists",
+    ),
+)
+
+_OF_ONE_RANK = (
+    _Rule(
+        "launch.stall_s",
+        lambda config: True,
+        "one rank alone waits for no other",
+        "start more",
     ),
 )

@@ -1,0 +1,35 @@
+"""Whether the model has what a configuration names of it: units, parameters, operators, a head without its logits."""
+
+from __future__ import annotations
+
+from terrazzo.config import Config
+from terrazzo.engine import find_units
+from terrazzo.errors import BadInput
+from terrazzo.train.data.tokenizer import Tokenizer
+from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.optimizer import check_no_decay
+
+__all__ = ["check_named"]
+
+
+def check_named(config: Config, tokenizer: Tokenizer) -> None:
+    """Look names up in the whole model, built without memory; nothing is built where there are none.
+
+    Raises:
+        BadInput: a name that means nothing there.
+    """
+    plan, train = config.plan, config.train
+    if not (
+        plan.units
+        or config.optimizer.no_decay
+        or train.activation_checkpointing_ops
+        or config.objective.loss == "chunked"
+    ):
+        return
+    as_it_is = train.model_copy(update={"compile": False})  # the compiler takes seconds to load, and renames nothing
+    try:
+        model = prepare_model(config.model_copy(update={"train": as_it_is}), tokenizer)
+        find_units(model, plan.units)
+    except BadInput as error:
+        raise BadInput(f"plan.{error}" if str(error).startswith("units") else str(error)) from None
+    check_no_decay(config.optimizer, [name for name, _ in model.named_parameters()])
