@@ -13,7 +13,7 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, RanksApart
 from tests.helpers.threads import exclusive, run_in_threads
 
 
@@ -68,6 +68,23 @@ def test_what_would_not_come_back_is_refused_on_every_rank_before_anything_is_wr
 
     run_in_threads(2, body)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_give_other_values_are_refused_by_key_and_the_first_may_give_them_alone(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        model, optimizer = built()
+        for given in ({"step": 1, "cursor": rank}, {"step": 1} | ({"cursor": 0} if rank else {})):
+            with pytest.raises(RanksApart, match=r"other values on other ranks, of 'cursor', .*all_gather_object"):
+                checkpoint.save(tmp_path / "a", model, optimizer, given)
+            with checkpoint.Saver(model, optimizer) as saver, pytest.raises(RanksApart, match="'cursor'"):
+                saver.save(tmp_path / "a", given)
+        with pytest.raises(RanksApart, match="'step'"):
+            checkpoint.save(tmp_path / "a", model, optimizer, {"step": 1} if rank else None)
+        assert not (tmp_path / "a").exists()
+        checkpoint.save(tmp_path / "a", model, optimizer, None if rank else {"step": 1, "cursor": 7})
+        assert checkpoint.load(tmp_path / "a", model, optimizer) == {"step": 1, "cursor": 7}
+
+    run_in_threads(2, body)
 
 
 def test_plain_values_come_back_as_they_were(tmp_path: Path) -> None:

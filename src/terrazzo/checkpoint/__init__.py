@@ -13,6 +13,7 @@ Open to other packages:
     loading        a checkpoint's weights as a mapping
     source         what every checkpoint is to a reader, whoever wrote it
     storage        whose a folder is, names of states and of steps
+    saving.save    a save for other libraries' scripts
     rng            states of random generators
     upkeep         what the command line does with folders
 """

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo import checkpoint
 from terrazzo.checkpoint.loading.load import own_folder
+from terrazzo.checkpoint.saving.save import save_as_first
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, on_first
 from terrazzo.files import sync_folder
@@ -26,16 +26,18 @@ def save_over(
 ) -> None:
     """`checkpoint.save`, in place of what lies under that name, which stays until the new one is complete. Collective.
 
+    Of `extra` the first rank's values are saved, as the other libraries do.
+
     Whether it may be replaced is for `check_replaceable` to say. Between the two renames at the end nothing has the
     name: the old one is `.NAME.replaced-NONCE` and the new one `NAME.new-NONCE`. After a kill just there, `settle` goes
     on.
     """
     path = _named(path)
     if not on_first(lambda: _settle(path)):
-        checkpoint.save(path, model, optimizer, extra)
+        save_as_first(path, model, optimizer, extra)
         return
     nonce = gather_json(os.urandom(4).hex())[0]  # a fixed name might be a user's own, which would be removed
-    checkpoint.save(f"{path}.new-{nonce}", model, optimizer, extra)
+    save_as_first(f"{path}.new-{nonce}", model, optimizer, extra)
     on_first(lambda: _take_place(path, nonce))
 
 

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
+from terrazzo.exchange import on_first
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import stamps
 from terrazzo.train.data import Asked, Loader, TokenData
@@ -133,11 +134,11 @@ class Session:
 
     def save(self) -> str:
         """Save a checkpoint of the current step; returns its path. Collective."""
-        return self.keeper.save(self.model, self.optimizer, self._extra())
+        return self.keeper.save(self.model, self.optimizer, on_first(self._extra))
 
     def save_locally(self) -> None:
         """Save the current step on the machine. Collective."""
-        self.keeper.save_locally(self.model, self.optimizer, self._extra())
+        self.keeper.save_locally(self.model, self.optimizer, on_first(self._extra))
 
     def _extra(self) -> dict[str, Any]:
         return {

@@ -93,8 +93,7 @@ class Saver:
 
         Raises:
             SaveFailed: the save before this one failed, or a writer of one that failed is still held by the system.
-            BadInput: `path` exists, `extra` holds what JSON does not give back as it is, a module's `get_extra_state`
-                gives something other than None, or the copy would exceed the limit.
+            BadInput, RanksApart: as from `tz.checkpoint.save`, or the copy would exceed the limit.
         """
         require_own(self._process, "Saver")
         if self._ended:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from typing import Any, NamedTuple
 
 from terrazzo.checkpoint.format.parse import is_crowded
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, RanksApart, listed
+from terrazzo.exchange import gather_json
 
-__all__ = ["check_extra", "text_problem"]
+__all__ = ["check_extra", "require_alike", "text_problem"]
 
 _DEPTH = 100
 """Levels of lists and dicts. What writes manifests stops at some 250, when every rank has written its file."""
@@ -35,6 +37,31 @@ def check_extra(extra: object) -> None:
     step = extra.get("step", 0)
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise BadInput(f"extra['step'] is {step!r}: give a whole number of finished steps.")
+
+
+def require_alike(extra: dict[str, Any]) -> None:
+    """Refuse values that differ between ranks, since a checkpoint has one of each. Collective.
+
+    Ranks that give none take the first one's.
+
+    Args:
+        extra: as `check_extra` has found it good, on every rank.
+
+    Raises:
+        RanksApart: on every rank, with the keys.
+    """
+    told = gather_json({key: _digest(value) for key, value in extra.items()})
+    given = [told[0], *filter(None, told[1:])]
+    if apart := [key for key in {key: None for each in given for key in each} if len({e.get(key) for e in given}) > 1]:
+        raise RanksApart(
+            f"extra has other values on other ranks, of {listed([*map(repr, apart)])}, and a checkpoint has one of "
+            "each, which 'load' gives back on every rank. Give the same on all, such as a list with every rank's from "
+            "torch.distributed.all_gather_object; or give extra on the first rank alone."
+        )
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def text_problem(value: object) -> str | None:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.optimizers import Optimizers
-from terrazzo.checkpoint.saving.snapshot import take
+from terrazzo.checkpoint.saving.snapshot import Snapshot, take
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import on_first, together
 
-__all__ = ["save"]
+__all__ = ["save", "save_as_first"]
 
 
 def save(
@@ -31,17 +31,31 @@ def save(
 
     Args:
         path: the checkpoint's folder, or a URL that fsspec knows; it must not exist yet.
-        extra: plain JSON values that `load` gives back, such as the step and the data cursor; by default none. Keys
-            are text, and lists are no tuples. Its `step` is noted in the manifest. The random generators of every rank
-            are saved without being asked for.
+        extra: plain JSON values that `load` gives back on every rank, such as the step and the data cursor; by default
+            none. Keys are text, and lists are no tuples. They are the same on every rank, or those of the first alone.
+            Its `step` is noted in the manifest. The random generators of every rank are saved without being asked for.
         run: what tells this run from others that save in the same place; retention goes by it.
 
     Raises:
         BadInput: `path` exists, `extra` holds what JSON does not give back as it is, a module's `get_extra_state`
             gives something other than None, or `optimizer` is not what steps the model.
+        RanksApart: ranks give other values in `extra`; nothing has been written.
         SaveFailed: a rank could not write its part; nothing is visible under the name `path`.
     """
-    snapshot = take(path, model, optimizer, extra or {}, run)
+    _write(take(path, model, optimizer, extra or {}, run))
+
+
+def save_as_first(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    extra: dict[str, Any],
+) -> None:
+    """`save` with the first rank's values in `extra` whatever the others have, as other libraries do it."""
+    _write(take(path, model, optimizer, extra, "", alike=False))
+
+
+def _write(snapshot: Snapshot) -> None:
     job = snapshot.job
     draft = job.draft()
     expected: tuple[type[Exception], ...] = (SaveFailed,)

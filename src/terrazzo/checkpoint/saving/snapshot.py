@@ -16,7 +16,7 @@ from terrazzo.checkpoint.format.manifest import DTYPES, Manifest, head, index_sp
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
 from terrazzo.checkpoint.rng import capture_rng
-from terrazzo.checkpoint.saving.extra import check_extra, text_problem
+from terrazzo.checkpoint.saving.extra import check_extra, require_alike, text_problem
 from terrazzo.checkpoint.saving.job import Job
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
@@ -57,14 +57,22 @@ def take(
     optimizer: Optimizers,
     extra: dict[str, Any],
     run: str,
+    *,
+    alike: bool = True,
 ) -> Snapshot:
     """Describe the state of now. Collective.
+
+    Args:
+        alike: whether `extra` has to be the same on all ranks; the first one's is kept.
 
     Raises:
         BadInput: `path` exists, `extra` holds what JSON does not give back, a module has a state of its own beside
             parameters and buffers, or `optimizer` is not what steps the model.
+        RanksApart: `extra` is not alike.
     """
     together(lambda: _check(path, extra, run), BadInput)
+    if alike:
+        require_alike(extra)
     together(lambda: check_no_extra_state(model), BadInput)
     together(lambda: check_optimizers(model, optimizer), BadInput)
     collect_buffers(model)
