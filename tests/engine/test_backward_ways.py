@@ -146,25 +146,35 @@ def test_gradients_are_those_of_one_process(plan: str, kind: type[Way], loss: An
         assert_close(found, dict(alone.named_parameters()), 1e-5)
 
 
-class Gentle(ByList):
-    """Of kernels that check what they read."""
+class Scaled(ByList):
+    """Its list comes by an elementwise product, too, whose kernel reads the weight without a look at its memory."""
 
     def __init__(self, width: int = 13) -> None:
         super().__init__(width)
-        self.norm, self.bend, self.side = nn.Identity(), nn.Identity(), nn.Linear(width, 3)
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.losses.append((y * self.scale).square().mean())
+        return y * self.scale
 
 
-def test_a_way_that_opens_later_is_refused_and_right_from_then_on() -> None:
+AWAY = "A gradient came for 'blocks|modified by an inplace operation"
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("kind", [ByList, Scaled])
+def test_a_way_that_opens_later_is_refused_and_right_from_then_on(kind: type[Way], prefetch: int) -> None:
     """A step with the usual loss first, and from then on the auxiliary losses alone."""
-    base: Any = build(Gentle)
+    base: Any = build(kind)
     only_the_lists(base, batch()).backward()
     base.losses.clear()  # what is not a leaf cannot be copied
 
     def body(rank: int) -> str:
-        model, _ = tz.shard(fresh(base), None, "zero3")
+        model, _ = tz.shard(fresh(base), None, "zero3", prefetch=prefetch)
         loss_of(model, batch()).backward()
         model.zero_grad()
-        with pytest.raises(RuntimeError, match=r"A gradient came for 'blocks|storage of size 0") as refused:
+        with pytest.raises(RuntimeError, match=AWAY) as refused:
             only_the_lists(model, batch()).backward()
         model.zero_grad()
         only_the_lists(model, batch()).backward()
@@ -179,6 +189,30 @@ def test_a_way_that_opens_later_is_refused_and_right_from_then_on() -> None:
         return str(refused.value)
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_a_step_before_a_backward_that_nothing_announces(plan: str) -> None:
+    """As plain PyTorch does, every plan refuses to read weights of after the step."""
+    base, world = build(Scaled), world_of(plan)
+
+    def trained(model: Any, optimizer: Any, rank: int = 0) -> None:
+        loss_of(model, batch(0, rank)).backward()
+        held = [*model.losses]
+        optimizer.step()
+        torch.stack(held[-1:]).sum().backward()
+
+    alone = fresh(base)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        trained(alone, adamw(alone.parameters()))
+
+    def body(rank: int) -> None:
+        model = fresh(base)
+        model, optimizer = tz.shard(model, adamw(model.parameters()), plan, mesh=mesh_for(plan, world))
+        with pytest.raises(RuntimeError, match=rf"weights have been changed|{AWAY}"):
+            trained(model, optimizer, rank)
+
+    on_ranks(world, body)
 
 
 def test_a_gradient_for_weights_that_are_away_is_named() -> None:

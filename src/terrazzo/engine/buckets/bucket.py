@@ -121,7 +121,7 @@ class Bucket(BucketSpec):
         if self.trainable:
             self.gradient.build(store)
         for slot, member in zip(self.slots, self.members, strict=True):
-            self.write(slot, member.parameter.detach())
+            self._fill(slot, member.parameter.detach())
         resident = self.weight if self.resident else None
         self.full = resident if isinstance(resident, Buffer) else self.space.empty((), self.compute_dtype)
         for slot, member in zip(self.slots, self.members, strict=True):
@@ -155,7 +155,15 @@ class Bucket(BucketSpec):
 
     def write(self, slot: Slot, value: Tensor) -> None:
         """Set one parameter from its full value: this rank keeps its own part of it."""
+        self.note_change()
+        self._fill(slot, value)
+
+    def note_change(self) -> None:
+        """The weights have other values: a backward of what was computed from those before must not read them."""
         self.changes += 1
+        self.edits.outdate()
+
+    def _fill(self, slot: Slot, value: Tensor) -> None:
         flat = value.reshape(-1)
         for state in self.states():
             for part in state.cuts(slot.range):
@@ -168,7 +176,7 @@ class Bucket(BucketSpec):
         A master weight is replaced only where the value it rounds to was changed, so that reading and writing back in a
         lower precision loses nothing.
         """
-        self.changes += 1
+        self.note_change()
         self.edits.forget_written()
         if not self.resident:
             adopt_values(self.weight, self.full)
@@ -181,7 +189,7 @@ class Bucket(BucketSpec):
             return
         has_master = self.has_own_master
         if self.edits.take_written() or (has_master and self.edits.asked and differ(self.master, self.weight)):
-            self.changes += 1
+            self.note_change()
             if has_master:
                 adopt_values(self.master, self.weight)
 
@@ -227,6 +235,7 @@ class Bucket(BucketSpec):
             self._present = True
             self._drop_held()
             self._guard.open()
+            self.edits.bring_back()
 
     def rest_between(self) -> None:
         """Keep from forward to backward the part of the full weights that the plan's `between` names."""
@@ -258,6 +267,7 @@ class Bucket(BucketSpec):
                 storage.resize_(0)
             if self._present:
                 self._present = False
+                self.edits.put_away()
                 self._guard.close()
 
     def refuse_lost_edits(self) -> None:
@@ -308,6 +318,7 @@ class Bucket(BucketSpec):
         """
         if self.resident and self._present:
             self._present = False
+            self.edits.put_away()
             self._guard.close(arrive)
 
     def publish(self, copied: bool = False) -> Moves[None]:
@@ -316,7 +327,7 @@ class Bucket(BucketSpec):
         Args:
             copied: whether this rank's own part of the weights has been brought in line already; see `own_weight`.
         """
-        self.changes += 1
+        self.note_change()
         if isinstance(self.weight, Buffer) and not self.gathers_apart:
             yield from self.weight.complete(self.optim_axes) if copied else self.weight.gather(self.master)
         elif self.gathers_apart:

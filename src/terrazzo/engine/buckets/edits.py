@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from terrazzo.engine.buckets.aliases import leave_memory
 from terrazzo.engine.buckets.parameter import link_of, plain_data
+from terrazzo.engine.runtime.private_torch import set_versions
 from terrazzo.errors import Misuse
 
 __all__ = ["Edits", "Watched", "adopt_data"]
@@ -70,6 +72,8 @@ class Edits:
         for watched in members:
             if (link := link_of(watched.parameter)) is not None:
                 link.alias = functools.partial(_note_asked, self.asked, watched.name) if resident else Tensor.detach
+        self._views = [watched.parameter for watched in members]
+        self._ahead = 0  # by how much their versions are, while they are put away
         self._versions = self._current()
         self._places = [
             (each, registered, attribute, each.place.storage_offset() * flat.itemsize if each.place.numel() else 0)
@@ -88,7 +92,26 @@ class Edits:
         return (watched.place for watched in self._members)
 
     def _current(self) -> list[int]:
-        return [watched.parameter._version for watched in self._members]
+        return [parameter._version - self._ahead for parameter in self._views]
+
+    # Autograd compares a parameter's version with the one that it had when it was kept for backward.
+
+    def put_away(self) -> None:
+        """The values are not to be read: a backward that does so, unannounced, raises before it touches the memory."""
+        if not self._ahead:
+            self._ahead = 1
+            increment_version(self._views)
+
+    def bring_back(self) -> None:
+        """They may be read again, by backward too: they are those of before, unless `outdate` has said otherwise."""
+        if self._ahead:
+            set_versions(self._views, self._current())
+            self._ahead = 0
+
+    def outdate(self) -> None:
+        """They are others, as after a step in plain PyTorch: a backward that has kept the old ones raises."""
+        increment_version(self._views)
+        self._versions = [version + 1 for version in self._versions]
 
     def forget_written(self) -> None:
         """What has been written to in place so far is known, or lost."""

@@ -6,7 +6,7 @@ here, too. The table at the end of `docs/concepts/engine.md` says what each is f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = [
     "graph_task",
     "plainly",
     "queue_callback",
+    "set_versions",
     "tensor_data",
     "tree_leaves",
     "tree_map",
@@ -66,6 +67,11 @@ queue_callback: Callable[[Callable[[], Any]], None] = found(
     torch.autograd, "Variable", "_execution_engine", "queue_callback"
 )
 """Have something called when the backward that is under way has ended."""
+
+set_versions: Callable[[Sequence[Tensor], Sequence[int]], None] = found(
+    torch, "_C", "_autograd", "_unsafe_set_version_counter"
+)
+"""Set the `_version` of each of these tensors."""
 
 _LISTS = (
     "_foreach_norm",

@@ -45,7 +45,7 @@ def restore_model(buckets: list[Bucket], read: Read) -> None:
     """
     for bucket in buckets:
         state = bucket.master if bucket.trainable else bucket.weight
-        bucket.changes += 1
+        bucket.note_change()
         for slot in bucket.slots:
             _restore(state, slot, "weight", state.range, read)
 
