@@ -316,14 +316,14 @@ MUTATIONS = [
     ),
     Mutation(
         "DPO forgets its reference",
-        "train/objectives.py",
+        "train/model/objectives.py",
         "(own - batch.reference.to(own.device, non_blocking=True))",
         "own",
         "train/test_preferences.py",
     ),
     Mutation(
         "a score is read at the last token but one",
-        "train/objectives.py",
+        "train/model/objectives.py",
         "torch.arange(1, batch.targets.shape[1] + 1)",
         "torch.arange(batch.targets.shape[1])",
         "train/test_preferences.py",

@@ -17,9 +17,9 @@ from terrazzo.config import config_from_dict
 from terrazzo.engine import LossScaling, Precision, named_mesh
 from terrazzo.parallel import context_of
 from terrazzo.train.data import Batch
+from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import build_optimizer
 from terrazzo.train.parts import Parts
 from terrazzo.train.plan import build_plan, build_precision, mesh_shape, micro_batches_per_rank

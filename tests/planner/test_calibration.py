@@ -38,10 +38,10 @@ from terrazzo.planner.timing.calibration import (
 )
 from terrazzo.planner.timing.measured import fitted_pace
 from terrazzo.planner.timing.step import BAND, time_of
+from terrazzo.train.calibration.calibrate import calibrate, record_of
+from terrazzo.train.calibration.trial import Trial
 from terrazzo.train.promise.as_setup import setup_of
-from terrazzo.train.promise.calibrate import calibrate, record_of
 from terrazzo.train.promise.planned import planned
-from terrazzo.train.promise.trial import Trial
 from tests.helpers import programs
 
 HOST = Device("a host", kind="cpu", memory_bytes=2**33, per_node=1)
@@ -322,7 +322,7 @@ def test_steps_on_a_device_with_figures_give_a_pace(
 ) -> None:
     """Steps that no pace explains, shorter than what they send takes, calibrate nothing."""
     monkeypatch.setattr("terrazzo.train.promise.as_setup.machine_of", lambda *_: Cluster(device("h100"), 2))
-    monkeypatch.setattr("terrazzo.train.promise.calibrate.processor", lambda kind: "H100")
+    monkeypatch.setattr("terrazzo.train.calibration.calibrate.processor", lambda kind: "H100")
     settings: dict[str, Any] = {**TINY, "precision": "bf16"}
     config = config_from_dict(settings)
     record = record_of(config, 2, [trial(32, times[0], None), trial(16, times[1], None)])

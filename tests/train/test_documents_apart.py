@@ -19,7 +19,7 @@ from terrazzo.train.model import huggingface
 from terrazzo.train.model.causal_lm import build_model, logits_of
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.huggingface import CUT_ATTENTION
-from terrazzo.train.objectives import objective_of
+from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.preflight import check
 from tests.helpers.chat import conversations, write_records
 from tests.train.test_preferences import lines, train

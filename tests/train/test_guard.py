@@ -17,7 +17,7 @@ from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train.guard import spike_above
 from terrazzo.train.loop import Trainer
-from terrazzo.train.objectives import NextToken
+from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.plan import build_offload
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in, equal, final_state, metrics, trained

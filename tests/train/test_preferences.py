@@ -23,8 +23,8 @@ from terrazzo.train.data import IGNORED, load_data
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import Trainer
 from terrazzo.train.model.causal_lm import build_model
+from terrazzo.train.model.objectives import CLASSES, DPO, objective_of
 from terrazzo.train.model.reward import build_reward_model, with_score
-from terrazzo.train.objectives import CLASSES, DPO, objective_of
 from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight.idle import idle_notes

@@ -24,7 +24,7 @@ from terrazzo.engine.states.pieces import held_pieces
 from terrazzo.errors import BadInput, Corrupted
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import Trainer
-from terrazzo.train.objectives import NextToken
+from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
 from terrazzo.train.replay.verdict import Answer, finding_of

@@ -33,7 +33,7 @@ from terrazzo.train.evaluate import evaluate
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import Notices, StopRequest
 from terrazzo.train.loop import Trainer, step_on
-from terrazzo.train.objectives import NextToken
+from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.opening import open_session
 from terrazzo.train.plan import build_precision, scaled_for_sums
 from terrazzo.train.preflight import check

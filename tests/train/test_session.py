@@ -26,7 +26,7 @@ from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import Trainer
 from terrazzo.train.model.huggingface import weight_files
-from terrazzo.train.objectives import NextToken
+from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.opening import open_session
 from terrazzo.train.optimizer import learning_rate_share
 from terrazzo.train.preflight import check
@@ -594,7 +594,7 @@ def test_tokenizers_that_read_these_texts_alike_and_others_not_are_refused(tmp_p
         tokenizer = ByteTokenizer()
         tokenizer.fingerprint = f"of-{rank}"
         with pytest.raises(BadInput) as caught:
-            agree_on_data(replace(data, tokenizer=tokenizer), config.data)
+            agree_on_data(replace(data, tokenizer=tokenizer).described, [])
         return str(caught.value)
 
     messages = run_in_threads(2, body)

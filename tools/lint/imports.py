@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-# The same inside four packages: folders, modules that are in none as CORE, "" for `__init__`.
+# The same inside five packages: folders, modules that are in none as CORE, "" for `__init__`.
 CORE = "(core)"
 INNER_LAYERS = {
     "checkpoint": ("format", "storage", CORE, "importers", "saving", "loading", "exporters", "upkeep", ""),
@@ -40,6 +40,11 @@ INNER_LAYERS = {
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),
         *("assemble", "choice", "report", CORE, ""),
+    ),
+    "train": (
+        *("command", "mesh_picture", "plan", "optimizer", "folders", "launch", "data", "parts", "model", "first_use"),
+        *("checkpoints", "reference", "session", "promise", "preflight", "opening", "micro_batches", "evaluate"),
+        *("replay", "guard", "divergence", "cadence", "sizing", "look", "report", "loop", "calibration", "run", ""),
     ),
 }
 

@@ -104,7 +104,7 @@ class DataConfig(Section):
 
 @dataclass(frozen=True)
 class ObjectiveKind:
-    """What an objective asks of data, model and configuration. Its loss is in `train.objectives`.
+    """What an objective asks of data, model and configuration. Its loss is in `train.model.objectives`.
 
     Attributes:
         of_pairs: a sample is a preference pair, two sequences.

@@ -1,17 +1,25 @@
 """`terrazzo train`: data, model, schedule and loop of a sharded training run.
 
-A run from its start to its end: run, session (of plan, optimizer and folders, and the reference of DPO), loop, with
-evaluate and report between its steps; look is at one from outside. What is learnt, from the model to the metric, is in
-objectives. Folders:
+A run from its start to its end: run refuses (preflight), starts or joins ranks (launch), opens a session (opening) and
+has the loop go through its steps. A session is all that a run has, and what is saved of it; who looks at its steps is
+guard, divergence, cadence and replay, and who speaks of them report. Imports go one way, from the last of this list to
+the first:
 
-    preflight     what is refused before anything is started
-    launch        processes: how ranks are started, meet, stop and fail
-    data          from sources to batches
-    model         what is trained
-    checkpoints   what is saved, kept, gone on from and exported
-    promise       what the planner says of a run
+    command, plan, optimizer         what a run is called, and what a configuration is to torch and to `tz.shard`
+    launch                           processes: how ranks are started, meet, stop and fail
+    data                             from sources to batches
+    model                            what is trained, and what it learns
+    checkpoints                      what is saved, kept, gone on from and exported
+    parts, reference, session        a run in memory
+    promise, preflight               what the planner says of it, and what is refused before anything is started
+    opening                          a run opened, or taken up
+    micro_batches, evaluate, replay  what the model makes of data, and ranks of each other's
+    guard, divergence, cadence       what is done about a step, and when one is saved
+    report, look, sizing             what a run says, and what is said of it from outside
+    loop, calibration, run           its steps, a few of them measured, and all of it
 
 Open to other packages, which is to say to the command line:
 
-    checkpoints.export, command, data.sources, launch, look, preflight, promise, run   what it runs, and asks for
+    calibration, checkpoints.export, command, data.sources, launch, look   what it runs, and asks for
+    preflight, promise, run                                                the same
 """

@@ -10,8 +10,8 @@ from terrazzo.parallel import whole_sequences
 from terrazzo.train.data import Asked, evaluation_batches
 from terrazzo.train.micro_batches import measured
 from terrazzo.train.model.causal_lm import generate
-from terrazzo.train.objectives import Validation, objective_of
-from terrazzo.train.opening import evaluation_limit
+from terrazzo.train.model.objectives import Validation, objective_of
+from terrazzo.train.plan import evaluation_limit
 from terrazzo.train.session import Session
 
 __all__ = ["evaluate", "sample_text"]

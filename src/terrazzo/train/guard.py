@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from terrazzo.errors import Diverged
-from terrazzo.train.checkpoints.restore import restore
 from terrazzo.train.session import Session
 
 __all__ = ["FEWEST", "Guard", "spike_above"]
@@ -102,7 +101,7 @@ class Guard:
                 " guard.action=skip."
             )
         skipped, reached = session.skipped, session.loader.cursor  # beyond the step, where batches were left out before
-        restore(session)
+        session.restore()
         batches = session.loader.skip_to(reached) + session.loader.skip(self._settings.skip_batches)
         session.skipped = [*skipped, {"step": step, "batches": batches, "why": why}]
         return f"step {step} not taken, back to {session.step}, around {batches} batches: {why}"

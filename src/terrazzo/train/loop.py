@@ -12,7 +12,7 @@ from terrazzo.engine import engine_of
 from terrazzo.engine.links.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import PeakMemory, StepRecorder, Stopwatch
-from terrazzo.train.checkpoints.cadence import Cadence
+from terrazzo.train.cadence import Cadence
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.command import Command
@@ -99,7 +99,9 @@ class Trainer:
         with self.phases.during("save"):
             session.keeper.finish()
             if session.step == train.steps and session.config.checkpoint.save_format == "hf":
-                self.report.exported(export(session, trained=session.step > first_step))
+                trained = session.step > first_step
+                path = export(session.config, session.keeper, session.model, session.step, trained=trained)
+                self.report.exported(path)
             self.report.end(stopped=stopped and session.step < train.steps)
         return PREEMPTED if stopped and session.step < train.steps else 0
 

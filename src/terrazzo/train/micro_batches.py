@@ -10,7 +10,7 @@ from torch import Tensor
 import terrazzo as tz
 from terrazzo.train.data import Batch
 from terrazzo.train.model.experts import auxiliary_loss
-from terrazzo.train.objectives import objective_of
+from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.session import Session
 
 __all__ = ["learnt", "measured"]

@@ -20,7 +20,6 @@ from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.parallel import context_of
 from terrazzo.telemetry import Console, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
-from terrazzo.train.checkpoints.restore import restore, seed_of
 from terrazzo.train.checkpoints.resume import (
     clear_checkpoints,
     is_restored,
@@ -30,28 +29,31 @@ from terrazzo.train.checkpoints.resume import (
     suspect_notes,
 )
 from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
+from terrazzo.train.data.sources import named_sources
 from terrazzo.train.first_use import load_kernels
 from terrazzo.train.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.load import count_rows
+from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import build_optimizer, build_schedule
 from terrazzo.train.parts import parts_of
-from terrazzo.train.plan import build_offload, build_plan, build_precision, mesh_shape, scaled_for_sums
+from terrazzo.train.plan import (
+    build_offload,
+    build_plan,
+    build_precision,
+    evaluation_limit,
+    mesh_shape,
+    scaled_for_sums,
+)
 from terrazzo.train.promise.as_setup import executed_share
 from terrazzo.train.reference import Due, check_same_initial, compute_reference, initial_model, reference_due
 from terrazzo.train.session import Origin, Sampling, Session
 
-__all__ = ["evaluation_limit", "open_session"]
-
-
-def evaluation_limit(config: Config, readers: int) -> int:
-    """Sequences over all ranks that an evaluation reads at most; `readers` do not share theirs with others."""
-    return config.train.eval_batches * config.batch.micro_batch * readers
+__all__ = ["open_session"]
 
 
 def open_session(
@@ -102,7 +104,7 @@ def _begin(config: Config, ranks: Ranks) -> _Begin:
     data = load_data(
         config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=_saying(ranks)
     )
-    agree_on_data(data, config.data)
+    agree_on_data(data.described, named_sources(config.data))
     limit = evaluation_limit(config, parts_of(config, ranks).readers)
     _check_validation(data, limit)
     asked = on_first(lambda: _asked(config, data), BadInput)
@@ -179,7 +181,7 @@ def _fill(session: Session, begin: _Begin) -> None:
         if (say := _saying(session.ranks)) is not None:
             say(f"computing the reference of {sum(len(part.pairs) for part in begin.due):,} pairs ...")
         compute_reference(begin.due, model, config, session.parts, session.ranks.device)
-    torch.manual_seed(seed_of(session, 0))  # dropout must differ between data
+    torch.manual_seed(session.seed_from(0))  # dropout must differ between data
     if begin.newest:
         _resume(session)
     else:  # last, so that nothing is lost to a run that cannot start
@@ -189,7 +191,7 @@ def _fill(session: Session, begin: _Begin) -> None:
 
 def _resume(session: Session) -> None:
     """Continue from the newest whole checkpoint, and note what is not as in there. Collective."""
-    config, restored = session.config, restore(session)
+    config, restored = session.config, session.restore()
     resumed, extra = restored.resumed, restored.resumed.extra
     notes, origin, goes_on = session.notes, session.origin, session.step < config.train.steps
     where = "" if resumed.path.startswith(f"{config.checkpoint_folder}/") else f", from {resumed.path}"

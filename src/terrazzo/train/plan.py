@@ -16,6 +16,7 @@ __all__ = [
     "build_plan",
     "build_precision",
     "empty_rows",
+    "evaluation_limit",
     "filling_note",
     "mesh_shape",
     "micro_batches_per_rank",
@@ -131,6 +132,11 @@ def empty_rows(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -
 
 def _rows_at_once(batch: BatchConfig, world_size: int, mesh: MeshConfig) -> int:
     return batch.micro_batch * mesh.readers(world_size)
+
+
+def evaluation_limit(config: Config, readers: int) -> int:
+    """Sequences over all ranks that an evaluation reads at most; `readers` do not share theirs with others."""
+    return config.train.eval_batches * config.batch.micro_batch * readers
 
 
 def filling_note(batch: BatchConfig, world_size: int, mesh: MeshConfig = _ALONE) -> str | None:

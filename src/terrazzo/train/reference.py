@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from terrazzo.config import Config, flatten
 from terrazzo.errors import BadInput
 from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
-from terrazzo.train.objectives import completion_log_probs, inputs_of
+from terrazzo.train.model.objectives import completion_log_probs, inputs_of
 from terrazzo.train.parts import Parts
 
 __all__ = ["Due", "check_same_initial", "compute_reference", "initial_model", "reference_due", "reference_state"]

@@ -32,12 +32,12 @@ from terrazzo.telemetry import (
     duration,
     restart_text,
 )
-from terrazzo.train.checkpoints.cadence import Choice
+from terrazzo.train.cadence import Choice
 from terrazzo.train.command import Command, folded, program
 from terrazzo.train.look import verdict_on
 from terrazzo.train.mesh_picture import mesh_picture
 from terrazzo.train.model.load import Load, counters_of
-from terrazzo.train.objectives import Validation
+from terrazzo.train.model.objectives import Validation
 from terrazzo.train.plan import build_precision, mesh_shape
 from terrazzo.train.promise.as_setup import matmul_format
 from terrazzo.train.promise.summary import Pace, bytes_line, summarize, summary_lines, utilised

@@ -6,22 +6,25 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from terrazzo.checkpoint import Resumed
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.exchange import on_first
 from terrazzo.train.checkpoints.keeping import Keeper
-from terrazzo.train.checkpoints.resume import stamps
+from terrazzo.train.checkpoints.resume import data_changes, stamps
 from terrazzo.train.data import Asked, Loader, TokenData
 from terrazzo.train.launch.again import Restart
 from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.optimizer import resume_schedule
 from terrazzo.train.parts import Parts
 from terrazzo.train.plan import empty_rows, micro_batches_per_rank
 from terrazzo.train.reference import reference_state
 
-__all__ = ["Judged", "Origin", "Sampling", "Session", "Validations"]
+__all__ = ["Judged", "Origin", "Restored", "Sampling", "Session", "Validations"]
 
 
 class Sampling(NamedTuple):
@@ -69,6 +72,25 @@ class Judged:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+
+
+EXTRA = ("step", "tokens", "best", "schedule", "data", "evaluation", "config")
+"""What a checkpoint of a run has beside model and optimizer, at the least: earlier versions had no more."""
+
+
+class Restored(NamedTuple):
+    """What was taken up.
+
+    Attributes:
+        rate: the learning rate of the next step, as the run that saved it had it.
+        tp: ranks that cut matrices together in that run.
+        draws_anew: whether random generators were seeded for these ranks: those saved are of others.
+    """
+
+    resumed: Resumed
+    rate: float
+    tp: int
+    draws_anew: bool
 
 
 @dataclass
@@ -132,6 +154,10 @@ class Session:
         """Floating-point operations per second on each rank, of so many steps; 0 where a token's are not known."""
         return steps * self.places_per_step / seconds / self.ranks.world_size * self.flops_per_token
 
+    def seed_from(self, step: int) -> int:
+        """For what ranks draw each for itself from `step` on; those along tp draw alike, as `Parts.drawer` says."""
+        return self.config.train.seed + 1 + self.parts.drawer + step * 1_000_003
+
     def save(self) -> str:
         """Save a checkpoint of the current step; returns its path. Collective."""
         return self.keeper.save(self.model, self.optimizer, on_first(self._extra))
@@ -159,6 +185,25 @@ class Session:
             "tokenizer": self.data.tokenizer.fingerprint,
             "config": self._config_in_use(),
         }
+
+    def restore(self) -> Restored:
+        """Have model, optimizer, schedule, data and counters be those of the newest whole checkpoint. Collective."""
+        config, resumed = self.config, self.keeper.resume(self.model, self.optimizer, EXTRA)
+        extra = resumed.extra
+        self.step, self.tokens = extra["step"], extra["tokens"]
+        self.skipped = list(extra.get("skipped", ()))
+        self.judged = Judged(**extra.get("judged", {}))
+        self.cadence = extra.get("cadence") or self.cadence
+        self.validations.best = extra["best"]
+        rate = self.optimizer.param_groups[0]["lr"]
+        resume_schedule(self.schedule, extra["schedule"])
+        why = data_changes(config, extra, self.data.files)
+        self.loader.load_state_dict(extra["data"], config.checkpoint.allow_changed_data, why)
+        tp = extra["config"]["plan"].get("mesh", {}).get("tp", 1)
+        draws_anew = not resumed.generators or tp != config.plan.mesh.tp  # ranks along tp draw alike, and others did
+        if draws_anew:
+            torch.manual_seed(self.seed_from(self.step))
+        return Restored(resumed, rate, tp, draws_anew)
 
     def _config_in_use(self) -> dict[str, Any]:
         config: dict[str, Any] = without_passwords(self.config.model_dump(mode="json"))

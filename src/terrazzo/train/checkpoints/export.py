@@ -10,6 +10,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from terrazzo import checkpoint
 from terrazzo.checkpoint.exporters.huggingface import (
     ModelDescription,
@@ -23,35 +25,39 @@ from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import on_first, patiently
 from terrazzo.files import read_json
 from terrazzo.integrations.peft import save_adapter
+from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
 from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.model.huggingface import scored_class
 from terrazzo.train.model.prepare import decoder_config, prepare_model
-from terrazzo.train.session import Session
 
 __all__ = ["describe_model", "export"]
 
 
-def export(session: Session, *, trained: bool) -> Path:
+def export(config: Config, keeper: Keeper, model: nn.Module, step: int, *, trained: bool) -> Path:
     """Write the newest checkpoint's weights to `log.folder`/hf; rank 0 writes, in pieces. Collective.
 
     Of a run with adapters it is a PEFT folder, with the adapters alone. One that is there stays if it is of this run
     and step, as `hf.json` beside it says, and nothing was `trained` since. Else it goes to the first free name of
     `hf-1`, `hf-2`, ...
+
+    Args:
+        keeper: of the run, which has saved `step`.
+        model: sharded.
     """
-    out = session.config.log.folder / "hf"
-    origin = {"run": session.keeper.run, "step": session.step}
+    out = config.log.folder / "hf"
+    origin = {"run": keeper.run, "step": step}
     if not trained and on_first(lambda: out.exists() and _origin(out) == origin):
         return out
     on_first(lambda: _set_aside(out))
-    if session.config.lora.rank is not None:
-        save_adapter(session.model, out)
+    if config.lora.rank is not None:
+        save_adapter(model, out)
     else:
-        path = checkpoint.step_path(session.config.checkpoint_folder, session.step)
+        path = checkpoint.step_path(keeper.folder, step)
 
         def write() -> None:
-            if session.ranks.is_first:
-                export_huggingface(checkpoint.open_source(path), out, describe_model(session.config))
+            if keeper.is_first:
+                export_huggingface(checkpoint.open_source(path), out, describe_model(config))
 
         patiently(write, SaveFailed)
     on_first(lambda: _note(out).write_text(json.dumps(origin) + "\n", encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Collection
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import nn
 from terrazzo import checkpoint
 from terrazzo.checkpoint import Resumed, Saver
 from terrazzo.config import Config
-from terrazzo.errors import FolderLost, Misuse
+from terrazzo.errors import BadInput, FolderLost, Misuse
 from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.files import GIB
+from terrazzo.train.checkpoints.resume import saying_what_differs
 from terrazzo.train.checkpoints.tier import Tier, survivors
 from terrazzo.train.launch.ranks import Ranks
 
@@ -44,7 +46,7 @@ class Keeper:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self._config, self._tier = config, Tier(config)
-        self._settings, self.folder, self._is_first = config.checkpoint, config.checkpoint_folder, ranks.is_first
+        self._settings, self.folder, self.is_first = config.checkpoint, config.checkpoint_folder, ranks.is_first
         self._patience_s = config.launch.timeout_s
         self.run: str = gather_json(os.urandom(6).hex())[0]
         self._saver: Saver | None = None
@@ -52,16 +54,34 @@ class Keeper:
         self._has_local = False
         self.sure_step: int | None = None
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
-        self._claim = together(lambda: checkpoint.claim(self.folder, who) if self._is_first else None, Misuse)
+        self._claim = together(lambda: checkpoint.claim(self.folder, who) if self.is_first else None, Misuse)
 
-    def resume(self, model: nn.Module, optimizer: Any) -> Resumed | None:
-        """Restore the newest whole checkpoint. Collective."""
+    def resume(self, model: nn.Module, optimizer: Any, needed: Collection[str]) -> Resumed:
+        """Have model and optimizer be those of the newest whole checkpoint, which there was a moment ago. Collective.
+
+        Args:
+            needed: what its extra values have at the least.
+
+        Raises:
+            BadInput: there is none any more, or it does not fit, or it is not one of a run.
+        """
         local = on_first(lambda: survivors(self._config, checkpoint.latest(self.folder)))
-        resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast, besides=local)
-        if resumed is not None:
-            self._tier.resumed(resumed.path)
-            self.run, self.saved_step = resumed.run, resumed.extra.get("step", 0)
-            self.sure_step = resumed.extra.get("sure")
+        with saying_what_differs(self._config, self.folder):
+            resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast, besides=local)
+        if resumed is None:  # nothing else has given the model its weights
+            raise BadInput(
+                f"{self.folder} had a checkpoint when this run began, and has none that can be read now: put it back,"
+                " or start anew with checkpoint.resume=never."
+            )
+        if missing := sorted(set(needed) - resumed.extra.keys()):
+            raise BadInput(
+                f"The newest checkpoint in {self.folder} is not of 'terrazzo train': its extra has no"
+                f" {', '.join(missing)}. Go on with it by tz.checkpoint.load in a loop of your own, or use another"
+                " checkpoint.folder."
+            )
+        self._tier.resumed(resumed.path)
+        self.run, self.saved_step = resumed.run, resumed.extra["step"]
+        self.sure_step = resumed.extra.get("sure")
         return resumed
 
     def save(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> str:

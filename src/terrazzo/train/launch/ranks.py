@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from terrazzo.config import Config, DataConfig, LaunchConfig, flatten, without_passwords
+from terrazzo.config import Config, LaunchConfig, flatten, without_passwords
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, listed
 from terrazzo.exchange import gather_json
-from terrazzo.train.data import TokenData
-from terrazzo.train.data.sources import named_sources
 from terrazzo.train.launch import here
 from terrazzo.train.launch.joining import meet
 
@@ -88,16 +87,20 @@ def agree_on_config(config: Config) -> None:
     )
 
 
-def agree_on_data(data: TokenData, settings: DataConfig) -> None:
+def agree_on_data(described: Mapping[str, str], sources: Sequence[str]) -> None:
     """Raise `BadInput` on every rank when ranks have read different data, or with another tokenizer. Collective.
 
     Each would train on in its own order of its own samples.
+
+    Args:
+        described: what this rank has read, in words for each part of it.
+        sources: that they were read from.
     """
-    everyone = gather_json(data.described)
+    everyone = gather_json(dict(described))
     if any(theirs != everyone[0] for theirs in everyone):
         raise BadInput(
             f"The data differ between ranks in {_differing(everyone)}. Every machine reads its own data.source,"
-            f" {listed(without_passwords(named_sources(settings)))}: give each the same files, or put them where all"
+            f" {listed(without_passwords(list(sources)))}: give each the same files, or put them where all"
             " machines read them."
         )
 

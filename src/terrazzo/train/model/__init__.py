@@ -1,5 +1,6 @@
 """The models that are trained: the built-in decoder, those of transformers, and adapters on them.
 
+objectives   what is learnt: its model, its loss, and what a validation measures
 prepare      from the configuration to what is ready to be sharded
 causal_lm    any of them, built; its operations, logits, and text that it writes
 decoder      the built-in model

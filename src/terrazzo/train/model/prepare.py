@@ -10,7 +10,7 @@ from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.experts import ExpertsConfig
 from terrazzo.train.model.head_loss import take_targets
-from terrazzo.train.objectives import objective_of
+from terrazzo.train.model.objectives import objective_of
 
 __all__ = ["decoder_config", "prepare_model"]
 

@@ -1,8 +1,6 @@
 """What the planner promises of a run, before it starts and beside what was measured.
 
-as_setup   what a configuration means to the planner
-planned    its estimate of a run
-trial      a few timed steps, in processes of their own
-calibrate  a record of them, on which later estimates stand
-summary    promised beside measured, at the end of a run
+as_setup  what a configuration means to the planner
+planned   its estimate of a run
+summary   promised beside measured, at the end of a run
 """

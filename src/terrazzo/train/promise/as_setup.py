@@ -20,8 +20,8 @@ from terrazzo.train.launch.here import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.lora import with_adapters
+from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.prepare import decoder_config
-from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import optimizer_class
 from terrazzo.train.plan import (
     build_offload,

@@ -23,9 +23,9 @@ from terrazzo.planner.timing.calibration import find_calibration, measured_memor
 from terrazzo.planner.traffic.volumes import expected_exchanges
 from terrazzo.train.data import Batch
 from terrazzo.train.model.huggingface import one_sequence_per_row
+from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import plan_of, vocabulary_apart
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.objectives import objective_of
 from terrazzo.train.optimizer import construct
 from terrazzo.train.promise.as_setup import setup_of
 

@@ -1,8 +1,8 @@
 """A few timed steps of a configuration, as `terrazzo train` would make them: what a calibration is made of.
 
-`python -m terrazzo.train.promise.trial CONFIG OUT [section.key=value ...]` starts the ranks of the configuration. Each
-opens a run, makes steps, and does it again with sequences half as long, so that what grows with the tokens can be told
-from what does not. Rank 0 writes both trials to OUT. Nothing is printed, logged or saved.
+`python -m terrazzo.train.calibration.trial CONFIG OUT [section.key=value ...]` starts the ranks of the configuration.
+Each opens a run, makes steps, and does it again with sequences half as long, so that what grows with the tokens can be
+told from what does not. Rank 0 writes both trials to OUT. Nothing is printed, logged or saved.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def main() -> int:
     if is_rank():
         run_rank(int(os.environ["RANK"]), lambda: _rank(config, Path(out)))
     return launch_ranks(
-        ranks_to_start(config.launch, config.plan.mesh.fixed), ["-m", "terrazzo.train.promise.trial", *sys.argv[1:]]
+        ranks_to_start(config.launch, config.plan.mesh.fixed), ["-m", "terrazzo.train.calibration.trial", *sys.argv[1:]]
     )
 
 

@@ -17,13 +17,13 @@ from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
 from terrazzo.tether import tethered
+from terrazzo.train.calibration.trial import Trial
 from terrazzo.train.folders import make_swap_folders
 from terrazzo.train.launch.scratch import Scratch
 from terrazzo.train.launch.starting import ranks_to_start
 from terrazzo.train.preflight import check
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned
-from terrazzo.train.promise.trial import Trial
 
 __all__ = ["calibrate", "record_of"]
 
@@ -50,7 +50,7 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
 
 def _run(arguments: list[str]) -> None:
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    command = tethered("-m", "terrazzo.train.promise.trial", *arguments)
+    command = tethered("-m", "terrazzo.train.calibration.trial", *arguments)
     done = subprocess.run(command, env=kept, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         kind = BadInput if done.returncode == BAD_INPUT else TerrazzoError
