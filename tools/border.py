@@ -98,10 +98,10 @@ ACTS: Mapping[str, Act] = {
     ),
     "freeze": Act("p.requires_grad_(False)", "l", "l", "buckets/edits"),
     "replace": Act("module.weight = nn.Parameter(...)", "l", "l", "buckets/edits"),
-    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "loop/tree", note="On several ranks."),
+    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "traces/tree", note="On several ranks."),
     "add": Act(
         "model.block = nn.Sequential(model.block, adapter)",
-        *("l", "l", "loop/tree"),
+        *("l", "l", "traces/tree"),
         note="On several ranks. Modules that are moved or wrapped: a warning, since names in state dicts stay.",
     ),
     "give-grad": Act(

@@ -34,8 +34,8 @@ INNER_LAYERS = {
         *("accelerate", "fsdp2", "lightning", "megatron", "terrazzo", "torchtitan", "trainer", "registry", "verbs", ""),
     ),
     "engine": (
-        *("runtime", "links", "plan", "buckets", "schedule", "loop", "optim", "offload", "paper", "model", "states"),
-        *("border", "sharding", ""),
+        *("runtime", "links", "plan", "buckets", "schedule", "traces", "accord", "loop", "optim", "offload", "paper"),
+        *("model", "states", "border", "sharding", ""),
     ),
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),

@@ -7,7 +7,9 @@ Folders, from the lowest to the highest:
     plan        what is stated: flat spaces, places, what moves
     buckets     what is in memory, and how parameters are views of it
     schedule    when it moves
-    loop        how a training loop drives the schedule
+    traces      what a forward leaves behind, in autograd's graph and on modules
+    accord      what ranks must have alike, and where they meet
+    loop        what torch calls while a model runs
     optim       stock optimizers over flat master weights
     offload     what is away from the device
     paper       memory and traffic of a step that has not run
@@ -39,7 +41,6 @@ from terrazzo.engine.border.optimizer import ShardedOptimizer
 from terrazzo.engine.border.unattached import on_unattached_step
 from terrazzo.engine.buckets.parameter import Zeros
 from terrazzo.engine.links.traffic import Traffic
-from terrazzo.engine.loop.listeners import inside_backward
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
@@ -77,6 +78,7 @@ from terrazzo.engine.states.restore import Read
 from terrazzo.engine.states.state import ModelState, ParameterInfo
 from terrazzo.engine.states.state_dict import whole_state_dict
 from terrazzo.engine.states.whole import collect_buffers, whole_weights
+from terrazzo.engine.traces.listeners import inside_backward
 
 __all__ = [
     "DTYPES",

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from terrazzo.engine.accord.progress import Denominator
 from terrazzo.engine.buckets import gradient
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.loop.backward_hooks import BackwardHooks
-from terrazzo.engine.loop.progress import Denominator
 from terrazzo.engine.optim import driver
 from terrazzo.engine.sharding import prepare
 

@@ -8,13 +8,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from terrazzo.engine.accord.agreement import Agreement
+from terrazzo.engine.accord.progress import Progress
+from terrazzo.engine.accord.row_exchanges import RowExchanges
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameter import register_last
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.label import Purpose
-from terrazzo.engine.loop.agreement import Agreement
-from terrazzo.engine.loop.progress import Progress
-from terrazzo.engine.loop.row_exchanges import RowExchanges
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import plainly, queue_callback

@@ -10,25 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.accord.loss_scale import LossScale
+from terrazzo.engine.accord.progress import Progress
+from terrazzo.engine.accord.row_exchanges import RowExchanges
 from terrazzo.engine.buckets.parameter import link_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.links.label import Purpose
-from terrazzo.engine.loop.announce import Announcements
 from terrazzo.engine.loop.backward_hooks import BackwardHooks
-from terrazzo.engine.loop.copies import Copies
-from terrazzo.engine.loop.listeners import eager, inside_backward, on_backward
-from terrazzo.engine.loop.loss_scale import LossScale
-from terrazzo.engine.loop.progress import Progress
-from terrazzo.engine.loop.regions import Regions, is_differentiated
-from terrazzo.engine.loop.row_exchanges import RowExchanges
-from terrazzo.engine.loop.saved import SavedWeights
-from terrazzo.engine.loop.tree import ModuleTree
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime.callers import calls_of
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.runtime.private_torch import tree_map_only
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.engine.traces.announce import Announcements
+from terrazzo.engine.traces.copies import Copies
+from terrazzo.engine.traces.listeners import eager, inside_backward, on_backward
+from terrazzo.engine.traces.regions import Regions, is_differentiated
+from terrazzo.engine.traces.saved import SavedWeights
+from terrazzo.engine.traces.tree import ModuleTree
 from terrazzo.errors import Misuse
 
 __all__ = ["ForwardHooks"]

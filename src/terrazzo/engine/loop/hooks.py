@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from terrazzo.engine.accord.agreement import Agreement
+from terrazzo.engine.accord.progress import Progress
+from terrazzo.engine.accord.row_exchanges import RowExchanges
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.loop.agreement import Agreement
 from terrazzo.engine.loop.backward_hooks import BackwardHooks
 from terrazzo.engine.loop.forward_hooks import ForwardHooks
-from terrazzo.engine.loop.progress import Progress
-from terrazzo.engine.loop.row_exchanges import RowExchanges
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime.calls import do_nothing
 from terrazzo.engine.schedule.schedule import Schedule

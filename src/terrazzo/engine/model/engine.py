@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.ending import require_own
+from terrazzo.engine.accord.progress import Progress
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.loop.hooks import Hooks
-from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.model.average import KeptAverage
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from terrazzo.engine.accord.progress import Progress
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.loop.hooks import Hooks
-from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.optim.clipping import clip_grad_norm
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.zeroing import note_zeroed

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from terrazzo.engine.accord.hyper_parameters import HyperParameters
+from terrazzo.engine.accord.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.buckets.summed import SummedGradient
-from terrazzo.engine.loop.hyper_parameters import HyperParameters
-from terrazzo.engine.loop.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of

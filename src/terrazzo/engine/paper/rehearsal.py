@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from terrazzo.engine.accord.agreement import flags_numel
+from terrazzo.engine.accord.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.links.transfer import Handle, Moves, Released
-from terrazzo.engine.loop.agreement import flags_numel
-from terrazzo.engine.loop.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.plan.elsewhere import Stages
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import BucketSpec, MoveBytes, Pass, When

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from terrazzo.engine.accord.pass_end import meet, weights_are_split
+from terrazzo.engine.accord.progress import Denominator, Progress
 from terrazzo.engine.border.gradients import show_gradients
 from terrazzo.engine.border.measured import let_measure
 from terrazzo.engine.border.module import make_sharded_module
 from terrazzo.engine.border.unattached import watch_steps
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.loop.hooks import Hooks
-from terrazzo.engine.loop.pass_end import meet, weights_are_split
-from terrazzo.engine.loop.progress import Denominator, Progress
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.model.wrappers import watch_wrapping

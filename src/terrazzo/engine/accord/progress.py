@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 
-from terrazzo.engine.loop.hyper_parameters import HyperParameters
-from terrazzo.engine.loop.loss_scale import LossScale
+from terrazzo.engine.accord.hyper_parameters import HyperParameters
+from terrazzo.engine.accord.loss_scale import LossScale
 from terrazzo.errors import Misuse
 
 __all__ = ["Denominator", "Progress"]
@@ -64,7 +64,7 @@ class Denominator:
 
 @dataclass
 class Progress:
-    """What changes from step to step and must be equal on all ranks, which `loop.pass_end` compares.
+    """What changes from step to step and must be equal on all ranks, which `accord.pass_end` compares.
 
     Attributes:
         denominator: of finished gradient sums, as this rank was told; has the loss scale.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terrazzo.engine.loop.saved import packed_by
 from terrazzo.engine.runtime.private_torch import tree_leaves
+from terrazzo.engine.traces.saved import packed_by
 
 __all__ = ["Regions", "is_differentiated"]
 

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import torch
 
+from terrazzo.engine.accord.progress import Progress
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.collectives import TRAIL
 from terrazzo.engine.links.label import RUN_THE_SAME, Label, moving
-from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.parameter import Refusing
-from terrazzo.engine.loop.outputs import leaves_of, map_tensors
+from terrazzo.engine.traces.outputs import leaves_of, map_tensors
 from terrazzo.errors import Misuse
 
 __all__ = ["Copies"]

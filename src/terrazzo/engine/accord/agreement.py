@@ -12,10 +12,10 @@ from itertools import chain, islice
 
 import torch
 
+from terrazzo.engine.accord.pass_end import MEETING_NUMEL, meet
+from terrazzo.engine.accord.progress import Progress
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.loop.pass_end import MEETING_NUMEL, meet
-from terrazzo.engine.loop.progress import Progress
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.spec import Pass
 from terrazzo.engine.runtime.device import HOST

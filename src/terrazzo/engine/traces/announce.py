@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.loop.listeners import before_gradient
-from terrazzo.engine.loop.outputs import PLAIN, leaves_of, put_aside
-from terrazzo.engine.loop.tree import modules_inside
+from terrazzo.engine.traces.asides import put_aside
+from terrazzo.engine.traces.listeners import before_gradient
+from terrazzo.engine.traces.outputs import PLAIN, leaves_of
+from terrazzo.engine.traces.tree import modules_inside
 
 __all__ = ["Announcements"]
 

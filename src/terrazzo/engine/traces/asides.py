@@ -1,80 +1,29 @@
-"""What a forward hands over: the tensors in its output, however nested, and those that its modules have put aside."""
+"""Tensors that modules have put aside in a forward, such as an auxiliary loss, for whoever reads them afterwards."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
-from terrazzo.engine.runtime.private_torch import tree_leaves, tree_map
+from terrazzo.engine.traces.outputs import set_part
 
-__all__ = ["PLAIN", "leaves_of", "map_asides", "map_tensors", "put_aside"]
-
-PLAIN = (Tensor, bool, int, float, str, type(None))
-"""Leaves that hide no tensor."""
-
-
-def leaves_of(output: Any) -> list[Any]:
-    """The leaves of a nested structure; dataclasses, and classes of mappings, are opened too."""
-    leaves: list[Any] = []
-    for leaf in tree_leaves(output):
-        parts = _parts(leaf)
-        leaves += [leaf] if parts is None else leaves_of([*parts.values()])
-    return leaves
-
-
-def _parts(leaf: Any) -> dict[Any, Any] | None:
-    """What torch takes for a leaf, by name; None for what cannot be opened and made anew."""
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        names = (field.name for field in dataclasses.fields(leaf))
-        return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
-    return {**leaf} if isinstance(leaf, MutableMapping) else None
+__all__ = ["map_asides", "put_aside"]
 
 
 def put_aside(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Tensors with a gradient function among the attributes of modules. On torch's own only hooks put any."""
+    """Tensors with a gradient function among the attributes of modules. On torch's own only hooks put any.
+
+    Asked of every unit in every forward, so containers stay closed: a backward that comes by a tensor in one is not
+    announced, but met by what autograd has kept of the weights.
+    """
     own = (module for module in modules if not type(module).__module__.startswith("torch.nn.") or module._forward_hooks)
     values = (value for module in own for value in vars(module).values())
     return [value for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
-
-
-def map_tensors(
-    change: Callable[[Tensor], Tensor], output: Any, closed: Callable[[Any], None] = lambda leaf: None
-) -> Any:
-    """The structure of `output` with its tensors changed.
-
-    Args:
-        closed: told of each other leaf that cannot be opened; it stays as it is.
-    """
-
-    def changed(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return change(leaf)
-        parts = _parts(leaf)
-        if parts is None:
-            closed(leaf)
-            return leaf
-        made = copy.copy(leaf)
-        for name, part in parts.items():
-            _set(made, name, tree_map(changed, part))
-        return made
-
-    return tree_map(changed, output)
-
-
-def _set(made: Any, name: Any, value: Any) -> None:
-    if not dataclasses.is_dataclass(made):
-        made[name] = value
-        return
-    try:
-        setattr(made, name, value)
-    except dataclasses.FrozenInstanceError:
-        object.__setattr__(made, name, value)
 
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
@@ -114,7 +63,7 @@ def _changed(value: Any, change: Callable[[Tensor], Tensor], seen: set[int]) -> 
         held = [*(value.items() if isinstance(value, dict) else enumerate(value))]
     for key, each in held:
         if (made := _changed(each, change, seen)) is not each:
-            _set(value, key, made)
+            set_part(value, key, made)
     return value
 
 

@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.loop.outputs import map_asides, map_tensors
 from terrazzo.engine.plan.precision import LossScaling
+from terrazzo.engine.traces.asides import map_asides
+from terrazzo.engine.traces.outputs import map_tensors
 from terrazzo.errors import Diverged, Misuse
 
 __all__ = ["DynamicLossScale", "LossScale"]

@@ -1,0 +1,69 @@
+"""What a forward hands over: the tensors in its output, however nested."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from terrazzo.engine.runtime.private_torch import tree_leaves, tree_map
+
+__all__ = ["PLAIN", "leaves_of", "map_tensors", "set_part"]
+
+PLAIN = (Tensor, bool, int, float, str, type(None))
+"""Leaves that hide no tensor."""
+
+
+def leaves_of(output: Any) -> list[Any]:
+    """The leaves of a nested structure; dataclasses, and classes of mappings, are opened too."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(output):
+        parts = _parts(leaf)
+        leaves += [leaf] if parts is None else leaves_of([*parts.values()])
+    return leaves
+
+
+def _parts(leaf: Any) -> dict[Any, Any] | None:
+    """What torch takes for a leaf, by name; None for what cannot be opened and made anew."""
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        names = (field.name for field in dataclasses.fields(leaf))
+        return {name: getattr(leaf, name) for name in names if hasattr(leaf, name)}
+    return {**leaf} if isinstance(leaf, MutableMapping) else None
+
+
+def map_tensors(
+    change: Callable[[Tensor], Tensor], output: Any, closed: Callable[[Any], None] = lambda leaf: None
+) -> Any:
+    """The structure of `output` with its tensors changed.
+
+    Args:
+        closed: told of each other leaf that cannot be opened; it stays as it is.
+    """
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        parts = _parts(leaf)
+        if parts is None:
+            closed(leaf)
+            return leaf
+        made = copy.copy(leaf)
+        for name, part in parts.items():
+            set_part(made, name, tree_map(changed, part))
+        return made
+
+    return tree_map(changed, output)
+
+
+def set_part(made: Any, name: Any, value: Any) -> None:
+    """Put it into a dataclass, frozen or not, or a mapping or list, under its name there."""
+    if not dataclasses.is_dataclass(made):
+        made[name] = value
+        return
+    try:
+        setattr(made, name, value)
+    except dataclasses.FrozenInstanceError:
+        object.__setattr__(made, name, value)
