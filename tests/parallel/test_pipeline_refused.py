@@ -339,23 +339,11 @@ def test_a_loss_that_is_not_one_number(staged: bool):
         run_in_threads(2, body, timeout_s=3.0)
 
 
-def test_too_few_micro_batches_or_different_ones():
+def test_too_few_micro_batches():
     batch = torch.ones(2, 4), torch.ones(2, 4)
-
-    def few(rank: int) -> None:
-        tz.step(sharded(layers())[0], [batch], F.mse_loss)
-
-    def different(rank: int) -> None:
-        tz.step(sharded(layers())[0], [batch] * (2 + rank), F.mse_loss)
-
-    def denominators(rank: int) -> None:
-        tz.step(sharded(layers())[0], [batch] * 2, F.mse_loss, denominator=1.0 + rank)
-
-    told = told_by(2, few)
+    told = told_by(2, lambda rank: tz.step(sharded(layers())[0], [batch], F.mse_loss))
     assert "1 micro-batches does not fill a pipeline of 2 ranks" in told
     assert "larger batch.global_batch" in told
-    assert "2 to 3 micro-batches" in told_by(2, different)
-    assert "denominators from 1 to 2" in told_by(2, denominators)
 
 
 def test_a_gradient_set_by_hand_as_foreign_schedules_do_is_refused():

@@ -73,7 +73,10 @@ def gives_up(base: nn.Module) -> list[float]:
 
     with pytest.raises(GivenUp):
         tz.step(
-            model, [*batches(1)[:2], batches(1, rows=5)[2]], stop if rank else loss_of, auxiliary=None if rank else stop
+            model,
+            [*batches(1)[:2], batches(1, rows=5)[2]],
+            stop if rank else loss_of,
+            auxiliary=(lambda module: None) if rank else stop,
         )
     optimizer.zero_grad()
     found = []

@@ -43,6 +43,7 @@ class Messages:
 
     Attributes:
         given_up: steps that were given up. What was still under way of them is no answer to what is asked for since.
+        values_compared: whether ranks along the pipeline were once found to be given inputs of the same values.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Messages:
             routes |= dict.fromkeys(MessageRoute("tied", source, to) for source, to in pairs)
             collectives.open_routes([*routes], device)
         self.given_up = self._begun = 0
+        self.values_compared = False
         self._known: dict[tuple[int, Form], tuple[tuple[int, ...], torch.dtype]] = {}
         self._sent: dict[tuple[Action, bool], Handle] = {}
         self._asked: dict[Action, Callable[[], Tensor]] = {}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from terrazzo.engine import Engine, StagedSchedule, accumulate, as_one, engine_of, parameter_names, stages_of
 from terrazzo.engine.plan.marks import Mark
-from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import BadInput, Misuse, RanksApart
+from terrazzo.errors import BadInput, Misuse
+from terrazzo.parallel.pipeline.agreement import Given, begin_alike
 from terrazzo.parallel.pipeline.deferred import DeferredWeights
 from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.messages import Messages, form_of
@@ -44,7 +44,8 @@ def step(
 
     Args:
         micro_batches: pairs of the model's inputs and of what the loss compares outputs with. Inputs are one value, a
-            tuple of several, or a dict of keyword arguments. Ranks along `pp` are given the same ones.
+            tuple of several, or a dict of keyword arguments. Ranks along `pp` are given the same inputs, and those of
+            the last stage the targets that belong to them.
         loss_fn: called with outputs and targets, on the ranks of the last stage; the losses of micro-batches add up.
         denominator: as for `model.set_gradient_denominator`, from now on; None leaves it as it is.
         auxiliary: called after each forward with the model, or in a pipeline with each module of the line that has
@@ -56,15 +57,25 @@ def step(
 
     Raises:
         BadInput: no micro-batch, other things than pairs, or too few for the pipeline; a loss that is not 0-d.
-        RanksApart: where ranks along `pp` have other numbers of micro-batches.
+        RanksApart: before any work, on every rank along `pp`, where these were given other numbers of micro-batches,
+            inputs of other forms or with other values, or the like; or where one of them raises. Values are compared
+            in each step on CPUs, and on other devices, for which the host would have to wait, in a model's first one.
     """
-    engine = engine_of(model)
-    _check(micro_batches)
-    if denominator is not None:
-        model.set_gradient_denominator(denominator)  # type: ignore[operator]
-    line = stages_of(model)
+    engine, line = engine_of(model), stages_of(model)
+
+    def given() -> Given:
+        _check(micro_batches)
+        if denominator is not None:
+            model.set_gradient_denominator(denominator)  # type: ignore[operator]
+        used = engine.progress.denominator.unscaled
+        inputs = [dict(each) if isinstance(each, Mapping) else each for each, _ in micro_batches]
+        return Given(inputs, used, auxiliary is not None)
+
     if isinstance(line, Line):
-        return _Run(model, engine, line, micro_batches, loss_fn, auxiliary).run()
+        messages = messages_of(model, engine, line)
+        begin_alike(engine.axes, messages, given)
+        return _Run(model, messages, micro_batches, loss_fn, auxiliary).run()
+    given()
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
@@ -125,20 +136,22 @@ class _Run:
     def __init__(
         self,
         model: nn.Module,
-        engine: Engine,
-        line: Line,
+        messages: Messages,
         micro_batches: Sequence[MicroBatch],
         loss_fn: LossFunction,
         auxiliary: Auxiliary | None,
     ) -> None:
-        self.model, self.engine, self.line = model, engine, line
+        line = stages_of(model)
+        assert isinstance(line, Line)
+        self.model, self.engine, self.line, self.messages = model, engine_of(model), line, messages
         self.loss_fn, self.auxiliary = loss_fn, auxiliary
         self.micro_batches, self.trains = micro_batches, torch.is_grad_enabled()
-        self.forms = [form_of(inputs, self.trains) for inputs, _ in micro_batches]
-        self.messages = messages_of(model, engine, line)
+        self.forms = [
+            form_of(dict(each) if isinstance(each, Mapping) else each, self.trains) for each, _ in micro_batches
+        ]
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._losses = torch.zeros((), device=engine.axes.device)
-        self._deferred = DeferredWeights(engine) if self.trains and line.schedule == "zero_bubble" else None
+        self._losses = torch.zeros((), device=self.engine.axes.device)
+        self._deferred = DeferredWeights(self.engine) if self.trains and line.schedule == "zero_bubble" else None
 
     def run(self) -> Tensor:
         """Returns the sum of the losses."""
@@ -169,24 +182,8 @@ class _Run:
         return engine.axes.total(self._losses.reshape(1), engine.axes.stages).reshape(())
 
     def _actions(self) -> Sequence[Action]:
-        """What this rank does, once all along the pipeline have been told the same."""
-        count, axes = len(self.micro_batches), self.engine.axes
-        numbers = [count, self.trains, self.engine.progress.denominator.unscaled, self.messages.given_up]
-        told = torch.tensor(numbers, dtype=torch.float64, device=HOST)
-        highest, lowest = axes.maximum(torch.stack([told, -told]), axes.stages)
-        self.messages.begin(int(highest[3]))
-        if not torch.equal(highest[:3], -lowest[:3]):
-            raise RanksApart(
-                f"The stages of a pipeline have not been told the same: tz.step was given {count} micro-batches here, "
-                f"with gradients {'enabled' if self.trains else 'disabled'} and the denominator {told[2].item():g}; on "
-                f"all ranks along pp, {-lowest[0].item():g} to {highest[0].item():g} micro-batches and denominators "
-                f"from {-lowest[2].item():g} to {highest[2].item():g}. Give all of them the same."
-            )
-        return (
-            self.line.actions(count)
-            if self.trains
-            else forwards_of(self.line.ranks, len(self.line.chunks), count)[self.line.rank]
-        )
+        line, count = self.line, len(self.micro_batches)
+        return line.actions(count) if self.trains else forwards_of(line.ranks, len(line.chunks), count)[line.rank]
 
     def _act(self, action: Action, values: Tensor | None) -> None:
         if self._deferred is not None:

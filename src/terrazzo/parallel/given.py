@@ -1,0 +1,47 @@
+"""What ranks are given that all of them are to be given the same, in numbers that they can compare."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+__all__ = ["described", "form_of_inputs", "values_of_inputs"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def form_of_inputs(inputs: Any) -> int:
+    """32 bits of how a model's inputs are nested, and of shapes, dtypes and plain values; all but what tensors hold."""
+    leaves, nesting = tree_flatten(inputs)
+    return zlib.crc32(repr((str(nesting), [_form_of(leaf) for leaf in leaves])).encode())
+
+
+def _form_of(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), str(leaf.dtype)
+    return leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__
+
+
+def described(inputs: Any) -> str:
+    """What a reader is told of a model's inputs."""
+    leaves = tree_leaves(inputs)
+    texts = [
+        f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+        if isinstance(leaf, (Tensor, *_PLAIN))
+    ]
+    return ", ".join(texts) or "nothing"
+
+
+def values_of_inputs(inputs: Any) -> int:
+    """32 bits of what the tensors among a model's inputs hold; the host waits for a device that they are on."""
+    found = 0
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
+            flat = leaf.detach().cpu().contiguous().reshape(-1)
+            found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
+    return found
