@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from terrazzo import cli
-from terrazzo.planner import Request, estimate_request
+from terrazzo.planner import Request, ask
 from terrazzo.planner.report import schema
 from terrazzo.planner.report.bars import chart_of
 from terrazzo.planner.report.formulas import FORMULAS
@@ -93,9 +93,7 @@ def _example(match: re.Match[str]) -> str:
 def draw_few(path: Path) -> None:
     """README's picture: one model on one machine under four plans."""
     estimates = [
-        estimate_request(
-            Request("llama3-8b", 8, "h100-sxm", strategy, micro_batch=2, sequence=4096, checkpointing="full")
-        )
+        ask(Request("llama3-8b", 8, "h100-sxm", strategy, micro_batch=2, sequence=4096, checkpointing="full")).best
         for strategy in FEW
     ]
     save_picture(chart_of(estimates, estimates[FEW.index("zero3")]), path)

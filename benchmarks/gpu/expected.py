@@ -10,7 +10,7 @@ from benchmarks.gpu.contenders import Workload
 from benchmarks.gpu.measure import FULL
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
-from terrazzo.planner import Estimate, Request, device, estimate_request
+from terrazzo.planner import Estimate, Request, build_setup, device, estimate
 
 __all__ = ["expected"]
 
@@ -67,9 +67,8 @@ def _estimate(workload: Workload, gpu: str, world: int = 1, strategy: str = "zer
         "tie_word_embeddings": config.tie_embeddings,
     }
     checkpointing = "full" if workload.checkpointing else "none"
-    return estimate_request(
-        Request(
-            model, world, gpu=gpu, strategy=strategy, sequence=config.max_sequence_length, micro_batch=workload.batch,
-            checkpointing=checkpointing, **options,
-        )
+    asked = Request(
+        model, world, gpu=gpu, strategy=strategy, sequence=config.max_sequence_length, micro_batch=workload.batch,
+        checkpointing=checkpointing, **options,
     )  # fmt: skip
+    return estimate(build_setup(asked))

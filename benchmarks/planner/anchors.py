@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 from terrazzo.files import GIB
-from terrazzo.planner.api import estimate_request
 from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.setup.request import Request, build_setup
 
@@ -96,7 +95,7 @@ def _batch_gain() -> float:
         dict(GPT_200B), 80, gpu="A100-SXM4-80GB", strategy="zero1", sequence=2048, global_batch=512, micro_batch=2,
         checkpointing="full", tp=8, pp=10, as_megatron=True,
     )  # fmt: skip
-    times = [estimate_request(replace(small, global_batch=batch)).time for batch in (512, 2048)]
+    times = [estimate(build_setup(replace(small, global_batch=batch))).time for batch in (512, 2048)]
     few, many = (time.tokens_per_s_per_gpu if time else 1.0 for time in times)
     return many / few - 1
 

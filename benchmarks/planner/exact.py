@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.planner.shapes import Sizes, transformer
 from terrazzo.engine import Plan, Precision
 from terrazzo.files import GIB
-from terrazzo.planner.api import estimate_request
+from terrazzo.planner.assemble import estimate
 from terrazzo.planner.choice.sizing import floor_gpus
 from terrazzo.planner.machine.devices import Cluster, device
 from terrazzo.planner.machine.mesh import Mesh
@@ -168,7 +168,7 @@ ZeRO-Offload (arXiv 2101.06840), 40B with weights on the host too (DeepSpeed, ze
 
 
 def _verdict(name: str, request: Request, fits: bool) -> Verdict:
-    return Verdict(name, _word(fits), _word(estimate_request(request).memory.fits))
+    return Verdict(name, _word(fits), _word(estimate(build_setup(request)).memory.fits))
 
 
 def _word(fits: bool | None) -> str:

@@ -171,7 +171,7 @@ def _setup(family: str, fields: Mapping[str, str]) -> Setup:
         virtual_stages=_virtual_stages(family, fields),
         offload=Offload(step="synchronous"),  # DeepSpeed updates on the spot
         coalesced=_precision(family, fields) != DEEPSPEED,
-        whole_gradients=megatron,
+        as_megatron=megatron,
         fused_update=megatron,
     )
 
@@ -335,7 +335,7 @@ def _vtrain(fields: Mapping[str, str]) -> Row:
         loss="fused",
         accumulate_locally=True,
         sequence_parallel=False,
-        whole_gradients=True,
+        as_megatron=True,
         fused_update=True,
     )
     return Row(fields["id"], "vtrain", setup, float(fields["iteration_ms"]) / 1e3, None, "allocated", None, "A", "")

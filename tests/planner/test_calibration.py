@@ -17,8 +17,7 @@ from terrazzo.cli import app
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine import PRECISIONS, Plan
 from terrazzo.errors import BadInput
-from terrazzo.planner.api import estimate
-from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.figures import Time
 from terrazzo.planner.machine.devices import Cluster, Device, device

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from terrazzo.engine import Plan, Precision
 from terrazzo.engine.optim.stock import choose_kernel
 from terrazzo.files import GIB
-from terrazzo.planner.api import estimate_request
+from terrazzo.planner.api import ask
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.devices import device as named
 from terrazzo.planner.machine.mesh import Mesh
@@ -122,7 +122,7 @@ def test_megatron_7b_of_the_continuous_integration() -> None:
         precision=Precision.named("bf16"),
         sequence_parallel=False,
         loss="fused",
-        whole_gradients=True,
+        as_megatron=True,
         fused_update=True,
     )
     assert memory_of(made).allocated_bytes == pytest.approx(58.19e9, rel=0.03)
@@ -132,7 +132,7 @@ def test_what_megatron_does_is_said_and_not_guessed() -> None:
     """With every choice given, splitting a model into more tensor-parallel parts never needs more memory."""
     model = llama(80, 8192, 28672, 64, 8, 128_256)
     for as_megatron in (False, True):
-        options: dict[str, Any] = {"whole_gradients": as_megatron, "fused_update": as_megatron}
+        options: dict[str, Any] = {"as_megatron": as_megatron, "fused_update": as_megatron}
         options |= {"loss": "fused" if as_megatron else "full", "sequence": 4096, "checkpointing": "full"}
         options["precision"] = Precision.named("bf16")
         peaks = [
@@ -156,16 +156,29 @@ def test_an_update_is_fused_where_the_engine_takes_the_fused_kernel(recipe: Opti
 def test_a_request_means_the_engine_unless_megatron_is_asked_for_and_that_is_said() -> None:
     meshes: list[dict[str, Any]] = [{"pp": 2, "as_megatron": True}, {"tp": 2}, {"pp": 2}]
     made, cut, staged = (build_setup(Request("llama3-8b", 8, strategy="zero1", **axes)) for axes in meshes)
-    assert (made.whole_gradients, made.fused_update, made.loss) == (True, True, "fused")
-    assert (cut.whole_gradients, cut.fused_update, cut.loss) == (False, True, "parts")
-    assert (staged.whole_gradients, staged.fused_update, staged.loss) == (False, True, "full")
+    assert (made.as_megatron, made.fused_update, made.loss) == (True, True, "fused")
+    assert (cut.as_megatron, cut.fused_update, cut.loss) == (False, True, "parts")
+    assert (staged.as_megatron, staged.fused_update, staged.loss) == (False, True, "full")
     asked = Request("llama3-8b", 8, strategy="zero1", pp=2, loss="full", as_megatron=True)
     assert build_setup(asked).loss == "full"
-    said = [note for note in estimate_request(asked).warnings if "Megatron-core" in note]
+    said = [note for note in ask(asked).best.warnings if "Megatron-core" in note]
     assert len(said) == 1
     assert "fused loss" not in said[0]
-    for other in (replace(asked, pp=1), replace(asked, as_megatron=False)):
-        assert not any("Megatron" in note for note in estimate_request(other).warnings)
+    assert not any("Megatron" in note for note in ask(replace(asked, as_megatron=False)).best.warnings)
+
+
+def test_megatrons_buffers_of_whole_gradients_are_there_whatever_the_mesh() -> None:
+    """Without tp and pp too (NVIDIA/Megatron-LM param_and_grad_buffer.py): 4 bytes of each of 8.03B parameters."""
+    gradients = {
+        as_megatron: sum(
+            term.value
+            for term in ask(Request("llama3-8b", 8, strategy="zero1", as_megatron=as_megatron)).best.memory.terms
+            if term.name in ("gradients", "unreduced")
+        )
+        for as_megatron in (False, True)
+    }
+    assert gradients[True] == pytest.approx(4 * 8.03e9, rel=0.001)
+    assert gradients[False] < gradients[True]
 
 
 def test_zero_offload_trains_thirteen_billion_on_one_v100() -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 from rich.console import Console
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.api import estimate
+from terrazzo.planner.assemble import estimate
 from terrazzo.planner.report.alternatives import alternatives
 from terrazzo.planner.report.bars import KINDS, Bar, Chart, chart_of, kind_of
 from terrazzo.planner.report.picture import SCALE, save_picture, svg

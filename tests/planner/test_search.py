@@ -12,8 +12,8 @@ import pytest
 from terrazzo.engine.plan.place import ROWS
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.order import actions_of
-from terrazzo.planner.api import estimate, estimate_request, plan
-from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.api import ask, plan
+from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES, meshes
 from terrazzo.planner.choice.frontier import NO_MESH, Frontier, Refusal
 from terrazzo.planner.choice.search import search
@@ -24,7 +24,7 @@ from terrazzo.planner.report.answer import _sizing_row
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.schema import StatesReport
 from terrazzo.planner.setup.checks import check
-from terrazzo.planner.setup.request import Request, build_setup, counts_of
+from terrazzo.planner.setup.request import Request, assumptions, build_setup, counts_of
 from terrazzo.planner.timing.calibration import Calibration, Software
 from tests.helpers.calls import calls_of
 
@@ -340,14 +340,14 @@ def test_a_named_plan_that_its_host_cannot_hold_does_not_fit(strategy: str, limi
     """8.03 B parameters: gradients and optimizer state are 16 bytes each, on disk 12. Eight ranks share one host."""
     room = {limit: 1e15}
     asked = request(strategy=strategy, sequence=2048)
-    answer = estimate_request(replace(asked, **room)).memory
+    answer = ask(replace(asked, **room)).best.memory
     full = next(one for one in answer.rooms if one.name == limit.partition("_")[0])
     least = 8.03e9 * (16 if limit == "host_memory_bytes" else 12)
     assert least <= full.expected <= 1.25 * least
     assert (answer.fits, answer.fits_surely) == (True, True)
-    tight = estimate_request(replace(asked, **{limit: full.expected + 1})).memory
+    tight = ask(replace(asked, **{limit: full.expected + 1})).best.memory
     assert (tight.fits, tight.fits_surely) == (True, True)  # states are exact
-    none = estimate_request(replace(asked, **{limit: least - 1e9})).memory
+    none = ask(replace(asked, **{limit: least - 1e9})).best.memory
     assert (none.fits, none.fits_surely) == (False, False)
     assert none.device_bytes < (none.capacity_bytes or 0)
     assert not search(replace(asked, **{limit: least - 1e9})).ranked
@@ -451,7 +451,7 @@ def test_sizing_needs_the_memory_of_the_device() -> None:
 def test_plan_estimates_one_strategy_and_compares_all() -> None:
     one = plan("llama3-8b", 8, strategy="zero3", gpu="h100")
     assert isinstance(one, Estimate)
-    assert one == estimate_request(request(strategy="zero3"))
+    assert one == ask(request(strategy="zero3")).best
     many = plan("llama3-8b", 8, gpu="h100")
     assert isinstance(many, Frontier)
     assert isinstance(plan("llama3-8b", "8..16", strategy="zero3", gpu="h100"), Frontier)
@@ -491,15 +491,34 @@ def test_of_a_bare_number_it_is_never_said_that_it_surely_fits() -> None:
 
 
 def test_every_choice_that_was_left_open_is_named() -> None:
-    left = estimate_request(request()).notes
+    left = assumptions(request(), build_setup(request()))
     assert (
         "Assumed where nothing was said: zero3 (--strategy), bf16 (--precision), adamw (--optimizer), micro-batch 1"
         " (--micro-batch), checkpointing none (--ac)."
     ) in left
     given = {"strategy": "zero3", "precision": "bf16", "optimizer": "adamw", "checkpointing": "none"}
-    assert "Assumed where nothing was said: micro-batch 1 (--micro-batch)." in estimate_request(request(**given)).notes
-    said = estimate_request(request(**given, micro_batch=1)).notes
+    assert "Assumed where nothing was said: micro-batch 1 (--micro-batch)." in ask(request(**given)).best.notes
+    said = ask(request(**given, micro_batch=1)).best.notes
     assert not any("nothing was said" in note for note in said)
+
+
+@pytest.mark.parametrize(
+    ("option", "axis"),
+    [
+        ({"context": "ring"}, "cp"),
+        ({"pipeline": "gpipe"}, "pp"),
+        ({"loss": "parts"}, "tp"),
+        ({"sequence_parallel": False}, "tp"),
+    ],
+    ids=str,
+)
+def test_an_option_about_an_axis_that_has_one_rank_is_refused(option: dict[str, Any], axis: str) -> None:
+    for open_or_not in ({"strategy": "zero1"}, {}):
+        with pytest.raises(
+            BadInput, match=rf"{next(iter(option))}=.* along {axis} .*Leave it out, or give {axis} of 2"
+        ):
+            plan("llama3-8b", 8, gpu="h100", **open_or_not, **option)
+    assert plan("llama3-8b", 8, gpu="h100", strategy="zero1", micro_batches=2, **{axis: 2}, **option)
 
 
 def test_what_was_assumed_is_said() -> None:

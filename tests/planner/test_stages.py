@@ -85,5 +85,5 @@ def test_a_model_of_equal_layers_asks_for_no_more_stages() -> None:
     found = build_setup(Request("llama3-70b", 512, strategy="zero1", pp=32, as_megatron=True))
     assert set(stand_ins(found)) == {0, 31}
     assert set(stand_ins(found, 1)) == {0, 1, 31}
-    assert len(set(stand_ins(replace(found, whole_gradients=False)))) == 3  # some have a layer more, the head's none
+    assert len(set(stand_ins(replace(found, as_megatron=False)))) == 3  # some have a layer more, the head's none
     assert stand_ins(replace(found, mesh=replace(found.mesh, pp=1, dp_shard=512)), 1) == (0,)

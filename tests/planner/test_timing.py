@@ -101,7 +101,7 @@ def test_llama3_405b_on_16384_h100() -> None:
             "checkpointing": "none",
             "compile": True,
             "virtual_stages": 8,
-            "whole_gradients": True,
+            "as_megatron": True,
         }
         found[shards] = timed(
             setup("zero2", mesh, micro_batches=2048 // shards, accumulate_locally=True, **options)
@@ -131,7 +131,7 @@ def megatron(mesh: Mesh, micro_batch: int, plan: str = "zero0", **changes: Any) 
         "model": gpt(layers, hidden, 96), "sequence": 2048, "micro_batch": micro_batch, "matmul": "fp16",
         "micro_batches": sequences // micro_batch // mesh.batch_ranks, "precision": PRECISIONS["fp16"],
         "checkpointing": "full", "attention": "math", "sequence_parallel": False,
-        "whole_gradients": mesh.pp > 1,
+        "as_megatron": mesh.pp > 1,
     }  # fmt: skip
     step_s = timed(setup(plan, mesh, "A100", **(options | changes))).step_s
     flops = 96 * sequences * 2048 * layers * hidden**2 * (1 + 2048 / 6 / hidden + vocab / 16 / layers / hidden)
@@ -466,7 +466,7 @@ def test_learned_positions_are_where_the_embedding_is() -> None:
     model = gpt(4, 1024, 16)
     positions = TensorShape("positions", (65536, 1024), "vector")
     model = replace(model, units=(replace(model.root, tensors=(*model.root.tensors, positions)), *model.blocks))
-    with_them = setup("zero0", Mesh(pp=2), model=model, sequence=1024, micro_batches=2, whole_gradients=True)
+    with_them = setup("zero0", Mesh(pp=2), model=model, sequence=1024, micro_batches=2, as_megatron=True)
     without = replace(with_them, model=gpt(4, 1024, 16))
     more = [
         sum(term.value for term in state_terms(with_them, stage))

@@ -19,7 +19,7 @@ read them in (docs/concepts/planner.md):
 
 Open to other packages:
 
-    api, formulas                              `tz.plan`, and what a figure is a sum of
+    api, formulas                              questions and their answers, and what a figure is a sum of
     machine                                    devices, and how ranks lie on them
     memory.peak, memory.replay, memory.trace   the memory of a run whose model is there
     model                                      shapes of models, and how they are read
@@ -30,15 +30,15 @@ Open to other packages:
     traffic.volumes                            what a run is to have sent
 """
 
-from terrazzo.planner.api import estimate, estimate_request, plan
-from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.api import ask, compare, plan
+from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
 from terrazzo.planner.figures import Memory, Time, Traffic
 from terrazzo.planner.gate.framework import Framework
-from terrazzo.planner.gate.gate import findings, runnable
-from terrazzo.planner.gate.rule import Finding
+from terrazzo.planner.gate.gate import objections, runnable
+from terrazzo.planner.gate.rule import Objection
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.loading import model_shape
@@ -50,24 +50,25 @@ __all__ = [
     "Cluster",
     "Device",
     "Estimate",
-    "Finding",
     "Framework",
     "Frontier",
     "Memory",
     "Mesh",
     "ModelShape",
+    "Objection",
     "Request",
     "Setup",
     "Sizing",
     "Time",
     "Traffic",
+    "ask",
     "build_setup",
+    "compare",
     "device",
     "estimate",
-    "estimate_request",
-    "findings",
     "min_gpus",
     "model_shape",
+    "objections",
     "plan",
     "runnable",
     "search",

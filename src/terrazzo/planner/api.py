@@ -1,4 +1,4 @@
-"""The planner's front doors: one setup estimated, and what `tz.plan` answers."""
+"""The planner's face: `ask` answers a request, `compare` its search alone, and `plan` is `tz.plan`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ from typing import Any
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.assemble import Estimate, estimate
-from terrazzo.planner.choice.frontier import Frontier
+from terrazzo.planner.choice.frontier import Frontier, nearest, noted
 from terrazzo.planner.choice.search import search
+from terrazzo.planner.choice.sizing import Sizing, min_gpus
+from terrazzo.planner.gate.framework import Framework
+from terrazzo.planner.gate.gate import TERRAZZO, objections
+from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import Model, Request, assumptions, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration, find_calibration
 
-__all__ = [
-    "assumed",
-    "calibration_of",
-    "estimate",
-    "estimate_asked",
-    "estimate_here",
-    "estimate_request",
-    "plan",
-]
+__all__ = ["ask", "compare", "plan"]
 
 
 DEFAULTS = {field.name: field.default for field in fields(Request)}
@@ -31,43 +27,38 @@ OF_SEARCHES = ("parallel", "rank")
 OF_ACTIVATIONS = ("sequence", "micro_batch", "checkpointing", "loss", "attention", "compile")
 """Options that mean something to a search alone, and beside a model whose blocks are known."""
 
-
-def estimate_here(setup: Setup) -> Estimate:
-    """`estimate` with what was measured on such devices before, or a warning why a record of that does not count."""
-    record, note = find_calibration(setup)
-    found = estimate(setup, record)
-    return replace(found, notes=(*found.notes, note)) if note else found
+OF_AXES = {"context": "cp", "pipeline": "pp", "sequence_parallel": "tp"}
+"""Options that say how ranks along an axis work together."""
 
 
-def calibration_of(request: Request) -> Calibration | None:
-    """What was measured on as many such devices before; None for a range of numbers, and where nothing was."""
-    if not isinstance(request.gpus, int):
-        return None
-    try:
-        return find_calibration(build_setup(request))[0]
-    except BadInput:  # what is open in the request has to be chosen first
-        return None
+def ask(request: Request, framework: Framework = TERRAZZO, *, fewest: bool = False) -> Answer:
+    """What a request takes, with what `terrazzo plan --calibrate` measured on such devices before.
 
+    One plan where the strategy and the number of devices are named; else all choices that are open are compared.
 
-def estimate_request(request: Request, calibration: Calibration | None = None) -> Estimate:
-    """`estimate` of what a request means; its warnings begin with what was assumed."""
-    _check_one(request)
-    return assumed(request, estimate(build_setup(request), calibration))
-
-
-def estimate_asked(request: Request) -> Estimate:
-    """As `estimate_request`, with what was measured on such devices before.
+    Args:
+        framework: that is to run it: what is known to fail there is refused, or told of one plan.
+        fewest: look for the least number of devices on which it runs.
 
     Raises:
-        BadInput: impossible input, or options that mean something to a search alone.
+        BadInput: impossible input, and options that say nothing of what is asked.
     """
-    _check_one(request)
-    return assumed(request, estimate_here(build_setup(request)))
+    if fewest:
+        _check_open(request)
+        sizing = min_gpus(request, framework=framework)
+        _check_steps(request, sizing)
+        answer = _of_search(request, sizing.answer or sizing.steps[-1], sizing)
+    elif _names_one(request):
+        answer = Answer(_one(request), _estimate_here)
+    else:
+        answer = _of_search(request, compare(request, framework))
+    return replace(answer, best=replace(answer.best, objections=objections(answer.best.setup, framework)))
 
 
-def assumed(request: Request, found: Estimate) -> Estimate:
-    """With a note of everything that the request left open."""
-    return replace(found, notes=assumptions(request, found.setup) + found.notes)
+def compare(request: Request, framework: Framework = TERRAZZO) -> Frontier:
+    """The search of `ask` alone, which may have found nothing. Raises: `BadInput` as `ask` does."""
+    _check_open(request)
+    return search(request, _calibration_of(request), framework)
 
 
 def plan(
@@ -92,28 +83,65 @@ def plan(
         if name not in known:
             raise BadInput(f"tz.plan has no option {name!r}.{did_you_mean(name, known)} Options: {', '.join(known)}.")
     request = Request(model, gpus, strategy=strategy, **options)
-    _check_count(request)
-    if strategy is not None and not isinstance(request.gpus, str):
-        return estimate_asked(request)
-    _check_tier(request)
-    return search(request, calibration_of(request))
+    return ask(request).best if _names_one(request) else compare(request)
+
+
+def _names_one(request: Request) -> bool:
+    return request.plan is not None and not isinstance(request.gpus, str)
+
+
+def _one(request: Request) -> Estimate:
+    _check_open(request)
+    if ignored := _given(request, OF_SEARCHES):
+        raise BadInput(
+            f"{' and '.join(ignored)}: that is for a search, and one strategy on one number of GPUs is a single plan. "
+            "Leave it out, leave the strategy open, or give a range of GPUs such as 8..64."
+        )
+    found = _estimate_here(build_setup(request))
+    return replace(found, notes=(*assumptions(request, found.setup), *found.notes))
+
+
+def _of_search(request: Request, found: Frontier, sizing: Sizing | None = None) -> Answer:
+    return Answer(noted(request, found.best or nearest(found, _estimate_here)), _estimate_here, found, sizing)
+
+
+def _estimate_here(setup: Setup) -> Estimate:
+    """`estimate` with what was measured on such devices before, or a warning why a record of that does not count."""
+    record, note = find_calibration(setup)
+    found = estimate(setup, record)
+    return replace(found, notes=(*found.notes, note)) if note else found
+
+
+def _calibration_of(request: Request) -> Calibration | None:
+    """What was measured on as many such devices before; None for a range of numbers, and where nothing was."""
+    if not isinstance(request.gpus, int):
+        return None
+    try:
+        return find_calibration(build_setup(request))[0]
+    except BadInput:  # what is open in the request has to be chosen first
+        return None
 
 
 def _given(request: Request, names: Iterable[str]) -> list[str]:
     return [f"{name}={value!r}" for name in names if (value := getattr(request, name)) != DEFAULTS[name]]
 
 
-def _check_one(request: Request) -> None:
-    """Raises `BadInput` for what a search would look at, and one plan does not."""
-    _check_tier(request)
-    if ignored := _given(request, OF_SEARCHES):
+def _check_steps(request: Request, sizing: Sizing) -> None:
+    if not sizing.steps:
         raise BadInput(
-            f"{' and '.join(ignored)}: that is for a search, and one strategy on one number of GPUs is a single plan. "
-            "Leave it out, leave the strategy open, or give a range of GPUs such as 8..64."
+            f"The model states alone need {sizing.floor:,} GPUs, and --gpus {request.gpus or '1..1024'} does not "
+            "reach that: allow more, or name a larger GPU."
         )
 
 
-def _check_tier(request: Request) -> None:
+def _check_open(request: Request) -> None:
+    """Raises `BadInput` for what says nothing of what is asked, and for two strategies."""
+    _check_axes(request)
+    if isinstance(request.model, int | float) and (ignored := _given(request, OF_ACTIVATIONS)):
+        raise BadInput(
+            f"{' and '.join(ignored)}: of a bare number of parameters model states alone are counted. Leave it out, or "
+            "name a model, such as llama3-8b or a config.json."
+        )
     if request.offload and request.plan is not None:
         name = request.plan.name
         raise BadInput(
@@ -122,10 +150,13 @@ def _check_tier(request: Request) -> None:
         )
 
 
-def _check_count(request: Request) -> None:
-    """Raises `BadInput` for what says nothing about a bare number of parameters."""
-    if isinstance(request.model, int | float) and (ignored := _given(request, OF_ACTIVATIONS)):
-        raise BadInput(
-            f"{' and '.join(ignored)}: of a bare number of parameters model states alone are counted. Leave it out, or "
-            "name a model, such as llama3-8b or a config.json."
-        )
+def _check_axes(request: Request) -> None:
+    """Raises `BadInput` for what would change nothing, since the axis that it is about has one rank."""
+    about = OF_AXES | ({"loss": "tp"} if request.loss == "parts" else {})
+    for name in [] if request.parallel else about:
+        axis, given = about[name], _given(request, [name])
+        if given and (getattr(request, axis) or 1) == 1:
+            raise BadInput(
+                f"{given[0]} says how ranks along {axis} work together, and {axis} is 1. Leave it out, or give {axis} "
+                "of 2 or more."
+            )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.planner.figures import Memory, Time, Traffic
-from terrazzo.planner.gate.gate import findings
-from terrazzo.planner.gate.rule import Finding
+from terrazzo.planner.gate.gate import objections
+from terrazzo.planner.gate.rule import Objection
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
@@ -32,7 +32,7 @@ class Estimate:
 
     Attributes:
         time: None with `no_time` saying why, where nothing can be said.
-        findings: what is known against the setup in the framework that is to run it, by default Terrazzo.
+        objections: what is known against the setup in the framework that is to run it, by default Terrazzo.
         notes: what was assumed, and what the figures leave out.
     """
 
@@ -41,13 +41,13 @@ class Estimate:
     traffic: Traffic
     time: Time | None = None
     no_time: str = ""
-    findings: tuple[Finding, ...] = ()
+    objections: tuple[Objection, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Notes and findings in words."""
-        return (*self.notes, *map(str, self.findings))
+        """Notes and objections in words."""
+        return (*self.notes, *map(str, self.objections))
 
     def __str__(self) -> str:
         """The report that `terrazzo plan` prints."""
@@ -55,8 +55,8 @@ class Estimate:
 
     def blocks(self) -> list[Block]:
         """The whole of it: what cannot work stands above everything."""
-        refused = [one for one in self.findings if one.severity == "refuse"]
-        others = [one for one in self.findings if one.severity != "refuse"]
+        refused = [one for one in self.objections if one.severity == "refuse"]
+        others = [one for one in self.objections if one.severity != "refuse"]
         blocks: list[Block] = [Line(f"{SEVERITIES['refuse']}: {one}", "bold red") for one in refused]
         blocks += [Line(verdict(self.memory), _verdict_style(self.memory)), Line(setup_text(self.setup))]
         if self.time or self.no_time:
@@ -77,9 +77,9 @@ def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
     """Memory, traffic and time of one setup, with what the gate knows against it.
 
     Raises:
-        BadInput: a setup that cannot be. What the gate refuses is estimated all the same: see `gate.findings`.
+        BadInput: a setup that cannot be. What the gate refuses is estimated all the same: see `gate.objections`.
     """
-    return assemble(setup, memory_under(setup, calibration), calibration, findings(setup))
+    return assemble(setup, memory_under(setup, calibration), calibration, objections(setup))
 
 
 def memory_under(setup: Setup, calibration: Calibration | None) -> Memory:
@@ -89,7 +89,7 @@ def memory_under(setup: Setup, calibration: Calibration | None) -> Memory:
     return memory if calibration is None else measured_memory(memory, calibration, setup)
 
 
-def assemble(setup: Setup, memory: Memory, calibration: Calibration | None, known: tuple[Finding, ...]) -> Estimate:
+def assemble(setup: Setup, memory: Memory, calibration: Calibration | None, known: tuple[Objection, ...]) -> Estimate:
     """Traffic and time of a checked setup beside its memory and what is `known` against it."""
     traffic = traffic_of(setup)
     time, notes = time_of(setup, traffic, calibration), _uncounted(setup)

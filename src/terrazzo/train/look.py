@@ -125,7 +125,7 @@ def _verdict(run: Path, lines: Lines) -> Verdict | None:
             found = estimate(setup_of(config, ranks))
         except Exception:  # anything: an edit that cannot be judged is not named
             return False
-        return found.memory.fits is not False and all(one.severity != "refuse" for one in found.findings)
+        return found.memory.fits is not False and all(one.severity != "refuse" for one in found.objections)
 
     return verdict_of(records, json.loads(text), admits)
 

@@ -86,7 +86,7 @@ def _estimated(config: Config, ranks: int, record: Any) -> Estimate:
     if setup.cluster.device.kind == "cpu" and setup.cluster.nodes == 1 and ranks > processors:
         raise BadInput(f"this machine has {counted(processors, 'processor')}, which ranks would have to share.")
     found = estimate(setup, record)
-    if problems := [one for one in found.findings if one.severity == "refuse"]:
+    if problems := [one for one in found.objections if one.severity == "refuse"]:
         raise BadInput(str(problems[0]))
     return found
 

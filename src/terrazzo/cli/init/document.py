@@ -17,8 +17,8 @@ from terrazzo.cli.shared.terminal import say
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, counted
 from terrazzo.files import GIB
-from terrazzo.planner import Estimate, Frontier, Request, search
-from terrazzo.planner.api import calibration_of
+from terrazzo.planner import Estimate, Frontier, Request
+from terrazzo.planner.api import compare
 from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.train.command import program
 from terrazzo.train.preflight import check
@@ -77,7 +77,7 @@ def _search(answers: Mapping[str, Any], checkpointing: str | None = None) -> Fro
         checkpointing=checkpointing,
         offload=True,
     )
-    return search(request, calibration_of(request))
+    return compare(request)
 
 
 def _best(found: Frontier, answers: Mapping[str, Any]) -> Estimate:

@@ -19,16 +19,11 @@ from terrazzo.planner import (
     Cluster,
     Estimate,
     Framework,
-    Frontier,
     Request,
-    Sizing,
-    findings,
-    min_gpus,
+    objections,
     runnable,
-    search,
 )
-from terrazzo.planner.api import calibration_of, estimate_asked, estimate_here
-from terrazzo.planner.choice.frontier import nearest, noted
+from terrazzo.planner.api import ask
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.explain import explain, explained
@@ -107,27 +102,12 @@ def _answer(source: str, asked: Asked, framework: Framework) -> Answer | BareAns
 
 def _of_model(asked: Asked, framework: Framework) -> Answer:
     request = replace(_request(asked), as_megatron=framework.name == "megatron")
-    if asked["min_gpus"] or (request.gpus is None and request.strategy is None):
-        sizing = min_gpus(request, framework=framework)
-        if not sizing.steps:
-            raise BadInput(
-                f"The model states alone need {sizing.floor:,} GPUs, and --gpus {request.gpus or '1..1024'} does not "
-                "reach that: allow more, or name a larger GPU."
-            )
-        return _of_search(request, sizing.answer or sizing.steps[-1], sizing)
-    if request.strategy is not None and not isinstance(request.gpus, str):
-        return Answer(estimate_asked(request), estimate_here)
-    return _of_search(request, search(request, calibration_of(request), framework))
-
-
-def _of_search(request: Request, found: Frontier, sizing: Sizing | None = None) -> Answer:
-    best = found.best or nearest(found, estimate_here)
-    return Answer(noted(request, best), estimate_here, found, sizing)
+    return ask(request, framework, fewest=asked["min_gpus"] or (request.gpus is None and request.strategy is None))
 
 
 def _in_framework(answer: Answer, framework: Framework) -> Answer:
     """With what is known of that framework, whichever `best` was made for."""
-    return replace(answer, best=replace(answer.best, findings=findings(answer.best.setup, framework)))
+    return replace(answer, best=replace(answer.best, objections=objections(answer.best.setup, framework)))
 
 
 def _of_count(asked: Asked) -> BareAnswer:

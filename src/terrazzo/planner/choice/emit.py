@@ -13,7 +13,7 @@ from torch import nn
 from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.nn import MANY_LOGITS
-from terrazzo.planner.gate.gate import findings
+from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.request import Model
@@ -80,7 +80,7 @@ def _loss(setup: Setup) -> str:
 
 
 def _check_runnable(setup: Setup) -> None:
-    if blocking := [found for found in findings(setup) if found.severity != "warn"]:
+    if blocking := [found for found in objections(setup) if found.severity != "warn"]:
         raise BadInput(f"This plan is planned, not runnable yet: {' '.join(map(str, blocking))}")
     if not setup.model.layers:
         raise BadInput(

@@ -23,8 +23,8 @@ from terrazzo.planner.choice.candidates import (
 from terrazzo.planner.choice.frontier import Frontier, Refusal
 from terrazzo.planner.figures import Memory
 from terrazzo.planner.gate.framework import Framework
-from terrazzo.planner.gate.gate import TERRAZZO, findings
-from terrazzo.planner.gate.rule import Finding
+from terrazzo.planner.gate.gate import TERRAZZO, objections
+from terrazzo.planner.gate.rule import Objection
 from terrazzo.planner.memory.placement import stand_ins
 from terrazzo.planner.memory.tiers import on_device
 from terrazzo.planner.setup.checks import check
@@ -117,7 +117,7 @@ class _Found:
             return self._refuse(choice, str(error), untried)
         if (floor := _states_bytes(setup)) > (capacity := setup.cluster.device.memory_bytes or math.inf):
             leanest = build_setup(replace(choice, micro_batch=sizes[0], checkpointing=modes[-1]))
-            if reason := _refusal(findings(leanest, self.framework)):  # then it is not what comes nearest
+            if reason := _refusal(objections(leanest, self.framework)):  # then it is not what comes nearest
                 return self._refuse(choice, reason, untried)
             reason = f"weights, gradients and optimizer alone are {_gib(floor)} of {_gib(capacity)} GiB."
             return self._refuse(choice, reason, untried, leanest)
@@ -160,7 +160,7 @@ class _Found:
             except BadInput as error:
                 self._refuse(choice, str(error), 0)
                 continue
-            known = findings(setup, self.framework)
+            known = objections(setup, self.framework)
             if reason := _refusal(known):
                 self._refuse(choice, reason, 0)
                 continue
@@ -199,7 +199,7 @@ class _Found:
         self.refusals[strategy, choice.gpus] = refusal
 
 
-def _refusal(known: Sequence[Finding]) -> str:
+def _refusal(known: Sequence[Objection]) -> str:
     return next((str(found) for found in known if found.severity == "refuse"), "")
 
 

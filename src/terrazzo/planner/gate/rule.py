@@ -10,7 +10,7 @@ from terrazzo.planner.gate.facts import Facts
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Finding", "Rule", "Sentence", "said"]
+__all__ = ["Objection", "Rule", "Sentence", "said"]
 
 Severity = Literal["refuse", "planned", "warn"]
 """`refuse`: it fails, or trains something else. `planned`: sound, but this version of Terrazzo cannot run it yet.
@@ -26,7 +26,7 @@ def said(sentence: Sentence, facts: Facts) -> str:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Objection:
     """What is wrong with a combination, and what to do instead."""
 
     rule: str
@@ -59,9 +59,9 @@ class Rule:
     alternative: Sentence
     source: str
 
-    def finding(self, setup: Setup, framework: Framework) -> Finding | None:
+    def objection(self, setup: Setup, framework: Framework) -> Objection | None:
         """What the rule says of a setup, or None where it does not apply."""
         if (self.scope and framework.name not in self.scope) or not self.applies(setup, framework):
             return None
         facts = Facts(setup)
-        return Finding(self.name, self.severity, said(self.reason, facts), said(self.alternative, facts), self.source)
+        return Objection(self.name, self.severity, said(self.reason, facts), said(self.alternative, facts), self.source)

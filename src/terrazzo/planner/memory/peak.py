@@ -163,7 +163,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         micro_batches=setup.micro_batches,
         staged=setup.staged,
         local=setup.sums_locally,
-        whole=setup.whole_gradients,
+        whole=setup.as_megatron,
         gradual=not setup.compile,
         beside=setup.cluster.device.kind != "cpu",
         with_gradients=not states_only,

@@ -15,7 +15,7 @@ from typing import Any
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.fields import Fields
-from terrazzo.planner.model.rows import Family, Row, Rows
+from terrazzo.planner.model.rows import Architecture, Row, Rows
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape, TensorShape, UnitShape
 
 __all__ = ["closed_form", "family_name", "merged", "shape_of_config", "units_of_config"]
@@ -23,7 +23,7 @@ __all__ = ["closed_form", "family_name", "merged", "shape_of_config", "units_of_
 Sizes = Mapping[str, int]
 
 
-def closed_form(values: Mapping[str, Any]) -> Family | None:
+def closed_form(values: Mapping[str, Any]) -> Architecture | None:
     """The family that describes all tensors of this config, or None when the model must be built to know them."""
     family = FAMILIES.get(family_name(values))
     if family is None or any(values.get(key) not in (None, wanted) for key, wanted in family.assumes.items()):
@@ -183,12 +183,12 @@ def _mlp_sizes(fields: Fields, sizes: Sizes) -> dict[str, int]:
     }
 
 
-def _flags(family: Family) -> set[str]:
+def _flags(family: Architecture) -> set[str]:
     rows = (*family.root, *family.attention, *family.mlp, *family.norms, *family.sparse)
     return {row.when.removeprefix("not ") for row in rows if row.when}
 
 
-def _head(family: Family) -> Rows:
+def _head(family: Architecture) -> Rows:
     return (Row(f"{family.head}.weight", ("vocab", "hidden"), "head", "vocab"),)
 
 
@@ -261,7 +261,7 @@ def _is_put_together(rows: Rows) -> bool:
     return any(row.split == "column_gathered" for row in rows)
 
 
-def _norms(family: Family, sizes: Sizes) -> int:
+def _norms(family: Architecture, sizes: Sizes) -> int:
     """Norms of a block, in widths of the residual stream: those of queries and keys by the channels that they see."""
     wide = sum(row.name.endswith(".weight") and _wanted(row, sizes) for row in family.norms)
     query_and_key = any(row.name == "self_attn.q_norm.weight" for row in family.attention)

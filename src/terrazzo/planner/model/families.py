@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from terrazzo.planner.model.rows import (
-    Family,
+    Architecture,
     Row,
     attention,
     embedding,
@@ -29,7 +29,7 @@ from terrazzo.planner.model.shapes import BUILT_IN
 
 __all__ = ["CUT_FAMILIES", "FAMILIES"]
 
-_LLAMA = Family(
+_LLAMA = Architecture(
     blocks="model.layers",
     root=embedding("model.embed_tokens") + norms("model.norm"),
     attention=attention("attention_bias", "attention_bias"),
@@ -160,7 +160,7 @@ _DEEPSEEK_V2 = replace(
 
 _HEAD_BIAS = Row("lm_head.bias", ("vocab",), "vector", "vocab")
 
-_GPT2 = Family(
+_GPT2 = Architecture(
     blocks="transformer.h",
     root=embedding("transformer.wte") + positions("transformer.wpe") + norms("transformer.ln_f", bias=True),
     attention=transposed(fused_attention("attn.c_attn", "attn.c_proj")),
@@ -265,7 +265,7 @@ _STABLELM = replace(
     assumes={"qk_layernorm": False, "use_parallel_residual": False},
 )
 
-_BUILT_IN = Family(
+_BUILT_IN = Architecture(
     blocks="blocks",
     root=embedding("embedding") + norms("norm"),
     attention=(
@@ -294,7 +294,7 @@ _BUILT_IN = Family(
 )
 """The decoder of `terrazzo.train.model`."""
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, Architecture] = {
     BUILT_IN: _BUILT_IN,
     "llama": _LLAMA,
     "mistral": _MISTRAL,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from terrazzo.errors import BadInput
-from terrazzo.planner.model.rows import Family
+from terrazzo.planner.model.rows import Architecture
 
 __all__ = ["KEYS", "Fields"]
 
@@ -61,7 +61,7 @@ _MAY_BE_ZERO = frozenset(
 class Fields:
     """The fields of one config, by this package's names for them."""
 
-    def __init__(self, values: Mapping[str, Any], family: Family, name: str) -> None:
+    def __init__(self, values: Mapping[str, Any], family: Architecture, name: str) -> None:
         self.values, self.family, self.name = values, family, name
 
     def key(self, field: str) -> str:

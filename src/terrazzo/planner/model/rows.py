@@ -9,7 +9,7 @@ from typing import Literal
 from terrazzo.planner.model.shapes import Role, Split
 
 __all__ = [
-    "Family",
+    "Architecture",
     "Row",
     "Rows",
     "attention",
@@ -42,7 +42,7 @@ Rows = tuple[Row, ...]
 
 
 @dataclass(frozen=True)
-class Family:
+class Architecture:
     """One architecture.
 
     Attributes:

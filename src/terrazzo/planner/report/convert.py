@@ -39,7 +39,7 @@ def report_of(estimate: Estimate) -> Report:
         no_time=estimate.no_time,
         traffic=_traffic(estimate.traffic),
         warnings=estimate.notes,
-        findings=tuple(map(FindingReport.of, estimate.findings)),
+        findings=tuple(map(FindingReport.of, estimate.objections)),
     )
 
 

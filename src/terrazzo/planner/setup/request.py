@@ -64,7 +64,7 @@ class Request:
         memory_bytes, per_node, peak_flops, memory_bandwidth, scaleup_bandwidth, internode_bandwidth, pcie_bandwidth: in
             place of the device's own, in B, FLOP/s and B/s; the peak is that of the format that products run in.
         price_per_hour: of one device. host_memory_bytes, disk_bytes, disk_bandwidth: per host.
-        as_megatron: tensor and pipeline parallelism are Megatron-core's, and not the engine's.
+        as_megatron: Megatron-core runs it, and not the engine.
         pipeline, virtual_stages: the schedule and the stages of each rank, by default `1f1b` and 1; several stages
             interleave `1f1b`.
         parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
@@ -140,7 +140,7 @@ def build_setup(request: Request) -> Setup:
     mesh = _mesh(request, cluster, plan)
     precision, matmul = recipes.precision(request.precision or PRECISION)
     mode, every = recipes.checkpointing(request.checkpointing or "none")
-    micro_batch, megatron = request.micro_batch or 1, request.as_megatron and mesh.tp * mesh.pp > 1
+    micro_batch, megatron = request.micro_batch or 1, request.as_megatron
     recipe = optimizer(request.optimizer or OPTIMIZER)
     return Setup(
         model=model,
@@ -164,7 +164,7 @@ def build_setup(request: Request) -> Setup:
         context=request.context or CONTEXT,
         virtual_stages=request.virtual_stages or 1,
         pipeline=request.pipeline or "1f1b",
-        whole_gradients=megatron,
+        as_megatron=megatron,
         fused_update=megatron or recipe.torch_class in ("Adam", "AdamW"),  # as the engine chooses
     )
 

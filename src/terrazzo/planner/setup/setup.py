@@ -41,9 +41,10 @@ class Setup:
         context: how context-parallel ranks compute attention together: `gather`, `ulysses` or `ring`. balance: how
             sequences are cut for them; times are those of `head_tail`.
         virtual_stages: model chunks per pipeline rank (interleaved schedule).
-        whole_gradients: buffers of whole gradients stay allocated from step to step (NVIDIA/Megatron-LM
-            param_and_grad_buffer.py). fused_update: the optimizer updates without memory of its own (torch's
-            `fused`, which the engine takes for Adam and AdamW; NVIDIA/apex FusedAdam).
+        as_megatron: Megatron-core runs it, as published runs had it, and not the engine: its stages, axes, and buffers
+            of whole gradients that stay allocated (NVIDIA/Megatron-LM param_and_grad_buffer.py).
+        fused_update: the optimizer updates without memory of its own (torch's `fused`, which the engine takes for Adam
+            and AdamW; NVIDIA/apex FusedAdam).
         offload: how states that the plan has put on other tiers are kept and updated. offload_activations: what
             checkpointing keeps of a block goes to host memory.
         coalesced: a unit's tensors travel as one message, as here and in FSDP; not so in DeepSpeed's ZeRO-3 of 2021.
@@ -75,7 +76,7 @@ class Setup:
     offload: Offload = field(default_factory=Offload)
     offload_activations: bool = False
     coalesced: bool = True
-    whole_gradients: bool = False
+    as_megatron: bool = False
     fused_update: bool = False
 
     @property
@@ -89,11 +90,6 @@ class Setup:
         stays between forward and backward.
         """
         return self.mesh.pp > 1 and not self.as_megatron
-
-    @property
-    def as_megatron(self) -> bool:
-        """Whether the axes beside data are those of Megatron-core, as published runs had them, and not the engine's."""
-        return self.whole_gradients
 
     @property
     def whole_experts(self) -> bool:
