@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import terrazzo as tz
+from terrazzo.errors import RanksApart
 from tests.engine.toys import Net, assert_close, batch, full_parameters, loss_of, on_ranks, step
 from tests.helpers.fake import fake_group
 
@@ -497,3 +498,51 @@ def test_a_no_sync_of_a_models_own_is_not_taken_for_torchs() -> None:
         model, _ = tz.shard(Own(), None, "zero1")
         with pytest.raises(tz.Misuse, match=r"Own has a no_sync of its own.*tz\.accumulate"):
             model.no_sync()
+
+
+class FailingLate(torch.optim.SGD):
+    """Raises in its `fails`-th step of a tensor, after it has changed that."""
+
+    elementwise = True
+    fails = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if type(self).fails and any(group["params"] for group in self.param_groups):
+            type(self).fails -= 1
+            if not type(self).fails:
+                raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize("failing", [(0,), (0, 1)])
+def test_a_raise_between_tensors_leaves_all_ranks_the_same_weights_and_states_as_they_rest(
+    failing: tuple[int, ...],
+) -> None:
+    base = Net()
+
+    def body(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], set[torch.dtype]]:
+        class Own(FailingLate):
+            pass
+
+        own = copy.deepcopy(base)
+        built = Own(own.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = tz.shard(own, built, "zero3", precision=tz.Precision(moments="bf16"))
+        step(model, optimizer, loss_of(model, batch(0)))
+        before = full_parameters(model)
+        loss_of(model, batch(1)).backward()
+        Own.fails = 2 if rank in failing else 0
+        with pytest.raises(ZeroDivisionError) if rank in failing else contextlib.nullcontext():
+            optimizer.step()
+        torn = full_parameters(model)
+        kept = {value.dtype for state in optimizer.state.values() for value in state.values()}
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if len(failing) == 2 else pytest.raises(RanksApart, match=r"called . times here"):
+            step(model, optimizer, loss_of(model, batch(2)))
+        return before, torn, kept
+
+    (before, first, kept), (_, second, also) = on_ranks(2, body)
+    assert_close(first, second, 0.0)
+    assert kept == also == {torch.bfloat16}
+    changed = torch.cat([(first[name] != before[name]).flatten() for name in before])
+    assert changed.any() and not changed.all()

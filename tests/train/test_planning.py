@@ -124,7 +124,7 @@ def test_what_each_optimizer_keeps_is_known(name: str, options: dict[str, Any]) 
     """The table against a step of the class itself."""
     found = setup_of(config(optimizer={"name": name, "options": options}), 1, HOST).optimizer
     probe = getattr(torch.optim, name)([nn.Parameter(torch.zeros(2, 2))], lr=0.1, **options)
-    specs = OptimizerProbe(probe, probe.param_groups[0], torch.device("cpu")).specs().values()
+    specs = OptimizerProbe(probe, probe.param_groups[0], torch.device("cpu")).template().values()
     assert found.moments == sum(spec.per_element for spec in specs)
     assert found.fixed_bytes == sum(spec.fixed_bytes for spec in specs)
 

@@ -11,7 +11,7 @@ from terrazzo.engine.accord.loss_scale import LossScale
 from terrazzo.engine.accord.progress import Progress
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.optim.driver import OptimizerDriver
-from terrazzo.engine.optim.stock import Templates
+from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.runtime.calls import do_nothing
 
 __all__ = ["Drivers"]
@@ -101,7 +101,7 @@ class Drivers:
         if any(driver.optimizer not in kept for driver in self.stepping()):
             gc.collect()
         self._drivers = self.stepping()
-        held = {number for driver in self._drivers for number in driver.groups}
+        held = {number for driver in self._drivers for number in driver.groups.numbers}
         for bucket in self._buckets:
             for member in bucket.members:
                 member.group = member.group if member.group in held else -1

@@ -117,7 +117,11 @@ class Engine:
 
     def param_groups(self) -> list[tuple[int, dict[str, Any]]]:
         """The param groups of all optimizers, each with the number that `ParameterInfo.group` is."""
-        return [pair for d in self.drivers.stepping() for pair in zip(d.groups, d.optimizer.param_groups, strict=True)]
+        return [
+            pair
+            for d in self.drivers.stepping()
+            for pair in zip(d.groups.numbers, d.optimizer.param_groups, strict=True)
+        ]
 
     def release_optimizer(self) -> None:
         """Let go of all optimizers, so that others can be attached; the old ones cannot step again. Collective."""

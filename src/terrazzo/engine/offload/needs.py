@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.stock import Templates
+from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.plan.layout import padded_bytes
 from terrazzo.engine.plan.spec import BucketSpec
 
@@ -53,7 +53,7 @@ class Need:
 def moment_names(bucket: Bucket, templates: Templates) -> list[str]:
     """What the optimizer keeps for each element of a bucket."""
     groups = dict.fromkeys(member.group for member in bucket.members if member.group >= 0)
-    names = [name for group in groups for name, spec in templates[group].items() if spec.per_element]
+    names = [name for group in groups for name in templates[group].per_element]
     return list(dict.fromkeys(names))
 
 

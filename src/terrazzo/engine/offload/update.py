@@ -26,6 +26,7 @@ from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to
+from terrazzo.engine.optim.kept import KeptStates
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.layout import Range
@@ -239,28 +240,23 @@ class _UpdateThread:
         return task.finished.scaled(part).to(segment.parameter.dtype)
 
 
-class _Moments:
-    """What the optimizer keeps for each element of a segment: lent to a step in the master's dtype, then put back."""
+class _Moments(KeptStates):
+    """States per element rest in host memory or files, and are brought to a step from there."""
 
     def __init__(self, segment: Segment, staging: StagingBuffer | None) -> None:
-        self._segment, self._staging = segment, staging
-        self._names = segment.bucket.moments
+        super().__init__(segment)
+        self._staging, self._names = staging, segment.bucket.moments
 
-    def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
-        """Update `parameter`, and what is kept for the segment with it."""
-        segment = self._segment
-        kept = stepper.state.get(segment.parameter) or {}
-        lent = {key: self._home(key).to(parameter.dtype) if key in self._names else kept[key] for key in kept}
-        if after := stepper.step(segment.group, parameter, lent):
-            stepper.state[segment.parameter] = {key: self._put_back(key, value) for key, value in after.items()}
+    def lent(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
+        return self._home(key).to(parameter.dtype) if key in self._names else value
 
     def _home(self, key: str) -> Tensor:
         if self._staging is not None:
-            return self._staging.part(key, self._segment.range)
-        with self._names[key].opened(self._segment.range, "change") as data:
+            return self._staging.part(key, self.segment.range)
+        with self._names[key].opened(self.segment.range, "change") as data:
             return data
 
-    def _put_back(self, key: str, value: Any) -> Any:
+    def put_back(self, key: str, value: Any) -> Any:
         if key not in self._names:
             return value
         home = self._home(key)

@@ -8,7 +8,6 @@ optimizers of one model, each has its own parameters, and leaves those of the ot
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,11 +22,14 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.optim.clipping import stacked
-from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
+from terrazzo.engine.optim.groups import ParamGroups
+from terrazzo.engine.optim.kept import KeptStates
+from terrazzo.engine.optim.protocols import Driven, NoUpdates, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
 from terrazzo.engine.optim.stepper import Stepper, bring_home
-from terrazzo.engine.optim.stock import Templates, hyper_parameters, move_step_hooks
+from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
+from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.optim.zeroing import note_zeroed
 from terrazzo.engine.runtime.callers import is_inside_own_step
 from terrazzo.engine.runtime.private_torch import plainly
@@ -47,11 +49,10 @@ class OptimizerDriver:
         first: number of the first among those of all the model's optimizers.
 
     Attributes:
-        groups: numbers of its param groups.
+        groups: its param groups.
         buckets: those with parameters of its own.
-        given: parameters of each of its groups, as the optimizer had them.
         segments: what the optimizer steps.
-        background: updates away from the device; None where there are none.
+        background: updates away from the device.
         reference: to the optimizer, weak.
         kind: the class that it was of.
     """
@@ -60,39 +61,29 @@ class OptimizerDriver:
         self._model = weakref.ref(model)  # which owns this driver
         self.units, self.progress, self.schedule = model.units, model.progress, model.schedule
         self.sharding = self.units[0].sharding
-        self.groups = range(first, first + len(optimizer.param_groups))
-        self.given = [tuple(group["params"]) for group in optimizer.param_groups]
-        self._given_names = [group.get("param_names") for group in optimizer.param_groups]
+        self.groups = ParamGroups(optimizer, first)
         self._stepping = False
         self._unpublished = False  # from the first change of master weights until the step's end
         self._skipping: Settings | None = None  # a step that overflowed, and what there was before it
-        self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups)
+        self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups.numbers)
         self.buckets = list(self._owned)
-        self.segments = segments_of(self.buckets, dict(zip(self.groups, templates, strict=True)))
-        self.background: OffDeviceUpdates | None = None
+        self.segments = segments_of(self.buckets, dict(zip(self.groups.numbers, templates, strict=True)))
+        self.background: OffDeviceUpdates = NoUpdates()
         scaling = self.sharding.precision.loss_scaling
         self.loss_scale = DynamicLossScale(scaling) if scaling else LossScale()
         self.reference, self._retired, self.kind = weakref.ref(optimizer), False, type(optimizer)
         self._moments_differ = self.sharding.precision.moments != self.sharding.precision.master
-        self._listed = [*optimizer.param_groups]
-        self.progress.hyper_parameters[self.groups.start] = HyperParameters(hyper_parameters(optimizer))
+        self.progress.hyper_parameters[first] = HyperParameters(hyper_parameters(optimizer))
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
         self._step_hooks = (before.id, after.id)
         self.stay_innermost(optimizer)
 
     def _fill_groups(self) -> None:
-        by_group: dict[int, list[Segment]] = {index: [] for index in self.groups}
-        for segment in self.segments if self._stepping else ():
-            if not self._is_stepped_apart(segment):
-                by_group[segment.group].append(segment)
-        kept = zip(self.groups, self.given, self._given_names, self._listed, strict=True)
-        for index, given, names, group in kept:
-            segments = by_group[index]
-            group["params"] = [segment.parameter for segment in segments] if self._stepping else [*given]
-            if names is not None:
-                first = [segment.bucket.members[segment.first].name for segment in segments]
-                group["param_names"] = first if self._stepping else names
+        if self._stepping:
+            self.groups.hold_segments(each for each in self.segments if not self._is_stepped_apart(each))
+        else:
+            self.groups.hold_parameters()
 
     def stay_innermost(self, optimizer: Optimizer) -> None:
         """Have all hooks of others around its own: they see the parameters that the optimizer was built over."""
@@ -106,27 +97,6 @@ class OptimizerDriver:
     def _is_stepped_apart(self, segment: Segment) -> bool:
         """Whether the optimizer's own step is to leave it alone, without a gradient too: it decays all, perhaps."""
         return self._skipping is not None or self._moments_differ or segment.bucket.updated_off_device
-
-    def _check_groups(self, optimizer: Optimizer) -> None:
-        """Param groups are known by their places."""
-        now, places = optimizer.param_groups, {id(group): place for place, group in enumerate(self._listed)}
-        if len(now) != len(self._listed) or any(places.get(id(group), i) != i for i, group in enumerate(now)):
-            raise Misuse(
-                f"The param groups of this {type(optimizer).__name__} were removed or reordered after sharding: it had"
-                f" {len(self._listed)} and has {len(now)}. Leave optimizer.param_groups as it was, and change what is"
-                " in a group, such as its 'lr'; or change the groups before tz.shard."
-            )
-
-    def _check_parameters(self, optimizer: Optimizer) -> None:
-        """So are parameters."""
-        for number, (given, group) in enumerate(zip(self.given, optimizer.param_groups, strict=True)):
-            held = group["params"]
-            if len(held) != len(given) or not all(map(operator.is_, held, given)):
-                raise Misuse(
-                    f"The parameters in param_groups[{number}] of this {type(optimizer).__name__} were changed after "
-                    "sharding, which its steps would not follow. Leave the list as it was: a parameter whose .grad is "
-                    "None is not stepped, and optimizers are built anew with tz.attach."
-                )
 
     @property
     def model(self) -> Driven:
@@ -156,29 +126,27 @@ class OptimizerDriver:
         self.schedule.on_finished(weakly(self, OptimizerDriver._reduced))
 
     def _reduced(self, unit: int) -> None:
-        if self.background is not None and (optimizer := self.reference()) is not None:
-            self._check_groups(optimizer)
+        if not self._retired and (optimizer := self.reference()) is not None:
+            self.groups.check(optimizer)
             self.background.unit_reduced(unit, optimizer)
 
     def catch_up(self) -> None:
         """Return once no update is under way."""
-        if self.background is not None:
-            self.background.catch_up()
+        self.background.catch_up()
 
     def await_states(self) -> None:
         """Return once no update away from the device writes states; a step itself does not wait for those it began."""
-        if self.background is not None and not self._stepping:
+        if not self._stepping:
             self.background.await_states()
 
     def restored(self) -> None:
         """All states are about to be restored."""
-        if self.background is not None:
-            self.background.restored()
+        self.background.restored()
 
     @property
     def steps_in_backward(self) -> bool:
         """Whether parameters are updated while backward runs."""
-        return self.background is not None and self.background.steps_in_backward
+        return self.background.steps_in_backward
 
     def state_bytes(self) -> int:
         """What the optimizer keeps on the device, as it lies in memory."""
@@ -188,8 +156,7 @@ class OptimizerDriver:
 
     def await_scaling(self) -> None:
         """Wait until no update scales what it was handed."""
-        if self.background is not None:
-            self.background.await_scaling()
+        self.background.await_scaling()
 
     def prepare_clipping(self, max_norm: float) -> None:
         """No update reads or scales gradients from now on; a `max_norm` of infinity only measures them.
@@ -197,20 +164,43 @@ class OptimizerDriver:
         Raises:
             Misuse: where they have been used already.
         """
-        if self.background is not None:
-            self.background.prepare_clipping(max_norm)
+        self.background.prepare_clipping(max_norm)
 
     def retire(self) -> None:
         """Drive no longer, and let go of the model; nothing may be under way."""
         self.buckets, self.segments, self.units, self._retired = [], [], (), True
-        self._owned, self.background = {}, None
+        self._owned, self.background = {}, NoUpdates()
 
     # -- the step ----------------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_inside_own_step(optimizer):
             return
-        if (args[1:] and args[1] is not None) or kwargs.get("closure") is not None:
+        self._prepare(optimizer, (*args[1:2], kwargs.get("closure")))
+        if self.loss_scale.skips(self._overflowed):
+            self._skipping = Settings(optimizer)
+            self._fill_groups()
+            return
+        self._cut_segments(optimizer)
+        self._unpublished = True
+        for bucket in self.buckets:
+            bucket.gradient.changes += 1  # it is in the hands of an optimizer, which may change it in place
+        self.background.begin(optimizer)
+        here = [segment for segment in self.segments if not segment.bucket.updated_off_device]
+        finished = _handed_over([segment for segment in here if segment.due])
+        if self._moments_differ:
+            self._step_one_by_one(optimizer, here, finished)
+        else:
+            for segment in here:
+                _give_gradient(segment, finished)
+
+    def _prepare(self, optimizer: Optimizer, closures: Iterable[object]) -> None:
+        """Have segments in the optimizer's groups, without gradients, and masters and gradients that nobody changes.
+
+        Raises:
+            Misuse: for what cannot be stepped now.
+        """
+        if any(closure is not None for closure in closures):
             raise Misuse(
                 "optimizer.step(closure) is not supported on sharded weights. Run forward and backward first, and then "
                 "call optimizer.step() without it."
@@ -223,34 +213,13 @@ class OptimizerDriver:
                 "optimizer.step() was called while gradients were still being accumulated. Run the last micro-batch's "
                 "backward outside 'with tz.accumulate(model)', so that it reduces them."
             )
-        self._check_groups(optimizer)
-        self._check_parameters(optimizer)
+        self.groups.check(optimizer)
+        self.groups.check_parameters(optimizer)
         self._skipping = None
         self._turn(stepping=True)
         self.drop_segment_gradients()
         for unit in self.units:
             unit.finish_publishing()  # a step behind a step, with no forward between: what is sent is about to change
-        if self.loss_scale.skips(self._overflowed):
-            self._skipping = Settings(optimizer)
-            self._fill_groups()
-            return
-        self._cut_segments(optimizer)
-        self._unpublished = True
-        for bucket in self.buckets:
-            bucket.gradient.changes += 1  # it is in the hands of an optimizer, which may change it in place
-        if self.background is not None:
-            self.background.begin(optimizer)
-        here = [segment for segment in self.segments if not segment.bucket.updated_off_device]
-        due = [segment for segment in here if segment.due]
-        finished = {
-            bucket: bucket.gradient.handed_over([each.range for each in due if each.bucket is bucket])
-            for bucket in {segment.bucket: None for segment in due}
-        }
-        if self._moments_differ:
-            self._step_one_by_one(optimizer, here, finished)
-        else:
-            for segment in due:
-                segment.parameter.grad = segment.gradient(finished[segment.bucket])
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_inside_own_step(optimizer):
@@ -261,13 +230,13 @@ class OptimizerDriver:
         self.progress.end_step()
         self._note_hyper_parameters(optimizer)
         self._publish()  # skipped alike on all ranks
-        if self.background is not None:
-            self.background.end_step()
+        self.background.end_step()
         self.sharding.axes.tally.phases.begin("other")
 
     def _note_hyper_parameters(self, optimizer: Optimizer) -> None:
         noted = self.progress.hyper_parameters
-        noted[self.groups.start] = noted[self.groups.start].followed_by(hyper_parameters(optimizer))
+        first = self.groups.numbers.start
+        noted[first] = noted[first].followed_by(hyper_parameters(optimizer))
 
     def _publish(self) -> None:
         unpublished, self._unpublished = self._unpublished, False
@@ -307,20 +276,12 @@ class OptimizerDriver:
         self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, SummedGradient]
     ) -> None:
         """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
-        precision = self.sharding.precision
-        stepper = Stepper(optimizer, self.groups.start)  # the optimizer's own step is still to come
+        stepper = Stepper(optimizer, self.groups.numbers.start)  # the optimizer's own step is still to come
         for segment in segments:
-            if not (segment.due or stepper.is_own):
-                continue
-            parameter = segment.parameter
-            if segment.due:
-                parameter.grad = segment.gradient(finished[segment.bucket])
-            _cast_moments(optimizer, segment, precision.master)
-            kept = optimizer.state.get(parameter, {})
-            if after := stepper.step(segment.group, parameter, kept):
-                optimizer.state[parameter] = after
-            _cast_moments(optimizer, segment, precision.moments)
-            parameter.grad = None
+            if segment.due or stepper.is_own:
+                _give_gradient(segment, finished)
+                KeptStates(segment).step(stepper, segment.parameter)
+                segment.parameter.grad = None
 
     @property
     def accumulating(self) -> bool:
@@ -341,14 +302,13 @@ class OptimizerDriver:
         self.restore_groups()
         if not set_to_none:
             self.catch_up()  # an update may still read what is going to be zero
-        if self.background is not None:
-            self.background.forget(abandoned=True)
+        self.background.forget(abandoned=True)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients of its own parameters, or set finished ones to zero."""
         if not self._retired and (model := self._model()) is not None:
             trainable = (bucket for unit in model.units for bucket in unit.trainable())
-            note_zeroed(trainable, self.schedule, self.progress, set_to_none, self.groups.start)
+            note_zeroed(trainable, self.schedule, self.progress, set_to_none, self.groups.numbers.start)
         self.forget(set_to_none)
         if self.schedule.backward is not None:  # it raised: gradients of all optimizers hold a part of it, or not
             self.schedule.zero_grad(set_to_none)
@@ -374,8 +334,12 @@ def _owned(buckets: Iterable[Bucket], groups: Collection[int]) -> dict[Bucket, l
     return {bucket: own for bucket, own in owned.items() if own}
 
 
-def _cast_moments(optimizer: Optimizer, segment: Segment, dtype: torch.dtype) -> None:
-    state = optimizer.state.get(segment.parameter, {})
-    for key, value in state.items():
-        if segment.keeps_per_element(key, value):
-            state[key] = value.to(dtype)
+def _handed_over(due: Sequence[Segment]) -> dict[Bucket, SummedGradient]:
+    """The finished gradients of these segments."""
+    buckets = {segment.bucket: None for segment in due}
+    return {b: b.gradient.handed_over([each.range for each in due if each.bucket is b]) for b in buckets}
+
+
+def _give_gradient(segment: Segment, finished: Mapping[Bucket, SummedGradient]) -> None:
+    if segment.due:
+        segment.parameter.grad = segment.gradient(finished[segment.bucket])

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.stepper import Stepper, is_torchs
-from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.engine.optim.template import Template
 from terrazzo.engine.runtime import device as devices
 
 __all__ = ["OptimizerProbe"]
@@ -70,17 +70,17 @@ class OptimizerProbe:
         with nullcontext() if self._is_torchs else self.undrawn():
             return Stepper(self.optimizer).step(self.number, tensor, self.begun())
 
-    def specs(self) -> dict[str, StateSpec]:
+    def template(self) -> Template:
         """What the optimizer keeps for each parameter of the group.
 
         Taken from a parameter that has state already, else from a step. Where a state lives may follow the parameter,
         which is not on the mesh's device yet: a fused kernel reads `step` there, so its place is that of a step.
         """
-        stepped = _specs(self.step_on_zeros(), torch.Size([self.numel]))
+        stepped = Template.of(self.step_on_zeros(), torch.Size([self.numel]))
         if self._kept_for is None:
             return stepped
-        specs = _specs(self._kept, self._kept_for.shape)
-        return {key: replace(spec, device=stepped.get(key, spec).device) for key, spec in specs.items()}
+        kept = Template.of(self._kept, self._kept_for.shape)
+        return Template({key: replace(spec, device=stepped.get(key, spec).device) for key, spec in kept.items()})
 
 
 def _with_state(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor | None, Mapping[str, Any]]:
@@ -89,13 +89,3 @@ def _with_state(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor | N
         if parameter.dim() and (state := optimizer.state.get(parameter)):
             return parameter, state
     return None, {}
-
-
-def _specs(state: Mapping[str, Any], shape: torch.Size) -> dict[str, StateSpec]:
-    specs = {}
-    for key, value in state.items():
-        if not isinstance(value, Tensor):
-            specs[key] = StateSpec(per_element=False, kind=type(value))
-        else:
-            specs[key] = StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
-    return specs

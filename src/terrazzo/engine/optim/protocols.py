@@ -12,7 +12,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.schedule.schedule import Schedule
 
-__all__ = ["Driven", "OffDeviceUpdates"]
+__all__ = ["Driven", "NoUpdates", "OffDeviceUpdates"]
 
 
 class Driven(Protocol):
@@ -66,3 +66,27 @@ class OffDeviceUpdates(Protocol):
         Raises:
             Misuse: where they have been used already.
         """
+
+
+class NoUpdates(OffDeviceUpdates):
+    """Where no state is off the device."""
+
+    steps_in_backward = False
+
+    def unit_reduced(self, index: int, optimizer: Optimizer) -> None: ...
+
+    def begin(self, optimizer: Optimizer) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def forget(self, abandoned: bool = False) -> None: ...
+
+    def restored(self) -> None: ...
+
+    def catch_up(self) -> None: ...
+
+    def await_states(self) -> None: ...
+
+    def await_scaling(self) -> None: ...
+
+    def prepare_clipping(self, max_norm: float) -> None: ...

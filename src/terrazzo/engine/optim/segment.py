@@ -20,7 +20,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.buckets.parameter import OnDrive
 from terrazzo.engine.buckets.summed import SummedGradient
-from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.layout import Range, Slot
 
 __all__ = ["Segment", "held_range", "runs", "segments_of"]
@@ -42,7 +42,7 @@ class Segment:
     last: int
     window: Range
     parameter: nn.Parameter
-    template: Mapping[str, StateSpec]
+    template: Template
 
     @property
     def group(self) -> int:
@@ -78,9 +78,7 @@ class Segment:
 
     def keeps_per_element(self, key: str, value: Any) -> bool:
         """Whether the optimizer keeps `value` for each element; where nobody has seen the key before, by its shape."""
-        if (spec := self.template.get(key)) is not None:
-            return spec.per_element
-        return isinstance(value, Tensor) and value.shape == self.parameter.shape
+        return self.template.keeps_per_element(key, value, self.parameter.shape)
 
     def adopt(self, kept: Mapping[str, Any]) -> None:
         """Copy what a user has put in the place of states away from the device to where those rest.
@@ -127,7 +125,7 @@ class Segment:
         return value[part] if self.keeps_per_element(key, value) else value.clone()
 
 
-def segments_of(buckets: Iterable[Bucket], templates: Mapping[int, Mapping[str, StateSpec]]) -> list[Segment]:
+def segments_of(buckets: Iterable[Bucket], templates: Mapping[int, Template]) -> list[Segment]:
     """One segment per run of parameters with the same param group; on drives, per run within a cell.
 
     Args:
@@ -152,7 +150,7 @@ def runs(bucket: Bucket) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _segment(bucket: Bucket, first: int, last: int, window: Range, template: Mapping[str, StateSpec]) -> list[Segment]:
+def _segment(bucket: Bucket, first: int, last: int, window: Range, template: Template) -> list[Segment]:
     """Empty where this rank holds nothing of it; members that lie outside the window are left out."""
     within = [index for index in range(first, last) if held_range(bucket, index, index + 1).intersect(window).numel]
     if not within:

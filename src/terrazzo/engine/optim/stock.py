@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +14,6 @@ from terrazzo.engine.plan.partition import Member
 from terrazzo.errors import BadInput
 
 __all__ = [
-    "StateSpec",
-    "Templates",
     "assign_groups",
     "choose_kernel",
     "hyper_parameters",
@@ -85,39 +81,6 @@ def _numbers(place: str, value: Any) -> Iterator[tuple[str, float | Tensor]]:
 def orphans(members: Sequence[Member]) -> list[str]:
     """Names of the trainable parameters that no optimizer has."""
     return [member.name for member in members if member.trainable and member.group < 0]
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """What an optimizer keeps for a parameter under one key.
-
-    Attributes:
-        per_element: one value per element of the parameter, in the dtype of moments; else of the shape that follows.
-        device: where it lives for a parameter on the mesh's device.
-        kind: Tensor, or the Python type of a plain number.
-    """
-
-    per_element: bool
-    shape: tuple[int, ...] = ()
-    dtype: torch.dtype = torch.float32
-    device: torch.device | None = None
-    kind: type = Tensor
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Memory of a state that is not per element."""
-        return math.prod(self.shape) * self.dtype.itemsize if self.kind is Tensor and not self.per_element else 0
-
-    def restored(self, flat: Tensor, device: torch.device | None) -> Any:
-        """`flat` as the optimizer expects it for a parameter on `device`."""
-        if self.kind is not Tensor:
-            return self.kind(flat.item())
-        on_cpu = self.device is None or self.device.type == "cpu"
-        return flat.to(device=self.device if on_cpu else device, dtype=self.dtype).reshape(self.shape).clone()
-
-
-Templates = Sequence[Mapping[str, StateSpec]]
-"""What an optimizer keeps for a parameter of each param group."""
 
 
 def choose_kernel(optimizer: Optimizer) -> None:

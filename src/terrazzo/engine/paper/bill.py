@@ -13,7 +13,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.offload.needs import disk_bytes, host_bytes, need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.segment import held_range, runs
-from terrazzo.engine.optim.stock import Templates
+from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.plan.layout import padded_bytes
 from terrazzo.engine.plan.spec import resting_bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.stock import Templates
+from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.plan.elsewhere import Stages

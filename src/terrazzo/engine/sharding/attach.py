@@ -17,7 +17,8 @@ from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.elementwise import check_optimizer
 from terrazzo.engine.optim.probe import OptimizerProbe
-from terrazzo.engine.optim.stock import Templates, assign_groups, choose_kernel
+from terrazzo.engine.optim.stock import assign_groups, choose_kernel
+from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.sharding.checks import check_several, optimizer_facts, state_facts
 from terrazzo.engine.states.restore import reading, restore_optimizer
@@ -48,7 +49,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
             raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
         check_optimizer(optimizer, axes.device)
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
-        templates = [OptimizerProbe(optimizer, group, axes.device).specs() for group in optimizer.param_groups]
+        templates = [OptimizerProbe(optimizer, group, axes.device).template() for group in optimizer.param_groups]
         assign_groups([optimizer], members, first)
         return templates
 
@@ -79,7 +80,9 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     off_device = [bucket for bucket in away if any(member.group in groups for member in bucket.members)]
     if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
-        templates = [OptimizerProbe(optimizer, group, engine.axes.device).specs() for group in optimizer.param_groups]
+        templates = [
+            OptimizerProbe(optimizer, group, engine.axes.device).template() for group in optimizer.param_groups
+        ]
     states = {
         member.name: dict(optimizer.state.pop(member.parameter))
         for bucket in engine.trainable()

@@ -22,7 +22,8 @@ from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.optim.elementwise import check_optimizer
 from terrazzo.engine.optim.probe import OptimizerProbe
-from terrazzo.engine.optim.stock import Templates, assign_groups
+from terrazzo.engine.optim.stock import assign_groups
+from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.plan.axes import Axes, data_mesh
 from terrazzo.engine.plan.elsewhere import as_one, stages_of
 from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
@@ -172,7 +173,7 @@ def _plan(asked: _Asked, options: Options, sharding: ShardingSpec, tally: Tally)
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, asked.precision, options.offload)
     warn_of_unused(asked.plan, options.offload, asked.offloads_activations)
     check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], asked.precision)
-    templates = [OptimizerProbe(each, group, axes.device).specs() for each in built for group in each.param_groups]
+    templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
     return Prepared(asked.plan, sharding, tally, planned, asked.drawn, asked.why, built, templates)
 
 

@@ -28,7 +28,8 @@ from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.optim.stock import Templates, orphans
+from terrazzo.engine.optim.stock import orphans
+from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, parameters_of
 from terrazzo.engine.plan.elsewhere import stages_of

@@ -21,7 +21,8 @@ from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.settings import NOT_HYPER
 from terrazzo.engine.optim.stepper import bare_copy
-from terrazzo.engine.optim.stock import StateSpec, choose_kernel
+from terrazzo.engine.optim.stock import choose_kernel
+from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.elsewhere import require_whole
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.pieces import require_known_states
@@ -47,7 +48,10 @@ class OptimizerStates:
         self.engine, self._optimizer = engine, optimizer
         self._driver = next(driver for driver in engine.drivers if driver.reference() is optimizer)
         stepped = [
-            (b, i) for b in self._driver.buckets for i, m in enumerate(b.members) if m.group in self._driver.groups
+            (b, i)
+            for b in self._driver.buckets
+            for i, m in enumerate(b.members)
+            if m.group in self._driver.groups.numbers
         ]
         self._places = {bucket.members[index].name: (bucket, index) for bucket, index in stepped}
 
@@ -58,7 +62,7 @@ class OptimizerStates:
     def _named(self) -> list[tuple[nn.Parameter, str]]:
         members = [member for bucket in self.engine.buckets() for member in bucket.members]
         by_parameter = {id(member.parameter): member.name for member in members}
-        return [(parameter, by_parameter[id(parameter)]) for given in self._driver.given for parameter in given]
+        return [(parameter, by_parameter[id(parameter)]) for given in self._driver.groups.given for parameter in given]
 
     def state_dict(self, keep: Callable[[Tensor], Tensor], begun: bool = False) -> dict[str, Any]:
         """As the optimizer's class has it, over whole parameters: hooks for state dicts are called. Collective.
@@ -153,7 +157,7 @@ class OptimizerStates:
         for unit in self.engine.units:
             for bucket in (bucket for bucket in unit.trainable() if bucket in self._driver.buckets):
                 named = {n: i for n, (b, i) in self._places.items() if b is bucket and (first or n in fixed)}
-                moments = {kind for name in named for kind, spec in self._kept(name).items() if spec.per_element}
+                moments = {kind for name in named for kind in self._kept(name).per_element}
                 for kind in sorted(moments):  # the same order on every rank
                     kept = {name: index for name, index in named.items() if kind in self._kept(name)}
                     yield from ((name, kind, value) for name, value in self._moments(unit, bucket, kind, kept, first))
@@ -242,7 +246,7 @@ class OptimizerStates:
                 "Nothing has been loaded. Give every rank the same state dict."
             )
 
-    def _kept(self, name: str) -> Mapping[str, StateSpec]:
+    def _kept(self, name: str) -> Template:
         bucket, index = self._places[name]
         return self.engine.drivers.templates[bucket.members[index].group]
 
@@ -271,18 +275,14 @@ class OptimizerStates:
 
     def _fixed(self) -> dict[str, list[tuple[str, Any]]]:
         """Names of the parameters with state, and the states that are not per element. Collective."""
-        widths = [
-            sum(math.prod(spec.shape) for spec in self._kept(name).values() if not spec.per_element)
-            for name in self._places
-        ]
-        shape = len(self._places), 1 + max(widths, default=0)
+        shape = len(self._places), 1 + max((self._kept(name).fixed_numel for name in self._places), default=0)
         table = torch.full(shape, -math.inf, dtype=torch.float64, device=HOST)
         rows = dict(zip(self._places, table.unbind(), strict=True))
         for segment in self._driver.segments:
             if state := self._optimizer.state.get(segment.parameter):
                 for slot, _ in segment.slots():
-                    kinds = [kind for kind, spec in self._kept(slot.name).items() if not spec.per_element]
-                    numbers = [torch.as_tensor(state[kind]).double().reshape(-1).cpu() for kind in kinds]
+                    fixed = self._kept(slot.name).fixed
+                    numbers = [torch.as_tensor(state[kind]).double().reshape(-1).cpu() for kind in fixed]
                     row = torch.cat([torch.zeros(1, dtype=torch.float64), *numbers])
                     rows[slot.name][: len(row)] = row
         told = self.engine.axes.maximum(table)
@@ -294,13 +294,15 @@ class OptimizerStates:
         alone = bare_copy(self._optimizer)
         alone.state = defaultdict(dict)
         probes = [OptimizerProbe(alone, group, torch.device("cpu")) for group in alone.param_groups]
-        return {number: probe.step_on_zeros() for number, probe in zip(self._driver.groups, probes, strict=True)}
+        return {
+            number: probe.step_on_zeros() for number, probe in zip(self._driver.groups.numbers, probes, strict=True)
+        }
 
     def _fixed_of(self, name: str, first: Mapping[int, States]) -> Iterator[tuple[str, Any]]:
         """The first states of a parameter that are not per element."""
         bucket, index = self._places[name]
         kept = first[bucket.members[index].group]
-        yield from ((kind, kept[kind]) for kind, spec in self._kept(name).items() if not spec.per_element)
+        yield from ((kind, kept[kind]) for kind in self._kept(name).fixed)
 
 
 class _Whole(Mapping[str, Any]):
@@ -327,10 +329,9 @@ def _filled(shape: tuple[int, ...], start: Any) -> Tensor:
     return torch.full(shape, start[0].item(), dtype=start.dtype)
 
 
-def _unpacked(kept: Mapping[str, StateSpec], numbers: Tensor) -> Iterator[tuple[str, Any]]:
+def _unpacked(kept: Template, numbers: Tensor) -> Iterator[tuple[str, Any]]:
     start = 0
-    for kind, spec in kept.items():
-        if not spec.per_element:
-            stop = start + math.prod(spec.shape)
-            yield kind, spec.restored(numbers[start:stop], torch.device("cpu"))
-            start = stop
+    for kind, spec in kept.fixed.items():
+        stop = start + math.prod(spec.shape)
+        yield kind, spec.restored(numbers[start:stop], torch.device("cpu"))
+        start = stop

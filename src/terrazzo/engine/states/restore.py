@@ -14,7 +14,7 @@ from terrazzo.engine.buckets.buffer import Buffer, Resting
 from terrazzo.engine.buckets.parameter import OnDrive
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.optim.stock import StateSpec
+from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.layout import Range, Slot
 
 __all__ = ["Read", "reading", "restore_averages", "restore_model", "restore_optimizer"]
@@ -69,11 +69,8 @@ def restore_optimizer(driver: OptimizerDriver, read: Read) -> None:
         fixed = _read_fixed(_slots(segment)[0], segment.template, read, segment.device)
         if fixed is not None:
             before = held.get(segment.parameter, {})
-            moments = {
-                kind: _read_moments(segment, kind, read, before.get(kind))
-                for kind, spec in segment.template.items()
-                if spec.per_element
-            }
+            per_element = segment.template.per_element
+            moments = {kind: _read_moments(segment, kind, read, before.get(kind)) for kind in per_element}
             optimizer.state[segment.parameter] = {kind: (fixed | moments)[kind] for kind in segment.template}
 
 
@@ -119,7 +116,7 @@ def _read_off_device(segment: Segment, kind: str, read: Read) -> Tensor:
 
 
 def _read_fixed(
-    slot: Slot, template: Mapping[str, StateSpec], read: Read, device: torch.device | None = None
+    slot: Slot, template: Template, read: Read, device: torch.device | None = None
 ) -> dict[str, Any] | None:
     """The states of a parameter that are not per element, on `device` if given; None when it has no state at all."""
     fixed: dict[str, Any] = {}

@@ -1,0 +1,77 @@
+"""The param groups of one optimizer that drives a model: inside its steps they hold segments, else parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+from torch.optim import Optimizer
+
+from terrazzo.engine.optim.segment import Segment
+from terrazzo.errors import Misuse
+
+__all__ = ["ParamGroups"]
+
+
+class ParamGroups:
+    """They are known by their places, and so are the parameters in each.
+
+    Args:
+        first: number of the first among the param groups of all the model's optimizers.
+
+    Attributes:
+        numbers: of them among these.
+        given: parameters of each, as the optimizer had them.
+    """
+
+    def __init__(self, optimizer: Optimizer, first: int) -> None:
+        self._listed = [*optimizer.param_groups]
+        self.numbers = range(first, first + len(self._listed))
+        self.given = [tuple(group["params"]) for group in self._listed]
+        self._names = [group.get("param_names") for group in self._listed]
+
+    def hold_segments(self, segments: Iterable[Segment]) -> None:
+        """Have each group hold those of `segments` that are of it."""
+        by_group: dict[int, list[Segment]] = {number: [] for number in self.numbers}
+        for segment in segments:
+            by_group[segment.group].append(segment)
+        for own, names, group in zip(by_group.values(), self._names, self._listed, strict=True):
+            group["params"] = [segment.parameter for segment in own]
+            if names is not None:
+                group["param_names"] = [segment.bucket.members[segment.first].name for segment in own]
+
+    def hold_parameters(self) -> None:
+        """Have each group hold what it was given."""
+        for given, names, group in zip(self.given, self._names, self._listed, strict=True):
+            group["params"] = [*given]
+            if names is not None:
+                group["param_names"] = names
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse groups that have been removed or reordered.
+
+        Raises:
+            Misuse: there.
+        """
+        now, places = optimizer.param_groups, {id(group): place for place, group in enumerate(self._listed)}
+        if len(now) != len(self._listed) or any(places.get(id(group), i) != i for i, group in enumerate(now)):
+            raise Misuse(
+                f"The param groups of this {type(optimizer).__name__} were removed or reordered after sharding: it had"
+                f" {len(self._listed)} and has {len(now)}. Leave optimizer.param_groups as it was, and change what is"
+                " in a group, such as its 'lr'; or change the groups before tz.shard."
+            )
+
+    def check_parameters(self, optimizer: Optimizer) -> None:
+        """Refuse groups that hold other parameters than they were given.
+
+        Raises:
+            Misuse: there.
+        """
+        for number, (given, group) in enumerate(zip(self.given, optimizer.param_groups, strict=True)):
+            held = group["params"]
+            if len(held) != len(given) or not all(map(operator.is_, held, given)):
+                raise Misuse(
+                    f"The parameters in param_groups[{number}] of this {type(optimizer).__name__} were changed after "
+                    "sharding, which its steps would not follow. Leave the list as it was: a parameter whose .grad is "
+                    "None is not stepped, and optimizers are built anew with tz.attach."
+                )

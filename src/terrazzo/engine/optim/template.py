@@ -1,0 +1,86 @@
+"""What an optimizer keeps for a parameter: which states there are, and which of them have a value for each element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+__all__ = ["StateSpec", "Template", "Templates"]
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What an optimizer keeps for a parameter under one key.
+
+    Attributes:
+        per_element: one value per element of the parameter, in the dtype of moments; else of the shape that follows.
+        device: where it lives for a parameter on the mesh's device.
+        kind: Tensor, or the Python type of a plain number.
+    """
+
+    per_element: bool
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    device: torch.device | None = None
+    kind: type = Tensor
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Memory of a state that is not per element."""
+        return math.prod(self.shape) * self.dtype.itemsize if self.kind is Tensor and not self.per_element else 0
+
+    def restored(self, flat: Tensor, device: torch.device | None) -> Any:
+        """`flat` as the optimizer expects it for a parameter on `device`."""
+        if self.kind is not Tensor:
+            return self.kind(flat.item())
+        on_cpu = self.device is None or self.device.type == "cpu"
+        return flat.to(device=self.device if on_cpu else device, dtype=self.dtype).reshape(self.shape).clone()
+
+
+class Template(dict[str, StateSpec]):
+    """What an optimizer keeps for a parameter of one param group, by its own keys."""
+
+    @property
+    def per_element(self) -> list[str]:
+        """Keys of what has a value for each element."""
+        return [key for key, spec in self.items() if spec.per_element]
+
+    @property
+    def fixed(self) -> dict[str, StateSpec]:
+        """The others."""
+        return {key: spec for key, spec in self.items() if not spec.per_element}
+
+    @property
+    def fixed_numel(self) -> int:
+        """Numbers that these are."""
+        return sum(math.prod(spec.shape) for spec in self.fixed.values())
+
+    def keeps_per_element(self, key: str, value: Any, shape: torch.Size) -> bool:
+        """Whether `value` under `key`, of a tensor of `shape`, has one for each element.
+
+        Where nobody has seen the key before, its shape says so.
+        """
+        if (spec := self.get(key)) is not None:
+            return spec.per_element
+        return isinstance(value, Tensor) and value.shape == shape
+
+    @classmethod
+    def of(cls, kept: Mapping[str, Any], shape: torch.Size) -> Self:
+        """Of what is `kept` for a tensor of `shape`."""
+        return cls(
+            {
+                key: StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
+                if isinstance(value, Tensor)
+                else StateSpec(per_element=False, kind=type(value))
+                for key, value in kept.items()
+            }
+        )
+
+
+Templates = Sequence[Template]
+"""What an optimizer keeps for a parameter of each param group."""
