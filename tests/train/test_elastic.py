@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from terrazzo.config import LaunchConfig, config_from_dict, load_config
+from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, counted
 from terrazzo.train.launch.again import Again, Ended, Saved, Start
@@ -97,14 +97,16 @@ def test_fewer_ranks_that_cannot_run_it_are_refused_before_a_start(tmp_path: Pat
 
 
 def test_a_start_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = LaunchConfig(ranks="2:4", restarts=1)
-    assert ranks_to_start(launch) == 4
+    launch = {"ranks": "2:4", "restarts": 1}
+    config = config_from_dict({"launch": launch})
+    assert ranks_to_start(config) == 4
     monkeypatch.setattr(devices, "count", lambda: 3)
-    assert (ranks_to_start(launch), ranks_to_start(launch, 2)) == (3, 2)
+    in_twos = config_from_dict({"launch": launch, "plan": {"mesh": {"tp": 2}}})
+    assert (ranks_to_start(config), ranks_to_start(in_twos)) == (3, 2)
     monkeypatch.setattr(devices, "count", lambda: 1)
     with pytest.raises(BadInput, match=r"launch.ranks is 2:4, but this machine has 1 CUDA devices"):
-        ranks_to_start(launch)
-    assert places_of(LaunchConfig(ranks=4, restarts=1), 1) is None
+        ranks_to_start(config)
+    assert places_of(config_from_dict({"launch": {"ranks": 4, "restarts": 1}})) is None
 
 
 # -- places that are lost ------------------------------------------------------------------------------------------

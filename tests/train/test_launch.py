@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from terrazzo.config import LaunchConfig
+from terrazzo.config import Config, LaunchConfig, config_from_dict
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.train.launch import local_ranks
@@ -313,13 +313,13 @@ def test_ranks_on_gpus_get_segments_that_grow_unless_the_user_has_chosen(monkeyp
 
 def test_devices_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert ranks_to_start(LaunchConfig()) == 1
-    assert ranks_to_start(LaunchConfig(ranks=4)) == 4
+    assert ranks_to_start(Config()) == 1
+    assert ranks_to_start(config_from_dict({"launch": {"ranks": 4}})) == 4
     with pytest.raises(BadInput, match=r"launch\.device=cpu"):
         resolve_device(LaunchConfig(device="cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(BadInput, match=r"launch\.ranks=2"):
-        ranks_to_start(LaunchConfig(ranks=4))
+        ranks_to_start(config_from_dict({"launch": {"ranks": 4}}))
 
 
 @pytest.mark.parametrize(

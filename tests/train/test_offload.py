@@ -329,8 +329,7 @@ def trained(asked: Config, stop_after: int | None = None) -> None:
         finally:
             session.close()
             session.loader.close()
-            for sink in trainer.report._sinks:
-                sink.close()
+            trainer.report.leave()
 
     run_in_threads(1, body)
 

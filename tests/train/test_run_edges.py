@@ -283,8 +283,7 @@ def test_a_stop_within_an_evaluation_or_the_first_step_saves(
             return trainer.run()
         finally:
             trainer.session.loader.close()
-            for sink in trainer.report._sinks:
-                sink.close()
+            trainer.report.leave()
 
     assert run_in_threads(1, body) == [75]
     newest = latest(tmp_path / "run" / "checkpoints")

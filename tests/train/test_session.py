@@ -70,8 +70,7 @@ def trained(config: Config, stop_after: int | None = None) -> int:
             return trainer.run()
         finally:
             trainer.session.loader.close()
-            for sink in trainer.report._sinks:
-                sink.close()
+            trainer.report.leave()
 
     return run_in_threads(1, body)[0]
 

@@ -7,7 +7,7 @@ Every section refuses unknown keys, NaN and infinities. Reading files, overrides
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -274,6 +274,11 @@ class Config(Section):
     log: LogConfig = LogConfig()
 
     @property
+    def rank_numbers(self) -> Sequence[int]:
+        """How many ranks there may be, in ascending order, as the mesh can be made up; none where nothing says so."""
+        return self.launch.numbers(self.plan.mesh.fixed)
+
+    @property
     def sequences_per_sample(self) -> int:
         """A preference pair is two sequences."""
         return 2 if self.objective.kind.of_pairs else 1
@@ -322,7 +327,7 @@ class Config(Section):
                 f" there are, {mesh.fixed * mesh.dp_shard}: leave plan.mesh.dp_shard out, which then is what the others"
                 " leave"
             )
-        if len(self.launch.numbers(mesh.fixed)) < 2:
+        if len(self.rank_numbers) < 2:
             raise ValueError(
                 f"launch.ranks '{ranks}' lets ranks become fewer, but the mesh has multiples of {mesh.fixed} of them"
                 " (plan.mesh: pp, dp_replicate, cp and tp), and two of these are not within: make the range wider"

@@ -54,7 +54,7 @@ def train_command(path: Path, overrides: list[str]) -> int:
     notices = Notices(_ASKED, lambda: _cut_short(load_config(path, overrides), command))
     if not is_rank():
         config = load_config(path, overrides)
-        ranks = ranks_to_start(config.launch, config.plan.mesh.fixed)
+        ranks = ranks_to_start(config)
         check(config, ranks)
         _check_fewer(config, ranks)
         notices = replace(notices, ended=partial(_note_exit, config))
@@ -99,13 +99,13 @@ def _again(config: Config, words: list[str]) -> Again:
         goes_on = anew and saved.path
         return [*words, "checkpoint.resume=if_exists"] if goes_on else words
 
-    places = places_of(config.launch, config.plan.mesh.fixed)
+    places = places_of(config)
     return Again(config.launch.restarts, newest, following, Console().say, places)
 
 
 def _check_fewer(config: Config, ranks: int) -> None:
     """Raise `BadInput` where there may be fewer ranks than `ranks` that cannot run this configuration."""
-    fewer = [number for number in config.launch.numbers(config.plan.mesh.fixed) if number < ranks]
+    fewer = [number for number in config.rank_numbers if number < ranks]
     for number in fewer:
         try:
             check(config, number)

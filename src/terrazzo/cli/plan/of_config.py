@@ -63,8 +63,7 @@ def _ranks(asked: Asked, config: Config) -> int:
         return _whole("--gpus", asked["gpus"])
     if asked["gpu"] is not None and config.launch.ranks is None:
         raise BadInput("The configuration does not say how many ranks there are (launch.ranks): give --gpus N.")
-    of = config.plan.mesh.fixed
-    return ranks_to_start(config.launch, of) if asked["gpu"] is None else config.launch.numbers(of)[-1]
+    return ranks_to_start(config) if asked["gpu"] is None else config.rank_numbers[-1]
 
 
 def _cluster(request: Request) -> Cluster | None:

@@ -41,10 +41,11 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
         given = [*overrides, *apart, "checkpoint.save_format=terrazzo"]
         make_swap_folders(load_config(path, overrides))  # those inside the log folder that the run itself would have
         config = load_config(path, given)
-        check(config, ranks_to_start(config.launch, config.plan.mesh.fixed))
+        ranks = ranks_to_start(config)
+        check(config, ranks)
         _run([str(path), str(out), *given])
         trials = [Trial(**values) for values in json.loads(out.read_text(encoding="utf-8"))]
-    record = record_of(config, ranks_to_start(config.launch, config.plan.mesh.fixed), trials)
+    record = record_of(config, ranks, trials)
     return record, record.save()
 
 

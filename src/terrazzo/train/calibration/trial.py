@@ -110,9 +110,7 @@ def main() -> int:
     config = load_config(path, overrides)
     if is_rank():
         run_rank(int(os.environ["RANK"]), lambda: _rank(config, Path(out)))
-    return launch_ranks(
-        ranks_to_start(config.launch, config.plan.mesh.fixed), ["-m", "terrazzo.train.calibration.trial", *sys.argv[1:]]
-    )
+    return launch_ranks(ranks_to_start(config), ["-m", "terrazzo.train.calibration.trial", *sys.argv[1:]])
 
 
 def _rank(config: Config, out: Path) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from terrazzo.config import LaunchConfig
+from terrazzo.config import Config
 from terrazzo.errors import BadInput, counted
 from terrazzo.train.command import program
 from terrazzo.train.launch.here import require_environment, starter
@@ -55,7 +55,7 @@ def run_script(script: Script, ranks: int | None) -> int:
         adopt_slurm()
     if is_rank():
         _become(script, ranks)
-    count = ranks_to_start(LaunchConfig()) if ranks is None else ranks
+    count = ranks_to_start(Config()) if ranks is None else ranks
     if ranks is None:
         which = "one for each GPU here" if count > 1 else "as for one GPU, or none"
         print(f"terrazzo run: {counted(count, 'rank')}, {which}; --ranks N starts N.", file=sys.stderr)

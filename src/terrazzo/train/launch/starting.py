@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from terrazzo.config import LaunchConfig
+from terrazzo.config import Config
 from terrazzo.engine.offload.topology import cpus_of_a_rank
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
@@ -40,29 +40,25 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def ranks_to_start(config: LaunchConfig, of: int = 1) -> int:
-    """How many ranks this command starts; raises `BadInput` for more CUDA ranks than devices.
-
-    Args:
-        of: of a range, a multiple of so many.
-    """
-    count = devices.count() if resolve_device(config) == "cuda" else None
-    if not (numbers := config.numbers(of)):
+def ranks_to_start(config: Config) -> int:
+    """How many ranks this command starts; raises `BadInput` for more CUDA ranks than devices."""
+    count = devices.count() if resolve_device(config.launch) == "cuda" else None
+    if not (numbers := config.rank_numbers):
         return count or 1
     fitting = [number for number in numbers if count is None or number <= count]
     if not fitting:
         raise BadInput(
-            f"launch.ranks is {config.ranks}, but this machine has {count} CUDA devices and each rank needs its"
+            f"launch.ranks is {config.launch.ranks}, but this machine has {count} CUDA devices and each rank needs its"
             f" own: use launch.ranks={count}, or launch.device=cpu."
         )
     return fitting[-1]
 
 
-def places_of(config: LaunchConfig, of: int) -> Places | None:
+def places_of(config: Config) -> Places | None:
     """Where ranks may be that may become fewer; None where their number is given."""
-    if not isinstance(config.ranks, str):
+    if not isinstance(config.launch.ranks, str):
         return None
-    cuda, numbers = resolve_device(config) == "cuda", config.numbers(of)
+    cuda, numbers = resolve_device(config.launch) == "cuda", config.rank_numbers
     return Places(numbers, devices.count if cuda else lambda: numbers[-1], named=cuda)
 
 

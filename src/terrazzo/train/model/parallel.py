@@ -12,7 +12,7 @@ from terrazzo.config import Config
 from terrazzo.parallel import Column, Logits, TensorPlan, VocabularyLoss, leave_vocabulary, own_plan, style_of
 from terrazzo.train.model.decoder import Decoder
 
-__all__ = ["name_of_head", "parallelize_model", "pipeline_of", "plan_of", "vocabulary_apart"]
+__all__ = ["leaves_logits_apart", "name_of_head", "parallelize_model", "pipeline_of", "plan_of", "vocabulary_apart"]
 
 
 def parallelize_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
@@ -74,6 +74,15 @@ def vocabulary_apart(model: nn.Module, plan: TensorPlan) -> int:
         return 0 if style.gathered else style.numel
     stays = isinstance(style, Column) and not style.gathered
     return int(getattr(model.get_submodule(head), "out_features", 0)) if stays else 0
+
+
+def leaves_logits_apart(config: Config) -> bool:
+    """`vocabulary_apart` of a run before there is a model: as its configuration names the head, which is no part of any
+    other module.
+    """
+    plan = config.parallel.tensor.plan
+    named = plan == "auto" or any(style == "column" for glob, style in plan.items() if "." not in glob)
+    return config.plan.mesh.tp > 1 and named
 
 
 def name_of_head(model: nn.Module) -> str:

@@ -41,7 +41,7 @@ def idle_notes(config: Config, world_size: int) -> list[str]:
     for (why, tier), names in unused.items():
         if given := [key for name in names if now[key := f"offload.{name}"] != usual[key]]:
             notes.append(_note(given, why, f"set offload.optim={tier}"))
-    if (ranks := config.launch.numbers(config.plan.mesh.fixed)) and world_size not in ranks:
+    if (ranks := config.rank_numbers) and world_size not in ranks:
         why = f"{world_size} ranks have been started by torchrun or Slurm"
         notes.append(_note(["launch.ranks"], why, "start as many"))
     return notes

@@ -21,6 +21,7 @@ from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.objectives import objective_of
+from terrazzo.train.model.parallel import leaves_logits_apart
 from terrazzo.train.model.prepare import decoder_config
 from terrazzo.train.optimizer import optimizer_class
 from terrazzo.train.plan import (
@@ -79,7 +80,7 @@ def _loss(config: Config, shape: ModelShape, mesh: Mesh) -> Loss:
     """Of a model that changes its logits all are there in any case, which its shape does not say."""
     if has_loss_without_logits(config, shape.logits):
         return "chunked"
-    return "parts" if mesh.tp > 1 and _leaves_logits_apart(config) else "full"
+    return "parts" if leaves_logits_apart(config) else "full"
 
 
 def executed_share(config: Config, world_size: int, flops_per_token: float) -> float | None:
@@ -108,12 +109,6 @@ def _left_out(setup: Setup) -> float:
         return 0.0
     dense = (unit for unit in setup.model.blocks if unit.block and not unit.block.experts and unit.block.norms == 2)
     return sum(2 * unit.count * unit.block.ffn * unit.block.hidden for unit in dense if unit.block) / setup.every
-
-
-def _leaves_logits_apart(config: Config) -> bool:
-    """A head is no part of any other module."""
-    plan = config.parallel.tensor.plan
-    return plan == "auto" or any(style == "column" for glob, style in plan.items() if "." not in glob)
 
 
 def machine_of(config: Config) -> Cluster:

@@ -1,0 +1,15 @@
+"""What a run says: its header, a row for each log step, and at the end what to open and how to go on.
+
+On screen is what decides whether to let it run; all else is in the run's folder: `plan.txt`, `metrics.jsonl` and
+`report.html`.
+
+report  all that is said, moment by moment
+voice   how it stands on the screen
+files   what is written
+gauge   the numbers of a log step
+"""
+
+from terrazzo.train.report.gauge import Measured
+from terrazzo.train.report.report import Report
+
+__all__ = ["Measured", "Report"]

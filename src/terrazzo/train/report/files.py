@@ -1,0 +1,78 @@
+"""What a run writes to its log folder: `config.json`, `plan.txt`, and of each moment a line to all that keep them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from terrazzo.config import without_passwords
+from terrazzo.engine import engine_of
+from terrazzo.telemetry import JsonLines, ReportPage, Sink, TensorBoard
+from terrazzo.train.model.objectives import Validation
+from terrazzo.train.promise.summary import summary_lines
+from terrazzo.train.session import Session
+
+__all__ = ["Files"]
+
+
+class Files:
+    """Those of rank 0. Other ranks have none, nor has a run of which nothing is left to be done: all stays as it is.
+
+    Args:
+        title: of the page.
+    """
+
+    def __init__(self, session: Session, title: str) -> None:
+        self._session, self._title = session, title
+        self._sinks: list[Sink] = []
+        self._metrics: JsonLines | None = None
+        if session.ranks.is_first and session.step < session.config.train.steps:
+            self._open()
+
+    def _open(self) -> None:
+        session, log, engine = self._session, self._session.config.log, engine_of(self._session.model)
+        config = without_passwords(session.config.model_dump(mode="json"))
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        (log.folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        bill = engine.promise.memory(session.micro_batches)
+        plan = without_passwords(f"{engine.describe()}\n\nmemory of each rank:\n{bill.table()}")
+        (log.folder / "plan.txt").write_text(plan + "\n", encoding="utf-8")
+        self._metrics = JsonLines(log.folder / "metrics.jsonl", session.step)
+        details = {"Plan": plan, "Configuration": text}
+        page = ReportPage(log.folder / "report.html", self._metrics.path, self._title, details, summary_lines)
+        self._sinks += [self._metrics, page]
+        if log.tensorboard:
+            self._sinks.append(TensorBoard(log.folder / "tensorboard", session.step))
+
+    def __bool__(self) -> bool:
+        return bool(self._sinks)
+
+    def log(self, kind: str, values: dict[str, Any]) -> None:
+        """A line of `kind` of the step that has just ended."""
+        for sink in self._sinks:
+            sink.log(kind, self._session.step, values)
+
+    def first_validation(self) -> tuple[int, Validation] | None:
+        """The run's first, and its step, where its metrics are here and the data for it have stayed the same."""
+        if self._metrics is None or not self._session.origin.same_evaluation:
+            return None
+        line = self._metrics.first("validation")
+        return None if line is None else (line["step"], Validation.from_dict(line))
+
+    def lost(self) -> str | None:
+        """What has become of the log folder, if its files are no longer where they were begun."""
+        if self._metrics is None or self._metrics.in_place():
+            return None
+        return f"the log folder '{self._session.config.log.folder}' (log.folder), or metrics.jsonl in it,"
+
+    def back(self) -> None:
+        """What was written of steps after the session's is of steps that are done again."""
+        if self._sinks:
+            self.close()
+            self._sinks = []
+            self._open()
+
+    def close(self) -> None:
+        """The end of all of them."""
+        for sink in self._sinks:
+            sink.close()

@@ -1,0 +1,239 @@
+"""All that a run says, from its header to the command that goes on with it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from terrazzo.config import Config
+from terrazzo.engine import Traffic, engine_of
+from terrazzo.engine.runtime import device as devices
+from terrazzo.errors import counted
+from terrazzo.telemetry import duration, restart_text
+from terrazzo.train.cadence import Choice
+from terrazzo.train.command import Command, program
+from terrazzo.train.look import verdict_on
+from terrazzo.train.mesh_picture import mesh_picture
+from terrazzo.train.model.objectives import Validation
+from terrazzo.train.plan import mesh_shape
+from terrazzo.train.promise.summary import Pace, bytes_line, summarize
+from terrazzo.train.report.files import Files
+from terrazzo.train.report.gauge import Gauge, Measured
+from terrazzo.train.report.voice import Voice
+from terrazzo.train.session import Session
+
+__all__ = ["Report"]
+
+
+class Report:
+    """Everything that is said and written. Every rank has one; only rank 0's has a screen and files."""
+
+    def __init__(self, session: Session, command: Command) -> None:
+        self._session, self._command = session, command
+        self._gauge = Gauge(session)
+        self._voice = Voice(session.ranks.is_first, session.config.train.steps, self._gauge.known)
+        plan = engine_of(session.model).plan.name
+        self._files = Files(session, f"{_model(session)}: {plan}, {_precision(session.config)}")
+        self._start = time.perf_counter()
+        self._traffic: dict[str, int] = {}  # bytes of the newest step, as `Traffic.by_name`
+        self._pace, self._peak_bytes = Pace(), 0
+        self._first_validation = self._files.first_validation()
+        self._last_validation: Validation | None = None
+        self._last_sample = ""
+
+    def lost(self) -> str | None:
+        """What has become of the log folder, if its files are no longer where they were begun; rank 0 looks."""
+        return self._files.lost()
+
+    def begin(self) -> None:
+        """The header: what is about to run."""
+        session, train = self._session, self._session.config.train
+        for label, text in _header(session):
+            self._voice.row(label, text)
+        if session.restart is not None:
+            told = {**asdict(session.restart), "ranks": session.ranks.world_size}
+            self._voice.note(restart_text(told))
+            self._files.log("restart", told)
+        for note in session.notes:
+            self._voice.note(note)
+        self._voice.begin(train.steps, session.step)
+
+    def log_step(self, measured: Measured) -> None:
+        """A log step."""
+        self._pace.add(measured.steps, measured.tokens, measured.total_s)
+        self._peak_bytes = measured.peak_memory_bytes
+        metrics = self._gauge.metrics(measured)
+        self._files.log("train", metrics.as_dict())
+        if measured.load:
+            self._files.log("experts", {name: list(load.counts) for name, load in measured.load.items()})
+        self._voice.log_step(metrics, (self._session.config.train.steps - metrics.step) * metrics.step_s)
+
+    def step_record(self, record: dict[str, Any]) -> None:
+        """Where the time of the steps since the last one went; in files alone."""
+        self._files.log("step", record)
+
+    def validation(self, found: Validation | None) -> None:
+        """A validation loss."""
+        if found is None:
+            return
+        self._first_validation = self._first_validation or (self._session.step, found)
+        self._last_validation = found
+        self._files.log("validation", found.as_dict())
+        self._remark(f"held out, {found.number(4)} {found.unit}", f"{found.loss:.4f}")
+
+    def sample(self, text: str) -> None:
+        """A text sample; the last one is in the summary."""
+        self._files.log("sample", {"text": text})
+        self._last_sample = text
+        if self._session.step < self._session.config.train.steps:
+            self._remark(self._voice.on_one_line(f"sample: {text}"))
+
+    def saved(self, path: str) -> None:
+        """A checkpoint was written, or will be in the background."""
+        self._remark(f"{'saving' if self._session.config.checkpoint.background else 'saved'} {path}")
+
+    def cadence(self, choice: Choice) -> None:
+        """How often checkpoints are saved from now on."""
+        self._files.log("cadence", asdict(choice))
+        self._remark(str(choice))
+
+    def left_out(self, done: str, entry: dict[str, Any]) -> None:
+        """The guard has left a step out."""
+        self._files.log("guard", {"not_taken": entry["step"], "batches": entry["batches"], "why": entry["why"]})
+        self._remark(done)
+
+    def back(self) -> None:
+        """The run goes on from an earlier step: what was written of later ones is of steps that are done again."""
+        self._files.back()
+        self._first_validation = self._files.first_validation() or self._first_validation
+
+    def stopping(self) -> None:
+        """Somebody has asked for it: what is left is to save."""
+        self._remark("stopping as asked: saving")
+
+    def exported(self, path: Path) -> None:
+        """A Hugging Face folder was written."""
+        self._remark(f"exported {path}")
+
+    def step_done(self, traffic: Traffic) -> None:
+        """An optimizer step was made with this traffic."""
+        self._traffic = traffic.by_name()
+        self._voice.advance()
+
+    def end(self, *, stopped: bool) -> None:
+        """The summary, and the end of all files."""
+        if not self._voice.speaks:
+            return
+        self._voice.close()
+        if not self._files:
+            self._say_nothing_left()
+            return
+        session, pace = self._session, self._pace
+        verdict = verdict_on(session.config.log.folder)
+        if verdict is not None:
+            self._files.log("verdict", verdict.as_dict())
+        summary = summarize(session, self._traffic, pace, self._peak_bytes, self._gauge.peak_flops)
+        self._files.log("summary", summary)
+        per_second = f", {pace.tokens / pace.seconds:,.0f} tok/s" if pace.seconds else ""
+        at = f"step {session.step} of {session.config.train.steps}, {duration(time.perf_counter() - self._start)}"
+        self._voice.say("")
+        self._voice.row("stopped" if stopped else "done", at + per_second + self._learnt())
+        self._voice.row("bytes", bytes_line(summary))
+        if verdict is not None:
+            self._voice.row("verdict", str(verdict))
+        if self._last_sample and not stopped:
+            self._voice.row("sample", self._voice.on_one_line(self._last_sample))
+        self._voice.row("report", str(session.config.log.folder / "report.html"))
+        if session.config.log.note and not stopped:
+            self._voice.say(session.config.log.note.rstrip("\n").replace("{terrazzo}", program()))
+        self.leave()
+        self._say_how_to_go_on(finished=not stopped)
+
+    def _learnt(self) -> str:
+        if self._first_validation is None or self._last_validation is None:
+            return ""
+        (step, first), last = self._first_validation, self._last_validation
+        if last is first or step == self._session.step or first.unit != last.unit:  # nothing to compare with
+            return ""
+        since = f" since step {step}" if step else ""
+        return f"; {first.number(2)} → {last.number(2)} {first.unit}{since}"
+
+    def failed(self) -> None:
+        """The run ends with an error, which others say: what there is to go on from, and the end of all files."""
+        self.leave()
+        session, saved = self._session, self._session.keeper.saved_step
+        if session.step and session.step < session.config.train.steps:
+            self._voice.say("")
+            self._voice.row("failed", f"after step {session.step} of {session.config.train.steps}; {_saved(saved)}")
+            if saved:
+                self._say_how_to_go_on(finished=False)
+
+    def leave(self) -> None:
+        """The end of the progress bar and of all files."""
+        self._voice.close()
+        self._files.close()
+
+    def _say_how_to_go_on(self, *, finished: bool) -> None:
+        self._voice.command("continue", self._command.going_on(self._session.config, finished=finished))
+
+    def _say_nothing_left(self) -> None:
+        """Of a finished run that was started again: there is nothing that was measured."""
+        session = self._session
+        at = f"step {session.step} of {session.config.train.steps} is in {session.keeper.folder}"
+        self._voice.say("")
+        self._voice.row("done", f"nothing left to do: {at}")
+        self._voice.row("anew", "another log.folder, or checkpoint.resume=never checkpoint.overwrite=true")
+        self._say_how_to_go_on(finished=True)
+
+    def _remark(self, text: str, loss: str = "") -> None:
+        self._voice.remark(self._session.step, text, loss)
+
+
+def _header(session: Session) -> list[tuple[str, str]]:
+    """Labels and texts."""
+    config, data, size = session.config, session.data, session.ranks.world_size
+    count, engine = session.micro_batches, engine_of(session.model)
+    found = [("model", _model(session)), ("data", f"{data.train.tokens_numel:,} training tokens")]
+    found += [("data", str(data.skipped))] if data.skipped.names else []
+    found += [("data", note) for note in data.notes]
+    ranks = counted(size, f"{session.ranks.device.type.upper()} rank")
+    each = "" if devices.is_cuda(session.ranks.device) else f", {_threads()}{' each' if size > 1 else ''}"
+    found.append(("plan", f"{engine.plan.name} on {ranks}, {_precision(config)}{each}"))
+    found += zip(("mesh", ""), mesh_picture(mesh_shape(config.plan.mesh, size)), strict=False)
+    micro = f" in {count} micro-batches per rank" if count > 1 else ""
+    found.append(("step", f"{config.batch.global_batch} × {config.batch.sequence_length} tokens{micro}"))
+    found.append(("memory", f"{_bill_text(session)} per rank, beside activations"))
+    return [*found, ("folder", str(config.log.folder))]
+
+
+def _model(session: Session) -> str:
+    members = [member for bucket in engine_of(session.model).buckets() for member in bucket.members]
+    numel = sum(math.prod(member.shape) for member in members)
+    learnt = sum(math.prod(member.shape) for member in members if member.trainable)
+    of_them = "" if learnt == numel else f" ({learnt / 1e6:.2f} M trained)"
+    return f"{type(session.model).__name__}, {numel / 1e6:.2f} M parameters{of_them}"
+
+
+def _bill_text(session: Session) -> str:
+    bill = engine_of(session.model).promise.memory(session.micro_batches)
+    parts = {"": bill.total_bytes, " of the host": bill.host_bytes, " in files": bill.disk_bytes}
+    return ", ".join(f"{count / 2**20:,.1f} MiB{where}" for where, count in parts.items() if count or not where)
+
+
+def _precision(config: Config) -> str:
+    """Its name, and the dtypes that were given in place of its own."""
+    given = config.precision.model_dump(exclude={"name"}, exclude_none=True)
+    return ", ".join([config.precision.name, *(f"{state} {dtype}" for state, dtype in given.items())])
+
+
+def _threads() -> str:
+    return counted(torch.get_num_threads(), "thread")
+
+
+def _saved(step: int) -> str:
+    return f"step {step} is saved" if step else "nothing is saved"

@@ -1,0 +1,82 @@
+"""How lines of a run stand on the screen: rows with a label, notes, and remarks between the rows of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from terrazzo.config import without_passwords
+from terrazzo.errors import printable
+from terrazzo.telemetry import Console, StepMetrics, StepTable
+from terrazzo.train.command import folded
+
+__all__ = ["Voice"]
+
+LABEL = 10
+"""Width of labels."""
+
+
+class Voice:
+    """The screen of rank 0. That of other ranks is silent.
+
+    Args:
+        speaks: whether this is rank 0.
+        steps, known: as for `StepTable`.
+    """
+
+    def __init__(self, speaks: bool, steps: int, known: Collection[str]) -> None:
+        self._console = Console() if speaks else None
+        self._width = self._console.width if self._console is not None else 0
+        self._table = StepTable(steps, known, self._width)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether anything is said at all."""
+        return self._console is not None
+
+    def begin(self, steps: int, step: int) -> None:
+        """The titles of the table, where there are steps to come, and the progress bar."""
+        if step < steps:
+            self.say(f"\n{self._table.header()}")
+        if self._console is not None:
+            self._console.begin(steps, step)
+
+    def advance(self) -> None:
+        """The progress bar goes on by a step."""
+        if self._console is not None:
+            self._console.advance()
+
+    def close(self) -> None:
+        """The end of the progress bar."""
+        if self._console is not None:
+            self._console.close()
+
+    def say(self, text: str, *, needed: bool = False) -> None:
+        """Lines as they are, without passwords; `needed` as for `Console.say`."""
+        if self._console is not None:
+            self._console.say(without_passwords(text), needed=needed)
+
+    def row(self, label: str, text: str) -> None:
+        """A text beside its label."""
+        self.note(f"{label:<{LABEL}}{text}", LABEL)
+
+    def note(self, text: str, indent: int = 2) -> None:
+        """A text over as many lines as it takes."""
+        if self._console is not None:
+            self.say(self._console.wrapped(text, indent))
+
+    def log_step(self, metrics: StepMetrics, left_s: float) -> None:
+        """A row of the table; `left_s` as for `StepTable.row`."""
+        self.say(self._table.row(metrics, left_s))
+
+    def remark(self, step: int, text: str, loss: str = "") -> None:
+        """What else there is to say of a step, between the rows of the table."""
+        self.say(self._table.remark(step, loss, text))
+
+    def command(self, label: str, command: str) -> None:
+        """A command to be copied, which has to be seen."""
+        self.say(folded(f"{label:<{LABEL}}", command, self._width), needed=True)
+
+    def on_one_line(self, text: str) -> str:
+        """What a model has written, as much of it as stands beside a label."""
+        text, room = printable(" ".join(text.split())), self._width - LABEL
+        return text if len(text) <= room else f"{text[: room - 4]} ..."
