@@ -164,8 +164,9 @@ class StepRecorder:
 def _move(times: Mapping[tuple[str, str], Times], into: _Exchanges, axis: str | None = None) -> None:
     """Add what has been counted, all of it to one axis if that is given, and have it counted from zero."""
     for (own, kind), each in times.items():
-        into[own if axis is None else axis, kind].add(each)
-        each.clear()
+        if each.count or each.exposed_s:  # where a step is taken twice, all has been taken already
+            into[own if axis is None else axis, kind].add(each)
+            each.clear()
 
 
 def _together(*groups: Mapping[tuple[str, str], Times]) -> _Exchanges:

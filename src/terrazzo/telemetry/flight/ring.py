@@ -24,7 +24,7 @@ import numpy as np
 from terrazzo.engine.links.label import Purpose
 from terrazzo.errors import BadInput
 
-__all__ = ["CAPACITY", "FIELDS", "Flight", "Ring", "Tail", "Told", "What", "read_flight"]
+__all__ = ["CAPACITY", "FIELDS", "LAST", "Flight", "Ring", "Tail", "Told", "What", "now_ns", "pack", "read_flight"]
 
 CAPACITY = 1 << 15
 """Records: 2 MiB, a few steps of a large model and many of a small one."""
@@ -32,14 +32,17 @@ CAPACITY = 1 << 15
 FIELDS = {"rank", "world", "pid", "host", "boot", "units", "names", "tracks", "groups"}
 """Of a table, which may have others."""
 
-_LAST = CAPACITY - 1
+LAST = CAPACITY - 1
+_BATCH = 128
+"""Records that are read at once."""
+
 _MAGIC, _VERSION = b"TZFLIGHT", 1
 _HEAD = struct.Struct("<8sIIQ")  # magic, version, bytes of a record, capacity
 _PLACE = struct.Struct("<Q")  # of the table: where it is, and how long
 _PLACE_AT, _PAGE, _TABLE_BYTES = 64, 4096, 512 << 10
 _RECORDS_AT = _PAGE + 2 * _TABLE_BYTES
 _RECORD = struct.Struct("<QQQQQQIIBBBBHH")
-_pack, _now = _RECORD.pack_into, time.monotonic_ns
+pack, now_ns = _RECORD.pack_into, time.monotonic_ns
 _DTYPE = np.dtype(
     [
         *[(name, "<u8") for name in ("time", "sequence", "ordinal", "since", "value", "live")],
@@ -104,6 +107,8 @@ class Ring:
         descriptor: of shared memory, as `Ring.memory` makes it.
 
     Attributes:
+        next: the number of a new record, which belongs at 64 × (that & LAST) of `records`.
+        records: where they are, as bytes. `write` shows how one is packed; who writes often does so without that call.
         micro: what is written into each record.
     """
 
@@ -111,7 +116,8 @@ class Ring:
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, _RECORDS_AT + CAPACITY * _RECORD.size)
         _HEAD.pack_into(self._memory, 0, _MAGIC, _VERSION, _RECORD.size, CAPACITY)
-        self._next, self._place = itertools.count(1).__next__, 1
+        self.next, self._place = itertools.count(1).__next__, 1
+        self.records = memoryview(self._memory)[_RECORDS_AT:]
         self.micro = 0
 
     @staticmethod
@@ -149,9 +155,8 @@ class Ring:
             numbers: its `ordinal`, `since` and `value`.
             of: its `unit`, `number` and `purpose`.
         """
-        sequence = self._next()
-        at, check = _RECORDS_AT + (sequence & _LAST) * 64, sequence & 0xFFFF
-        _pack(self._memory, at, _now(), sequence, *numbers, live, *of, event, track, 0, self.micro, check)
+        n = self.next()
+        pack(self.records, (n & LAST) * 64, now_ns(), n, *numbers, live, *of, event, track, 0, self.micro, n & 0xFFFF)
 
 
 class Flight(NamedTuple):
@@ -192,11 +197,11 @@ class Tail:
 
     def new(self) -> list[Told]:
         """Those since the last call, as far as they are still there, oldest first."""
-        found = []
-        while (record := self._at(self._seen + 1)).sequence == self._seen + 1:
-            found.append(record)
-            self._seen += 1
-        if record.sequence > self._seen + 1:  # overtaken
+        found: list[Told] = []
+        while batch := self._run(self._seen + 1):
+            found += batch
+            self._seen = batch[-1].sequence
+        if self._at(self._seen + 1).sequence > self._seen + 1:  # overtaken
             found += [each for each in _whole(self._memory[_RECORDS_AT:]) if each.sequence > self._seen]
             self._seen = found[-1].sequence if found else self._seen
         return found
@@ -204,6 +209,17 @@ class Tail:
     def flight(self) -> Flight:
         """All of it."""
         return Flight(self.table, _whole(self._memory[_RECORDS_AT:]))
+
+    def _run(self, first: int) -> list[Told]:
+        """Records from that number on that stand one behind the other, as far as they are whole; not all, as a rule."""
+        place = first % CAPACITY
+        start, count = _RECORDS_AT + place * 64, min(_BATCH, CAPACITY - place)
+        found = []
+        for sequence, values in enumerate(_RECORD.iter_unpack(self._memory[start : start + count * 64]), first):
+            if values[1] != sequence or values[-1] != sequence & 0xFFFF:
+                break
+            found.append(Told._make(values))
+        return found
 
     def _at(self, sequence: int) -> Told:
         found = Told._make(_RECORD.unpack_from(self._memory, _RECORDS_AT + sequence % CAPACITY * 64))

@@ -108,13 +108,19 @@ class Watchdog:
             return None
         self._looked = now
         self.read()
-        states = self._states()
-        self._arm(now, states, since_looked / 1e9)
+        if self._slept() or since_looked > _LATE_S * 1e9:
+            self._armed = now
         newest = max(self._armed, *(standing.newest for standing in self.standings.values()))
-        if newest > self._newest:
+        if newest > self._newest:  # what goes on costs no look at processes
             self._newest, self._used, self._said = newest, None, False
             self._held.clear()
-        elif self._used is None:  # nothing has happened for a moment: from now on, what processors are had counts
+            self._stopped_since.clear()
+            return None
+        states = self._states()
+        if self._held_up(states):
+            self._armed = now
+            return None
+        if self._used is None:  # nothing has happened for a moment: from now on, what processors are had counts
             self._used = (now, self._processors())
         else:
             self._held |= {rank for rank, pid in self._pids.items() if self._system.waits_for_drive(pid)}
@@ -154,15 +160,16 @@ class Watchdog:
         """Whether a rank waits for others."""
         return any(standing.waits for standing in self.standings.values())
 
-    def _arm(self, now: int, states: Mapping[int, str], late_s: float) -> None:
-        """Begin to wait anew, where it is no wonder that nothing has happened."""
-        slept_s = self._system.slept_s()
-        woken = slept_s - self._slept_s > 1.0
-        self._slept_s = slept_s
-        traced = any(self._system.traced(pid) for pid in self._pids.values())
-        if woken or traced or late_s > _LATE_S or all(state in ("T", "t") for state in states.values()):
-            self._armed = now
-            self._stopped_since.clear()
+    def _slept(self) -> bool:
+        """Whether the machine was suspended since the last call."""
+        before, self._slept_s = self._slept_s, self._system.slept_s()
+        return self._slept_s - before > 1.0
+
+    def _held_up(self, states: Mapping[int, str]) -> bool:
+        """Whether it is no wonder that nothing happens: all are stopped, or a debugger has one."""
+        return all(state in ("T", "t") for state in states.values()) or any(
+            map(self._system.traced, self._pids.values())
+        )
 
     def _stopped(self, now: int, states: Mapping[int, str]) -> Stall | None:
         """A rank that somebody has stopped, whatever it was at, and that another one waits for."""

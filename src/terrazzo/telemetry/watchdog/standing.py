@@ -18,6 +18,7 @@ LEFT = "end"
 Key = tuple[str, str, bool, int]
 """An exchange: axis, kind, whether modules exchange, ordinal. Ranks of an axis mean the same by it."""
 
+ISSUED, DONE, WAITS, WAITED, PHASE, BEGINS, ENDS, _, STEP = map(int, What)  # plain ones are compared sooner
 _KEPT = 64
 """Exchanges of a track that are remembered: more than can be under way."""
 
@@ -64,26 +65,28 @@ class Standing:
         """What it has recorded since."""
         self.table, self._names = table, Names(table)
         for told in records:
-            self.newest = max(self.newest, told.time)
+            self.newest = told.time if told.time > self.newest else self.newest
             if told.sequence != self._sequence + 1:  # overtaken: an end of these may be among what was lost
                 self._waits.clear()
-            self._sequence = told.sequence
-            if told.event == What.ISSUED:
+            self._sequence, event = told.sequence, told.event
+            if event == DONE:
+                continue
+            if event == ISSUED:
                 mine = self._issued[told.track]
                 mine[told.ordinal] = told
                 if len(mine) > _KEPT:
                     del mine[next(iter(mine))]
-            elif told.event == What.WAITS:
+            elif event == WAITS:
                 self._waits[told.track, told.ordinal] = told
-            elif told.event == What.WAITED:
+            elif event == WAITED:
                 self._waits.pop((told.track, told.ordinal), None)
-            elif told.event == What.PHASE:
+            elif event == PHASE:
                 self._turn(told)
-            elif told.event == What.BEGINS:
+            elif event == BEGINS:
                 self.unit = self._names.unit(told.unit)
-            elif told.event == What.ENDS:
+            elif event == ENDS:
                 self.unit = ""
-            elif told.event == What.STEP:
+            elif event == STEP:
                 self.steps, self.step = self.steps + 1, told.ordinal
 
     def told(self) -> dict[str, Any]:

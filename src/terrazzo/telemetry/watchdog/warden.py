@@ -80,6 +80,8 @@ class _Charge:
 
     @property
     def is_gone(self) -> bool:
+        if self._watch >= 0:
+            return bool(select.select([self._watch], [], [], 0)[0])
         return state_of(self.pid) in GONE or birth_of(self.pid) != self._birth
 
     def ask(self) -> bool:
