@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of
@@ -97,3 +99,64 @@ def test_dropout_is_each_ranks_own_and_comes_again_when_a_block_is_recomputed(po
 
 def test_ranks_that_see_the_same_data_are_seeded_alike(pool: Pool) -> None:
     assert all("random states" in found for found in pool.run(dropped, True, "none"))
+
+
+class Dropping(nn.Module):
+    """Dropout as a function, with a share that no attribute shows."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), functools.partial(F.dropout, p=share)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.drop(x, training=self.training)))
+
+
+def dropped_as_a_function(share: float, seeds_differ: bool) -> str:
+    mesh, rank = tz.mesh(tp=2, device="cpu"), torch.distributed.get_rank()
+    torch.manual_seed(3)
+    model = tz.parallelize(Dropping(share), mesh, tensor={"up": "column", "down": "row"})
+    model, _ = tz.shard(model, None, "zero0", mesh=mesh)
+    torch.manual_seed(11 + rank * seeds_differ)
+    try:
+        for _ in range(2):
+            model(torch.ones(2, 4, 8)).sum().backward()
+    except tz.RanksApart as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("share", "seeds_differ", "found"),
+    [(0.5, True, "random states"), (0.5, False, "trained"), (0.0, True, "trained")],
+)
+def test_dropout_that_no_attribute_shows_is_seen(pool: Pool, share: float, seeds_differ: bool, found: str) -> None:
+    assert all(found in told for told in pool.run(dropped_as_a_function, share, seeds_differ))
+
+
+def given(rows: int, values: float, by_name: bool) -> str:
+    mesh, rank = tz.mesh(tp=2, device="cpu"), torch.distributed.get_rank()
+    torch.manual_seed(3)
+    model = tz.parallelize(Dropping(0.0), mesh, tensor={"up": "column", "down": "row"})
+    model, _ = tz.shard(model, None, "zero0", mesh=mesh)
+    x = torch.full((rows if rank else 2, 4, 8), values if rank else 1.0)
+    try:
+        (model(x=x) if by_name else model(x)).sum().backward()
+    except tz.RanksApart as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("rows", "values", "by_name", "found"),
+    [
+        (2, 1.0, True, "trained"),
+        (2, 2.0, True, "other inputs (here float32 [2, 4, 8])"),
+        (2, 2.0, False, "other inputs"),
+        (3, 1.0, False, "other inputs"),
+    ],
+)
+def test_ranks_that_share_matrices_see_the_same_data(
+    pool: Pool, rows: int, values: float, by_name: bool, found: str
+) -> None:
+    assert all(found in told for told in pool.run(given, rows, values, by_name))

@@ -13,8 +13,9 @@ from terrazzo.engine import Record, leave_record, stages_of
 from terrazzo.engine.plan.family import SHARES_MATRICES
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.parallel.parts import replaced_by_part, watch_states
+from terrazzo.parallel.tensor.alike import watch_alike
 from terrazzo.parallel.tensor.direct import watch_direct_use
-from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout, watch_seeds
+from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout
 from terrazzo.parallel.tensor.ranks import TensorRanks
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style
 from terrazzo.parallel.tensor.uses import (
@@ -121,8 +122,8 @@ def _put_uses(cuts: Cuts) -> None:
     for run in runs:
         split_run(run[0], run[-1], use)
     regions = [module for name, module, _ in cuts.named(Enter) if not cuts.splits(name)]
+    watch_alike(cuts.model, cuts.ranks)
     if drops:
-        watch_seeds(cuts.model, cuts.ranks)
         for module in (*itertools.chain(*runs), *regions):
             fork_dropout(module, cuts.ranks.rank)
     for name, module, style in cuts.named(Enter, Column, Row, Embedding, Logits):

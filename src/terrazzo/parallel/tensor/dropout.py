@@ -7,6 +7,7 @@ from the shared one, so that a region that is recomputed drops the same again.
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from terrazzo.errors import RanksApart
 from terrazzo.parallel.tensor.ranks import TensorRanks
 
-__all__ = ["fork_dropout", "has_dropout", "watch_seeds"]
+__all__ = ["APART_STATES", "fork_dropout", "has_dropout", "random_states", "watch_seeds"]
 
 _APART = 0x9E3779B97F4A7C15
 """What tells seeds of neighbouring ranks apart: 2^64 over the golden ratio."""
@@ -64,17 +65,25 @@ def _generators() -> list[Any]:
     return [torch] if accelerator is None else [torch, torch.get_device_module(accelerator)]
 
 
+def random_states() -> int:
+    """32 bits of the states of torch's default generators."""
+    return zlib.crc32(b"".join(each.get_rng_state().numpy().tobytes() for each in _generators()))
+
+
 @dataclass
 class _Watch:
     ranks: TensorRanks
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled() and not self.ranks.equal(int(torch.randint(2**62, ()))):
-            raise RanksApart(
-                "The ranks along tp have other random states, and would drop other activations of those that all of "
-                "them have: seed ranks that see the same data alike, as by torch.manual_seed(seed + data rank), where "
-                "the data rank is mesh.get_local_rank('dp_shard')."
-            )
+            raise RanksApart(APART_STATES)
+
+
+APART_STATES = (
+    "The ranks along tp have other random states, and would drop other activations of those that all of them have: "
+    "seed ranks that see the same data alike, as by torch.manual_seed(seed + data rank), where the data rank is "
+    "mesh.get_local_rank('dp_shard')."
+)
 
 
 def watch_seeds(model: nn.Module, ranks: TensorRanks) -> None:

@@ -1,0 +1,71 @@
+"""Whether ranks along `tp` see the same data, as they must: by what the first forward in training is given and draws.
+
+Each rank computes a part of what its own inputs give, and the parts are added up: of other inputs a number that is
+wrong, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from terrazzo.errors import RanksApart
+from terrazzo.parallel.given import described, form_of_inputs, values_of_inputs
+from terrazzo.parallel.tensor.dropout import APART_STATES, has_dropout, random_states, watch_seeds
+from terrazzo.parallel.tensor.ranks import TensorRanks
+
+__all__ = ["watch_alike"]
+
+
+def watch_alike(model: nn.Module, ranks: TensorRanks) -> None:
+    """Compare what ranks are given as the first training forward begins, and random states if it draws numbers.
+
+    Of a model that shows dropout, states are compared as each training forward begins. A forward raises `RanksApart`
+    where they differ, on every rank.
+    """
+    drops = has_dropout(model)
+    if drops:
+        watch_seeds(model, ranks)
+    first = _FirstForward(ranks, watches_states=not drops)
+    model.register_forward_pre_hook(first.begin, with_kwargs=True)
+    model.register_forward_hook(first.end)
+
+
+@dataclass
+class _FirstForward:
+    """The first one in training.
+
+    Attributes:
+        watches_states: random states are to be compared, if it draws numbers.
+        begun: which states it has begun with; None while it does not run.
+        is_over: it has been, and nothing is compared any more.
+    """
+
+    ranks: TensorRanks
+    watches_states: bool
+    begun: int | None = None
+    is_over: bool = False
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.begun = None
+        if torch.compiler.is_compiling() or self.is_over or not (model.training and torch.is_grad_enabled()):
+            return
+        given = [args, dict(kwargs)]
+        if not self.ranks.equal(form_of_inputs([form_of_inputs(given), values_of_inputs(given)])):
+            raise RanksApart(
+                f"The ranks along tp were given other inputs (here {described(given)}), and have parts of the same "
+                "matrices: give all of them the same batches, drawn by data rank, mesh.get_local_rank('dp_shard'), and "
+                "not by rank."
+            )
+        self.begun = random_states()
+
+    def end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self.begun is None:
+            return
+        self.is_over, drawn = True, self.begun != random_states()
+        if self.watches_states and not self.ranks.equal(self.begun if drawn else 0):
+            raise RanksApart(APART_STATES)
