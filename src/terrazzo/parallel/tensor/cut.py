@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,15 +117,13 @@ def _replace_parameters(cuts: Cuts) -> None:
 
 def _put_uses(cuts: Cuts) -> None:
     """Have modules exchange what they compute."""
-    use, drops = TensorUse(cuts.ranks), has_dropout(cuts.model)
+    use = TensorUse(cuts.ranks)
     runs = cuts.runs_split()
     for run in runs:
         split_run(run[0], run[-1], use)
     regions = [module for name, module, _ in cuts.named(Enter) if not cuts.splits(name)]
-    watch_alike(cuts.model, cuts.ranks)
-    if drops:
-        for module in (*itertools.chain(*runs), *regions):
-            fork_dropout(module, cuts.ranks.rank)
+    if not cuts.ranks.on_paper:
+        _tell_apart(cuts, [*itertools.chain(*runs), *regions])
     for name, module, style in cuts.named(Enter, Column, Row, Embedding, Logits):
         splits = cuts.splits(name)
         alone = isinstance(style, Column | Logits) and not cuts.inside(name, Enter)
@@ -148,6 +146,13 @@ def _put_uses(cuts: Cuts) -> None:
             start = box.rectangles[0].offsets[0]
             take_part(module, use, start, start + module.weight.shape[0], box.shape[0])
     _watch(cuts)
+
+
+def _tell_apart(cuts: Cuts, in_parts: Sequence[nn.Module]) -> None:
+    """See that ranks are given the same, and have them drop other activations where each has a part: `in_parts`."""
+    watch_alike(cuts.model, cuts.ranks)
+    for module in in_parts if has_dropout(cuts.model) else ():
+        fork_dropout(module, cuts.ranks.rank)
 
 
 def _watch(cuts: Cuts) -> None:

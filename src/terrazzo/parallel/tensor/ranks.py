@@ -39,7 +39,10 @@ class TensorRanks:
 
     Attributes:
         traffic: what this rank has sent, for all models on the mesh.
+        on_paper: nobody else is there, and tensors have no values.
     """
+
+    on_paper = False
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.axes = Axes(mesh["tp"], Tally())
