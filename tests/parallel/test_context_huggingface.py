@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel import Context, check_config, share_sequences
-from terrazzo.parallel.context.registry import KNOWN_TYPES
+from terrazzo.parallel.model_types import SHARED_SEQUENCES
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
 from tests.train.test_documents_apart import OTHERS, SIZES, UNKNOWN_TO_NEOX
@@ -74,7 +74,7 @@ def test_a_sliding_window_is_seen_across_parts() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", sorted(KNOWN_TYPES))
+@pytest.mark.parametrize("model_type", sorted(SHARED_SEQUENCES))
 def test_every_type_of_model_that_is_taken(model_type: str) -> None:
     check(model_type, "gather")
 

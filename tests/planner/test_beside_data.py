@@ -18,6 +18,7 @@ import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of, estimate
 from terrazzo.engine.plan.spec import Pass
 from terrazzo.parallel import TensorRanks, context_of
+from terrazzo.parallel.model_types import CUT_MATRICES, NO_STAGES
 from terrazzo.parallel.paper import cut_on_paper
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
@@ -26,7 +27,7 @@ from terrazzo.planner.memory.peak import stage_peak
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.trace import traced_activations
-from terrazzo.planner.model.families import CUT_FAMILIES, FAMILIES
+from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BUILT_IN
 from terrazzo.planner.setup.checks import check
@@ -247,7 +248,7 @@ def cut_tiny(family: str, size: int) -> tuple[nn.Module, TensorRanks, dict[str, 
     return model, ranks, config.to_dict()
 
 
-@pytest.mark.parametrize("family", sorted(CUT_FAMILIES - {BUILT_IN}))
+@pytest.mark.parametrize("family", sorted(CUT_MATRICES))
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_request_with_tp_means_what_transformers_plan_makes_of_a_family(family: str, size: int) -> None:
     """Parts of every parameter, and bytes of every exchange; 2 key heads on 4 ranks."""
@@ -278,7 +279,14 @@ def test_families_with_a_plan_are_those_that_transformers_cuts_with_known_styles
     known = {"colwise", "rowwise", "embedding_rowwise", "colwise_gather_output", "rowwise_split_input"}
     known |= {"replicated_with_grad_allreduce", "sequence_parallel", "replicate"}
     cut = {family for family, plan in plans.items() if plan and set(plan.values()) <= known}
-    assert cut - {"olmo2", "olmo3"} == CUT_FAMILIES - {BUILT_IN}
+    assert cut - {"olmo2", "olmo3"} == CUT_MATRICES
+
+
+def test_families_without_stages_are_those_that_transformers_has_no_line_of() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs terrazzo[hf]")
+    families = FAMILIES.keys() - {BUILT_IN}
+    without = {family for family in families if not transformers.CONFIG_MAPPING[family].base_model_pp_plan}
+    assert without == NO_STAGES
 
 
 MESHES = [(("dp_shard", 2), ("tp", 4)), (("dp_replicate", 2), ("dp_shard", 2), ("cp", 2), ("tp", 2))]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
+from terrazzo.parallel import model_types
+from terrazzo.parallel.model_types import DOCUMENTS_APART
 from terrazzo.train.data import IGNORED, TokenData, load_data
-from terrazzo.train.model import huggingface
 from terrazzo.train.model.causal_lm import build_model, logits_of
 from terrazzo.train.model.decoder import DecoderConfig
-from terrazzo.train.model.huggingface import CUT_ATTENTION
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.preflight import check
 from tests.helpers.chat import conversations, write_records
@@ -166,7 +166,7 @@ def test_models_of_transformers_cut_attention_where_positions_begin_anew(model_t
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("model_type", sorted(CUT_ATTENTION))
+@pytest.mark.parametrize("model_type", sorted(DOCUMENTS_APART))
 def test_every_type_of_model_that_is_taken_cuts_attention(model_type: str) -> None:
     assert difference(model_type) < 1e-5
 
@@ -175,14 +175,14 @@ def test_what_is_said_of_types_of_models_is_of_the_versions_that_are_pinned() ->
     """Who pins others runs the long tests here, and then says so."""
     pinned = dict(re.findall(r"^(transformers|torch)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     told = "last with transformers {transformers} and torch {torch}".format(**pinned)
-    assert told in Path(huggingface.__file__).read_text(encoding="utf-8")
+    assert told in Path(model_types.__file__).read_text(encoding="utf-8")
     assert told in (ROOT / "docs" / "guides" / "sft.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model_type", ["opt", "bloom"])
 def test_types_that_do_not_are_not_taken(model_type: str) -> None:
-    assert model_type not in CUT_ATTENTION
+    assert model_type not in DOCUMENTS_APART
     assert difference(model_type) > 1e-2
 
 

@@ -5,6 +5,7 @@ has a folder or a module: `tensor` (tp), `context` (cp), `expert` (ep), `pipelin
 Open to other packages:
 
     mesh              the mesh of ranks by the names of its axes
+    model_types       what is known of types of models of transformers, for those who refuse some or plan for them
     paper             a model cut for ranks that are not there, for those who count memory
     pipeline.order    what each rank of a pipeline runs, for those who count time and those who configure it
 """
@@ -12,7 +13,7 @@ Open to other packages:
 from terrazzo.parallel.check import check
 from terrazzo.parallel.context.chunks import Balance, Chunks
 from terrazzo.parallel.context.context import MODES, Context, Mode
-from terrazzo.parallel.context.registry import KNOWN_TYPES, attention_heads, check_config
+from terrazzo.parallel.context.registry import attention_heads, check_config
 from terrazzo.parallel.context.sharing import context_of, share_sequences, whole_sequences
 from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.expert.ranks import ExpertRanks, Experts, permuted
@@ -29,7 +30,6 @@ from terrazzo.parallel.tensor.reading import TensorPlan, style_of
 from terrazzo.parallel.tensor.styles import STYLES, Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
 
 __all__ = [
-    "KNOWN_TYPES",
     "MODES",
     "STYLES",
     "AttentionMask",

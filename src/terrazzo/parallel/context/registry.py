@@ -11,18 +11,12 @@ from torch import Tensor, nn
 from terrazzo.engine.plan.family import SHARES_SEQUENCES
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel.context.context import Context
+from terrazzo.parallel.model_types import SHARED_SEQUENCES
 
-__all__ = ["KNOWN_TYPES", "attention_heads", "check_config", "is_of_transformers", "register"]
+__all__ = ["attention_heads", "check_config", "is_of_transformers", "register"]
 
 NAME = "terrazzo_context"
 """Of the attention function, as a value of a config's `attn_implementation`."""
-
-KNOWN_TYPES = frozenset({
-    *("cohere", "gemma", "gemma3_text", "gpt2", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo", "olmo2"),
-    *("phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
-})  # fmt: skip
-"""Types of models in which tokens meet in attention alone, by the registry, with positions. Others may mix neighbours
-elsewhere, as convolutions and recurrences do: a test computes each of these in parts."""
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
 
@@ -45,10 +39,10 @@ def check_config(values: Mapping[str, Any], mode: str, ranks: int) -> None:
         BadInput: there.
     """
     kind = values.get("model_type")
-    if kind not in KNOWN_TYPES:
+    if kind not in SHARED_SEQUENCES:
         raise BadInput(
             f"Context parallelism (cp {ranks}) needs a model whose tokens meet in attention alone, and of model_type"
-            f" {kind!r} this is not known; it is of {', '.join(sorted(KNOWN_TYPES))}. Use one of these, or cp 1."
+            f" {kind!r} this is not known; it is of {', '.join(sorted(SHARED_SEQUENCES))}. Use one of these, or cp 1."
         )
     window = values.get("sliding_window")
     layers = values.get("layer_types")

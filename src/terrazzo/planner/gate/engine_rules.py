@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.parallel import KNOWN_TYPES
+from terrazzo.parallel.model_types import CUT_MATRICES, NO_STAGES, SHARED_SEQUENCES
 from terrazzo.planner.gate.rule import Rule
 from terrazzo.planner.gate.rules import whole_model
 from terrazzo.planner.memory.stages import stage_units
-from terrazzo.planner.model.families import CUT_FAMILIES, FAMILIES
+from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.shapes import BUILT_IN
 from terrazzo.planner.setup.setup import Setup
 
@@ -19,7 +19,7 @@ def _no_tensor_plan(setup: Setup) -> bool:
     """Of families whose tensors only `transformers` can tell, it tells this too, as a run begins."""
     model = setup.model
     known = not model.family or model.family in FAMILIES
-    return setup.mesh.tp > 1 and not model.bare and known and model.family not in CUT_FAMILIES
+    return setup.mesh.tp > 1 and not model.bare and known and model.family not in (BUILT_IN, *CUT_MATRICES)
 
 
 def _counts_tokens_again(setup: Setup) -> bool:
@@ -29,7 +29,7 @@ def _counts_tokens_again(setup: Setup) -> bool:
 
 def _no_context(setup: Setup) -> bool:
     """Modules of one's own may bring a method for it."""
-    return setup.mesh.cp > 1 and setup.model.family not in ("", BUILT_IN, *KNOWN_TYPES)
+    return setup.mesh.cp > 1 and setup.model.family not in ("", BUILT_IN, *SHARED_SEQUENCES)
 
 
 def _too_small_a_share(setup: Setup) -> bool:
@@ -39,12 +39,6 @@ def _too_small_a_share(setup: Setup) -> bool:
         for place in setup.plan.places().values()
         if len(place.shares) > 1
     )
-
-
-_WITHOUT_LINE = frozenset({
-    *("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt", "olmoe", "opt", "stablelm"),
-})  # fmt: skip
-"""Families of the planner's that transformers 5.23.0 has no line for."""
 
 
 ENGINE_RULES = (
@@ -94,7 +88,7 @@ ENGINE_RULES = (
         "stages of a model without a line",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.mesh.pp > 1 and setup.model.family in _WITHOUT_LINE,
+        lambda setup, _: setup.mesh.pp > 1 and setup.model.family in NO_STAGES,
         lambda it: (
             f"Of {it.model} transformers does not say through which modules its values go (base_model_pp_plan): "
             f"terrazzo train cuts it into no stages (pp {it.pp})."
@@ -134,7 +128,7 @@ ENGINE_RULES = (
         lambda setup, _: _no_context(setup),
         lambda it: f"Terrazzo does not know of {it.model} that its tokens meet in attention alone (cp {it.cp}).",
         "Plan with it, but run with cp 1.",
-        "terrazzo.parallel.context.registry.KNOWN_TYPES",
+        "terrazzo.parallel.model_types.SHARED_SEQUENCES",
     ),
     Rule(
         "fp8 matrix products",

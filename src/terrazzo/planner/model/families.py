@@ -27,7 +27,7 @@ from terrazzo.planner.model.rows import (
 )
 from terrazzo.planner.model.shapes import BUILT_IN
 
-__all__ = ["CUT_FAMILIES", "FAMILIES"]
+__all__ = ["FAMILIES"]
 
 _LLAMA = Architecture(
     blocks="model.layers",
@@ -393,7 +393,3 @@ FAMILIES: Mapping[str, Architecture] = {
     ),
 }
 """By `model_type`. What is not here is built by `transformers` on the meta device and measured."""
-
-_CUT = "gemma gemma2 gemma3_text glm4 gpt_neox granite llama mistral olmo phi phi3 qwen2 qwen3 smollm3 starcoder2"
-CUT_FAMILIES = frozenset({BUILT_IN, *_CUT.split()})
-"""Those whose plan of tensor parallelism is carried out here, and says the splits of their rows."""

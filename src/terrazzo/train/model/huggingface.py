@@ -19,6 +19,7 @@ from torch import nn
 
 from terrazzo.errors import BadInput, did_you_mean, install
 from terrazzo.files import check_model_file, read_json
+from terrazzo.parallel.model_types import DOCUMENTS_APART
 from terrazzo.planner.model.loading import MAX_CONFIG_BYTES
 from terrazzo.planner.model.meta import bounded, refused
 from terrazzo.planner.model.transformers import harmless
@@ -38,12 +39,6 @@ __all__ = [
 ]
 
 CONFIG_FILE = "config.json"
-CUT_ATTENTION = frozenset({
-    *("cohere", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "granite", "llama", "mistral", "mixtral"),
-    *("olmo", "olmo2", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "stablelm", "starcoder2"),
-})  # fmt: skip
-"""Types of models that cut attention where position ids begin anew. Others may take these and still look further back,
-as OPT and BLOOM do: a test computes it of each, last with transformers 5.23.0 and torch 2.13.0."""
 
 
 def build_causal_lm(spec: Mapping[str, Any] | str | Path, device: torch.device, *, dropout: bool = True) -> nn.Module:
@@ -191,10 +186,10 @@ def _causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:
 
 def check_cuts_attention(values: Mapping[str, Any]) -> None:
     """Raise `BadInput` where the model of a config.json is not known to keep documents in one sequence apart."""
-    if values.get("model_type") not in CUT_ATTENTION:
+    if values.get("model_type") not in DOCUMENTS_APART:
         raise BadInput(
             f"data.attention is 'document', and a model of model_type {values.get('model_type')!r} is not known to cut"
-            f" attention between documents in one sequence; these do: {', '.join(sorted(CUT_ATTENTION))}. Leave"
+            f" attention between documents in one sequence; these do: {', '.join(sorted(DOCUMENTS_APART))}. Leave"
             " data.attention out, or set data.packing to 'single'."
         )
 

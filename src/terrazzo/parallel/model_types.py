@@ -1,0 +1,62 @@
+"""What is known of models of `transformers`, by their `model_type`: how ranks may share one, and what it keeps apart.
+
+The table is all that there is: whoever refuses a type, or plans for it, asks here.
+"""
+
+from __future__ import annotations
+
+__all__ = ["CUT_MATRICES", "DOCUMENTS_APART", "NO_STAGES", "SHARED_SEQUENCES"]
+
+# Each column is computed by a test of every type, last with transformers 5.23.0 and torch 2.13.0.
+#   cp         tokens meet in attention alone, by the registry of attention functions, with positions
+#   tp         the plan of tensor parallelism that transformers has is carried out here, and rows say their splits
+#   pp         transformers says through which modules values go
+#   documents  attention is cut where position ids begin anew; OPT and BLOOM, say, take these and look further back
+_TABLE = """
+                cp    tp    pp    documents
+    bloom       -     -     -     -
+    cohere      yes   -     yes   yes
+    deepseek_v2 -     -     yes   -
+    deepseek_v3 -     -     yes   -
+    falcon      -     -     -     -
+    gemma       yes   yes   yes   yes
+    gemma2      -     yes   yes   yes
+    gemma3_text yes   yes   yes   yes
+    glm4        -     yes   yes   -
+    gpt2        yes   -     -     yes
+    gpt_bigcode -     -     -     -
+    gpt_neox    yes   yes   yes   yes
+    gpt_oss     -     -     yes   -
+    gptj        -     -     -     yes
+    granite     yes   yes   yes   yes
+    llama       yes   yes   yes   yes
+    mistral     yes   yes   yes   yes
+    mixtral     yes   -     yes   yes
+    mpt         -     -     -     -
+    olmo        yes   yes   yes   yes
+    olmo2       yes   -     yes   yes
+    olmo3       -     -     yes   -
+    olmoe       -     -     -     -
+    opt         -     -     -     -
+    phi         yes   yes   yes   yes
+    phi3        yes   yes   yes   yes
+    qwen2       yes   yes   yes   yes
+    qwen2_moe   yes   -     yes   yes
+    qwen3       yes   yes   yes   yes
+    qwen3_moe   yes   -     yes   yes
+    smollm3     yes   yes   yes   yes
+    stablelm    yes   -     -     yes
+    starcoder2  yes   yes   yes   yes
+"""
+
+
+def _types(column: str, cell: str = "yes") -> frozenset[str]:
+    head, *rows = (line.split() for line in _TABLE.strip().splitlines())
+    return frozenset(row[0] for row in rows if row[1 + head.index(column)] == cell)
+
+
+SHARED_SEQUENCES = _types("cp")
+CUT_MATRICES = _types("tp")
+NO_STAGES = _types("pp", "-")
+"""Of types that are not in the table it is not known: a run looks at the model itself."""
+DOCUMENTS_APART = _types("documents")
