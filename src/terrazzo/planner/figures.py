@@ -37,8 +37,8 @@ class Memory:
 
     Attributes:
         terms: what tensors hold at the peak; their sum is `allocated_bytes`, as torch calls it.
-        upper_bytes: a bound for what the device must have, what the allocator cannot give back and libraries included;
-            with room the allocator keeps more.
+        upper_bytes: a bound for what is on the device, with what the allocator keeps and libraries take, whatever the
+            device has.
         reserved_bytes: allocated, with what the caching allocator keeps.
         device_bytes: reserved, with context and communicators too, what `nvidia-smi` shows.
         host, disk: what one rank keeps there of offloaded states; `disk_writes` in each optimizer step.

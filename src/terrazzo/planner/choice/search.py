@@ -150,8 +150,8 @@ class _Found:
                     self._grow(variant, (each.setup.micro_batch,))
 
     def _grow(self, choice: Request, sizes: tuple[int, ...]) -> int:
-        """Larger and larger micro-batches, as long as they fit and help; the largest that fitted, or 0."""
-        largest, rate = 0, 0.0
+        """Larger and larger micro-batches, as long as they fit and help; the largest that surely fits, or 0."""
+        largest, sure, rate = 0, 0, 0.0
         for size in sizes:
             self.considered += 1
             try:
@@ -170,11 +170,11 @@ class _Found:
                 break
             found = assemble(setup, memory, self.calibration, known)
             self.fitting.append(found)
-            largest = size
+            largest, sure = size, sure if memory.fits_surely is False else size
             if _tokens_per_s(found) < rate:
                 break
             rate = _tokens_per_s(found)
-        return largest
+        return sure
 
     def _refuse(
         self, choice: Request, reason: str, candidates: int, setup: Setup | None = None, memory: Memory | None = None

@@ -37,10 +37,11 @@ FORMULAS = {
     "memory.logits": Formula(
         "tokens x vocabulary / tp x bytes per logit, and inputs of the last norm and the head. At the loss 12 bytes: "
         "log-softmax in fp32, its gradient and that of the logits; of parts of the vocabulary or fused the "
-        "logits and one fp32 copy. In the head's backward the gradient of the logits alone. Chunked: 8 bytes per logit "
-        "of one chunk, and kept until then the gradients of the head's input and, in fp32, of its weight",
-        "torch.nn.functional.cross_entropy, aten nll_loss and log_softmax; NVIDIA/Megatron-LM cross_entropy.py; "
-        "terrazzo.nn.linear_cross_entropy",
+        "logits and one fp32 copy. Upper: 16, where the logits and their copy in fp32 are held on to. In the head's "
+        "backward the gradient of the logits alone. Chunked: 8 bytes per logit of one chunk, and kept until then the "
+        "gradients of the head's input and, in fp32, of its weight",
+        "torch.nn.functional.cross_entropy, aten nll_loss and log_softmax; 14 bytes measured of 256,000 logits (arXiv "
+        "2411.09009); NVIDIA/Megatron-LM cross_entropy.py; terrazzo.nn.linear_cross_entropy",
     ),
 }
 
@@ -295,11 +296,14 @@ class HeadActivations:
     Attributes:
         loss: inputs of the last norm and the head, logits, and what the loss keeps and makes of them, at most. It is no
             part of a block, so that compiled blocks change nothing of it.
+        loss_upper: the same where who wrote the loss holds on to what it is made of: the logits, their fp32 copy, its
+            log-softmax, and the gradients of both.
         logits: of these, what is there in the head's backward: its inputs and the gradient of the logits.
         saved: of these, what waits for a backward that does not follow at once.
     """
 
     loss: float
+    loss_upper: float
     logits: float
     saved: float
 
@@ -312,10 +316,11 @@ def head_activations(setup: Setup) -> HeadActivations:
     if setup.loss == "chunked":
         return _chunked(setup, int(tokens), inputs, parts)
     logits = tokens * setup.model.logits / parts
-    copied = setup.loss in ("fused", "parts")
-    plain = max(item + 2 * FP32_BYTES, 3 * FP32_BYTES)
+    copied, plain = item + FP32_BYTES, max(item + 2 * FP32_BYTES, 3 * FP32_BYTES)
+    usual = plain if setup.loss == "full" else copied
     return HeadActivations(
-        loss=inputs + logits * (item + FP32_BYTES if copied else plain),
+        loss=inputs + logits * usual,
+        loss_upper=inputs + logits * (2 * item + 3 * FP32_BYTES if setup.loss == "full" else copied),
         logits=inputs + logits * item,
         saved=inputs + logits * FP32_BYTES,
     )
@@ -328,4 +333,5 @@ def _chunked(setup: Setup, tokens: int, inputs: float, parts: int) -> HeadActiva
     product = 0 if item >= FP32_BYTES else FP32_BYTES if setup.cluster.device.kind == "cuda" else item
     saved = inputs + tokens * model.hidden * item + weight * FP32_BYTES
     chunk = min(tokens, chunk_rows(tokens, model.logits)) * model.logits / parts * CHUNKED_BYTES
-    return HeadActivations(loss=saved + chunk + min(weight, PRODUCT_NUMEL) * product, logits=saved, saved=saved)
+    loss = saved + chunk + min(weight, PRODUCT_NUMEL) * product
+    return HeadActivations(loss=loss, loss_upper=loss, logits=saved, saved=saved)

@@ -13,7 +13,7 @@ from terrazzo.planner.memory.placement import placed_units, stand_ins
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
-from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
+from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, LOGITS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["FORMULAS", "fullest_memory", "memory_of", "stage_peak", "stage_terms"]
@@ -53,9 +53,9 @@ def memory_of(setup: Setup) -> Memory:
     totals = {stage: sum(term.value for term in terms) for stage, (terms, _) in stages.items()}
     fullest = max(totals, key=lambda stage: totals[stage])
     terms, moment = stages[fullest]
-    upper = max(sum(term.upper for term in terms) for terms, _ in stages.values())
+    upper = max(upper_bytes(setup, terms) for terms, _ in stages.values())
     memory = fullest_memory(setup, fullest, terms, _limiting_rank(setup, fullest, moment))
-    return replace(memory, upper_bytes=upper_bytes(setup, upper), per_stage=_per_stage(setup, stand, totals))
+    return replace(memory, upper_bytes=upper, per_stage=_per_stage(setup, stand, totals))
 
 
 def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_rank: str) -> Memory:
@@ -63,7 +63,7 @@ def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_r
     allocated, (host, disk) = float(sum(term.value for term in terms)), tier_terms(setup, stage)
     return Memory(
         terms=terms,
-        upper_bytes=upper_bytes(setup, sum(term.upper for term in terms)),
+        upper_bytes=upper_bytes(setup, terms),
         reserved_bytes=reserved_bytes(setup, allocated),
         device_bytes=device_bytes(setup, allocated),
         limiting_rank=limiting_rank,
@@ -220,6 +220,9 @@ def _upper_extras(setup: Setup, stage: int, peak: Peak) -> list[float]:
             saved, upper = saved + found.stays * count, upper + (found.saved_upper - found.moved) * count
     if saved:
         extras[ACTIVATIONS] = peak.parts[ACTIVATIONS] * (upper / saved - 1)
+    head = head_activations(setup)
+    if stage == setup.mesh.pp - 1 and peak.parts[LOGITS] >= head.loss:
+        extras[LOGITS] = head.loss_upper - head.loss
     precision = setup.precision
     sums_up = setup.micro_batches > 1 and setup.sums_locally
     if sums_up and precision.compute.itemsize < precision.accumulate.itemsize:

@@ -112,7 +112,7 @@ class MemoryReport(_Model):
     expected_gb: float = Field(description="the same in GB")
     allocated_gib: float = Field(description="what tensors hold: torch's allocated")
     allocated_gb: float = Field(description="the same in GB")
-    upper_gib: float = Field(description="a bound for what the device must have; with room the allocator keeps more")
+    upper_gib: float = Field(description="a bound for what is on it, whatever it has")
     upper_gb: float = Field(description="the same in GB")
     reserved_gib: float = Field(description="allocated, with what the caching allocator keeps")
     device_gib: float = Field(description="reserved, with context and communicators: what nvidia-smi shows")
