@@ -122,7 +122,11 @@ def in_background(root: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("code", [None, errno.ENOSPC, errno.EIO], ids=["killed", "full", "broken"])
+@pytest.mark.parametrize(
+    "code",
+    [None, pytest.param(errno.ENOSPC, marks=pytest.mark.long), errno.EIO],
+    ids=["killed", "full", "broken"],
+)
 def test_the_process_that_writes_dies_or_fails_at_any_call(root: Path, forked: Forked, code: int | None) -> None:
     def body(rank: int) -> None:
         witness = Witness(root, range(1, 4))

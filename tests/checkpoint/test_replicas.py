@@ -13,6 +13,7 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import Diverged
 from terrazzo.train.loop import Trainer
 from tests.engine.toys import EVERY_PLAN, Net, on_ranks, sharded, train
+from tests.helpers.cover import places
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in
 
@@ -20,6 +21,7 @@ NAMES = {"weight": "weight", "moment": "exp_avg_sq"}
 COPIES = {"zero0": (4, "rank 2 differs from those of the others"), "hybrid_shard": (2, "ranks 0, 2 differ from each")}
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-pure"])
 def test_training_leaves_copies_equal(plan: str, precision: str) -> None:

@@ -18,6 +18,7 @@ from terrazzo.checkpoint.exporters import huggingface
 from terrazzo.engine import whole_weights
 from terrazzo.engine.buckets.buffer import Buffer, Space
 from tests.engine.toys import EVERY_PLAN, Net, assert_equal, full_parameters, on_ranks, sharded, train
+from tests.helpers.cover import places
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,6 +52,7 @@ def kept(plan: str, folder: Path, **options: Any) -> tuple[Net, list[dict[str, T
     return base, [first, later], trained
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", [*EVERY_PLAN, *TIERS])
 def test_it_is_the_plain_models_state_dict(plan: str, tmp_path: Path) -> None:
     base, (first, later), trained = kept(plan, tmp_path)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import ModelState
 from tests.engine.toys import Net, adamw, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, train
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 NAME = "blocks.1.up.weight"
@@ -191,6 +192,7 @@ def test_gathered_gives_every_value_under_every_name(plan: str) -> None:
         assert_equal(found, wanted)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "shard_grad_op", "hfsdp", "hpz"])
 def test_written_values_are_kept_and_trained_on(plan: str) -> None:
     base = Net()

@@ -25,6 +25,7 @@ from tests.engine.toys import (
     sharded,
     train,
 )
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 DECAY = 0.9
@@ -39,6 +40,7 @@ def states(model: Any) -> dict[str, Tensor]:
     return tz.full_state_dict(model, keep=True)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize(
     ("plan", "precision"),
     [

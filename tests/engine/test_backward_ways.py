@@ -116,7 +116,7 @@ def fresh(base: Ways) -> Any:
     return model
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize(
     ("kind", "loss"),
     [(View, loss_with_all), (ByList, loss_with_all), (ByList, only_the_lists), (Silent, loss_with_all)],

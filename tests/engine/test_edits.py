@@ -160,7 +160,7 @@ def test_as_in_one_process(plan: str) -> None:
         assert_close(found, dict(alone.named_parameters()))
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("edit", [child_converted, emptied, replaced, removed])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_what_cannot_be_kept_is_refused_by_name(plan: str, edit: Any) -> None:
@@ -334,7 +334,7 @@ def exchanged(model: Any, optimizer: Any) -> list[float]:
     return []
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("use", [averaged, perturbed, exchanged])
 @pytest.mark.parametrize(
     ("plan", "precision"), [*((plan, "fp32") for plan in EVERY_PLAN), *((plan, "bf16") for plan in WHOLE)]

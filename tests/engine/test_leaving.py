@@ -259,7 +259,7 @@ def raised(model: Any, optimizer: Any) -> None:
             raise ZeroDivisionError
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("act", [evaluated, unit_called, trained, loaded, written, raised])
 @pytest.mark.parametrize("plan", ["zero3", "shard_grad_op", "hpz", "zero3@cpu"])
 def test_weights_stay_readable_in_gathered_whatever_is_done(plan: str, act: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from tests.engine.toys import EVERY_PLAN, Net, batch, loss_of, on_ranks, sharded, train
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 MEASURES: dict[str, Callable[[Any], Any]] = {
@@ -61,6 +62,7 @@ def measures(model: nn.Module) -> dict[str, Tensor]:
     return {f"{what} of {n}": MEASURES[what](p).detach() for n, p, what in wanted}
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", [*EVERY_PLAN, "zero3@cpu", "zero3@cpu-all", "zero3@nvme-all", "zero2@cpu"])
 def test_they_are_those_of_plain_torch(plan: str, tmp_path: Path) -> None:
     base = Net()
@@ -102,6 +104,7 @@ def test_after_a_step_they_are_of_the_new_weights(plan: str) -> None:
     on_ranks(4 if plan == "hpz" else 2, body)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("nan", [False, True])
 @pytest.mark.parametrize("plan", ["zero0", "zero2", "zero3", "hpz", "zero3@cpu"])
 def test_those_of_gradients_are_those_of_plain_torch(plan: str, nan: bool) -> None:

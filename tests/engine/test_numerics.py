@@ -59,7 +59,7 @@ def test_the_norm_of_many_elements_is_as_exact_as_that_of_few(numel: int, kind: 
     assert found.item() == pytest.approx(torch.linalg.vector_norm(values.double(), kind).item(), rel=2e-6)
 
 
-@pytest.mark.cover(case=axes)
+@pytest.mark.cover(strength=1, case=axes)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)
 def test_clipping_is_torchs_own_on_whole_gradients(case: Case, norm_type: float) -> None:
@@ -130,7 +130,7 @@ def test_a_norm_below_the_limit_changes_no_bit() -> None:
 # -- denominators ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cover(case=axes)
+@pytest.mark.cover(strength=1, case=axes)
 @pytest.mark.parametrize("denominator", [1.0, 0.3])
 @pytest.mark.parametrize("case", PLANS, ids=plan_id)
 def test_one_division_by_the_chosen_denominator(case: Case, denominator: float) -> None:

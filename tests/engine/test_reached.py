@@ -64,6 +64,7 @@ def only_here(net: Odd, x: Tensor) -> Tensor:
     return torch.where(taken, x + net.blocks[1].down(net.blocks[1].up(x)), x) if taken.any() else x
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("plan", ["zero2", "zero3", "shard_grad_op", "hpz", "zero3@cpu"])
 @pytest.mark.parametrize("uses", [unrolled, by_a_sibling, penalised, recomputed, only_here])
 def test_they_are_gathered_as_they_are_reached(uses: Uses, plan: str) -> None:

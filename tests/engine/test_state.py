@@ -27,6 +27,7 @@ from tests.engine.toys import (
     train,
     train_alone,
 )
+from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
 
 # -- pieces ----------------------------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ def trained(base: nn.Module, plan: str, world_size: int, precision: str = "fp32"
     return archive_of(on_ranks(world_size, body))
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_pieces_of_all_ranks_are_the_whole_state(plan: str) -> None:
     base = Net()
@@ -114,6 +116,7 @@ def test_state_travels_between_plans_and_world_sizes_bit_for_bit(precision: str)
         archive = found
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_a_restored_run_continues_bit_for_bit(plan: str) -> None:
     base, untrained = Net(), Net()
@@ -228,6 +231,7 @@ class Lazy(Mapping[str, Tensor]):
         return len(self.state)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("wrap", [dict, Lazy])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_a_full_state_dict_is_loaded(plan: str, wrap: Any) -> None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 import terrazzo as tz
 from terrazzo.engine import ShardedModule
 from tests.engine.toys import Net, assert_equal, batch, loss_of, mesh_for, on_ranks
+from tests.helpers.cover import places
 
 PLANS = ("zero0", "zero1", "zero2", "zero3", "hybrid_shard", "zero3@cpu-all")
 
@@ -57,6 +58,7 @@ def assert_same(found: Any, wanted: Any) -> None:
             assert type(other) is Tensor and other.dtype == value.dtype and torch.equal(other, value), (number, kind)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", PLANS)
 def test_they_are_those_of_plain_pytorch(plan: str) -> None:
     wanted, plain = alone(3)

@@ -193,14 +193,14 @@ def thrice(step: int, rank: int) -> list[int]:
     return [0, *([1] * (3 if rank else 1) if step % 2 else []), 2]
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("route", [later, dropped, shuffled, early, opposite, thrice])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_units_that_come_as_they_like(plan: str, route: Route) -> None:
     follows(route, plan, world=world_of(plan))
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("route", [dropped, shuffled])
 @pytest.mark.parametrize("plan", SPLIT)

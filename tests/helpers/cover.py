@@ -10,7 +10,7 @@ are marked `long`. An axis is an argument of the test, or something of one:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 
 import terrazzo as tz
 
-__all__ = ["cover", "in_turns", "mark_what_is_long", "places"]
+__all__ = ["cover", "in_turns", "leave_out_what_is_long", "places"]
 
 
 def cover(cases: Sequence[Mapping[str, object]], strength: int = 2) -> list[int]:
@@ -58,27 +58,25 @@ def places(plan: str | tz.Plan) -> dict[str, object]:
     return {state: str(getattr(rows, state)) for state in ("weight", "between", "grad", "optim")}
 
 
-def mark_what_is_long(items: Iterable[pytest.Item]) -> None:
-    """Mark the cases that no cover needs."""
-    grids: dict[Any, list[pytest.Function]] = defaultdict(list)
-    for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("cover"):
-            grids[item.path, item.originalname].append(item)
-    for grid in grids.values():
-        marker = grid[0].get_closest_marker("cover")
-        assert marker is not None
+def leave_out_what_is_long(metafunc: pytest.Metafunc) -> None:
+    """Mark the cases that no cover needs; where long ones do not run, most are not even made into tests."""
+    calls = metafunc._calls
+    if marker := metafunc.definition.get_closest_marker("cover"):
         taken = dict(marker.kwargs)
         strength = taken.pop("strength", 2)
-        chosen = set(cover([_axes(item, taken) for item in grid], strength))
-        for index, item in enumerate(grid):
+        chosen = set(cover([_axes(call.params, taken) for call in calls], strength))
+        for index, call in enumerate(calls):
             if index not in chosen:
-                item.add_marker("long")
+                call.marks.append(pytest.mark.long.mark)
+    if "not long" in metafunc.config.getoption("markexpr"):
+        short = [call for call in calls if not any(mark.name == "long" for mark in call.marks)]
+        metafunc._calls = short or calls[:1]  # of a test without cases pytest makes one without arguments
 
 
-def _axes(item: pytest.Function, taken: Mapping[str, Any]) -> dict[str, object]:
+def _axes(params: Mapping[str, object], taken: Mapping[str, Any]) -> dict[str, object]:
     """The values of a case; `taken` gives, for some arguments, a function from its value to axes and theirs."""
     axes: dict[str, object] = {}
-    for argument, value in item.callspec.params.items():
+    for argument, value in params.items():
         own = taken[argument](value) if argument in taken else {"": value}
         axes |= {f"{argument} {axis}": part for axis, part in own.items()}
     return axes

@@ -144,15 +144,21 @@ def _run(words: list[str]) -> None:
 
 
 class Popen(subprocess.Popen[Any]):
-    """In a program: the ranks that Terrazzo's launcher starts are forks, too, and who looks after ranks."""
+    """In a program: ranks that Terrazzo's launcher or Lightning's starts are forks, and so is who looks after them."""
 
     def __init__(self, args: Any, *, env: Mapping[str, str] | None = None, **options: Any) -> None:
-        if env is not None and (REPORT in env or TOLD in env):
+        if env is not None and (REPORT in env or TOLD in env or _is_of_lightning(args, env)):
             words = [word for word in args[1:] if word != "-P"]
             options["preexec_fn"] = functools.partial(_become, words, env, options.get("pass_fds", ()))
             sys.stdout.flush()
             sys.stderr.flush()
         super().__init__(args, env=env, **options)
+
+
+def _is_of_lightning(args: Any, environment: Mapping[str, str]) -> bool:
+    """Whether it is another rank of this script; only Lightning counts nodes under this name."""
+    other = environment.get("LOCAL_RANK") != os.environ.get("LOCAL_RANK")
+    return args[0] == sys.executable and "NODE_RANK" in environment and other
 
 
 def _become(words: list[str], environment: Mapping[str, str], kept: Collection[int]) -> None:

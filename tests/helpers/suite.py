@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch._dynamo  # with the first optimizer torch imports it anyway
 
-from tests.helpers import alone, rewritten
-from tests.helpers.cover import mark_what_is_long
+from tests.helpers import alone, rewritten, workers
+from tests.helpers.cover import leave_out_what_is_long
 from tests.helpers.processes import Pool
 
 TESTS = Path(__file__).parents[1]
@@ -30,13 +30,18 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Behind all that parametrizes."""
+    leave_out_what_is_long(metafunc)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say what is long, skip GPU tests where there is none, and keep a folder's tests with real processes together.
+    """Skip GPU tests where there is none, and keep a folder's tests with real processes together.
 
     An xdist worker starts the pools of ranks that its tests ask for, and each start takes seconds.
     """
-    mark_what_is_long(items)
     no_gpu = pytest.mark.skip(reason="needs a CUDA device, and torch sees none here")
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -52,6 +57,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Whatever has been imported stays, and need not be looked at whenever garbage is collected."""
     if hasattr(session.config, "workerinput"):
         _check_groups(session.items)
+        workers.report_less(session.config)
     gc.collect()
     gc.freeze()
 

@@ -5,10 +5,12 @@ The server forks what the tests start, too: there is one, rather than one to eac
 
 from __future__ import annotations
 
+import functools
 import multiprocessing as mp
 import os
 import sys
 import types
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import pytest
@@ -17,7 +19,7 @@ from execnet.gateway_base import ExecModel, Popen2IO
 
 from tests.helpers.forkserver import spawning_by_fork
 
-__all__ = ["are_asked_for", "fork"]
+__all__ = ["are_asked_for", "fork", "report_less"]
 
 
 class _Worker:
@@ -66,3 +68,20 @@ def are_asked_for(config: pytest.Config) -> bool:
 def fork() -> None:
     """Have xdist start workers so, from now on."""
     gateway_io.Popen2IOMaster = _Io  # type: ignore[misc]
+
+
+def report_less(config: pytest.Config) -> None:
+    """From a worker: of a test that goes well its call alone, where nobody asks for what is before and behind.
+
+    The process that hands tests out looks at each report.
+    """
+    if config.getoption("xmlpath", None) or config.getoption("durations", None) is not None:
+        return
+    for told in config.hook.pytest_runtest_logreport.get_hookimpls():
+        if type(told.plugin).__name__ == "WorkerInteractor":  # of a module that xdist runs under another name
+            told.function = functools.partial(_tell_what_counts, told.function)
+
+
+def _tell_what_counts(tell: Callable[[pytest.TestReport], None], report: pytest.TestReport) -> None:
+    if report.when == "call" or not report.passed or report.sections:
+        tell(report)

@@ -135,9 +135,8 @@ def beside_torch(name: str, way: Any, started: bool) -> Any:
 @pytest.mark.parametrize(
     ("name", "way", "started"),
     [
-        ("defaults", ByDcp(), False),
         ("bf16", ByDcp(), True),
-        ("replicas", ByDcp(), True),
+        ("replicas", ByDcp(), False),
         ("defaults", ByHand(), True),
         ("kept", ByHand(), False),
     ],

@@ -198,14 +198,14 @@ def assert_equal(parts: dict[str, tuple[int, Tensor]], wholes: dict[str, Tensor]
     "case",
     [
         pytest.param(Case("zero0"), marks=pytest.mark.long),
-        Case("zero3"),
-        Case("zero2", schedule="gpipe"),
+        pytest.param(Case("zero3"), marks=pytest.mark.long),
+        pytest.param(Case("zero2", schedule="gpipe"), marks=pytest.mark.long),
         Case("shard_grad_op", micro_batches=5),
         pytest.param(Case("zero3", chunks=2), marks=pytest.mark.long),
         Case("zero1", pp=4, micro_batches=6),
         pytest.param(Case("hybrid_shard", ranks=8), marks=pytest.mark.long),
         Case("hpz", ranks=8),
-        Case("zero3", pp=4, ranks=4, checkpointing="full"),
+        pytest.param(Case("zero3", pp=4, ranks=4, checkpointing="full"), marks=pytest.mark.long),
         Case("zero3", chunks=2, checkpointing="full", checkpoints_last=True),
         pytest.param(Case("shard_grad_op", frozen=("embedding", "head")), marks=pytest.mark.long),
         Case("zero2", chunks=2, frozen=("blocks.1.", "blocks.4.attention")),
@@ -262,9 +262,9 @@ PLANS = ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "h
         ),
         Case("zero3", precision="fp16", pp=4, micro_batches=6),
         Case("zero2", schedule="gpipe", checkpointing="full"),
-        Case("zero3", schedule="zero_bubble"),
+        pytest.param(Case("zero3", schedule="zero_bubble"), marks=pytest.mark.long),
         Case("zero1", schedule="zero_bubble", pp=4, micro_batches=6, tied=True),
-        Case("zero3", tied=True),
+        pytest.param(Case("zero3", tied=True), marks=pytest.mark.long),  # so is the bill in test_pipeline_tied
         Case("zero2@cpu", chunks=2, tied=True),
     ],
     ids=str,
@@ -275,7 +275,7 @@ def test_memory_and_traffic_are_as_promised(case):
         assert promised == measured
 
 
-@pytest.mark.parametrize("plan", ["zero2@cpu", "zero3@cpu-all", "zero3@nvme-all"])
+@pytest.mark.parametrize("plan", ["zero2@cpu", pytest.param("zero3@cpu-all", marks=pytest.mark.long), "zero3@nvme-all"])
 def test_states_of_stages_may_lie_off_the_device(plan, tmp_path):
     check(Case(plan, chunks=2 if plan == "zero2@cpu" else 1), str(tmp_path))
 
@@ -288,7 +288,7 @@ def test_stages_may_be_updated_as_their_sums_end(chunks):
 @pytest.mark.parametrize(
     "case",
     [
-        Case("zero3", checkpointing="full", offloads_activations=True),
+        pytest.param(Case("zero3", checkpointing="full", offloads_activations=True), marks=pytest.mark.long),
         Case("shard_grad_op", chunks=2, checkpointing="selective", offloads_activations=True),
         Case("zero2", schedule="gpipe", checkpointing="full", checkpoints_last=True, offloads_activations=True),
     ],
@@ -349,9 +349,9 @@ def test_averages_of_stages_that_have_come_apart():
 @pytest.mark.parametrize(
     "case",
     [
-        Case("zero3", precision="fp16"),
+        pytest.param(Case("zero3", precision="fp16"), marks=pytest.mark.long),
         Case("zero2", precision="bf16", chunks=2),
-        Case("zero2", precision="bf16", schedule="zero_bubble"),
+        pytest.param(Case("zero2", precision="bf16", schedule="zero_bubble"), marks=pytest.mark.long),
         Case("zero3", precision="fp16", schedule="zero_bubble"),
     ],
     ids=str,

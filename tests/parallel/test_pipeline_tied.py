@@ -31,15 +31,15 @@ TIED = Case(tied=True)
 @pytest.mark.parametrize(
     "case",
     [
-        Case("zero0", tied=True),
+        pytest.param(Case("zero0", tied=True), marks=pytest.mark.long),
         Case("zero1", pp=4, micro_batches=6, tied=True),
-        Case("zero2", schedule="gpipe", tied=True),
+        pytest.param(Case("zero2", schedule="gpipe", tied=True), marks=pytest.mark.long),
         Case("zero3", chunks=2, tied=True),
         Case("shard_grad_op", micro_batches=5, tied=True, checkpointing="full"),
         Case("hybrid_shard", ranks=8, tied=True),
         Case("zero3@cpu-all", tied=True),
         Case("zero3", schedule="zero_bubble", tied=True),
-        Case("zero2@nvme", tied=True),
+        pytest.param(Case("zero2@nvme", tied=True), marks=pytest.mark.long),
         Case("zero3", frozen=("embedding",), tied=True),
     ],
     ids=str,

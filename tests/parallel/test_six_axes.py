@@ -37,6 +37,7 @@ class Mesh:
 
 
 BESIDE = (("pp", 2), ("cp", 2), ("tp", 2), ("ep", 4))
+FOUR = Mesh("zero3@nvme-all", BESIDE, 8)
 FIVE = Mesh("zero3@nvme-all", (*BESIDE, ("dp_shard", 2)), 16)
 ALL = Mesh("hybrid_shard@nvme-all", (*BESIDE, ("dp_shard", 2), ("dp_replicate", 2)), 32)
 OTHERS = [
@@ -121,7 +122,11 @@ def assert_trained(mesh: Mesh, ranks: list[Any], first: int) -> None:
             assert (state[name] - weight).abs().max() <= 2e-5 * weight.abs().max(), (name, step)
 
 
-@pytest.mark.parametrize("mesh", [FIVE, pytest.param(ALL, marks=pytest.mark.long)], ids=["five", "all"])
+@pytest.mark.parametrize(
+    "mesh",
+    [FOUR, *(pytest.param(mesh, marks=pytest.mark.long) for mesh in (FIVE, ALL))],
+    ids=["four", "five", "all"],
+)
 def test_all_axes_train_and_others_go_on(mesh: Mesh, tmp_path: Path) -> None:
     plain()
     assert_trained(mesh, run_in_threads(mesh.ranks, lambda rank: steps(mesh, rank, tmp_path, 0, 2), timeout_s=120.0), 0)

@@ -259,7 +259,7 @@ def four_processes() -> Iterator[Pool]:
 @pytest.mark.parametrize(
     ("plan", "tp", "cp", "mode", "precision"),
     [
-        ("zero0", 2, 1, "gather", "fp32"),
+        pytest.param("zero0", 2, 1, "gather", "fp32", marks=pytest.mark.long),
         pytest.param("zero0", 2, 2, "ring", "fp16", marks=pytest.mark.long),
         pytest.param("zero1", 2, 2, "gather", "fp32", marks=pytest.mark.long),
         ("zero1", 1, 2, "ulysses", "bf16"),
@@ -267,10 +267,10 @@ def four_processes() -> Iterator[Pool]:
         ("zero2@cpu-all", 2, 2, "ulysses", "fp32"),
         pytest.param("zero3", 2, 2, "ulysses", "fp32", marks=pytest.mark.long),
         pytest.param("zero3", 2, 1, "gather", "bf16", marks=pytest.mark.long),
-        ("zero3@cpu", 1, 2, "gather", "fp16"),
+        pytest.param("zero3@cpu", 1, 2, "gather", "fp16", marks=pytest.mark.long),
         pytest.param("shard_grad_op", 2, 2, "ring", "fp32", marks=pytest.mark.long),
         ("hybrid_shard", 2, 1, "gather", "fp32"),
-        ("hpz", 1, 2, "ring", "fp32"),
+        pytest.param("hpz", 1, 2, "ring", "fp32", marks=pytest.mark.long),
     ],
 )
 def test_so_it_is_between_processes(

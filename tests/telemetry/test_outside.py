@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import advice_for, steps_of, verdict_of
+from terrazzo.telemetry.outside import command
 from terrazzo.telemetry.outside.command import profile
 from terrazzo.telemetry.outside.merging import Merged
 from tests.helpers import programs
@@ -163,25 +162,26 @@ signal.pause()
 
 def test_the_command_passes_on_signals_output_and_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ALONE)
-    words = [sys.executable, "-m", "terrazzo", "profile", "--out", "seen", "--", sys.executable, "train.py"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, env=os.environ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("trained [")
-        process.send_signal(signal.SIGUSR1)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (7, "")
-    assert "bounds the step" in err
-    assert "3 steps seen" in err
+    words = ("-m", "terrazzo", "profile", "--out", "seen", "--", sys.executable, "train.py")
+    program = programs.Program(*words, cwd=tmp_path)
+    assert program.stdout.readline().startswith("trained [")
+    program.send_signal(signal.SIGUSR1)
+    done = program.communicate()
+    assert (done.returncode, done.stdout) == (7, "")
+    assert "bounds the step" in done.stderr
+    assert "3 steps seen" in done.stderr
     lines = [json.loads(line) for line in (tmp_path / "seen/metrics.jsonl").read_text().splitlines()]
     assert [(line["kind"], line["step"]) for line in lines] == [("step", 1), ("step", 3)]
 
 
-def test_a_command_that_is_no_training_ends_as_it_does_by_itself(tmp_path: Path) -> None:
+def test_a_command_that_is_no_training_ends_as_it_does_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_EVERY_S", 300.0)
     assert profile([sys.executable, "-S", "-c", "raise SystemExit(3)"], tmp_path / "one") == (3, 0, None)
     start = time.monotonic()
     assert profile(["sh", "-c", "kill -TERM $$"], tmp_path / "two") == (128 + signal.SIGTERM, 0, None)
-    assert time.monotonic() - start < 0.4, "its end is heard of at once"
+    assert time.monotonic() - start < 100, "its end is heard of at once"
     with pytest.raises(BadInput, match="records of an earlier run"):
         profile(["true"], tmp_path / "one")
     with pytest.raises(BadInput, match="no command 'trainn'"):

@@ -21,13 +21,14 @@ from tests.engine.offload.runs import SMALL_BLOCK, TIERS
 PLACES = [("cpu-all", "overlapped"), ("all on nvme", "overlapped"), ("shares", "backward"), ("nvme", "synchronous")]
 
 
-def each(test: Callable[..., None], **choices: Any) -> list[tuple[str, Callable[[], None]]]:
-    """A test with every combination of arguments."""
+def each(test: Callable[..., None], **choices: Any) -> list[tuple[str, Callable[[], None], bool]]:
+    """A test with every combination of arguments; whether two of these are there already."""
     found = []
     for values in itertools.product(*choices.values()):
         shown = "-".join(getattr(value, "__name__", str(value)) for value in values)
         arguments = dict(zip(choices, values, strict=True))
-        found.append((f"{test.__name__.removeprefix('test_')}-{shown}", functools.partial(test, **arguments)))
+        name = f"{test.__name__.removeprefix('test_')}-{shown}"
+        found.append((name, functools.partial(test, **arguments), len(found) > 1))
     return found
 
 
@@ -87,8 +88,13 @@ def place_of(number: int, name: str) -> tuple[str, str]:
 
 
 CASES = [
-    pytest.param(behaviour, *place_of(number, name), id="-".join((name, *place_of(number, name))))
-    for number, (name, behaviour) in enumerate(BEHAVIOURS)
+    pytest.param(
+        behaviour,
+        *place_of(number, name),
+        id="-".join((name, *place_of(number, name))),
+        marks=[pytest.mark.long] if more else [],
+    )
+    for number, (name, behaviour, more) in enumerate(BEHAVIOURS)
 ]
 
 

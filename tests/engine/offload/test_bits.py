@@ -92,7 +92,7 @@ def test_every_tier_under_a_plan_of_one_axis(case: Case, tiers: str, precision: 
     check(on_tiers(replace(case, steps=2, **PRECISIONS[precision]), tiers, tmp_path, modes[turn % len(modes)]))
 
 
-@pytest.mark.cover(case=axes, tiers=tier_of_states)
+@pytest.mark.cover(strength=1, case=axes, tiers=tier_of_states)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("case", [case for case in PLANS if case.replicas], ids=plan_id)
 def test_every_tier_under_a_plan_of_two_axes(case: Case, tiers: str, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_every_tier_under_a_plan_of_two_axes(case: Case, tiers: str, tmp_path: P
 # -- what a model and a step may be like -----------------------------------------------------------------------
 
 
-@pytest.mark.cover(case=lambda case: {}, tiers=tier_of_update)
+@pytest.mark.cover(strength=1, case=lambda case: {}, tiers=tier_of_update)
 @pytest.mark.parametrize(
     "feature", [name for name in FEATURES if name not in ("plain", "frozen", "accumulating_locally")]
 )
@@ -287,7 +287,7 @@ def test_a_users_optimizer_that_calls_torchs(tmp_path: Path) -> None:
 # -- clipping --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cover(case=lambda case: {}, tiers=tier_of_update)
+@pytest.mark.cover(strength=1, case=lambda case: {}, tiers=tier_of_update)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-pure", "fp16"])
 @pytest.mark.parametrize("limits", [(0.05, 0.05), (0.05, 1e6), (1e6, 1e6)], ids=["always", "every other step", "never"])
 @pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)

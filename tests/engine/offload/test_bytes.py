@@ -94,7 +94,7 @@ def check_files(engine: Any, disk_bytes: int) -> None:
         disk.reserve(1)
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_states_equal_the_bill_to_the_byte(plan: str, tiers: str, tmp_path: Path) -> None:
@@ -121,8 +121,9 @@ def combinations() -> Iterator[Any]:
     tiers = itertools.cycle(TIERS)
     precisions = itertools.cycle(PRECISIONS)
     for plan in EVERY_PLAN:
-        for _ in range(4):
-            yield plan, next(tiers), next(precisions)
+        for number in range(4):
+            marks = [pytest.mark.long] if number > 1 else []
+            yield pytest.param(plan, next(tiers), next(precisions), marks=marks)
 
 
 @pytest.mark.parametrize(("plan", "tiers", "precision"), [*combinations()])

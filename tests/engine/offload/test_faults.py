@@ -84,7 +84,7 @@ def a_step_and_a_forward(model: Any, optimizer: Any) -> None:
     loss_of(model, batch(3))
 
 
-@pytest.mark.cover
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize(("fault", "says", "tiers", "mode"), CASES)
 def test_a_fault_is_an_error_within_a_step(
     fault: Callable[..., None], says: str, tiers: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
