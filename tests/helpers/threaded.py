@@ -17,6 +17,7 @@ from terrazzo.engine.links.label import moving
 from terrazzo.engine.links.sums import add_in_order
 from terrazzo.engine.links.traffic import Ledger, Traffic
 from terrazzo.engine.links.transfer import Handle, Moves
+from tests.helpers import turns
 
 __all__ = ["ThreadedCollectives"]
 
@@ -89,7 +90,7 @@ class _Letter:
         while not self._store.check([self._key]):
             if ProcessLocalGroup._terminate.is_set():
                 sys.exit("another rank has failed")
-            with contextlib.suppress(dist.DistStoreError):  # it has not come in this time
+            with turns.waiting(), contextlib.suppress(dist.DistStoreError):  # it has not come in this time
                 self._store.wait([self._key], _LOOKS_S)
         sent = bytearray(self._store.get(self._key))
         self._store.delete_key(self._key)

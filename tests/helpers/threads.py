@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _set_thread_isolation_mode
+from torch.distributed import distributed_c10d
 from torch.testing._internal.distributed.multi_threaded_pg import (
     Collective,
     ProcessLocalGroup,
@@ -32,12 +33,14 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from terrazzo.engine.links.backends import KINDS
+from tests.helpers import turns
 from tests.helpers.threaded import ThreadedCollectives
 
 KINDS["threaded"] = ThreadedCollectives
 
 T = TypeVar("T")
 _exclusive = threading.Lock()
+_store_based_barrier = distributed_c10d._store_based_barrier
 _ended = ret_work(None)
 """What every collective returns: it has ended, and nobody asks for its result."""
 
@@ -49,8 +52,12 @@ class RanksStuck(RuntimeError):
 @contextmanager
 def exclusive() -> Iterator[None]:
     """One rank at a time; for code that uses process-wide state such as the default random generator."""
-    with _exclusive:
+    with turns.waiting():
+        _exclusive.acquire()
+    try:
         yield
+    finally:
+        _exclusive.release()
 
 
 def run_in_threads(world_size: int, function: Callable[[int], T], timeout_s: float = 60.0) -> list[T]:
@@ -83,12 +90,13 @@ class _Ranks(Generic[T]):
         self.store = dist.HashStore()
         self.results: dict[int, T] = {}
         self.failures: list[tuple[int, BaseException]] = []
+        self.turn = threading.Lock()
         self.are_over = False  # what a rank that was stuck comes to later is nothing to those of another test
 
     def body(self, rank: int) -> None:
         try:
             dist.init_process_group("threaded", store=self.store, rank=rank, world_size=self.world_size)
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False), turns.taken(self.turn):
                 self.results[rank] = self.function(rank)
         except SystemExit:
             pass  # how the threaded group ends a rank whose peers have failed
@@ -109,6 +117,7 @@ def _threaded_backend() -> Iterator[None]:
         with (
             mock.patch.multiple(ProcessLocalGroup, **{_GATHER: _gather, _EXCHANGE: _exchange}),
             mock.patch.object(Collective, "join", _join_collective),
+            mock.patch.object(distributed_c10d, "_store_based_barrier", _meet_in_store),
             mock.patch.object(sys, "excepthook", sys.excepthook),  # which every rank wraps once more
         ):
             yield
@@ -147,10 +156,18 @@ def _join_collective(self: Any, rank: int, data: Any) -> dist.Work:
                 self._collective.work(self._data)
             self._done = True
             self._done_cond.notify_all()
+        if not self._done:
+            turns.give()
         self._done_cond.wait_for(lambda: self._done or self._pg._terminate.is_set())
-        if self._pg._terminate.is_set():
-            sys.exit("another rank has failed")
+    turns.take()
+    if self._pg._terminate.is_set():
+        sys.exit("another rank has failed")
     return _ended
+
+
+def _meet_in_store(*arguments: Any, **options: Any) -> None:
+    with turns.waiting():
+        _store_based_barrier(*arguments, **options)
 
 
 def _gather(self: Any, output: Tensor, own: Tensor, *options: Any) -> dist.Work:
