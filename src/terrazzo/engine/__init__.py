@@ -30,7 +30,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     offload.topology                            CPUs that a rank may use
     states.materialize, sharding.parts          what is done to a model before it is sharded
     model.together                              what ranks are told alike, or refuse as one
-    buckets.parameter, buckets.unit             what a forward does with a weight, whether it is compiled
+    buckets.parameter                           what a forward does with a weight
 
 `python -m tools.lint` checks both.
 """

@@ -40,7 +40,7 @@ class Agreement:
         ranks = [_decoded(row) for row in rows]
         for _, recomputed in ranks:
             program.join(recomputed)
-        program.adopt(merge([visits for visits, _ in ranks]))
+        program.follow(merge([visits for visits, _ in ranks]))
 
     def _rows(self, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank, none of which is negative."""

@@ -124,6 +124,12 @@ class Measured(Refusing):
         made.part, made.spread, made.said = part, spread, name
         return made
 
+    def with_part(self, part: Tensor, said: str) -> Self:
+        """Another value for each element, of the same parameter."""
+        made = self.of(part, self, self.terrazzo_link.name, self.spread)
+        made.said = said
+        return made
+
     def asked(self, func: Callable[..., Any], rest: Sequence[Any]) -> str:
         """This, and what is called on it with `rest`: not what a tensor holds, which the host would wait for."""
         given = ", ".join("tensor" if isinstance(each, Tensor) else repr(each) for each in rest)
@@ -141,17 +147,13 @@ class Measured(Refusing):
         if func in _ELEMENTWISE and isinstance(first, Measured) and not _tensors(args[1:], named):
             own = first
             with torch.no_grad():
-                made = type(own).of(func(own.part, *args[1:], **named), own, own.terrazzo_link.name, own.spread)
+                made = own.with_part(func(own.part, *args[1:], **named), own.asked(func, args[1:]))
             made.tracked = own.tracked and func not in _ALIASES and made.part.is_floating_point()
-            made.said = own.asked(func, args[1:])
             return made
         if func in _MEASURES and isinstance(first, Measured):
-            said, first.said = first.said, first.asked(func, args[1:])
-            try:
-                with torch.no_grad():
-                    number = _MEASURES[func](first, *args[1:], **by_torch_names(named))
-            finally:
-                first.said = said
+            with torch.no_grad():
+                asked = first.with_part(first.part, first.asked(func, args[1:]))
+                number = _MEASURES[func](asked, *args[1:], **by_torch_names(named))
             return _ungraded(number, first.terrazzo_link.name) if first.tracked else number
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -251,7 +253,8 @@ def _var(value: Measured, *rest: Any, **named: Any) -> Tensor:
 
 
 def _std(value: Measured, *rest: Any, **named: Any) -> Tensor:
-    return _squared_deviation("std", _widened(value), *rest, **named).sqrt().to(value.as_dtype(torch.empty(0)).dtype)
+    wide = value.with_part(value.part.double(), value.said)
+    return _squared_deviation("std", wide, *rest, **named).sqrt().to(value.as_dtype(torch.empty(0)).dtype)
 
 
 def _squared_deviation(
@@ -264,12 +267,6 @@ def _squared_deviation(
     part, numel = value.part.double(), value.spread.numel
     mean = value.total(part.sum()) / numel
     return value.as_dtype(value.total((part - mean).square().sum()) / max(numel - correction, 0))
-
-
-def _widened(value: Measured) -> Measured:
-    wide = type(value).of(value.part.double(), value, value.terrazzo_link.name, value.spread)
-    wide.said = value.said
-    return wide
 
 
 def _norm(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, adopt_values, differ, view
+from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, copy_changed, differ, view
 from terrazzo.engine.buckets.edits import Edits, Watched, adopt_data
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.buckets.parameter import Guard, Link
@@ -179,9 +179,9 @@ class Bucket(BucketSpec):
         self.note_change()
         self.edits.forget_written()
         if not self.resident:
-            adopt_values(self.weight, self.full)
+            copy_changed(self.weight, self.full)
         if self.has_own_master:
-            adopt_values(self.master, self.weight)
+            copy_changed(self.master, self.weight)
 
     def adopt_edits(self) -> None:
         """Take over what has been written into whole weights, after `adopt_displaced`."""
@@ -191,7 +191,7 @@ class Bucket(BucketSpec):
         if self.edits.take_written() or (has_master and self.edits.asked and differ(self.master, self.weight)):
             self.note_change()
             if has_master:
-                adopt_values(self.master, self.weight)
+                copy_changed(self.master, self.weight)
 
     def drop_edits(self) -> None:
         """What has been written into gathered weights ends with them; whole ones keep it."""

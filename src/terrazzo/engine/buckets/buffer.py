@@ -22,7 +22,7 @@ from terrazzo.engine.plan.layout import Layout, Range, Slot, share
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job
 
-__all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "adopt_values", "differ", "view"]
+__all__ = ["Access", "Buffer", "Homes", "Resting", "Space", "copy_changed", "differ", "view"]
 
 Access = Literal["read", "change", "replace"]
 """What is done with opened elements: they are read; read and written; all written, whatever they were before."""
@@ -166,7 +166,7 @@ def view(flat: Tensor, slot: Slot) -> Tensor:
     return flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.offset)
 
 
-def adopt_values(state: Resting, written: Resting) -> None:
+def copy_changed(state: Resting, written: Resting) -> None:
     """Replace the values of `state` where those that they round to in `written` are others."""
     for part in state.cuts(state.range):
         with state.opened(part, "change") as kept, written.opened(part) as new:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.runtime.callers import calling_module
+from terrazzo.engine.runtime.compiled import is_of_compiler
 from terrazzo.engine.runtime.overrides import HARMLESS, arguments, function_name
-from terrazzo.engine.runtime.private_torch import COMPILERS, as_class, plainly, tensor_data
+from terrazzo.engine.runtime.private_torch import as_class, plainly, tensor_data
 from terrazzo.errors import Misuse
 
 __all__ = [
@@ -274,7 +275,7 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         if torch.compiler.is_dynamo_compiling():
             return self.detach()  # the same to a graph, which cannot hold what follows; writing into it leaves a trace
         link, caller = link_of(self), calling_module(beyond=__name__)  # here it is what touched it while it arrived
-        if link is None or link.alias is None or caller.startswith(COMPILERS):  # which look at it, and write nothing
+        if link is None or link.alias is None or is_of_compiler(caller):
             return plain_data(self)
         return link.alias(self)
 

@@ -6,7 +6,6 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -17,10 +16,11 @@ from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computa
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import Pass
 from terrazzo.engine.runtime.calls import do_all
+from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.engine.runtime.worker import Job
 
-__all__ = ["Unit", "adopt_edits", "compilation_of"]
+__all__ = ["Unit", "adopt_edits"]
 
 
 class Unit:
@@ -91,19 +91,12 @@ class Unit:
     @property
     def compiled(self) -> bool:
         """Whether torch has compiled its module."""
-        return self._compilation is not None
+        return compilation_of(self._module()) is not None
 
     @property
     def captured(self) -> bool:
         """Whether torch runs it as a CUDA graph, which reads weights at fixed addresses."""
-        config = getattr(self._compilation, "get_compiler_config", lambda: None)() or {}  # of inductor's alone
-        return bool(config.get("triton.cudagraphs"))
-
-    @property
-    def _compilation(self) -> Any:
-        """What torch has compiled of its module; None for nothing."""
-        module = self._module()
-        return None if module is None else compilation_of(module)
+        return has_fixed_addresses(compilation_of(self._module()))
 
     @property
     def fills_gradually(self) -> bool:
@@ -294,9 +287,3 @@ def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves[Non
             yield from bucket.publish(copied=bucket.own_weight is not None)
             if bucket.resident:
                 bucket.install()
-
-
-def compilation_of(module: nn.Module) -> Any:
-    """What torch has compiled of a module; None for nothing."""
-    either = (module._compiled_call_impl, module.forward)
-    return next((each for each in either if hasattr(each, "_torchdynamo_orig_callable")), None)

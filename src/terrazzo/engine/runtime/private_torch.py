@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
-    "COMPILERS",
     "FOREACH",
     "SavedHooks",
     "as_class",
@@ -83,9 +82,6 @@ _LISTS = (
 )
 FOREACH: dict[str, Any] = {name.partition("each_")[2]: found(torch, name) for name in _LISTS}
 """What torch's own clipping and optimizers call on lists of gradients."""
-
-COMPILERS = ("torch._dynamo", "torch._functorch", "torch._inductor")
-"""Modules of torch's compiler."""
 
 
 class SavedHooks:

@@ -37,7 +37,7 @@ class Order:
     """The program of a step: the order of its collectives. Immutable, and equal on all ranks.
 
     Every unit is in `forward`, in `backward` where a backward of it comes, and in exactly one entry of `closes` or in
-    `remaining`. The schedule runs it; `Program.adopt` makes the next one of what the ranks ran.
+    `remaining`. The schedule runs it; `Program.follow` makes the next one of what the ranks ran.
 
     Attributes:
         forward: unit indices as their forwards begin, repeats included.
@@ -168,7 +168,7 @@ class Program:
         """So it has on some rank: the ranks compare again after the next forward."""
         self.order = replace(self.order, agreed=False)
 
-    def adopt(self, visits: Sequence[Visit] | None) -> None:
+    def follow(self, visits: Sequence[Visit] | None) -> None:
         """The ranks have compared, and run `visits` from now on; None: what they ran before."""
         if visits is not None:
             self.order = Order.of_visits(visits, self._units, agreed=True, recomputed=self.recomputed)

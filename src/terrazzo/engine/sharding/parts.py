@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.buckets.unit import compilation_of
 from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
 from terrazzo.engine.plan.elsewhere import stages_of
 from terrazzo.engine.plan.family import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Family, record_of
 from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, Misuse, listed
 

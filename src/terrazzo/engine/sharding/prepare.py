@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.unit import Unit, compilation_of
+from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.model.together import all_or_none, check_agreement
@@ -31,6 +31,7 @@ from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.sharding.checks import (
     check_device,
     check_dtypes,

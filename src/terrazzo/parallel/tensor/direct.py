@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from terrazzo.engine.buckets.unit import compilation_of
+from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.runtime.overrides import function_name, is_question
 from terrazzo.errors import Misuse
 
