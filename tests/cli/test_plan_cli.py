@@ -464,6 +464,7 @@ def test_a_picture_is_written(suffix: str, tmp_path: Path) -> None:
         ([str(ROOT / "examples/quickstart.yaml"), "--calibrate", "--gpu", "t4", "--gpus", "1"], "no --gpu"),
         (["--params", "1e9", "--world", "8", "--explain", "weights"], "--explain says nothing"),
         ([str(ROOT / "examples/quickstart.yaml"), "--tp", "2"], "--tp was given beside"),
+        ([str(ROOT / "examples/quickstart.yaml"), "--context", "ring"], "--context was given beside"),
         ([str(ROOT / "examples/quickstart.yaml"), "--model", "gpt2"], "CONFIG and --model were given"),
         ([str(ROOT / "examples/quickstart.yaml"), "plan.name=zero7"], "zero7"),
         ([str(ROOT / "examples/nothing.yaml")], "nothing.yaml"),

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from terrazzo.cli.plan.files import check_files, emit
+from terrazzo.cli.plan.options import OPTIONS
 from terrazzo.errors import BadInput
 from terrazzo.planner import (
     Cluster,
@@ -39,29 +40,7 @@ __all__ = ["run"]
 Asked = Mapping[str, Any]
 """Arguments of `terrazzo plan` by name."""
 
-RENAMED = {"seq": "sequence", "ac": "checkpointing", "price": "price_per_hour", "cp_mode": "context"}
-SAME = (
-    "model", "gpu", "strategy", "micro_batch", "micro_batches", "global_batch", "precision", "optimizer", "compile",
-    "attention", "loss", "tp", "pp", "cp", "ep", "dp_replicate", "virtual_stages", "pipeline", "parallel", "per_node",
-    "prefetch", "accumulate_locally", "rank", "gpus",
-)  # fmt: skip
-SCALED = {
-    "memory_gb": ("memory_bytes", 1e9), "host_memory_gb": ("host_memory_bytes", 1e9), "disk_gb": ("disk_bytes", 1e9),
-    "disk_gb_s": ("disk_bandwidth", 1e9), "peak_tflops": ("peak_flops", 1e12),
-    "memory_tb_s": ("memory_bandwidth", 1e12), "scaleup_gb_s": ("scaleup_bandwidth", 1e9),
-    "internode_gb_s": ("internode_bandwidth", 1e9), "pcie_gb_s": ("pcie_bandwidth", 1e9),
-}  # fmt: skip
-"""Arguments and the fields of a `Request` that they are: under another name, as they are, and in a larger unit."""
-
-BESIDE_CONFIG = (
-    "config", "overrides", "gpu", "gpus", "memory_gb", "per_node", "host_memory_gb", "disk_gb", "disk_gb_s", "price",
-    "peak_tflops", "memory_tb_s", "scaleup_gb_s", "internode_gb_s", "pcie_gb_s", "as_json", "explain", "emit",
-    "picture", "calibrate", "framework",
-)  # fmt: skip
-BESIDE_PARAMS = (
-    "params", "gpu", "gpus", "memory_gb", "per_node", "precision", "optimizer", "strategy", "dp_replicate", "as_json",
-    "picture",
-)  # fmt: skip
+_OPTIONS = [option for options in OPTIONS.values() for option in options]
 
 
 def run(asked: Asked, given: Collection[str]) -> None:
@@ -79,7 +58,7 @@ def run(asked: Asked, given: Collection[str]) -> None:
         answer = _in_framework(answer, framework)
     explanation = None if asked["explain"] is None else explained(_best(answer), asked["explain"])
     _write(answer, asked)
-    if asked["as_json"]:
+    if asked["json"]:
         print((explanation or answer.report()).model_dump_json(indent=2))
     elif explanation is not None:
         show(explain(explanation))
@@ -123,11 +102,11 @@ def _of_count(asked: Asked) -> BareAnswer:
 
 
 def _request(asked: Asked) -> Request:
-    fields = {field: asked[name] for name, field in RENAMED.items()} | {name: asked[name] for name in SAME}
-    for name, (field, unit) in SCALED.items():
-        if asked[name] is not None:
-            check_number(f"--{name.replace('_', '-')}", asked[name])
-            fields[field] = asked[name] * unit
+    fields = {option.field: asked[option.argument] for option in _OPTIONS if option.field}
+    for option in _OPTIONS:
+        if option.unit is not None and (value := asked[option.argument]) is not None:
+            check_number(option.flag, value)
+            fields[option.field] = value * option.unit
     fields["strategy"], fields["offload"] = _strategy(asked["strategy"], asked["offload"])
     return Request(**fields, sequence_parallel=not asked["no_sequence_parallel"])
 
@@ -178,25 +157,19 @@ def _source(asked: Asked) -> str:
 
 def _refuse_options(source: str, asked: Asked, given: Collection[str]) -> None:
     """What has no meaning beside a configuration, which says what a run is, or beside a bare number of parameters."""
-    if source == "CONFIG":
-        reason = "was given beside a configuration, which decides it: write an override, such as plan.name=zero2."
-        _refuse_others(given, BESIDE_CONFIG, reason)
-    if source == "--params":
-        _refuse_others(
-            given, BESIDE_PARAMS, "says nothing about a bare number of parameters: name a model with --model."
-        )
+    reasons = {
+        "CONFIG": "was given beside a configuration, which decides it: write an override, such as plan.name=zero2.",
+        "--params": "says nothing about a bare number of parameters: name a model with --model.",
+    }
+    for option in _OPTIONS if source in reasons else ():
+        if option.argument in given and source not in option.beside:
+            raise BadInput(f"{option.flag} {reasons[source]}")
     if asked["calibrate"] and (source != "CONFIG" or asked["gpu"] is not None):
         raise BadInput(
             "--calibrate measures a configuration of `terrazzo train` on this machine: give CONFIG, no --gpu."
         )
     if asked["emit"] is not None and source != "--model":
         raise BadInput("--emit writes the configuration of a model that is planned with --model.")
-
-
-def _refuse_others(given: Collection[str], allowed: Collection[str], reason: str) -> None:
-    for name in given:
-        if name not in allowed:
-            raise BadInput(f"--{name.replace('_', '-')} {reason}")
 
 
 # -- the outputs ---------------------------------------------------------------------------------------------------
