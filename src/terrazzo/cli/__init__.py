@@ -1,10 +1,10 @@
 """The command line: `terrazzo VERB`. Each verb is the file or the folder of its name, and this file only puts them
-together; `shared` is what all have. Options stand in the file itself, of a folder in `command` or `commands`, those of `plan` in its `options`. These
-import no torch, so that `--help` comes at once.
+together; `shared` is what all have. Options stand in the file itself, of a folder in `command` or `commands`, those of
+`plan` in its `options`. These import no torch, so that `--help` comes at once.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving, 81 stood
-still, 141 whoever
-read the report has gone (`terrazzo ... | head`), which ends any verb but `train`, `run` and `profile`.
+still, 141 whoever read the report has gone (`terrazzo ... | head`), which ends any verb but `train`, `run` and
+`profile`.
 """
 
 from __future__ import annotations
