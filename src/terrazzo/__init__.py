@@ -27,7 +27,7 @@ from terrazzo.errors import (
 from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
-    from terrazzo import nn, telemetry
+    from terrazzo import nn, optim, telemetry
     from terrazzo.engine import (
         EMA,
         LossScaling,
@@ -63,6 +63,7 @@ else:
             "terrazzo.checkpoint.exporters.pretrained": ("save_pretrained",),
             "terrazzo.checkpoint.exporters.full_state": ("full_state_dict",),
             "terrazzo.nn": ("nn",),
+            "terrazzo.optim": ("optim",),
             "terrazzo.parallel": ("Pipeline", "parallelize", "step"),
             "terrazzo.parallel.mesh": ("mesh",),
             "terrazzo.planner.api": ("plan",),
@@ -100,6 +101,7 @@ __all__ = [
     "initialize",
     "mesh",
     "nn",
+    "optim",
     "parallelize",
     "plan",
     "register_forward_method",

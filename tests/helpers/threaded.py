@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -58,6 +59,14 @@ class ThreadedCollectives(Collectives):
             total = full.new_empty(full.numel() // self.size, dtype=dtype)
             add_in_order(self._chunks(received), total)
             return total
+
+    def _all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves:
+        self._compare_labels()
+        with self._meeting("all_to_all"):
+            dist.all_to_all_single(received, sent, list(received_numels), list(sent_numels), group=self.group)
+        yield Handle()
 
     def send(self, values: Tensor, route: MessageRoute, tag: int) -> Handle:
         """By the store, through which torch's group of threads has no messages of its own."""

@@ -15,7 +15,7 @@ __all__ = ["check_imports"]
 # A subpackage may import from its own layer and the layers below. "" is the package's own __init__.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "exit_codes", "lazy", "tether"),
-    ("ending", "files", "nn"),
+    ("ending", "files", "nn", "optim"),
     ("engine",),
     ("config", "exchange", "parallel"),
     ("checkpoint", "dialects", "planner", "telemetry"),

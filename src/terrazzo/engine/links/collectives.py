@@ -100,6 +100,19 @@ class Collectives(ABC):
         self.traffic.record("all_reduce", 2 * self._share_bytes(full), axis=self.axis)
         return (yield from self._all_reduce(full, dtype, denominator))
 
+    def all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves[Tensor]:
+        """Fill `received` with what every rank of the axis has for this one, in rank order, from each one's `sent`.
+
+        Args:
+            sent_numels: elements for each rank, of which this one is given none.
+            received_numels: elements from each.
+        """
+        self.traffic.record("all_to_all", sent.nbytes, axis=self.axis)
+        yield from self._all_to_all(sent, sent_numels, received, received_numels)
+        return received
+
     def maximum(self, values: Tensor) -> Tensor:
         """The elementwise maximum over the ranks, for small control data; blocks."""
         self.traffic.record("control", values.nbytes, axis=self.axis)
@@ -162,6 +175,12 @@ class Collectives(ABC):
     @abstractmethod
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
         """As `reduce_scatter`; likewise."""
+
+    @abstractmethod
+    def _all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves[None]:
+        """As `all_to_all`."""
 
     all_reduce_steps = 2
     """Collectives in a row that an all-reduce is made of."""
@@ -240,6 +259,14 @@ class NativeCollectives(Collectives):
         own = for_computation(make) if full.dtype == dtype else make()
         yield self._queued(kind, _reduce_scatter_single(own, full, group=self.group, async_op=True), full, own)
         return converted(own, dtype)
+
+    def _all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves[None]:
+        self._leave_trail()
+        sizes = list(received_numels), list(sent_numels)
+        work = dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
+        yield self._queued("all_to_all", work, sent, received)
 
     def _queued(self, kind: str, work: Any, *tensors: Tensor) -> Handle:
         return Handle([work], tensors, self.traffic.times_of(self.axis, kind), queued=True)

@@ -94,6 +94,19 @@ class GlooCollectives(Collectives):
         yield from self._sum_chunks(full, self._chunks(full)[self.rank], denominator, "all_reduce")
         return (yield from self._all_gather(full, "all_reduce"))
 
+    def _all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves[None]:
+        arriving = received.split(list(received_numels))
+
+        def fill(sources: Sequence[_Source]) -> None:
+            for chunk, source in zip(arriving, sources, strict=True):
+                if isinstance(source, Memory):
+                    source.read(0, chunk)
+
+        sizes, times = [chunk.nbytes for chunk in arriving], self.traffic.times_of(self.axis, "all_to_all")
+        yield self._exchange("gather", sent.split(list(sent_numels)), arriving, fill, times, sizes)
+
     def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float, kind: str) -> Moves[Tensor]:
         """Sum this rank's chunk of every rank's `full` into `total`, which may be that chunk, and divide."""
         chunks, times = self._chunks(full), self.traffic.times_of(self.axis, kind)
@@ -140,12 +153,14 @@ class GlooCollectives(Collectives):
         space: Sequence[Tensor],
         use: Callable[[Sequence[_Source]], None],
         times: Times,
+        sizes: Sequence[int] | None = None,
     ) -> Handle:
         """Offer `outgoing[rank]` to each other rank, and call `use` with what each offers this one, in rank order.
 
         Args:
             kind: of collective: those of one kind come in the same order on every rank.
             space: where chunks from other machines arrive; this rank's own entry is its own chunk.
+            sizes: bytes that each rank offers; by default as many as this one keeps.
         """
         label, first, then = self._stamp(kind)
         own = torch.tensor([label.code])
@@ -154,6 +169,7 @@ class GlooCollectives(Collectives):
         coming = [self.group.recv([space[rank]], rank, then) for rank in self._far]
         told = [self.group.send([own], rank, first) for rank in self._far]
         going = told + [self.group.send([outgoing[rank]], rank, then) for rank in self._far]
+        offered_bytes = [outgoing[self.rank].nbytes] * self.size if sizes is None else sizes
 
         def exchange(moments: Moments) -> None:
             for rank, neighbour in self._near.items():
@@ -163,7 +179,7 @@ class GlooCollectives(Collectives):
                 label.check(int(codes[rank]), self._names[rank])
             sources: list[_Source] = list(space)
             for rank, neighbour in self._near.items():
-                sources[rank] = neighbour.offered(kind, outgoing[self.rank].nbytes, label)
+                sources[rank] = neighbour.offered(kind, offered_bytes[rank], label)
             moments.ready = time.perf_counter()
             for work in coming:
                 work.wait()

@@ -41,6 +41,7 @@ class Purpose(IntEnum):
     EXPERTS = 11
     EXPERTS_BACK = 12
     CALL = 13
+    MATRICES = 14
 
 
 _WORDS = {
@@ -58,6 +59,7 @@ _WORDS = {
     Purpose.EXPERTS: "rows for the experts of {name!r}",
     Purpose.EXPERTS_BACK: "gradients of what the experts of {name!r} gave",
     Purpose.CALL: "{call}",
+    Purpose.MATRICES: "matrices that an optimizer updates whole",
 }
 CALLS = (
     "model.state_dict()", "model.load_state_dict(state)", "optimizer.state_dict()", "optimizer.load_state_dict(state)",

@@ -24,6 +24,7 @@ from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.optim.clipping import stacked
 from terrazzo.engine.optim.groups import ParamGroups
 from terrazzo.engine.optim.kept import KeptStates
+from terrazzo.engine.optim.matrices import MatrixSteps
 from terrazzo.engine.optim.protocols import Driven, NoUpdates, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
@@ -35,6 +36,7 @@ from terrazzo.engine.runtime.callers import is_inside_own_step
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.engine.runtime.weak import model_gone, weakly
 from terrazzo.errors import Misuse
+from terrazzo.optim import is_matrix_group
 
 __all__ = ["OptimizerDriver"]
 
@@ -68,6 +70,9 @@ class OptimizerDriver:
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups.numbers)
         self.buckets = list(self._owned)
         self.segments = segments_of(self.buckets, dict(zip(self.groups.numbers, templates, strict=True)))
+        groups = dict(zip(self.groups.numbers, optimizer.param_groups, strict=True))
+        of_matrices = {number: group for number, group in groups.items() if is_matrix_group(optimizer, group)}
+        self._matrices = MatrixSteps(self.buckets, of_matrices)
         self.background: OffDeviceUpdates = NoUpdates()
         scaling = self.sharding.precision.loss_scaling
         self.loss_scale = DynamicLossScale(scaling) if scaling else LossScale()
@@ -96,7 +101,8 @@ class OptimizerDriver:
 
     def _is_stepped_apart(self, segment: Segment) -> bool:
         """Whether the optimizer's own step is to leave it alone, without a gradient too: it decays all, perhaps."""
-        return self._skipping is not None or self._moments_differ or segment.bucket.updated_off_device
+        apart = self._moments_differ or segment.bucket.updated_off_device or self._matrices.has(segment)
+        return self._skipping is not None or apart
 
     @property
     def model(self) -> Driven:
@@ -169,7 +175,7 @@ class OptimizerDriver:
     def retire(self) -> None:
         """Drive no longer, and let go of the model; nothing may be under way."""
         self.buckets, self.segments, self.units, self._retired = [], [], (), True
-        self._owned, self.background = {}, NoUpdates()
+        self._owned, self.background, self._matrices = {}, NoUpdates(), MatrixSteps((), {})
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -188,6 +194,8 @@ class OptimizerDriver:
         self.background.begin(optimizer)
         here = [segment for segment in self.segments if not segment.bucket.updated_off_device]
         finished = _handed_over([segment for segment in here if segment.due])
+        self._matrices.step(optimizer, here, lambda segment: _give_gradient(segment, finished))
+        here = [segment for segment in here if not self._matrices.has(segment)]
         if self._moments_differ:
             self._step_one_by_one(optimizer, here, finished)
         else:

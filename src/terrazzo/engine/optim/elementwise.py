@@ -19,6 +19,7 @@ from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.stepper import Stepper, bare_copy, unhooked_step
 from terrazzo.errors import BadInput
+from terrazzo.optim import MatrixOptimizer
 
 __all__ = ["ELEMENTWISE", "check_elementwise", "check_optimizer"]
 
@@ -36,10 +37,18 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
         BadInput: there.
     """
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if kind is torch.optim.Muon:
+        raise BadInput(
+            "torch.optim.Muon updates whole matrices and would be wrong on flat shards. Use tz.optim.Muon, which is "
+            "the same bit by bit and gives each matrix whole to one rank; it takes the others too, for AdamW: "
+            "matrices, others = tz.optim.hidden_matrices(model); tz.optim.Muon(matrices, others, lr=...)."
+        )
+    if issubclass(kind, MatrixOptimizer):
+        return
     if not (kind in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
         raise BadInput(
             f"{kind.__name__} cannot run on flat shards: it is not known to update each element from that element's "
-            "values alone (Adafactor, Muon, LBFGS and Shampoo do not). Use one of "
+            "values alone (Adafactor, LBFGS and Shampoo do not). Use one of "
             f"{', '.join(sorted(known.__name__ for known in ELEMENTWISE))}, or set 'elementwise = True' on your "
             "optimizer class if its update is elementwise."
         )
@@ -64,7 +73,7 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
             "values. Build the model on a real device for it, or take an optimizer that makes them in its first step, "
             "such as RMSprop or Adam."
         )
-    if type(optimizer) not in ELEMENTWISE:
+    if type(optimizer) not in ELEMENTWISE and not isinstance(optimizer, MatrixOptimizer):
         for group in optimizer.param_groups:
             _check_claim(optimizer, group, device)
 

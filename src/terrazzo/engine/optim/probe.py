@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.stepper import Stepper, is_torchs
-from terrazzo.engine.optim.template import Template
+from terrazzo.engine.optim.template import MatrixNeeds, Template
 from terrazzo.engine.runtime import device as devices
+from terrazzo.optim import MatrixOptimizer, is_matrix_group
 
 __all__ = ["OptimizerProbe"]
 
@@ -67,6 +68,10 @@ class OptimizerProbe:
         """What is kept for it after a step of zeros on a gradient of zeros."""
         tensor = nn.Parameter(torch.zeros(self.numel, device=self.device))
         tensor.grad = torch.zeros_like(tensor)
+        if isinstance(self.optimizer, MatrixOptimizer) and is_matrix_group(self.optimizer, self.group):
+            kept = self.begun()
+            self.optimizer.prepare(self.group, kept, tensor.grad)
+            return kept
         with nullcontext() if self._is_torchs else self.undrawn():
             return Stepper(self.optimizer).step(self.number, tensor, self.begun())
 
@@ -76,11 +81,13 @@ class OptimizerProbe:
         Taken from a parameter that has state already, else from a step. Where a state lives may follow the parameter,
         which is not on the mesh's device yet: a fused kernel reads `step` there, so its place is that of a step.
         """
-        stepped = Template.of(self.step_on_zeros(), torch.Size([self.numel]))
-        if self._kept_for is None:
-            return stepped
-        kept = Template.of(self._kept, self._kept_for.shape)
-        return Template({key: replace(spec, device=stepped.get(key, spec).device) for key, spec in kept.items()})
+        found = stepped = Template.of(self.step_on_zeros(), torch.Size([self.numel]))
+        if self._kept_for is not None:
+            kept = Template.of(self._kept, self._kept_for.shape)
+            found = Template({key: replace(spec, device=stepped.get(key, spec).device) for key, spec in kept.items()})
+        if isinstance(self.optimizer, MatrixOptimizer) and is_matrix_group(self.optimizer, self.group):
+            found.matrices = MatrixNeeds(self.optimizer.wire, self.optimizer.workspace_bytes)
+        return found
 
 
 def _with_state(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor | None, Mapping[str, Any]]:

@@ -59,8 +59,8 @@ class Stepper:
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether its class is one of torch's, or that of a sharded one made from it."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    """Whether its class is one of torch's or Terrazzo's, or that of a sharded one made from it."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "terrazzo.optim."))
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:

@@ -89,7 +89,8 @@ def choose_kernel(optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         taken = group.get("foreach") is not None or group.get("differentiable") or group.get("capturable")
-        if type(optimizer) in _FUSED and group.get("fused") is None and not taken:
+        known = type(optimizer) in _FUSED or group.get("algorithm") == "adamw"
+        if known and group.get("fused") is None and not taken:
             group["fused"] = True
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-__all__ = ["StateSpec", "Template", "Templates"]
+from terrazzo.engine.plan.precision import Precision
+
+__all__ = ["MatrixNeeds", "Template", "Templates"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,32 @@ class StateSpec:
         return flat.to(device=self.device if on_cpu else device, dtype=self.dtype).reshape(self.shape).clone()
 
 
+@dataclass(frozen=True)
+class MatrixNeeds:
+    """What updates of whole matrices take.
+
+    Attributes:
+        wire: dtype in which they are exchanged.
+        workspace_bytes: beside a matrix of a shape, where it is updated.
+    """
+
+    wire: torch.dtype
+    workspace_bytes: Callable[[tuple[int, int]], int]
+
+    def prepare_bytes(self, numel: int, precision: Precision) -> int:
+        """What is held while elements are made ready to be sent: in the master's dtype, and beside that as sent."""
+        lent = precision.master.itemsize * (precision.moments != precision.master)
+        return numel * (precision.master.itemsize + self.wire.itemsize + lent)
+
+
 class Template(dict[str, StateSpec]):
-    """What an optimizer keeps for a parameter of one param group, by its own keys."""
+    """What an optimizer keeps for a parameter of one param group, by its own keys.
+
+    Attributes:
+        matrices: of a group whose matrices are updated whole; None for one that is stepped element by element.
+    """
+
+    matrices: MatrixNeeds | None = None
 
     @property
     def per_element(self) -> list[str]:

@@ -84,7 +84,7 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
         master_bytes=here["master"],
         grad_bytes=here["grad"],
         moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
-        transient_bytes=rehearse(units, step).ledger.peak_bytes,
+        transient_bytes=rehearse(units, step, templates).ledger.peak_bytes,
         host_bytes=host_bytes(need, offload) + sum(_partial_bytes(bucket, step) for bucket in trainable),
         disk_bytes=disk_bytes(need),
     )

@@ -57,7 +57,7 @@ class Promise:
             micro_batches: in the step.
             local: as for `tz.accumulate`.
         """
-        return rehearse(self.units, self._step(micro_batches, local)).traffic
+        return rehearse(self.units, self._step(micro_batches, local), self.templates()).traffic
 
     def _step(self, micro_batches: int, local: bool | None) -> PaperStep:
         adds = self.stages is not None or self.units[0].sharding.pass_of(False, local) is Pass.ADDS

@@ -19,6 +19,8 @@ from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.links.transfer import Handle, Moves, Released
+from terrazzo.engine.optim.matrices import rehearse_matrices
+from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.plan.elsewhere import Stages
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import BucketSpec, MoveBytes, Pass, When
@@ -46,11 +48,12 @@ class PaperStep:
     stages: Stages | None = None
 
 
-def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
+def rehearse(units: Sequence[Unit], step: PaperStep, templates: Templates = ()) -> Tally:
     """Transient memory and traffic of one optimizer step on this rank.
 
     Args:
         units: in registration order; they need not be built.
+        templates: what the optimizers keep for a parameter of each param group; none without.
     """
     tally, sharding = Tally(), units[0].sharding
     traffic, side = tally.traffic, sharding.axes.side and Side(torch.device("meta"))
@@ -80,6 +83,7 @@ def rehearse(units: Sequence[Unit], step: PaperStep) -> Tally:
         _record_control(sharding, traffic, flags_numel(units))
     if sharding.precision.loss_scaling:
         _record_control(sharding, traffic, 1)  # overflow
+    rehearse_matrices([bucket for unit in units for bucket in unit.trainable()], templates, tally)
     for unit, counted in zip(units, paper, strict=True):
         for bucket, paper_bucket in zip(unit.buckets, counted.buckets, strict=True):
             if any(member.group >= 0 for member in bucket.members):

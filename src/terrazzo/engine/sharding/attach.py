@@ -21,8 +21,10 @@ from terrazzo.engine.optim.stock import assign_groups, choose_kernel
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.sharding.checks import check_several, optimizer_facts, state_facts
+from terrazzo.engine.sharding.matrices import check_matrices
 from terrazzo.engine.states.restore import reading, restore_optimizer
 from terrazzo.errors import Misuse
+from terrazzo.optim import MatrixOptimizer
 
 __all__ = ["attach", "put_on"]
 
@@ -51,6 +53,9 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
         templates = [OptimizerProbe(optimizer, group, axes.device).template() for group in optimizer.param_groups]
         assign_groups([optimizer], members, first)
+        built = [optimizer, *(driver.optimizer for driver in engine.drivers.stepping())]
+        known, of_matrices = [*engine.drivers.templates, *templates], [isinstance(e, MatrixOptimizer) for e in built]
+        check_matrices(engine.trainable(), known, sum(of_matrices))
         return templates
 
     try:

@@ -1,0 +1,245 @@
+"""Updates of whole matrices, each on its owner, for an optimizer that needs them whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.links.tally import Tally
+from terrazzo.engine.links.traffic import Ledger, Traffic
+from terrazzo.engine.links.transfer import Moves, Transfer
+from terrazzo.engine.optim.owners import Matrix, Owners, Part, Stage, owners_of
+from terrazzo.engine.optim.segment import Segment, held_range, runs
+from terrazzo.engine.optim.template import MatrixNeeds, Templates
+from terrazzo.engine.plan.layout import Range
+from terrazzo.optim import MatrixOptimizer
+
+__all__ = ["Give", "MatrixSteps", "rehearse_matrices"]
+
+Give = Callable[[Segment], None]
+"""Gives a segment's parameter its gradient, if there is one."""
+
+
+class MatrixLink(Protocol):
+    """Collectives along one axis, or what only counts them."""
+
+    def all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves[Tensor]: ...
+
+
+@dataclass
+class _Held:
+    """What this rank has of some matrices on their way, and the memory that it takes."""
+
+    dtype: torch.dtype
+    device: torch.device
+    ledger: Ledger
+    parts: dict[Matrix, tuple[Range, Tensor]] = field(default_factory=dict)
+
+    def put(self, part: Part, values: Tensor) -> None:
+        """Have `values` of it, in the place of what there is."""
+        self.drop(part.matrix)
+        self.ledger.acquire(values.nbytes)
+        self.parts[part.matrix] = part.range, values
+
+    def drop(self, matrix: Matrix) -> None:
+        if (found := self.parts.pop(matrix, None)) is not None:
+            self.ledger.release(found[1].nbytes)
+
+    def of(self, part: Part) -> Tensor:
+        held, values = self.parts[part.matrix]
+        return values[part.range.within(held)]
+
+    def widen(self, parts: Sequence[Part]) -> None:
+        """Have room for further parts of the matrices that some are here of."""
+        wanted: dict[Matrix, Range] = {}
+        for matrix, held in parts:
+            known = wanted.get(matrix) or (self.parts[matrix][0] if matrix in self.parts else held)
+            wanted[matrix] = Range(min(known.start, held.start), max(known.stop, held.stop))
+        for matrix, whole in wanted.items():
+            room = torch.empty(whole.numel, dtype=self.dtype, device=self.device)
+            if matrix in self.parts:
+                held, values = self.parts[matrix]
+                room[held.within(whole)] = values
+            self.put(Part(matrix, whole), room)
+
+
+def _exchanged(held: _Held, stage: Stage, link: MatrixLink, keep: bool) -> Moves[None]:
+    """Carry out one stage.
+
+    Args:
+        keep: what is sent stays here too.
+    """
+    sent, received = ([part for parts in side for part in parts] for side in (stage.sent, stage.received))
+    outgoing = torch.cat([held.of(part) for part in sent]) if sent else _room(held, 0)
+    incoming = _room(held, sum(part.range.numel for part in received))
+    with held.ledger.holding(outgoing.nbytes + incoming.nbytes):
+        for matrix in {part.matrix for part in sent} if not keep else ():
+            held.drop(matrix)
+        numels = [[sum(part.range.numel for part in parts) for parts in side] for side in (stage.sent, stage.received)]
+        yield from link.all_to_all(outgoing, numels[0], incoming, numels[1])
+        held.widen(received)
+        for part, values in zip(received, incoming.split([part.range.numel for part in received]), strict=True):
+            held.of(part).copy_(values)
+
+
+def _room(held: _Held, numel: int) -> Tensor:
+    return torch.empty(numel, dtype=held.dtype, device=held.device)
+
+
+class MatrixSteps:
+    """Steps the matrices of one optimizer.
+
+    Args:
+        buckets: those with parameters of its own, unit by unit.
+        groups: numbers of its param groups of matrices, and these.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], groups: Mapping[int, dict[str, object]]) -> None:
+        self._groups = groups
+        self._owners = owners_of(buckets, groups.keys())
+
+    def has(self, segment: Segment) -> bool:
+        """Whether it is of matrices."""
+        return segment.group in self._groups
+
+    def step(self, optimizer: Optimizer, segments: Sequence[Segment], give: Give) -> None:
+        """Update all that have gradients. Collective."""
+        own: dict[Bucket, list[Segment]] = {}
+        for segment in segments:
+            if self.has(segment):
+                own.setdefault(segment.bucket, []).append(segment)
+        for owners in self._owners:
+            due = [matrix for matrix in owners.matrices if _is_due(matrix)]
+            if due and isinstance(optimizer, MatrixOptimizer):
+                self._step(optimizer, owners, due, own, give)
+
+    def _step(
+        self,
+        optimizer: MatrixOptimizer,
+        owners: Owners,
+        due: Sequence[Matrix],
+        own: Mapping[Bucket, Sequence[Segment]],
+        give: Give,
+    ) -> None:
+        axes, label = owners.axes, Label(Purpose.MATRICES)
+        held = _Held(optimizer.wire, axes.device, axes.tally.ledger)
+        here = [(matrix, segment) for matrix in due if (segment := _segment_of(matrix, owners, own)) is not None]
+        by_segment: dict[Segment, list[Matrix]] = {}
+        for matrix, segment in here:
+            by_segment.setdefault(segment, []).append(matrix)
+        for segment, matrices in by_segment.items():
+            give(segment)
+            self._prepare(optimizer, segment, [*filter(owners.sends, matrices)], held)
+
+        def run(stage: Stage, keep: bool) -> None:
+            Transfer(_exchanged(held, stage, axes.along(stage.axis), keep), label).finish()
+
+        _update(owners, due, held, run, lambda matrix: self._whole(optimizer, matrix, held))
+        for matrix, segment in here:
+            part = Part(matrix, owners.held(matrix))
+            values = segment.parameter.detach()[part.range.within(segment.range)]
+            optimizer.apply(self._groups[segment.group], values, held.of(part), matrix.shape)
+        for matrix in due:
+            held.drop(matrix)
+
+    def _prepare(self, optimizer: MatrixOptimizer, segment: Segment, matrices: Sequence[Matrix], held: _Held) -> None:
+        """Change what is kept of a segment with a gradient, and hold what owners of `matrices` are to have of it."""
+        parameter, precision = segment.parameter, segment.bucket.precision
+        assert parameter.grad is not None
+        needs = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes)
+        with held.ledger.holding(needs.prepare_bytes(parameter.numel(), precision)):
+            kept = optimizer.state.get(parameter) or {}
+            lent = {k: v.to(parameter.dtype) if segment.keeps_per_element(k, v) else v for k, v in kept.items()}
+            update = optimizer.prepare(self._groups[segment.group], lent, parameter.grad)
+            optimizer.state[parameter] = {
+                k: v.to(precision.moments) if segment.keeps_per_element(k, v) else v for k, v in lent.items()
+            }
+            parameter.grad = None
+            for matrix in matrices:
+                part = matrix.range.intersect(segment.range)
+                held.put(Part(matrix, part), update[part.within(segment.range)].clone())
+
+    def _whole(self, optimizer: MatrixOptimizer, matrix: Matrix, held: _Held) -> Tensor:
+        group = self._groups[matrix.bucket.members[matrix.number].group]
+        with held.ledger.holding(optimizer.workspace_bytes(matrix.shape)):
+            values = held.of(Part(matrix, matrix.range)).view(matrix.shape)
+            return optimizer.whole(group, values).reshape(-1)
+
+
+def _update(
+    owners: Owners,
+    due: Sequence[Matrix],
+    held: _Held,
+    run: Callable[[Stage, bool], None],
+    whole: Callable[[Matrix], Tensor],
+) -> None:
+    """From what this rank holds of matrices to what it gets of their updates."""
+    for stage in owners.gathers(due):
+        run(stage, False)
+    for matrix in filter(owners.is_here, due):
+        held.put(Part(matrix, matrix.range), whole(matrix))
+    for stage in owners.returns(due):
+        run(stage, True)
+
+
+class _PaperLink:
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves[Tensor]:
+        self._traffic.record("all_to_all", sent.nbytes)
+        yield from ()
+        return received
+
+
+def rehearse_matrices(buckets: Sequence[Bucket], templates: Templates, tally: Tally) -> None:
+    """Count in `tally` what an update of all matrices in the model's trainable `buckets` holds and sends."""
+    groups = {number: each.matrices for number, each in enumerate(templates) if each.matrices is not None}
+    for owners in owners_of(buckets, groups.keys()):
+        needs = groups[owners.group]
+        held, link = _Held(needs.wire, torch.device("meta"), tally.ledger), _PaperLink(tally.traffic)
+        due = list(owners.matrices)
+        for bucket in {matrix.bucket: None for matrix in due}:
+            for first, last in runs(bucket):
+                own = held_range(bucket, first, last)
+                if bucket.members[first].group in groups and own.numel:
+                    with tally.ledger.holding(needs.prepare_bytes(own.numel, bucket.precision)):
+                        for matrix in (each for each in due if each.bucket is bucket and first <= each.number < last):
+                            if owners.sends(matrix) and (part := owners.held(matrix)).numel:
+                                held.put(Part(matrix, part), _room(held, part.numel))
+
+        def run(stage: Stage, keep: bool, held: _Held = held, link: _PaperLink = link) -> None:
+            for _ in _exchanged(held, stage, link, keep):
+                pass
+
+        def whole(matrix: Matrix, held: _Held = held, needs: MatrixNeeds = needs) -> Tensor:
+            with tally.ledger.holding(needs.workspace_bytes(matrix.shape)):
+                return _room(held, matrix.range.numel)
+
+        _update(owners, due, held, run, whole)
+        for matrix in due:
+            held.drop(matrix)
+
+
+def _is_due(matrix: Matrix) -> bool:
+    """Whether there is a finished gradient for it on any rank."""
+    gradient = matrix.bucket.gradient
+    return gradient.finished is not None and gradient.seen[matrix.number]
+
+
+def _segment_of(matrix: Matrix, owners: Owners, own: Mapping[Bucket, Collection[Segment]]) -> Segment | None:
+    """The segment with this rank's part of it; None where it holds nothing."""
+    part = owners.held(matrix)
+    found = (each for each in own.get(matrix.bucket, ()) if each.range.intersect(part).numel)
+    return next(found, None) if part.numel else None

@@ -1,0 +1,203 @@
+"""Which rank updates which matrix, and what goes where for that. Integers only.
+
+A rank holds a range of each flat space, so parts of matrices. Before an update the parts of a matrix come together on
+its owner, axis by axis of the mesh: ranges nest, so that what a rank has after each is one range again. What the owner
+makes of it goes the same way back, and then to the ranks that hold the same. Each matrix counts for what its update
+computes, and goes to the rank that has least to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.layout import Range, share
+
+__all__ = ["Matrix", "Owners", "Part", "Stage", "owners_of"]
+
+
+class Matrix(NamedTuple):
+    """A matrix of a flat space: a parameter, or one of those that it is a stack of.
+
+    Attributes:
+        bucket, number: of the parameter, and its own among the members.
+        range: of the space.
+    """
+
+    bucket: Bucket
+    number: int
+    range: Range
+    shape: tuple[int, int]
+
+    @property
+    def work(self) -> int:
+        """What its update computes, in proportion."""
+        return max(self.shape) * min(self.shape) ** 2
+
+
+class Part(NamedTuple):
+    """Elements of a matrix, as a range of its space."""
+
+    matrix: Matrix
+    range: Range
+
+
+class Stage(NamedTuple):
+    """An exchange along one axis: what this rank sends to each rank of it, and gets from each."""
+
+    axis: str
+    sent: Sequence[Sequence[Part]]
+    received: Sequence[Sequence[Part]]
+
+
+@dataclass(frozen=True, eq=False)
+class Owners:
+    """Matrices that are exchanged at once, of buckets that are split alike, and the owner of each.
+
+    Args:
+        places: by matrix the owner's place along each axis of `axes`.
+
+    Attributes:
+        split: the axes over which their states are split; along the others of `axes`, ranks hold the same.
+    """
+
+    places: Mapping[Matrix, Mapping[str, int]]
+
+    @property
+    def matrices(self) -> Collection[Matrix]:
+        return self.places.keys()
+
+    @cached_property
+    def _any(self) -> Bucket:
+        return next(iter(self.places)).bucket
+
+    @property
+    def axes(self) -> Axes:
+        return self._any.sharding.axes
+
+    @property
+    def group(self) -> int:
+        """Number of the param group of one of the matrices."""
+        matrix = next(iter(self.places))
+        return matrix.bucket.members[matrix.number].group
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        return self._any.optim_axes
+
+    @cached_property
+    def copies(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self._any.sharding.ranks if axis not in self.split)
+
+    def is_here(self, matrix: Matrix) -> bool:
+        """Whether this rank owns it."""
+        return self._beside(matrix, (*self.split, *self.copies))
+
+    def held(self, matrix: Matrix) -> Range:
+        """What this rank holds of it."""
+        return matrix.range.intersect(matrix.bucket.space.range(self.split))
+
+    def sends(self, matrix: Matrix) -> bool:
+        """Whether the owner's update begins with what this rank holds: others may hold the same."""
+        return self._beside(matrix, self.copies)
+
+    def gathers(self, among: Collection[Matrix]) -> Iterator[Stage]:
+        """Bring the parts of `among`, the same on every rank, to the owners."""
+        for depth in range(len(self.split), 0, -1):
+            yield self._stage(depth, among, gathers=True)
+
+    def returns(self, among: Collection[Matrix]) -> Iterator[Stage]:
+        """Bring what the owners have back to all that hold elements of it."""
+        for depth in range(1, len(self.split) + 1):
+            yield self._stage(depth, among, gathers=False)
+        for number, axis in enumerate(self.copies):
+            rank, size = self._place(axis)
+            sent: list[list[Part]] = [[] for _ in range(size)]
+            received: list[list[Part]] = [[] for _ in range(size)]
+            for matrix in among:
+                part = Part(matrix, self.held(matrix))
+                if not (part.range.numel and self._beside(matrix, self.copies[number + 1 :])):
+                    continue
+                if (source := self.places[matrix][axis]) != rank:
+                    received[source].append(part)
+                else:
+                    for other in range(size):
+                        sent[other].extend([part] if other != rank else ())
+            yield Stage(axis, sent, received)
+
+    def _stage(self, depth: int, among: Collection[Matrix], gathers: bool) -> Stage:
+        """Along the axis that cuts ranges at that depth."""
+        axis, inner = self.split[depth - 1], self.split[depth:]
+        rank, size = self._place(axis)
+        outwards: list[list[Part]] = [[] for _ in range(size)]
+        inwards: list[list[Part]] = [[] for _ in range(size)]
+        for matrix in (each for each in among if self._beside(each, (*inner, *self.copies))):
+            if (owner := self.places[matrix][axis]) != rank:
+                outwards[owner].extend(self._part(matrix, depth, rank))
+            else:
+                for other in range(size):
+                    inwards[other].extend(self._part(matrix, depth, other) if other != rank else ())
+        return Stage(axis, outwards, inwards) if gathers else Stage(axis, inwards, outwards)
+
+    def _part(self, matrix: Matrix, depth: int, place: int) -> Iterator[Part]:
+        """What a rank has of it that is at `place` along the axis of that depth, and along outer ones here."""
+        axes = matrix.bucket.sharding.axes
+        cuts = axes.cuts(self.split[:depth])
+        cuts[-1] = (place, cuts[-1][1])
+        held = share(matrix.bucket.space.layout.whole, cuts).intersect(matrix.range)
+        if held.numel:
+            yield Part(matrix, held)
+
+    def _beside(self, matrix: Matrix, axes: Sequence[str]) -> bool:
+        """Whether this rank is where the owner is, along these axes."""
+        return all(self._place(axis)[0] == self.places[matrix][axis] for axis in axes)
+
+    def _place(self, axis: str) -> tuple[int, int]:
+        along = self._any.sharding.axes.along(axis)
+        return along.rank, along.size
+
+
+def owners_of(buckets: Sequence[Bucket], groups: Collection[int]) -> list[Owners]:
+    """Give each matrix of the param groups `groups` an owner; the same on every rank.
+
+    Exchanged at once are matrices of so many buckets in a row that each rank has one, if there are as many.
+    """
+    found: list[Owners] = []
+    alike: dict[tuple[object, ...], list[Bucket]] = {}
+    for bucket in buckets:
+        alike.setdefault((bucket.optim_axes, tuple(bucket.sharding.ranks)), []).append(bucket)
+    for kept in alike.values():
+        sizes = {axis: along.size for axis, along in kept[0].sharding.ranks.items()}
+        load, batch = [0] * math.prod(sizes.values()), list[Matrix]()
+        for bucket in kept:
+            batch += _matrices(bucket, groups)
+            if batch and (len(batch) >= len(load) or bucket is kept[-1]):
+                found.append(_shared_out(batch, load, sizes))
+                batch = []
+    return found
+
+
+def _matrices(bucket: Bucket, groups: Collection[int]) -> Iterator[Matrix]:
+    for index, (slot, member) in enumerate(zip(bucket.slots, bucket.members, strict=True)):
+        if member.group in groups and slot.numel:
+            rows, columns = slot.shape[-2:]
+            for start in range(slot.offset, slot.range.stop, rows * columns):
+                yield Matrix(bucket, index, Range(start, start + rows * columns), (rows, columns))
+
+
+def _shared_out(matrices: Sequence[Matrix], load: list[int], sizes: Mapping[str, int]) -> Owners:
+    """The longest first, each to the rank with the least to do; `load` is what each has had, and is added to."""
+    places: dict[Matrix, Mapping[str, int]] = {}
+    for matrix in sorted(matrices, key=lambda each: -each.work):
+        owner = load.index(min(load))
+        load[owner] += matrix.work
+        place = {}
+        for axis, size in sizes.items():
+            owner, place[axis] = divmod(owner, size)
+        places[matrix] = place
+    return Owners({matrix: places[matrix] for matrix in matrices})

@@ -1,0 +1,49 @@
+"""Whether matrices that an optimizer updates whole can be, before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.optim.template import Templates
+from terrazzo.errors import BadInput, listed
+
+__all__ = ["check_matrices"]
+
+
+def check_matrices(buckets: Sequence[Bucket], templates: Templates, optimizers: int) -> None:
+    """Refuse matrices of which this rank's part is cut, or that are stepped away from the device.
+
+    Args:
+        buckets: all trainable ones.
+        templates: of the param groups of all optimizers.
+        optimizers: how many of these have matrices.
+
+    Raises:
+        BadInput: there.
+    """
+    held = [
+        (bucket, member)
+        for bucket in buckets
+        for member in bucket.members
+        if member.group >= 0 and templates[member.group].matrices is not None
+    ]
+    if optimizers > 1:
+        raise BadInput(
+            f"{optimizers} optimizers of whole matrices for one model: matrices of all are shared out among the ranks "
+            "at once. Use one tz.optim.Muon with several param groups."
+        )
+    cut = [member.name for _, member in held if member.parameter.shape[-2:] != member.shape[-2:]]
+    if cut:
+        raise BadInput(
+            f"{listed([*map(repr, cut)])}: cut along tp, and tz.optim.Muon updates whole matrices, which it would have "
+            "to put together along tp first; that is not supported yet. Leave tp out of the mesh, give these to AdamW "
+            "(tz.optim.hidden_matrices(model, adamw=[...])), or leave them out of the tensor plan."
+        )
+    away = [member.name for bucket, member in held if bucket.updated_off_device]
+    if away:
+        raise BadInput(
+            f"{listed([*map(repr, away)])}: the plan keeps its optimizer state away from the device, and tz.optim.Muon "
+            "updates matrices on the device. Use the plan without '@', or tz.Plan.named('zero3').on(weight='cpu'), "
+            "which keeps weights alone there; or an elementwise optimizer such as torch.optim.AdamW."
+        )

@@ -1,0 +1,95 @@
+"""Optimizers whose update of a matrix needs all of it at once.
+
+What they do is in three parts, of which one alone needs a whole matrix. So they run where each rank has elements of it:
+the first part on these, the second on one rank that all send theirs, its owner, the third on what comes back.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["MatrixOptimizer", "is_matrix_group", "matrix_numel"]
+
+Group = dict[str, Any]
+
+
+class MatrixOptimizer(Optimizer):
+    """Some of its param groups hold matrices, the others what it steps element by element.
+
+    A parameter of more than two dims is many matrices, of its last two, each for itself: experts in one tensor, say.
+
+    Attributes:
+        wire: dtype in which matrices go to their owners and come back; `prepare` and `whole` return it.
+    """
+
+    wire = torch.bfloat16
+
+    @abstractmethod
+    def is_of_matrices(self, group: Group) -> bool:
+        """Whether `group` holds matrices."""
+
+    @abstractmethod
+    def prepare(self, group: Group, kept: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
+        """What the owner is to have of each element; `kept`, empty before the first step, is changed in place.
+
+        Each element comes of that element's own values alone.
+        """
+
+    @abstractmethod
+    def whole(self, group: Group, matrix: Tensor) -> Tensor:
+        """The update of a whole `matrix` [rows, columns] of what `prepare` has given, which may be overwritten."""
+
+    @abstractmethod
+    def apply(self, group: Group, values: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
+        """Change `values`, elements of a matrix of `shape`, by what `whole` has given for them; elementwise."""
+
+    @abstractmethod
+    def workspace_bytes(self, shape: tuple[int, int]) -> int:
+        """The most memory that `whole` holds beside its argument."""
+
+    @abstractmethod
+    def step_elements(self, group: Group) -> None:
+        """Step a group that is not of matrices."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all groups."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if not self.is_of_matrices(group):
+                self.step_elements(group)
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_matrices(group, parameter)
+        return loss
+
+    def _step_matrices(self, group: Group, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        update = self.prepare(group, self.state[parameter], gradient)
+        rows, columns = parameter.shape[-2:]
+        for values, own in zip(
+            parameter.detach().view(-1, rows, columns), update.reshape(-1, rows, columns), strict=True
+        ):
+            self.apply(group, values, self.whole(group, own), (rows, columns))
+
+
+def is_matrix_group(optimizer: Optimizer, group: Group) -> bool:
+    """Whether `optimizer` steps `group` matrix by matrix."""
+    return isinstance(optimizer, MatrixOptimizer) and optimizer.is_of_matrices(group)
+
+
+def matrix_numel(shape: Sequence[int]) -> int:
+    """Elements of each matrix of a parameter of `shape`."""
+    return math.prod(shape[-2:])

@@ -1,0 +1,164 @@
+"""Muon for the matrices of hidden layers, and AdamW for everything else, as one optimizer."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import AdamW, adamw
+
+from terrazzo.errors import BadInput
+from terrazzo.optim.matrices import Group, MatrixOptimizer
+
+__all__ = ["Muon", "hidden_matrices"]
+
+HEADS = ("*lm_head*", "*embed_out*", "head.*", "*.head.*", "output.*", "*.output.*", "*classifier*", "score.*")
+"""Names of heads, whose matrices have a row for each token or class."""
+
+_OF_ADAMW = (*("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),)
+_TABLES = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
+
+
+class Muon(MatrixOptimizer):
+    """Momentum of each matrix made orthogonal by Newton-Schulz iterations (Jordan et al. 2024), with AdamW beside it.
+
+    Bit by bit `torch.optim.Muon` on the groups of matrices and `torch.optim.AdamW` on the others, in any loop and under
+    every plan of `tz.shard`: a matrix goes whole to one rank for its update, in bf16, in which it is made orthogonal.
+
+        matrices, others = tz.optim.hidden_matrices(model)
+        optimizer = tz.optim.Muon(matrices, others, lr=0.02, adamw={"lr": 3e-4})
+
+    Args:
+        matrices: parameters of two dims or more, or param groups of them; of more than two, the last two are a matrix.
+        others: parameters, or param groups of them, that AdamW steps.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: of the matrices, as of
+            `torch.optim.Muon`; a param group may have its own.
+        adamw: settings of `torch.optim.AdamW` for the others: `lr`, `betas`, `eps`, `weight_decay`, `amsgrad`,
+            `maximize`, `foreach`, `capturable`, `differentiable`, `fused`.
+
+    Raises:
+        BadInput: for parameters of fewer than two dims among the matrices, and for settings that there are not.
+    """
+
+    def __init__(  # structure: signature fixed by torch.optim.Muon
+        self,
+        matrices: Any,
+        others: Any = (),
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        adamw: dict[str, Any] | None = None,
+    ) -> None:
+        probe = nn.Parameter(torch.zeros(1, 1))
+        settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        settings |= {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
+        settings |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        try:
+            muon = torch.optim.Muon([probe], **settings).defaults  # which checks them
+            rest = AdamW([probe], **({} if adamw is None else adamw)).defaults
+        except (TypeError, ValueError) as error:
+            raise BadInput(f"tz.optim.Muon does not accept these settings: {error}.") from None
+        self._of = {"muon": muon, "adamw": {key: rest[key] for key in rest if key != "decoupled_weight_decay"}}
+        groups = [*_groups(matrices, "muon"), *_groups(others, "adamw")]
+        super().__init__([group for group in groups if group["params"]], {})
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As torch's; `algorithm` in it is "muon" (which it is if left out) or "adamw"."""
+        algorithm = param_group.setdefault("algorithm", "muon")
+        if algorithm not in self._of:
+            raise BadInput(f"A param group's algorithm is {algorithm!r}: give 'muon' or 'adamw'.")
+        for key, value in self._of[algorithm].items():
+            param_group.setdefault(key, value)
+        super().add_param_group(param_group)
+        flat = [tuple(each.shape) for each in param_group["params"] if each.ndim < 2]
+        if algorithm == "muon" and flat:
+            del self.param_groups[-1]
+            raise BadInput(
+                f"tz.optim.Muon was given a parameter of shape {flat[0]} among the matrices: they have two dims or "
+                "more. Give it among the others, which AdamW steps; tz.optim.hidden_matrices(model) tells them apart."
+            )
+
+    def is_of_matrices(self, group: Group) -> bool:
+        return bool(group["algorithm"] == "muon")
+
+    def prepare(self, group: Group, kept: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
+        if "momentum_buffer" not in kept:
+            kept["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        mean: Tensor = kept["momentum_buffer"]
+        mean.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+        return update.to(self.wire, copy=not group["nesterov"])
+
+    def whole(self, group: Group, matrix: Tensor) -> Tensor:
+        a, b, c = group["ns_coefficients"]
+        tall = matrix.size(0) > matrix.size(1)
+        found = matrix.T if tall else matrix
+        found.div_(found.norm().clamp(min=group["eps"]))
+        for _ in range(group["ns_steps"]):
+            gram = found @ found.T
+            gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            found = torch.addmm(found, gram, found, beta=a)
+        return found.T if tall else found
+
+    def workspace_bytes(self, shape: tuple[int, int]) -> int:
+        return (math.prod(shape) + 2 * min(shape) ** 2) * self.wire.itemsize
+
+    def apply(self, group: Group, values: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
+        rate = float(group["lr"])
+        values.mul_(1 - rate * group["weight_decay"])
+        values.add_(update, alpha=-_adjusted(rate, group["adjust_lr_fn"], shape))
+
+    def step_elements(self, group: Group) -> None:
+        lists: list[list[Tensor]] = [[] for _ in range(6)]
+        beta1, beta2 = group["betas"]
+        settings = {"has_complex": AdamW._init_group(self, group, *lists), "beta1": beta1, "beta2": beta2}  # type: ignore[arg-type]
+        step: Any = adamw
+        step(*lists, **settings, **{key: group[key] for key in _OF_ADAMW})
+
+
+def _adjusted(rate: float, how: str | None, shape: tuple[int, int]) -> float:
+    rows, columns = shape
+    if how == "match_rms_adamw":
+        return rate * (0.2 * math.sqrt(max(rows, columns)))
+    return rate * math.sqrt(max(1, rows / columns))
+
+
+def _groups(given: Any, algorithm: str) -> list[Group]:
+    """Param groups of what a user gives: parameters, with names or without, or groups of them."""
+    given = list(given)
+    if given and isinstance(given[0], dict):
+        return [{**group, "algorithm": algorithm} for group in given]
+    return [{"params": given, "algorithm": algorithm}]
+
+
+def hidden_matrices(
+    model: nn.Module, adamw: Sequence[str] = HEADS
+) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
+    """A model's trainable parameters with their names: matrices for Muon, and the others.
+
+    Not for Muon are parameters of other than two or three dims, weights of embeddings and what is tied to them, those
+    of convolutions, and what `adamw` names.
+
+    Args:
+        adamw: globs over the names of parameters: by default of heads.
+    """
+    tables = {
+        id(parameter) for module in model.modules() if isinstance(module, _TABLES) for parameter in module.parameters()
+    }
+    matrices: list[tuple[str, nn.Parameter]] = []
+    others: list[tuple[str, nn.Parameter]] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            named = any(fnmatch.fnmatchcase(name, glob) for glob in adamw)
+            aside = parameter.ndim not in (2, 3) or id(parameter) in tables or named
+            (others if aside else matrices).append((name, parameter))
+    return matrices, others

@@ -1,0 +1,312 @@
+"""Muon under every row: bit by bit torch's Muon and AdamW in one process; what it sends and holds, as promised."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import _muon
+
+import terrazzo as tz
+from terrazzo.engine import engine_of
+from terrazzo.engine.links.tally import Tally
+from terrazzo.engine.optim.matrices import rehearse_matrices
+from terrazzo.errors import BadInput
+from tests.engine.parity import CUSTOM, Case, assert_parity, run_on_threads
+from tests.engine.reference import Step, Trainer
+from tests.engine.toys import EVERY_PLAN, Net, assert_equal, batch, full_parameters, loss_of, mesh_for, on_ranks, step
+from tests.helpers.cover import places
+from tests.helpers.fake import fake_group
+from tests.helpers.processes import Pool
+
+MUON = {"lr": 0.02, "weight_decay": 0.1}
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    return parameter.ndim == 2 and not name.startswith(("embed", "head", "lm_head"))
+
+
+def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [p for n, p in named if is_matrix(n, p)], [p for n, p in named if not is_matrix(n, p)]
+
+
+class Stock:
+    """torch's two, stepped one after the other."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        matrices, others = divided(model)
+        self.both = [torch.optim.Muon(matrices, **(MUON | options)), torch.optim.AdamW(others, **ADAMW)]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return dict(itertools.chain.from_iterable(each.state.items() for each in self.both))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for each in self.both for group in each.param_groups]
+
+    def step(self) -> None:
+        for each in self.both:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self.both:
+            each.zero_grad()
+
+
+def muon(model: nn.Module, **options: Any) -> tz.optim.Muon:
+    return tz.optim.Muon(*divided(model), adamw=ADAMW, **(MUON | options))
+
+
+@contextlib.contextmanager
+def updates_like_weights() -> Iterator[None]:
+    """Torch's update of a tall matrix is a transposed view, to whose elements it adds bf16 weights one by one.
+
+    Its kernel rounds twice then, and once where the update lies as the weights do. In fp32 that changes no bit.
+    """
+    plain = _muon._zeropower_via_newtonschulz
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_muon, "_zeropower_via_newtonschulz", lambda *args: plain(*args).contiguous())
+        yield
+
+
+@functools.cache
+def expected(recipe: Any, options: tuple[tuple[str, Any], ...]) -> list[Step]:
+    trainer = Trainer(recipe, lambda model: Stock(model, **dict(options)))  # type: ignore[arg-type, return-value]
+    with updates_like_weights() if recipe.precision == "bf16-pure" else contextlib.nullcontext():
+        return [trainer.step() for _ in range(recipe.steps)]
+
+
+ROWS = [
+    Case("zero0", 3),
+    Case("zero1", 2),
+    Case("zero2", 3),
+    Case("zero3", 4),
+    Case("zero3", 2, precision="bf16"),
+    Case("zero3", 3, precision="bf16-pure"),
+    Case("zero2", 2, precision="fp16"),
+    Case("zero3", 3, variant="unused", steps=4),
+    Case("hybrid_shard", 2, 2),
+    Case("hfsdp", 2, 2, micro_batches=2),
+    Case("hpz", 2, 2, precision="bf16"),
+    Case("zero0", 2, 2),
+    Case(CUSTOM, 2, 2),
+]
+
+
+@pytest.mark.parametrize("case", ROWS, ids=str)
+def test_every_row_is_bitwise_torchs_muon_and_adamw(case: Case) -> None:
+    assert_parity(case, run_on_threads(case, make_optimizer=muon), expected(case.recipe, ()))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}, {"weight_decay": 0.0, "momentum": 0.3}],
+    ids=str,
+)
+def test_settings_are_those_of_torchs(options: dict[str, Any]) -> None:
+    case = Case("zero3", 3)
+    ranks = run_on_threads(case, make_optimizer=lambda model: muon(model, **options))
+    assert_parity(case, ranks, expected(case.recipe, tuple(options.items())))
+
+
+def sharded_net(plan: str, ranks: int, **options: Any) -> tuple[Any, Any]:
+    model = copy.deepcopy(options.pop("base", None) or Net())
+    return tz.shard(model, muon(model), plan, mesh=mesh_for(plan, ranks), **options)
+
+
+def promised(plan: str, ranks: int, precision: str, base: Net | None) -> list[Any]:
+    """After two steps: what was sent and held, beside the promise; what the optimizer keeps, beside the bill."""
+    model, optimizer = sharded_net(plan, ranks, precision=precision, base=base)
+    engine = engine_of(model)
+    step(model, optimizer, loss_of(model, batch()))
+    engine.traffic.reset()
+    ledger, apart = engine.tally.ledger, Tally()
+    ledger.peak_bytes = ledger.live_bytes
+    loss_of(model, batch()).backward()
+    backward_bytes, ledger.peak_bytes = ledger.peak_bytes, ledger.live_bytes
+    optimizer.step()
+    update_bytes = ledger.peak_bytes - ledger.live_bytes
+    ledger.peak_bytes = max(ledger.peak_bytes, backward_bytes)
+    wanted, bill = engine.promise.traffic(), engine.bill
+    rehearse_matrices(engine.trainable(), engine.drivers.templates, apart)
+    optimizer_bytes = sum(driver.state_bytes() for driver in engine.drivers)
+    return [
+        (dict(engine.traffic.bytes), dict(wanted.bytes)),
+        (engine.traffic.count["all_to_all"], wanted.count["all_to_all"]),
+        (engine.peak_transient_bytes, bill.transient_bytes),
+        (update_bytes, apart.ledger.peak_bytes),
+        (optimizer_bytes, bill.moments_bytes),
+    ]
+
+
+@pytest.mark.cover(plan=places)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+def test_what_a_step_sends_and_holds_is_what_was_promised(plan: str, precision: str) -> None:
+    base = Net()
+    for pairs in on_ranks(4, lambda rank: promised(plan, 4, precision, base)):
+        assert all(found == wanted for found, wanted in pairs), pairs
+
+
+def _on_gloo() -> list[Any]:
+    torch.manual_seed(1)
+    return promised("zero3", 2, "fp32", Net())
+
+
+@pytest.mark.processes
+def test_processes_send_and_hold_it_too(two_processes: Pool) -> None:
+    for pairs in two_processes.run(_on_gloo):
+        assert all(found == wanted for found, wanted in pairs), pairs
+
+
+def test_each_rank_sends_of_matrices_two_bytes_there_and_two_back() -> None:
+    """Per rank 4 P (D - 1) / D / D on average, with P elements of matrices in all."""
+    base, ranks = Net(width=64, depth=4), 4
+    matrices = sum(p.numel() for p in divided(base)[0])
+
+    def body(rank: int) -> int:
+        model, optimizer = sharded_net("zero3", ranks, base=base)
+        step(model, optimizer, loss_of(model, batch()))
+        sent: int = engine_of(model).traffic.bytes["all_to_all"]
+        return sent
+
+    assert sum(on_ranks(ranks, body)) == pytest.approx(4 * matrices * (ranks - 1) / ranks, rel=0.05)
+
+
+class Stacked(nn.Module):
+    """A stack of matrices, as experts in one tensor are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(5, 9, 14))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,eio->beo", x, self.experts).relu().sum()
+
+
+def test_a_stack_is_stepped_matrix_by_matrix() -> None:
+    base, data = Stacked(), torch.randn(3, 4, 9)
+    apart = [nn.Parameter(each.clone()) for each in base.experts.detach()]
+    stock = torch.optim.Muon(apart, **MUON)
+    for x in data:
+        stock.zero_grad()
+        torch.einsum("bi,eio->beo", x, torch.stack(apart)).relu().sum().backward()
+        stock.step()
+
+    def body(rank: int) -> Tensor:
+        own = copy.deepcopy(base)
+        model, optimizer = tz.shard(own, tz.optim.Muon(own.parameters(), **MUON), "zero3")
+        for x in data:
+            step(model, optimizer, model(x))
+        return full_parameters(model)["experts"]
+
+    alone = copy.deepcopy(base)
+    optimizer = tz.optim.Muon(alone.parameters(), **MUON)
+    for x in data:
+        step(alone, optimizer, alone(x))
+    for found in (alone.experts, *on_ranks(2, body)):
+        assert torch.equal(found, torch.stack(apart))
+
+
+def test_in_plain_pytorch_it_is_torchs_too() -> None:
+    base = Net()
+    own, stock = copy.deepcopy(base), copy.deepcopy(base)
+    optimizers = muon(own), Stock(stock)
+    for number in range(3):
+        for model, optimizer in zip((own, stock), optimizers, strict=True):
+            step(model, optimizer, loss_of(model, batch(number)))  # type: ignore[arg-type]
+    assert_equal(dict(own.named_parameters()), dict(stock.named_parameters()))
+
+
+@pytest.mark.parametrize(("first", "second"), [(("zero3", 4), ("zero1", 2)), (("zero0", 2), ("hfsdp", 4))], ids=str)
+def test_a_checkpoint_goes_on_under_another_plan_and_number_of_ranks(
+    first: tuple[str, int], second: tuple[str, int], tmp_path: Path
+) -> None:
+    base = Net()
+    stock = copy.deepcopy(base)
+    plain = Stock(stock)
+
+    def train(plan: str, ranks: int, steps: range, load: bool) -> list[dict[str, Tensor]]:
+        def body(rank: int) -> dict[str, Tensor]:
+            model, optimizer = sharded_net(plan, ranks, base=base)
+            if load:
+                tz.checkpoint.load(tmp_path / "a", model, optimizer)
+            for number in steps:
+                step(model, optimizer, loss_of(model, batch(number)))
+            if not load:
+                tz.checkpoint.save(tmp_path / "a", model, optimizer)
+            return full_parameters(model)
+
+        return on_ranks(ranks, body)
+
+    for number in range(4):
+        step(stock, plain, loss_of(stock, batch(number)))  # type: ignore[arg-type]
+    train(*first, range(2), load=False)
+    for found in train(*second, range(2, 4), load=True):
+        assert_equal(found, dict(stock.named_parameters()))
+
+
+def test_its_state_dict_is_that_of_the_plain_one() -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    optimizer = muon(alone)
+    step(alone, optimizer, loss_of(alone, batch()))
+
+    def body(rank: int) -> None:
+        _, own = sharded_net("zero2", 2, base=base)
+        own.load_state_dict(optimizer.state_dict())
+        given, found = optimizer.state_dict()["state"], own.state_dict()["state"]
+        assert given.keys() == found.keys()
+        for key, kinds in given.items():
+            assert_equal(found[key], kinds)
+
+    on_ranks(2, body)
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("zero3", lambda net: torch.optim.Muon(divided(net)[0]), r"Use tz\.optim\.Muon, .* tz\.optim\.hidden_matrices"),
+    ("zero3@cpu", muon, r"'blocks\.0\.up\.weight'.* away from the device"),
+    ("zero3", lambda net: [tz.optim.Muon([p]) for p in divided(net)[0][:2]], "Use one tz.optim.Muon with several"),
+]
+
+
+@pytest.mark.parametrize(("plan", "make", "words"), REFUSED, ids=["torch's", "offloaded", "two"])
+def test_what_cannot_be_is_refused_before_anything_is_changed(plan: str, make: Any, words: str) -> None:
+    with fake_group(4):
+        model = Net()
+        with pytest.raises(BadInput, match=words):
+            tz.shard(model, make(model), plan)
+        tz.shard(model, muon(model), "zero3")
+
+
+def test_settings_and_vectors_are_refused_by_name() -> None:
+    with pytest.raises(BadInput, match=r"shape \(27,\) among the matrices"):
+        tz.optim.Muon([Net().blocks[0].up.bias])
+    with pytest.raises(BadInput, match=r"not accept these settings: .*momentum"):
+        tz.optim.Muon(divided(Net())[0], momentum=-1.0)
+    with pytest.raises(BadInput, match=r"not accept these settings: .*beta"):
+        tz.optim.Muon(*divided(Net()), adamw={"beta": 1})
+
+
+def test_hidden_matrices_leave_tables_heads_and_vectors_to_adamw() -> None:
+    class Model(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed.weight = self.head.weight
+            self.conv = nn.Conv1d(3, 4, 2)
+            self.lm_head = nn.Linear(13, 17, bias=False)
+
+    matrices, others = tz.optim.hidden_matrices(Model())
+    assert [name for name, _ in matrices] == [f"blocks.{i}.{way}.weight" for i in range(3) for way in ("up", "down")]
+    assert {"embed.weight", "conv.weight", "lm_head.weight", "blocks.0.up.bias"} <= {name for name, _ in others}
