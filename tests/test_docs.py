@@ -1,7 +1,8 @@
 """The documentation says what is: every key, option and name is in it, every link leads somewhere, every block runs.
 
 A code block of kind `python runnable` runs on one rank, one of kind `python two-ranks` on two gloo processes; the
-blocks of a page share their names. The first on two ranks starts the group, which here is there already. Where a `text` block follows, it is exactly what the block prints, rank by rank.
+blocks of a page share their names. The first on two ranks starts the group, which here is there already. Where a `text`
+block follows, it is exactly what the block prints, rank by rank.
 """
 
 from __future__ import annotations
