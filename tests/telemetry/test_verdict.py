@@ -116,7 +116,7 @@ def test_micro_batches_that_would_be_empty_in_part_are_not_proposed(tmp_path: Pa
         (tmp_path / "config.json").write_text(json.dumps(config))
         line = record(10, gathered(0.4), late=[0.0] * 4)
         (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        assert ("batch.micro_batch=8" in str(look.verdict_on(tmp_path))) is proposed
+        assert ("batch.micro_batch=8" in str(look.Look(tmp_path).verdict())) is proposed
 
 
 def test_below_five_percent_it_is_compute() -> None:

@@ -43,11 +43,11 @@ def profile(
 def _said(folder: Path, steps: int, code: int) -> list[str]:
     from terrazzo.errors import counted
     from terrazzo.train.command import program
-    from terrazzo.train.look import verdict_on  # the trainer, which other verbs do without
+    from terrazzo.train.look import Look  # the trainer, which other verbs do without
 
     if not steps:
         return [
             "no step of a torch.optim optimizer was seen, so there is nothing to say.",
             *([] if code else [_UNSEEN]),
         ]
-    return [str(verdict_on(folder)), f"{counted(steps, 'step')} seen; {program()} verdict|watch|report {folder}"]
+    return [str(Look(folder).verdict()), f"{counted(steps, 'step')} seen; {program()} verdict|watch|report {folder}"]

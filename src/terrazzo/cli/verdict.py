@@ -18,18 +18,17 @@ def verdict(run: Run, as_json: Annotated[bool, typer.Option("--json", help="prin
     """
     from terrazzo.cli.shared.terminal import columns, say, say_json
     from terrazzo.errors import BadInput
-    from terrazzo.telemetry import run_lines, steps_of, tables_of
-    from terrazzo.train.look import sizing_on, units_on, verdict_on  # the trainer, which other verbs do without
+    from terrazzo.train.look import Look  # the trainer, which other verbs do without
 
-    found = verdict_on(run)
+    look = Look(run)
+    found, sizing = look.verdict(), look.sizing()
     if found is None:
         raise BadInput(f"'{run}' has no record of a step yet: wait for its first log step, or lower log.every.")
-    sizing = sizing_on(run)
     if as_json:
         say_json(found.as_dict() | {"sizing": None if sizing is None else sizing._asdict()})
         return
     say(str(found), "bold")
-    for table in (*tables_of(steps_of(run_lines(run))), *units_on(run)):
+    for table in look.tables():
         say(f"\n{table.title}\n{columns([table.head, *table.rows], '<' + '>' * (len(table.head) - 1))}")
     if sizing is not None:
         say(f"\n{sizing.sentence}")

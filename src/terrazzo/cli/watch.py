@@ -133,9 +133,9 @@ def _shown(
 
 
 def _verdict(run: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
-    from terrazzo.train.look import verdict_on
+    from terrazzo.train.look import Look
 
-    found = verdict_on(run) if lines else None
+    found = Look(run, lines).verdict() if lines else None
     return None if found is None else str(found)
 
 

@@ -22,6 +22,7 @@ from terrazzo.telemetry import (
     run_lines,
     steps_of,
     table_of_units,
+    tables_of,
     verdict_of,
 )
 from terrazzo.train.plan import empty_rows
@@ -29,78 +30,115 @@ from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
 from terrazzo.train.sizing import Sizing, sizing_of
 
-__all__ = ["page_on", "sizing_on", "units_on", "verdict_on"]
+__all__ = ["Look"]
 
 Lines = Sequence[Mapping[str, Any]]
 
 
-def verdict_on(run: Path) -> Verdict | None:
-    """What bounds the step of the run in this folder; None where it has no record of a step yet.
+class Look:
+    """What a run's folder says of it, read once.
 
-    An edit is named only if its configuration is valid, and by the planner's formulas fits and has nothing against it.
+    Args:
+        run: folder of the run.
+        lines: of its `metrics.jsonl`, where they have been read already.
 
     Raises:
         BadInput: no run is there.
     """
-    return _verdict(run, run_lines(run))
 
+    def __init__(self, run: Path, lines: Lines | None = None) -> None:
+        self.run = run
+        self.lines: Lines = run_lines(run) if lines is None else lines
+        self.records = steps_of(self.lines)
+        self._config = run / "config.json"
 
-def page_on(run: Path, against: Path | None = None) -> Path:
-    """Write `report.html` of a run anew from its records, or for the first time while it goes on; its path.
+    @property
+    def ranks(self) -> int:
+        """That the run has, as its newest record says."""
+        skew = self.records[-1].get("skew", {}) if self.records else {}
+        return max([1, *(len(values) for values in skew.values())])
 
-    Args:
-        run: folder of the run.
-        against: that of another run, whose loss is drawn too, and whose settings are compared.
+    def verdict(self) -> Verdict | None:
+        """What bounds the step of the run; None where it has no record of a step yet.
 
-    Raises:
-        BadInput: no run is there, or the page cannot be written.
-    """
-    lines = run_lines(run)
-    verdict = _verdict(run, lines)
-    details = {VERDICT: str(verdict)} if verdict is not None else {}
-    tables = units_on(run)
-    if (sizing := _sizing(run, lines)) is not None:
-        details["How many ranks"] = sizing.sentence
-        tables += [sizing.table] if sizing.table is not None else []
-    others: Lines = ()
-    if against is not None:
-        others = run_lines(against)
-        details |= _compared(run, against, _verdict(against, others))
-    if summary := next((line for line in reversed(lines) if line["kind"] == "summary"), None):
-        details["Promised and measured"] = _summary(summary)
-    for heading, name in (("Plan", "plan.txt"), ("Configuration", "config.json")):
-        if (text := _text(run / name)) is not None:
-            details[heading] = text
-    path = (run if run.is_dir() else run.parent) / "report.html"
-    try:
-        path.write_text(page_of(run.name, lines, details, others, tables), encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"'{path}' cannot be written ({error.strerror or error}): free it, or copy the run.") from error
-    return path
+        An edit is named only if its configuration is valid, and by the planner's formulas fits and has nothing against
+        it.
+        """
+        settings = _text(self._config)
+        if settings is None:
+            return _of_script(verdict_of(self.records), _text(self.run / FACTS))
+        return verdict_of(self.records, json.loads(settings), self._admits)
 
+    def _admits(self, edit: str) -> bool:
+        try:
+            config = load_config(self._config, [edit])
+            if empty_rows(config.batch, self.ranks, config.plan.mesh):
+                return False
+            found = estimate(setup_of(config, self.ranks))
+        except Exception:  # anything: an edit that cannot be judged is not named
+            return False
+        return found.memory.fits is not False and all(one.severity != "refuse" for one in found.objections)
 
-def sizing_on(run: Path) -> Sizing | None:
-    """What half and twice as many ranks would do, by the planner and this run's pace; None for a loop of one's own."""
-    return _sizing(run, run_lines(run))
+    def sizing(self) -> Sizing | None:
+        """What half and twice as many ranks would do, by the planner and the run's pace; None for a loop of one's own,
+        and before a log step.
+        """
+        return sizing_of(self._config, self.lines, self.ranks) if self._config.is_file() else None
 
+    def tables(self) -> list[Table]:
+        """Where the time of a step goes, and what was exchanged; by unit on the first rank that has recorded any, of
+        a script that has no units nothing.
+        """
+        return [*tables_of(self.records), *self._units()]
 
-def _sizing(run: Path, lines: Lines) -> Sizing | None:
-    path = run / "config.json"
-    return sizing_of(path, lines, _ranks(steps_of(lines))) if path.is_file() else None
+    def _units(self) -> list[Table]:
+        try:
+            flights = flights_of(self.run)
+        except BadInput:
+            return []
+        found = table_of_units(flights[0])
+        return [found] if found is not None else []
 
+    def write_page(self, against: Path | None = None) -> Path:
+        """Write `report.html` of the run anew from its records, or for the first time while it goes on; its path.
 
-def _ranks(records: Lines) -> int:
-    return max([1, *(len(values) for values in (records[-1].get("skew", {}) if records else {}).values())])
+        Args:
+            against: folder of another run, whose loss is drawn too, and whose settings are compared.
 
+        Raises:
+            BadInput: no run is there, or the page cannot be written.
+        """
+        verdict, sizing, tables = self.verdict(), self.sizing(), self._units()
+        other = None if against is None else Look(against)
+        details = {VERDICT: str(verdict)} if verdict is not None else {}
+        if sizing is not None:
+            details["How many ranks"] = sizing.sentence
+            tables += [sizing.table] if sizing.table is not None else []
+        details |= {} if other is None else self._compared(other)
+        if summary := next((line for line in reversed(self.lines) if line["kind"] == "summary"), None):
+            details["Promised and measured"] = _summary(summary)
+        for heading, name in (("Plan", "plan.txt"), ("Configuration", "config.json")):
+            if (text := _text(self.run / name)) is not None:
+                details[heading] = text
+        path = (self.run if self.run.is_dir() else self.run.parent) / "report.html"
+        page = page_of(self.run.name, self.lines, details, () if other is None else other.lines, tables)
+        try:
+            path.write_text(page, encoding="utf-8")
+        except OSError as error:
+            why = error.strerror or error
+            raise BadInput(f"'{path}' cannot be written ({why}): free it, or copy the run.") from error
+        return path
 
-def units_on(run: Path) -> list[Table]:
-    """Seconds of a step by unit on the first rank that has recorded any; of a script that has no units nothing."""
-    try:
-        flights = flights_of(run)
-    except BadInput:
-        return []
-    found = table_of_units(flights[0])
-    return [found] if found is not None else []
+    def _compared(self, other: Look) -> dict[str, str]:
+        """What the other run says of itself, and settings that differ."""
+        texts, verdict = [_text(look.run / "config.json") for look in (self, other)], other.verdict()
+        found = {f"{VERDICT} of {other.run}": str(verdict)} if verdict is not None else {}
+        if None not in texts:
+            one, theirs = (flatten(json.loads(text or "{}")) for text in texts)
+            keys = [key for key in {**one, **theirs} if one.get(key) != theirs.get(key)]
+            said = [f"{key}: {one.get(key)} | {theirs.get(key)}" for key in keys]
+            found[f"Settings here, and of {other.run}"] = "\n".join(said) or "the same"
+        return found
 
 
 def _summary(summary: Mapping[str, Any]) -> str:
@@ -110,43 +148,11 @@ def _summary(summary: Mapping[str, Any]) -> str:
         return f"This run was written by another version of Terrazzo, whose summary has no {missing}."
 
 
-def _verdict(run: Path, lines: Lines) -> Verdict | None:
-    records, path = steps_of(lines), run / "config.json"
-    text = _text(path)
-    if text is None:
-        return _of_script(verdict_of(records), _text(run / FACTS))
-    ranks = _ranks(records)
-
-    def admits(edit: str) -> bool:
-        try:
-            config = load_config(path, [edit])
-            if empty_rows(config.batch, ranks, config.plan.mesh):
-                return False
-            found = estimate(setup_of(config, ranks))
-        except Exception:  # anything: an edit that cannot be judged is not named
-            return False
-        return found.memory.fits is not False and all(one.severity != "refuse" for one in found.objections)
-
-    return verdict_of(records, json.loads(text), admits)
-
-
 def _of_script(verdict: Verdict | None, facts: str | None) -> Verdict | None:
     """In words of what a script uses, if `terrazzo profile` has looked at one."""
     if verdict is None or facts is None:
         return verdict
     return replace(verdict, edit=advice_for(verdict.bound, json.loads(facts)))
-
-
-def _compared(run: Path, against: Path, verdict: Verdict | None) -> dict[str, str]:
-    """What the other run says of itself, and settings that differ."""
-    texts = [_text(folder / "config.json") for folder in (run, against)]
-    found = {f"{VERDICT} of {against}": str(verdict)} if verdict is not None else {}
-    if None not in texts:
-        one, other = (flatten(json.loads(text or "{}")) for text in texts)
-        keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
-        said = [f"{key}: {one.get(key)} | {other.get(key)}" for key in keys]
-        found[f"Settings here, and of {against}"] = "\n".join(said) or "the same"
-    return found
 
 
 def _text(path: Path) -> str | None:

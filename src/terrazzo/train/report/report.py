@@ -17,7 +17,7 @@ from terrazzo.errors import counted
 from terrazzo.telemetry import duration, restart_text
 from terrazzo.train.cadence import Choice
 from terrazzo.train.command import Command, program
-from terrazzo.train.look import verdict_on
+from terrazzo.train.look import Look
 from terrazzo.train.mesh_picture import mesh_picture
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.plan import mesh_shape
@@ -134,7 +134,7 @@ class Report:
             self._say_nothing_left()
             return
         session, pace = self._session, self._pace
-        verdict = verdict_on(session.config.log.folder)
+        verdict = Look(session.config.log.folder).verdict()
         if verdict is not None:
             self._files.log("verdict", verdict.as_dict())
         summary = summarize(session, self._traffic, pace, self._peak_bytes, self._gauge.peak_flops)
