@@ -14,6 +14,8 @@ import torch
 
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.devices import Cluster, Device, device, devices, this_machine
+from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.machine.network import Network, Transfer, group_of
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -168,3 +170,37 @@ def test_the_wheel_holds_the_table(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     assert "terrazzo/planner/machine/gpus.csv" in zipfile.ZipFile(wheel).namelist()
+
+
+def all_reduce_us(name: str, nodes: int, mib: int) -> float:
+    ranks = 8 * nodes
+    group = group_of(Mesh(dp_replicate=ranks), "dp_replicate")
+    link = Network(device(name)).link(group)
+    sent = 2 * mib * 2**20 * (ranks - 1) / ranks
+    return 1e6 * Network(device(name)).move_s(Transfer("all_reduce", "", "tensor", "", sent, group, link))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gb_s"),
+    [
+        (1, {16: 234, 64: 362, 256: 423, 1024: 466}),  # Azure/AI-benchmarking-guide
+        (4, {16: 115, 64: 215, 256: 272, 1024: 337}),  # arXiv 2411.13055, read off its plot
+        (16, {16: 72, 64: 160, 256: 265, 1024: 320}),
+        (64, {16: 45, 64: 137, 256: 245, 1024: 303}),
+        (512, {16: 40, 64: 112, 256: 220, 1024: 286}),
+    ],
+    ids=str,
+)
+def test_all_reduces_of_h100_take_what_was_measured_at_every_size_and_scale(nodes: int, gb_s: dict[int, float]) -> None:
+    """Bus bandwidths, as nccl-tests defines them. No published training run says these."""
+    for mib, bandwidth in gb_s.items():
+        sent = 2 * mib * 2**20 * (8 * nodes - 1) / (8 * nodes)
+        assert all_reduce_us("h100", nodes, mib) == pytest.approx(sent / bandwidth / 1e3, rel=0.27), mib
+
+
+def test_ranks_of_a_full_mesh_have_the_links_between_them() -> None:
+    """Measured 48 GB/s between two MI300X, and at most 144 among four and 336 among eight."""
+    mesh = {size: group_of(Mesh(tp=size), "tp") for size in (2, 4, 8)}
+    found = {size: Network(device("mi300x")).bandwidth(group) for size, group in mesh.items()}
+    assert found == pytest.approx({2: 48e9, 4: 144e9, 8: 336e9}, rel=0.01)
+    assert Network(device("h100")).bandwidth(mesh[2]) == Network(device("h100")).bandwidth(mesh[8])

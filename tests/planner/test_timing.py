@@ -603,9 +603,9 @@ def test_latency_of_a_ring_grows_with_its_length() -> None:
     network = Network(device("h100"))
     small = [
         network.move_s(Transfer("all_gather", "", "data", "forward", 1.0, Group("dp_shard", n, 1), ""))
-        for n in (64, 512)
+        for n in (64, 128, 512)
     ]
-    assert small[1] / small[0] == pytest.approx(511 / 63)
+    assert (small[2] - small[0]) / (small[1] - small[0]) == pytest.approx((512 - 64) / (128 - 64))
 
 
 REPEATS = {"forward": 1, "backward": 1, "reduce": 0, "last": 1, "update": 1}

@@ -34,7 +34,8 @@ class Device:
         pcie_bandwidth: B/s in one direction, to the host.
         per_node: devices of one host.
         watts: power that the device may draw.
-        switch_sums: whether the scale-up switch sums what passes it (NVLink SHARP, from Hopper on).
+        switch_sums: whether the scale-up switch sums what passes it (NVLink SHARP, from Hopper on). full_mesh: there is
+            none, and each pair of devices has a link of its own.
         launch_s: host time for launching one eager block's kernels, forward and backward; None for the usual one.
         call_s, hop_s: time that a collective takes beside moving bytes, whatever its ranks, and for each; None for the
             usual time for each.
@@ -56,6 +57,7 @@ class Device:
     per_node: int = 8
     watts: float | None = None
     switch_sums: bool = False
+    full_mesh: bool = False
     launch_s: float | None = None
     call_s: float = 0.0
     unit_s: float = 0.0
@@ -203,6 +205,7 @@ def _device(row: Mapping[str, str]) -> Device:
         pcie_bandwidth=figure("pcie_uni_gb_s", 1e9),
         per_node=int(row["typical_gpus_per_node"]),
         watts=figure("tdp_w", 1),
+        full_mesh="full mesh" in row["scaleup_link"],
         switch_sums=bool(row["fp8_dense_tflops"])
         and ("NVSwitch" in row["scaleup_link"] or "NVL72" in row["scaleup_link"]),
         source=row["source"],

@@ -21,6 +21,10 @@ SCALEUP_SHARE = 0.80
 """Of a scale-up link's bandwidth, what ring collectives of large messages reach: all-gather on 8 H100 361 of 450 GB/s,
 8 A100 235 of 300 (stas00/ml-engineering, network/README.md)."""
 
+MESH_SHARE = 0.75
+"""The same of a full mesh of links: 48 of 64 GB/s of each between MI300X, so 48 GB/s for two ranks, 144 for four and
+336 for eight (rocm.blogs.amd.com, mi300x-rccl-xgmi)."""
+
 INTERNODE_SHARE = 0.90
 """Of the network cards' bandwidth: 4 nodes of 8 H200 reach 365 of 400 GB/s (same source)."""
 
@@ -28,9 +32,19 @@ PCIE_SHARE = 0.40
 """Of a PCIe link's bandwidth, where devices talk through the host's memory: each byte crosses it twice."""
 
 HOP_S = 12e-6
-"""Time that a ring spends per rank beside moving bytes. It explains how MosaicML's runs slow down from 128 to 512
-ranks, and ZeRO-3's from 384 to 1,536 (arXiv 2104.04473, table 2); fits of measured sweeps give 7 us within 8 H200 and
-13 on 4 nodes of 8 B200 (stas00/ml-engineering)."""
+"""Time that a ring over several nodes spends per rank beside moving bytes. It explains how MosaicML's runs slow down
+from 128 to 512 ranks, and ZeRO-3's from 384 to 1,536 (arXiv 2104.04473, table 2); a fit of a measured sweep gives 13 us
+on 4 nodes of 8 B200 (stas00/ml-engineering)."""
+
+CALL_S = 8.4e-6
+NEAR_HOP_S = {"scaleup": 3.4e-6, "pcie": 5.7e-6}
+"""Likewise of any collective, and of one inside a node for each rank (NVIDIA/nccl src/graph/tuning.cc, its Simple
+protocol). An all-reduce of 1 to 64 MiB on 8 H100 takes 42 to 79 us beside moving bytes, 56 by these
+(Azure/AI-benchmarking-guide)."""
+
+LEVEL_S = 50e-6
+"""Of a tree over nodes, each way for each level: an all-reduce of 16 MiB takes 190 us beside moving bytes on 4 nodes of
+8 H100, 370 on 16, 650 on 64 and 750 on 512 (arXiv 2411.13055)."""
 
 SWITCH_MINIMUM = 6
 """Ranks from which NVSwitch sums in the switch, so that an all-reduce sends each byte about once."""
@@ -117,7 +131,7 @@ class Network:
         bandwidth is that of all the cards which the group's ranks of one node have.
         """
         device, link = self.device, self.link(group)
-        inside = device.scaleup_bandwidth and device.scaleup_bandwidth * SCALEUP_SHARE
+        inside = device.scaleup_bandwidth and device.scaleup_bandwidth * self._links_used(group)
         if link == "scaleup":
             return inside
         through_host = device.pcie_bandwidth and device.pcie_bandwidth * PCIE_SHARE
@@ -125,11 +139,16 @@ class Network:
             return through_host
         if device.internode_bandwidth is None:
             return None
-        hosts = max(self._domain, device.per_node)
-        members = max(1, min(group.size, hosts // group.stride))
+        hosts, members = max(self._domain, device.per_node), self._near(group)
         cards = device.internode_bandwidth * INTERNODE_SHARE * members
         within = [cards, inside if self._domain >= hosts else through_host]
         return min(rate for rate in within if rate) if members > 1 else cards
+
+    def _links_used(self, group: Group) -> float:
+        """Of a scale-up bandwidth, the share that a ring reaches. In a full mesh each rank has its own link."""
+        if not self.device.full_mesh:
+            return SCALEUP_SHARE
+        return MESH_SHARE * (min(self._near(group), self._domain) - 1) / (self._domain - 1)
 
     def move_s(self, move: Transfer) -> float:
         """Seconds of a collective, once. The links must be known."""
@@ -149,18 +168,27 @@ class Network:
         """Of one message, what it takes beside moving bytes."""
         device = self.device
         around = device.unit_s if move.purpose == "data" else device.stage_s if move.purpose == "pipeline" else 0.0
-        return device.call_s + around + self._hops(move.kind, group) * self._hop_s
+        if device.hop_s is not None:
+            return device.call_s + around + self._hops(move.kind, group) * device.hop_s
+        return CALL_S + device.call_s + around + self._usual_waits_s(move.kind, group)
+
+    def _usual_waits_s(self, kind: str, group: Group) -> float:
+        """Around a ring, or of an all-reduce over nodes up and down a tree of them, if that is shorter."""
+        link, hops = self.link(group), self._hops(kind, group)
+        ring = hops * NEAR_HOP_S.get(link, HOP_S)
+        if kind != "all_reduce" or link != "internode":
+            return ring
+        near = self._near(group)
+        levels = (-(-group.size // near) - 1).bit_length()
+        inside = NEAR_HOP_S["scaleup" if self._domain > 1 else "pcie"]
+        return min(ring, 2 * ((near - 1) * inside + levels * LEVEL_S))
 
     def _hops(self, kind: str, group: Group) -> float:
         if kind == "all_reduce":
-            return self._tree_hops(group)
+            return 2 * (group.size - 1) if self.device.hop_s is None else self._tree_hops(group)
         if kind == "send" or (kind == "all_to_all" and self.device.kind != "cpu"):
             return 1  # devices send to all others at once, a process on a CPU to one after the other
         return group.size - 1
-
-    @property
-    def _hop_s(self) -> float:
-        return HOP_S if self.device.hop_s is None else self.device.hop_s
 
     def _switch_gain(self, group: Group) -> float:
         summed = self.device.switch_sums and group.size >= SWITCH_MINIMUM and self.link(group) == "scaleup"
@@ -170,10 +198,14 @@ class Network:
         """Of an all-reduce: twice around a ring, or up and down a tree of nodes if that is shorter."""
         return min(2 * (group.size - 1), 2 * (group.size - 1).bit_length() + self.device.per_node)
 
+    def _near(self, group: Group) -> int:
+        """Of a group's ranks, those in one node or domain."""
+        return max(1, min(group.size, max(self._domain, self.device.per_node) // group.stride))
+
     def _scattered(self, group: Group, ring: float) -> float:
         """Of an all-to-all, B/s: what goes to other nodes has each rank's own network card."""
         if self.link(group) != "internode" or self.device.internode_bandwidth is None:
             return ring
-        near = max(1, min(group.size, max(self._domain, self.device.per_node) // group.stride))
+        near = self._near(group)
         away = (group.size - near) / (group.size - 1)
         return min(ring, self.device.internode_bandwidth * INTERNODE_SHARE / away) if away else ring

@@ -57,7 +57,8 @@ FORMULAS = {
     ),
     "time.data": Formula(
         "total_s - hidden_s; exposed of a block are max(0, gather - forward) and max(0, gather + reduction - backward),"
-        " and the first gather, the last reduction and the root; each bytes / bandwidth + (ranks - 1) * 12 us",
+        " and the first gather, the last reduction and the root; each bytes / bandwidth + 8 us + (ranks - 1) * 3.4 us, "
+        "or 12 us over nodes",
         "overlap as in the engine's schedule; NCCL's ring algorithms",
     ),
     "time.contention": Formula(
