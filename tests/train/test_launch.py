@@ -105,11 +105,13 @@ def test_a_killed_launcher_leaves_no_rank_and_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_first_failing_ranks_traceback_is_last_on_screen(tmp_path: Path) -> None:
+def test_the_first_failing_ranks_traceback_is_on_screen_and_the_sentence_that_names_it_last(tmp_path: Path) -> None:
     done, took_s = launch(tmp_path, "raise")
     assert done.returncode == 1
-    assert done.stderr.rstrip().endswith("ZeroDivisionError: the cause of it all")
-    assert "Rank 1 failed first" in done.stderr
+    *trace, _, sentence = done.stderr.rstrip().splitlines()
+    assert trace[-1] == "ZeroDivisionError: the cause of it all"
+    assert "Rank 1 failed first:" in trace
+    assert sentence == "Rank 1 failed first: ZeroDivisionError: the cause of it all"
     assert took_s < 30
 
 
@@ -203,6 +205,16 @@ def test_a_death_and_a_failure_are_both_said_the_first_one_last(
 ) -> None:
     assert _report(ranks).code == code
     assert capsys.readouterr().err.strip() == "\n\n".join(WORDS[name] for name in said)
+
+
+def test_the_sentence_behind_a_traceback_has_where_that_rank_was(capsys: pytest.CaptureFixture[str]) -> None:
+    failure = Failure(0, 100 * S, 1, "Traceback (most recent call last):\n  ...\nValueError: no")
+    ranks: list[Any] = [
+        Ended(0, 1, failure, 101 * S, at=", in phase forward of step 9"),
+        Ended(1, -15, ended_by_us=True),
+    ]
+    _report(ranks)
+    assert capsys.readouterr().err.endswith("\n\nRank 0 failed first, in phase forward of step 9: ValueError: no\n")
 
 
 @pytest.mark.parametrize(

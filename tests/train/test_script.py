@@ -251,9 +251,10 @@ def test_the_traceback_of_the_rank_that_failed_is_said_once_and_is_the_scripts_a
     said = "['--lr', '1', '--help'] True 1 2"
     assert sorted(out.splitlines()) == sorted([said, f"[rank 1] {said}"])
     assert command.returncode == 1
-    first, *trace, last = err.splitlines()
+    first, *trace, last, _, sentence = err.splitlines()
     assert (first, trace[0]) == ("Rank 1 failed first:", "Traceback (most recent call last):")
     assert last == "ZeroDivisionError: the cause of it all"
+    assert sentence == f"Rank 1 failed first: {last}"
     assert {line.split('"')[1] for line in trace if line.startswith("  File")} == {str(tmp_path / "mine.py")}
 
 

@@ -209,7 +209,10 @@ def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int
     for rank in ranks:
         if rank.stopped:
             print(f"\n{_stopped_rank(rank)}", file=sys.stderr)
-    return _ended_by(first, f"rank {first.rank} failed: {first.text.splitlines()[-1]}", ranks)
+    *trace, why = first.text.splitlines()
+    if trace and not any(rank.stopped for rank in ranks):  # whoever looks at the end of a long output finds it there
+        print(f"\nRank {first.rank} failed first{ranks[first.rank].at}: {why}", file=sys.stderr)
+    return _ended_by(first, f"rank {first.rank} failed: {why}", ranks)
 
 
 def _ended_by(failure: Failure, why: str, ranks: Sequence[LocalRank]) -> Ended:
