@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import terrazzo as tz
 from terrazzo.config import config_from_dict
 from terrazzo.engine import PRECISIONS
 from terrazzo.engine.optim.elementwise import ELEMENTWISE
@@ -116,6 +117,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("SGD", {"momentum": 0.9}),
     ("RMSprop", {"momentum": 0.9, "centered": True}),
     ("Adagrad", {"initial_accumulator_value": 0.1}),
+    ("Lion", {}),
+    ("AdEMAMix", {"warmup_steps": 10}),
 ]
 
 
@@ -123,7 +126,8 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 def test_what_each_optimizer_keeps_is_known(name: str, options: dict[str, Any]) -> None:
     """The table against a step of the class itself."""
     found = setup_of(config(optimizer={"name": name, "options": options}), 1, HOST).optimizer
-    probe = getattr(torch.optim, name)([nn.Parameter(torch.zeros(2, 2))], lr=0.1, **options)
+    kind = getattr(torch.optim, name, None) or getattr(tz.optim, name)
+    probe = kind([nn.Parameter(torch.zeros(2, 2))], lr=0.1, **options)
     specs = OptimizerProbe(probe, probe.param_groups[0], torch.device("cpu")).template().values()
     assert found.moments == sum(spec.per_element for spec in specs)
     assert found.fixed_bytes == sum(spec.fixed_bytes for spec in specs)

@@ -173,13 +173,13 @@ class BatchConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """A torch.optim class by name. Vectors and scalars (norms, biases) are kept out of weight decay."""
+    """A class of torch.optim or tz.optim by name. Vectors and scalars (norms, biases) are kept out of weight decay."""
 
-    name: str = Field("AdamW", description="class of torch.optim; must be elementwise")
+    name: str = Field("AdamW", description="class of torch.optim, or Lion or AdEMAMix of tz.optim; must be elementwise")
     lr: float = Field(3e-4, ge=0, description="learning rate at its peak")
     weight_decay: float = Field(0.1, ge=0, description="for parameters of two or more dimensions")
     no_decay: list[str] = Field(default=[], description="name globs that are also kept out of weight decay")
-    options: dict[str, Any] = Field(default={}, description="further arguments of the torch.optim class")
+    options: dict[str, Any] = Field(default={}, description="further arguments of the class")
 
 
 class ScheduleConfig(Section):

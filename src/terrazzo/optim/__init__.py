@@ -2,9 +2,11 @@
 
 Muon             whole matrices made orthogonal, and AdamW for all else, in one object
 hidden_matrices  which parameters of a model are for it
+Lion, AdEMAMix   elementwise: the sign of a momentum, and AdamW with a second, slow average
 """
 
-from terrazzo.optim.matrices import MatrixOptimizer, is_matrix_group, matrix_numel
+from terrazzo.optim.elements import AdEMAMix, Lion
+from terrazzo.optim.matrices import MatrixOptimizer, is_matrix_group
 from terrazzo.optim.muon import Muon, hidden_matrices
 
-__all__ = ["MatrixOptimizer", "Muon", "hidden_matrices", "is_matrix_group", "matrix_numel"]
+__all__ = ["AdEMAMix", "Lion", "MatrixOptimizer", "Muon", "hidden_matrices", "is_matrix_group"]

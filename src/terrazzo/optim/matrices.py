@@ -6,16 +6,15 @@ the first part on these, the second on one rank that all send theirs, its owner,
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["MatrixOptimizer", "is_matrix_group", "matrix_numel"]
+__all__ = ["MatrixOptimizer", "is_matrix_group"]
 
 Group = dict[str, Any]
 
@@ -88,8 +87,3 @@ class MatrixOptimizer(Optimizer):
 def is_matrix_group(optimizer: Optimizer, group: Group) -> bool:
     """Whether `optimizer` steps `group` matrix by matrix."""
     return isinstance(optimizer, MatrixOptimizer) and optimizer.is_of_matrices(group)
-
-
-def matrix_numel(shape: Sequence[int]) -> int:
-    """Elements of each matrix of a parameter of `shape`."""
-    return math.prod(shape[-2:])

@@ -1,4 +1,4 @@
-"""From a configuration to its optimizer, a class of `torch.optim` by name, and to its learning rate.
+"""From a configuration to its optimizer, a class of `torch.optim` or `tz.optim` by name, and to its learning rate.
 
 That is torch's `LambdaLR`, so that any optimizer and any checkpoint understands it.
 """
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from terrazzo.config import OptimizerConfig, ScheduleConfig
 from terrazzo.engine import ELEMENTWISE, check_elementwise
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.optim import AdEMAMix, Lion
 
 __all__ = [
     "build_optimizer",
@@ -33,11 +34,15 @@ __all__ = [
 ]
 
 
+_OWN = (Lion, AdEMAMix)
+"""Of tz.optim."""
+
+
 def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
-    """The torch.optim class of that name, its options checked.
+    """The class of torch.optim or tz.optim of that name, its options checked.
 
     Raises:
-        BadInput: a name that torch.optim does not have, an optimizer that cannot be sharded, an option that it does not
+        BadInput: a name that neither has, an optimizer that cannot be sharded, an option that it does not
             take; in this order, since another optimizer takes other options.
     """
     known = {
@@ -45,14 +50,20 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
         for name, value in vars(torch.optim).items()
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
+    known |= {each.__name__: each for each in _OWN}
+    if config.name.lower() == "muon":
+        raise BadInput(
+            "optimizer.name: `terrazzo train` and the planner do not know Muon yet. Use AdamW, or tz.optim.Muon in a "
+            "loop of your own, under every plan that keeps optimizer state on the device."
+        )
     if config.name not in known:
         same = next((name for name in known if name.lower() == config.name.lower()), config.name)
         if same in known:
             check_elementwise(known[same])  # else its name would be suggested, and then refused
-        shardable = sorted(name for name, value in known.items() if value in ELEMENTWISE)
+        shardable = sorted(name for name, value in known.items() if value in (*ELEMENTWISE, *_OWN))
         raise BadInput(
-            f"optimizer.name is '{config.name}', which torch.optim does not have.{did_you_mean(same, shardable)} Those"
-            f" that can be sharded: {', '.join(shardable)}."
+            f"optimizer.name is '{config.name}', which neither torch.optim nor tz.optim has."
+            f"{did_you_mean(same, shardable)} Those that can be sharded: {', '.join(shardable)}."
         )
     chosen: type[torch.optim.Optimizer] = known[config.name]
     try:
@@ -63,7 +74,7 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     for option in config.options:
         if option not in options:
             raise BadInput(
-                f"optimizer.options.{option} is not an argument of torch.optim.{config.name}."
+                f"optimizer.options.{option} is not an argument of {config.name}."
                 f"{did_you_mean(option, options)} Known: {', '.join(sorted(options))}."
             )
     return chosen
@@ -125,7 +136,7 @@ def _construct(
     try:
         return chosen(params, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise BadInput(f"torch.optim.{config.name} does not accept these settings: {error}.") from error
+        raise BadInput(f"{config.name} does not accept these settings: {error}.") from error
 
 
 def learning_rate_share(config: ScheduleConfig, steps: int, step: int) -> float:

@@ -145,10 +145,10 @@ ENGINE_RULES = (
         "refuse",
         lambda setup, _: not setup.optimizer.elementwise,
         lambda it: (
-            f"{it.optimizer} does not update each element from its own values alone, so it would be wrong on flat "
-            "shards."
+            f"{it.optimizer} does not update each element from its own values alone; `terrazzo train` and this planner "
+            "know none such."
         ),
-        "Use adamw, adam, rmsprop, adagrad, momentum or sgd.",
+        "Use adamw, adam, rmsprop, adagrad, momentum or sgd; or, without a plan of it, tz.optim.Muon in your own loop.",
         "terrazzo.engine.optim.elementwise.check_elementwise",
     ),
     Rule(
@@ -156,7 +156,7 @@ ENGINE_RULES = (
         ("terrazzo",),
         "planned",
         lambda setup, _: setup.optimizer.torch_class is None,
-        lambda it: f"`terrazzo train` takes optimizers of torch.optim, which has no {it.optimizer}.",
+        lambda it: f"`terrazzo train` takes optimizers of torch.optim and tz.optim, which have no {it.optimizer}.",
         "Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
         "terrazzo.train.optimizer.optimizer_class",
     ),

@@ -17,7 +17,7 @@ class OptimizerRecipe:
         moments: tensors as large as the weights: 2 for Adam, 1 for momentum, Lion, RMSprop, 0 for plain SGD.
         moment_bytes: per element of each, None for what the precision says; about 1 with 8-bit states.
         fixed_bytes: per run of parameters that share settings, for scalar states: the step count.
-        torch_class: the class of torch.optim, None where torch has none; `options`: its arguments.
+        torch_class: the class of torch.optim or of tz.optim, None where neither has it; `options`: its arguments.
         takes_root: whether torch's update takes the root of a moment into memory of its own.
         elementwise: whether it updates each element from its own values alone, and so may be given flat shards.
     """
@@ -45,7 +45,8 @@ _ROWS = (
     OptimizerRecipe("asgd", 1, torch_class="ASGD", fixed_bytes=12),
     OptimizerRecipe("momentum", 1, torch_class="SGD", options=(("momentum", 0.9),), fixed_bytes=0),
     OptimizerRecipe("sgd", 0, torch_class="SGD", fixed_bytes=0),
-    OptimizerRecipe("lion", 1, fixed_bytes=0),
+    OptimizerRecipe("lion", 1, torch_class="Lion", fixed_bytes=0),
+    OptimizerRecipe("ademamix", 3, torch_class="AdEMAMix", takes_root=True),
     OptimizerRecipe("adafactor", 0, torch_class="Adafactor", elementwise=False),
     OptimizerRecipe("muon", 1, torch_class="Muon", elementwise=False),
     OptimizerRecipe("adamw-8bit", 2, 1 + 4 / 256),

@@ -1,0 +1,133 @@
+"""Elementwise optimizers that torch does not have."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from terrazzo.errors import BadInput
+
+__all__ = ["AdEMAMix", "Lion"]
+
+Group = dict[str, Any]
+
+
+class _Elementwise(Optimizer):
+    """Each element is updated from its own values alone, each parameter for itself."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        low = [key for key in ("lr", "weight_decay", "eps", "alpha", "warmup_steps") if settings.get(key, 0) < 0]
+        off = [each for each in settings["betas"] if not 0 <= each < 1]
+        if low or off:
+            raise BadInput(
+                f"tz.optim.{type(self).__name__}: {low[0] if low else 'betas'} is "
+                f"{settings[low[0]] if low else settings['betas']!r}; "
+                f"{'give 0 or more' if low else 'each of them is at least 0 and less than 1'}."
+            )
+        super().__init__(params, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, self.state[parameter], parameter, parameter.grad)
+        return loss
+
+    @abstractmethod
+    def _update(self, group: Group, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Step one parameter; `kept` is empty before its first step."""
+
+
+class Lion(_Elementwise):
+    """The sign of a momentum (Chen et al. 2023, arXiv 2302.06675): one number is kept for each element.
+
+    A rate three to ten times smaller than AdamW's, and as much more weight decay, are usual.
+
+    Args:
+        params: as of any torch optimizer.
+        betas: of what the sign is taken of, and of what is kept.
+        weight_decay: decoupled.
+
+    Raises:
+        BadInput: for negative settings, and betas that are not from 0 to 1.
+    """
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+    def _update(self, group: Group, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
+        mean: Tensor = kept.setdefault("exp_avg", torch.zeros_like(parameter))
+        (first, second), rate = group["betas"], group["lr"]
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.sub_(mean.lerp(gradient, 1 - first).sign_().mul_(rate))
+        mean.lerp_(gradient, 1 - second)
+
+
+class AdEMAMix(_Elementwise):
+    """AdamW with a second, slow average of gradients (Pagliardini et al. 2024, arXiv 2409.03137): keeps three numbers.
+
+    Args:
+        params: as of any torch optimizer.
+        betas: of the fast average, of the squares, and of the slow one.
+        eps: added to the root of the squares.
+        weight_decay: decoupled.
+        alpha: weight of the slow average.
+        warmup_steps: in which the weight of the slow average grows from 0, and its beta from the fast one's; the paper
+            takes the whole run. 0 for none.
+
+    Raises:
+        BadInput: for negative settings, and betas that are not from 0 to 1.
+    """
+
+    def __init__(  # structure: signature fixed by the paper's settings
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        alpha: float = 5.0,
+        warmup_steps: int = 0,
+    ) -> None:
+        settings = {"eps": eps, "weight_decay": weight_decay, "alpha": alpha, "warmup_steps": warmup_steps}
+        super().__init__(params, lr=lr, betas=betas, **settings)
+
+    def _update(self, group: Group, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
+        if not kept:
+            kept["step"] = torch.zeros((), dtype=torch.float32)
+            kept.update({key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq", "exp_avg_slow")})
+        kept["step"] += 1
+        step, rate, (first, second, _) = int(kept["step"].item()), group["lr"], group["betas"]
+        alpha, third = _slow(group, step)
+        kept["exp_avg"].lerp_(gradient, 1 - first)
+        kept["exp_avg_slow"].lerp_(gradient, 1 - third)
+        kept["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        root = (kept["exp_avg_sq"].sqrt() / math.sqrt(1 - second**step)).add_(group["eps"])
+        update = (kept["exp_avg"] / (1 - first**step)).add_(kept["exp_avg_slow"], alpha=alpha).div_(root)
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.sub_(update.mul_(rate))
+
+
+def _slow(group: Group, step: int) -> tuple[float, float]:
+    """Weight and beta of the slow average in a step, from 1: as at the end behind the warm-up."""
+    (first, _, third), steps = group["betas"], group["warmup_steps"]
+    if step >= steps or not 0 < first < third:
+        return group["alpha"] * min(1.0, step / steps if steps else 1.0), third
+    share, low, high = step / steps, math.log(first), math.log(third)
+    return group["alpha"] * share, math.exp(low * high / ((1 - share) * high + share * low))
