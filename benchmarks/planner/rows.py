@@ -172,7 +172,7 @@ def _setup(family: str, fields: Mapping[str, str]) -> Setup:
         offload=Offload(step="synchronous"),  # DeepSpeed updates on the spot
         coalesced=_precision(family, fields) != DEEPSPEED,
         as_megatron=megatron,
-        fused_update=megatron,
+        optimizer_kernel="fused" if megatron else "foreach",
     )
 
 
@@ -336,7 +336,6 @@ def _vtrain(fields: Mapping[str, str]) -> Row:
         accumulate_locally=True,
         sequence_parallel=False,
         as_megatron=True,
-        fused_update=True,
     )
     return Row(fields["id"], "vtrain", setup, float(fields["iteration_ms"]) / 1e3, None, "allocated", None, "A", "")
 

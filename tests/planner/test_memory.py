@@ -123,7 +123,6 @@ def test_megatron_7b_of_the_continuous_integration() -> None:
         sequence_parallel=False,
         loss="fused",
         as_megatron=True,
-        fused_update=True,
     )
     assert memory_of(made).allocated_bytes == pytest.approx(58.19e9, rel=0.03)
 
@@ -132,7 +131,7 @@ def test_what_megatron_does_is_said_and_not_guessed() -> None:
     """With every choice given, splitting a model into more tensor-parallel parts never needs more memory."""
     model = llama(80, 8192, 28672, 64, 8, 128_256)
     for as_megatron in (False, True):
-        options: dict[str, Any] = {"as_megatron": as_megatron, "fused_update": as_megatron}
+        options: dict[str, Any] = {"as_megatron": as_megatron}
         options |= {"loss": "fused" if as_megatron else "full", "sequence": 4096, "checkpointing": "full"}
         options["precision"] = Precision.named("bf16")
         peaks = [
@@ -149,16 +148,16 @@ def test_what_megatron_does_is_said_and_not_guessed() -> None:
 def test_an_update_is_fused_where_the_engine_takes_the_fused_kernel(recipe: OptimizerRecipe) -> None:
     optimizer = getattr(torch.optim, str(recipe.torch_class))([torch.zeros(2, 2, requires_grad=True)], lr=0.1)
     choose_kernel(optimizer)
-    planned = build_setup(Request("llama3-8b", 8, strategy="zero1", optimizer=recipe.name)).fused_update
+    planned = build_setup(Request("llama3-8b", 8, strategy="zero1", optimizer=recipe.name)).kernel == "fused"
     assert planned is bool(optimizer.param_groups[0].get("fused"))
 
 
 def test_a_request_means_the_engine_unless_megatron_is_asked_for_and_that_is_said() -> None:
     meshes: list[dict[str, Any]] = [{"pp": 2, "as_megatron": True}, {"tp": 2}, {"pp": 2}]
     made, cut, staged = (build_setup(Request("llama3-8b", 8, strategy="zero1", **axes)) for axes in meshes)
-    assert (made.as_megatron, made.fused_update, made.loss) == (True, True, "fused")
-    assert (cut.as_megatron, cut.fused_update, cut.loss) == (False, True, "parts")
-    assert (staged.as_megatron, staged.fused_update, staged.loss) == (False, True, "full")
+    assert (made.as_megatron, made.kernel, made.loss) == (True, "fused", "fused")
+    assert (cut.as_megatron, cut.kernel, cut.loss) == (False, "fused", "parts")
+    assert (staged.as_megatron, staged.kernel, staged.loss) == (False, "fused", "full")
     asked = Request("llama3-8b", 8, strategy="zero1", pp=2, loss="full", as_megatron=True)
     assert build_setup(asked).loss == "full"
     said = [note for note in ask(asked).best.warnings if "Megatron-core" in note]
@@ -327,7 +326,7 @@ def test_checkpointing_and_fewer_tokens_need_less() -> None:
 def test_compiled_blocks_leave_the_loss_as_it_is() -> None:
     """On an H100 (torch 2.11, one rank, zero3, blocks compiled by inductor) 22.57 GiB were allocated, eager 23.44."""
     model = llama(4, 4096, 14336, 32, 8, 32_768)
-    options: dict[str, Any] = {"sequence": 4096, "micro_batch": 2, "fused_update": True}
+    options: dict[str, Any] = {"sequence": 4096, "micro_batch": 2}
     one = setup(model, device=named("h100"), mesh=Mesh(), precision=Precision.named("bf16"), **options)
     for compiled, measured in ((True, 22.57), (False, 23.44)):
         memory = memory_of(replace(one, compile=compiled))
@@ -433,7 +432,7 @@ def test_the_moment_is_named() -> None:
     model = llama(32, 4096, 14336, 32, 8, 128_256)
     at_loss = memory_of(setup(model, sequence=32_768, checkpointing="full", precision=FSDP))
     assert "at the loss" in at_loss.limiting_rank
-    resting = memory_of(setup(model, "zero0", sequence=128, checkpointing="full"))
+    resting = memory_of(setup(model, "zero0", sequence=128, checkpointing="full", optimizer_kernel="foreach"))
     assert "optimizer's update" in resting.limiting_rank
     terms, moment = stage_terms(setup(model, "zero3", sequence=8192, precision=FSDP, compile=True, loss="fused"), 0)
     assert "backward" in moment
@@ -468,3 +467,14 @@ def test_a_loss_that_holds_on_to_its_logits_is_in_the_bound() -> None:
     assert 14 * 8192 * 128_256 <= logits.upper <= 17 * 8192 * 128_256
     (fused,) = (term for term in ask(replace(asked, loss="fused")).best.memory.terms if term.name == "logits")
     assert fused.upper == fused.value < logits.value
+
+
+def test_what_the_optimizers_kernel_takes_is_there_at_rest() -> None:
+    """Torch's foreach has a list of roots as large as the parameters (torch/optim/adam.py): 4 bytes each."""
+    asked = Request("llama3-8b", 8, "mi300x", "zero0", sequence=128, checkpointing="full")
+    alone, listed = (
+        sum(term.value for term in ask(replace(asked, optimizer_kernel=kernel)).best.memory.terms)
+        for kernel in ("fused", "foreach")
+    )
+    assert alone == sum(term.value for term in ask(asked).best.memory.terms)
+    assert 0.8 * 4 * 8.03e9 < listed - alone < 1.01 * 4 * 8.03e9

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terrazzo.engine import PRECISIONS, Offload, Plan, Precision
+from terrazzo.errors import BadInput
 from terrazzo.planner.figures import Time
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.devices import Cluster, Device, device
@@ -23,9 +24,17 @@ from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.formulas import FORMULAS
+from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble
-from terrazzo.planner.timing.compute import block_seconds, flops_per_token, matmul_rate, step_flops, sustained_rate
+from terrazzo.planner.timing.compute import (
+    attention_rate,
+    block_seconds,
+    flops_per_token,
+    matmul_rate,
+    step_flops,
+    sustained_rate,
+)
 from terrazzo.planner.timing.overlap import BlockRow, block_exposure, root_exposure
 from terrazzo.planner.timing.stage import HOST_ADAM
 from terrazzo.planner.timing.step import BAND, time_of
@@ -690,3 +699,20 @@ def test_what_is_measured_of_messages_counts_for_each() -> None:
     split = Mesh(dp_shard=2, tp=2)
     more = [on_cpus(1, split, **figures).step_s for figures in ({}, {"call_s": 1e-3}, {"unit_s": 1e-3})]
     assert more[1] - more[0] > 3 * (more[2] - more[0])
+
+
+def test_attention_is_as_fast_as_its_kernel_on_devices_that_it_is_made_for() -> None:
+    """Forward and backward, causal, 128 channels, 16,384 tokens of an H100: cuDNN 526, FlashAttention-2 319 TFLOP/s."""
+
+    def rate(gpu: str, kernel: Any) -> float:
+        asked = build_setup(Request("llama3-8b", 8, gpu, "zero3", attention=kernel))
+        (block,) = (unit.block for unit in asked.model.blocks)
+        assert block is not None
+        return attention_rate(asked, block)
+
+    assert rate("h100", "flash") == pytest.approx(319e12, rel=0.1)
+    assert rate("h100", "cudnn") == pytest.approx(526e12, rel=0.1)
+    assert rate("h100", "flash3") == pytest.approx(576e12, rel=0.1)  # arXiv 2407.08608
+    for kernel in ("cudnn", "flash3"):
+        with pytest.raises(BadInput, match=rf"attention {kernel} .* A100.* has not.* Use flash"):
+            rate("a100", kernel)

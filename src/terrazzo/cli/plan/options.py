@@ -140,8 +140,18 @@ _TRAINING = (
         "optimizer",
         beside=PARAMS,
     ),
+    PlanOption(
+        "--optimizer-kernel KIND",
+        "fused, foreach or loop; default: as terrazzo train, fused for adam and adamw",
+        "optimizer_kernel",
+    ),
     PlanOption("--compile", "blocks go through torch.compile", "compile", bool),
-    PlanOption("--attention KIND", "flash (default), or math, which keeps all scores", "attention", default="flash"),
+    PlanOption(
+        "--attention KIND",
+        "flash (default), the faster cudnn and flash3 of Hopper and later, or math, which keeps all scores",
+        "attention",
+        default="flash",
+    ),
     PlanOption(
         "--loss KIND",
         "full (default; torch's, in fp32), fused, chunked, or parts (default with --tp): of the vocabulary",

@@ -88,7 +88,7 @@ RULES = (
         "flash attention before Ampere",
         (),
         "warn",
-        lambda setup, _: setup.attention == "flash" and setup.cluster.device.kind == "cuda" and _lacks(setup, "bf16"),
+        lambda setup, _: setup.attention != "math" and setup.cluster.device.kind == "cuda" and _lacks(setup, "bf16"),
         lambda it: (
             f"FlashAttention-2 needs Ampere; on {it.device} torch takes its memory-efficient kernel, which is slower."
         ),

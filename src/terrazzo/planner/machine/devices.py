@@ -36,6 +36,8 @@ class Device:
         watts: power that the device may draw.
         switch_sums: whether the scale-up switch sums what passes it (NVLink SHARP, from Hopper on). full_mesh: there is
             none, and each pair of devices has a link of its own.
+        wide_warps: whether groups of warps multiply together, which faster attention kernels need (NVIDIA, from Hopper
+            on, but for workstation parts).
         launch_s: host time for launching one eager block's kernels, forward and backward; None for the usual one.
         call_s, hop_s: time that a collective takes beside moving bytes, whatever its ranks, and for each; None for the
             usual time for each.
@@ -58,6 +60,7 @@ class Device:
     watts: float | None = None
     switch_sums: bool = False
     full_mesh: bool = False
+    wide_warps: bool = False
     launch_s: float | None = None
     call_s: float = 0.0
     unit_s: float = 0.0
@@ -206,6 +209,7 @@ def _device(row: Mapping[str, str]) -> Device:
         per_node=int(row["typical_gpus_per_node"]),
         watts=figure("tdp_w", 1),
         full_mesh="full mesh" in row["scaleup_link"],
+        wide_warps="Hopper" in row["arch"] or ("Blackwell" in row["arch"] and row["arch"] != "Blackwell GB202"),
         switch_sums=bool(row["fp8_dense_tflops"])
         and ("NVSwitch" in row["scaleup_link"] or "NVL72" in row["scaleup_link"]),
         source=row["source"],

@@ -192,15 +192,15 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
 def _update_bytes(setup: Setup, stage: int) -> float:
     """What the optimizer step needs for itself on the device.
 
-    On CUDA torch's default updates all tensors at once (`foreach`) and so holds a root for each; on CPU one after the
-    other, with a quotient beside the root.
+    `foreach` updates all tensors at once and so holds a root for each; `loop` one after the other, with a quotient
+    beside the root.
     """
     recipe, precision = setup.optimizer, setup.precision
-    if setup.fused_update or not recipe.takes_root or recipe.moment_bytes is not None:
+    if setup.kernel == "fused" or not recipe.takes_root or recipe.moment_bytes is not None:
         return 0.0
     rows = placed_units(setup, stage)
     numels = [(unit_states(u, own).optim_numel, n) for u, n, own in rows if own.tiers.optim == "device"]
-    at_once = setup.cluster.device.kind == "cuda" and precision.moments == precision.master
+    at_once = setup.kernel == "foreach" and precision.moments == precision.master
     if at_once:
         return float(sum(numel * count for numel, count in numels) * precision.master.itemsize)
     return float(2 * max((numel for numel, _ in numels), default=0) * precision.master.itemsize)

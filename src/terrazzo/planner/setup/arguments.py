@@ -11,7 +11,7 @@ from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.parallel import Mode
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.checks import check_number
-from terrazzo.planner.setup.setup import Attention, Loss, Pipeline, Ranking
+from terrazzo.planner.setup.setup import Attention, Kernel, Loss, Pipeline, Ranking
 
 __all__ = ["checked"]
 
@@ -29,6 +29,7 @@ NAMES = ("strategy", "gpu", "checkpointing", "precision", "optimizer")
 CHOICES: Mapping[str, Any] = {
     "attention": Attention,
     "loss": Loss,
+    "optimizer_kernel": Kernel,
     "pipeline": Pipeline,
     "rank": Ranking,
     "context": Mode,

@@ -21,7 +21,7 @@ from terrazzo.planner.setup import recipes
 from terrazzo.planner.setup.arguments import checked
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.optimizers import optimizer
-from terrazzo.planner.setup.setup import Attention, Loss, Pipeline, Ranking, Setup
+from terrazzo.planner.setup.setup import Attention, Kernel, Loss, Pipeline, Ranking, Setup
 
 __all__ = ["CONTEXT", "Request", "assumptions", "build_cluster", "build_setup", "counts_of", "shape_of"]
 
@@ -58,6 +58,7 @@ class Request:
         loss: `full`, `fused`, `chunked` or `parts`, by default `full`; `parts` where ranks along tp have parts of the
             vocabulary, as in `terrazzo train`; `fused` as in Megatron-core.
         checkpointing: of activations: `none` (default), `selective`, `full`, `every_N`.
+        optimizer_kernel: `fused`, `foreach` or `loop`, by default what the engine takes: `fused` for Adam and AdamW.
         precision, optimizer: names in `recipes` and `optimizers`, by default `bf16` and `adamw`.
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.
         context: how ranks along cp compute attention together: `gather` (default), `ulysses` or `ring`.
@@ -85,6 +86,7 @@ class Request:
     checkpointing: str | None = None
     precision: str | None = None
     optimizer: str | None = None
+    optimizer_kernel: Kernel | None = None
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None
@@ -142,6 +144,11 @@ def build_setup(request: Request) -> Setup:
     mode, every = recipes.checkpointing(request.checkpointing or "none")
     micro_batch, megatron = request.micro_batch or 1, request.as_megatron
     recipe = optimizer(request.optimizer or OPTIMIZER)
+    if request.attention in ("cudnn", "flash3") and not cluster.device.wide_warps:
+        raise BadInput(
+            f"attention {request.attention} is made for Hopper and later, whose instructions {cluster.device.name} has "
+            "not. Use flash."
+        )
     return Setup(
         model=model,
         cluster=cluster,
@@ -165,7 +172,7 @@ def build_setup(request: Request) -> Setup:
         virtual_stages=request.virtual_stages or 1,
         pipeline=request.pipeline or "1f1b",
         as_megatron=megatron,
-        fused_update=megatron or recipe.torch_class in ("Adam", "AdamW"),  # as the engine chooses
+        optimizer_kernel=request.optimizer_kernel,
     )
 
 

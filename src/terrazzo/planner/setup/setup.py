@@ -15,10 +15,14 @@ from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 __all__ = ["Setup"]
 
 Checkpointing = Literal["none", "selective", "full"]
-Attention = Literal["flash", "math"]
+Attention = Literal["flash", "cudnn", "flash3", "math"]
 Loss = Literal["full", "fused", "chunked", "parts"]
 Pipeline = Literal["1f1b", "gpipe", "zero_bubble"]
+Kernel = Literal["fused", "foreach", "loop"]
 Ranking = Literal["throughput", "gpus", "cost"]
+
+FUSED = ("Adam", "AdamW")
+"""Of torch's optimizers, those of which the engine takes the fused kernel where the user has not chosen."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ class Setup:
         checkpointing: of activations: `full` keeps a block's input alone; `selective` also the results of its matrix
             products and of attention, under `math` attention all but the scores. With `every` n > 1, one block in n.
         every_second_product: of matrix products selective checkpointing keeps every second, as torchtitan's does.
-        attention: `flash`, or `math` that keeps the [sequence, sequence] scores.
+        attention: `flash` is FlashAttention-2, `cudnn` and `flash3` are kernels that Hopper is made for; `math` keeps
+            the [sequence, sequence] scores.
         loss: `full` as torch's cross_entropy in fp32; `fused` keeps the logits and one fp32 copy, as Megatron's or a
             compiled one; `chunked` as `terrazzo.nn.linear_cross_entropy`, which never holds all logits; `parts` as
             `terrazzo.parallel.VocabularyLoss`, where each tensor-parallel rank has its part of the vocabulary.
@@ -43,8 +48,9 @@ class Setup:
         virtual_stages: model chunks per pipeline rank (interleaved schedule).
         as_megatron: Megatron-core runs it, as published runs had it, and not the engine: its stages, axes, and buffers
             of whole gradients that stay allocated (NVIDIA/Megatron-LM param_and_grad_buffer.py).
-        fused_update: the optimizer updates without memory of its own (torch's `fused`, which the engine takes for Adam
-            and AdamW; NVIDIA/apex FusedAdam).
+        optimizer_kernel: `fused` updates without memory of its own, in one pass (torch's, NVIDIA/apex FusedAdam);
+            `foreach`, torch's default on a GPU, takes a list of roots as large as the weights; `loop` one tensor after
+            the other. None: `kernel` says what the engine takes.
         offload: how states that the plan has put on other tiers are kept and updated. offload_activations: what
             checkpointing keeps of a block goes to host memory.
         coalesced: a unit's tensors travel as one message, as here and in FSDP; not so in DeepSpeed's ZeRO-3 of 2021.
@@ -77,7 +83,7 @@ class Setup:
     offload_activations: bool = False
     coalesced: bool = True
     as_megatron: bool = False
-    fused_update: bool = False
+    optimizer_kernel: Kernel | None = None
 
     @property
     def sums_locally(self) -> bool:
@@ -90,6 +96,15 @@ class Setup:
         stays between forward and backward.
         """
         return self.mesh.pp > 1 and not self.as_megatron
+
+    @property
+    def kernel(self) -> Kernel:
+        """Of the optimizer: the one that was named, or the engine's; Megatron-core's is fused."""
+        if self.optimizer_kernel is not None:
+            return self.optimizer_kernel
+        if self.as_megatron or self.optimizer.torch_class in FUSED:
+            return "fused"
+        return "foreach" if self.cluster.device.kind == "cuda" else "loop"
 
     @property
     def whole_experts(self) -> bool:

@@ -127,7 +127,7 @@ def setup_text(setup: Setup) -> str:
     batch = f"{setup.micro_batch} × {setup.micro_batches} sequences of {setup.sequence:,} tokens on each data rank"
     options = [precision_name(setup), setup.optimizer.name, f"checkpointing {checkpointing_text(setup)}"]
     options += ["compiled"] if setup.compile else []
-    options += ["attention math"] if setup.attention == "math" else []
+    options += [f"attention {setup.attention}"] if setup.attention != "flash" else []
     options += [f"{setup.loss} loss"] if setup.loss != "full" else []
     return (
         f"{setup.model.name}, {parameters_text(setup.model)}, {count} × {device.name}, "

@@ -53,6 +53,12 @@ FLASH_SHARE = 0.50
 119 TFLOP/s on A100 and 300 on H100. FlashAttention-2 reaches 1.5 and 1.15 times that on long sequences (arXiv
 2307.08691, section 4.1), its predecessor, with which the MPT models ran, two thirds."""
 
+KERNEL_GAIN = {"cudnn": 1.64, "flash3": 1.77}
+"""Times the rate of FlashAttention-2, of kernels that Hopper is made for, forward and backward together, causal, at 128
+channels: cuDNN's 470 against 289 TFLOP/s at 4,096 tokens, 526 against 319 at 16,384 (benchmarks/results/gpu/kernels.md,
+on an H100); FlashAttention-3's two forward products at 616 and five backward at 561 against 333 and 322 (arXiv
+2407.08608). Of Blackwell no backward is published: it is given Hopper's."""
+
 MEMORY_SHARE = 0.85
 """Of the memory's bandwidth, what elementwise kernels reach."""
 
@@ -199,7 +205,7 @@ def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
     matmul = _matmul_s(setup, unit, block)
     attention = _attention_s(setup, block)
     memory = _memory_bytes(setup, unit, block) / memory_rate(device)
-    share = FORWARD_ATTENTION if setup.attention == "flash" else 1 / 3
+    share = FORWARD_ATTENTION if setup.attention != "math" else 1 / 3
     recompute = _recompute_s(setup, Seconds(matmul, attention, memory, forward_share=share))
     launch = launch_seconds(setup, block) * (4 / 3 if recompute else 1)
     gaps = _gaps(device, launch, matmul + attention + memory + recompute)
@@ -244,7 +250,8 @@ def attention_rate(setup: Setup, block: BlockShape) -> float:
     """FLOP/s: narrow heads fill the matrix units less well."""
     rate = sustained_rate(setup.cluster.device, sixteen_bits(setup.matmul))
     assert rate is not None
-    return rate * FLASH_SHARE * 1.25 * block.head_dim / (block.head_dim + 32)
+    gain = KERNEL_GAIN.get(setup.attention, 1.0) if setup.cluster.device.wide_warps else 1.0
+    return rate * FLASH_SHARE * gain * 1.25 * block.head_dim / (block.head_dim + 32)
 
 
 def attention_work(setup: Setup, block: BlockShape) -> tuple[float, float]:
@@ -332,8 +339,17 @@ COMPILED_LOGITS = 0.5
 
 
 def optimizer_bytes(setup: Setup, owned_numel: float) -> float:
-    """Reading the gradient twice (its norm, the update), reading and writing master and moments, writing the weight."""
+    """Reading the gradient twice (its norm, the update), reading and writing master and moments, writing the weight.
+
+    What takes roots and is not fused writes and reads each of its steps.
+    """
     precision, recipe = setup.precision, setup.optimizer
     moments = recipe.moments * (recipe.moment_bytes or precision.moments.itemsize)
     both_ways = 2 * (precision.accumulate.itemsize + precision.master.itemsize + moments)
-    return owned_numel * (both_ways + precision.weight.itemsize)
+    steps = 0 if setup.kernel == "fused" or not recipe.takes_root else STEPS * precision.master.itemsize
+    return owned_numel * (both_ways + precision.weight.itemsize + steps)
+
+
+STEPS = 13
+"""Elements written and read between the steps of an Adam that is not fused: 80 bytes of a parameter in fp32 where the
+fused one moves 28 (torch/optim/adam.py)."""
