@@ -20,6 +20,7 @@ OPS = {"activation_checkpointing": "selective", "activation_checkpointing_ops": 
         ({"optimizer": {"no_decay": ["*.bias", "haed.*"]}}, r"no_decay has '\*\.bias', which no parameter's"),
         ({"plan": {"units": ["Blcok"]}}, r"plan\.units: 'Blcok' matches no module.*Did you mean 'Block'\?"),
         ({"train": OPS}, "no operator 'nope'"),
+        ({"data": {"too_long": "drop"}}, r"data\.too_long is 'drop', but with data\.packing 'stream'"),
         ({"guard": {"action": "rollback"}}, r"no checkpoint to go back to\. Set checkpoint\.every"),
         ({"data": {"cache": "/proc/tokens"}}, r"data\.cache is '/proc/tokens', but '/proc' cannot be written to"),
     ],

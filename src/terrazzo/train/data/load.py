@@ -32,7 +32,7 @@ from terrazzo.train.data.source_file import SourceFile
 from terrazzo.train.data.sources import Skipped, find_files, read_documents
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["TokenData", "load_data"]
+__all__ = ["TokenData", "check_too_long", "load_data"]
 
 T = TypeVar("T")
 
@@ -221,12 +221,17 @@ def _packing_of(data: DataConfig, cache: TokenCache) -> Packing:
             "Set data.packing: 'stream' cuts both where a sequence ends, 'whole' and 'single' keep each in one."
         )
     packing: Packing = data.packing or ("single" if cache.header.conversations else "stream")
+    check_too_long(data, packing)
+    return packing
+
+
+def check_too_long(data: DataConfig, packing: Packing) -> None:
+    """Raise `BadInput` where documents that are too long are to be dropped, and with this packing none are."""
     if packing == "stream" and data.too_long == "drop":
         raise BadInput(
             "data.too_long is 'drop', but with data.packing 'stream', the default for text, documents are cut wherever "
             "a sequence ends. Leave data.too_long out, or set data.packing to 'whole' or 'single'."
         )
-    return packing
 
 
 def _check_learns(config: Config, part: str, dataset: SequenceDataset) -> None:

@@ -37,7 +37,7 @@ from terrazzo.train.data.records import (
 )
 from terrazzo.train.data.source_file import SourceFile, folder_files, is_url, plain_part, reading, stored_files
 
-__all__ = ["PYTHON_STDLIB", "Skipped", "find_files", "named_sources", "read_documents"]
+__all__ = ["PYTHON_STDLIB", "Skipped", "find_files", "named_sources", "read_documents", "without_records"]
 
 PYTHON_STDLIB = "python-stdlib"
 """The source that every machine has: the text of Python's own standard library."""
@@ -74,6 +74,11 @@ class Skipped:
 def named_sources(data: DataConfig) -> list[str]:
     """Every single source, of training and of validation."""
     return [*_listed(data.source), *_listed(data.validation_source or [])]
+
+
+def without_records(data: DataConfig) -> bool:
+    """Whether all sources are source code, which has no fields and no conversations."""
+    return set(named_sources(data)) == {PYTHON_STDLIB}
 
 
 def _listed(sources: str | Sequence[str]) -> list[str]:

@@ -7,7 +7,8 @@ from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.pipeline.order import actions_of
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train.data.chat import chat_fingerprint
-from terrazzo.train.data.sources import find_files
+from terrazzo.train.data.load import check_too_long
+from terrazzo.train.data.sources import find_files, without_records
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.huggingface import check_cuts_attention, read_config, weight_files
@@ -87,6 +88,8 @@ def _check_model(config: Config, tokenizer: Tokenizer) -> None:
 
 def _check_data(config: Config) -> None:
     data = config.data
+    if not config.objective.kind.of_pairs and (data.packing == "stream" or without_records(data)):
+        check_too_long(data, data.packing or "stream")
     chat_fingerprint(data.tokenizer, data.chat_template, data.loss_on)
     find_files(data.source)
     if data.validation_source is not None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from terrazzo.config import Config, flatten
 from terrazzo.engine import Offload
-from terrazzo.train.data.sources import PYTHON_STDLIB, named_sources
+from terrazzo.train.data.sources import PYTHON_STDLIB, without_records
 from terrazzo.train.data.tokenizer import BYTES
 from terrazzo.train.optimizer import optimizer_class
 from terrazzo.train.plan import build_plan
@@ -60,17 +60,6 @@ def _without_decay(config: Config) -> bool:
     return "weight_decay" not in inspect.signature(optimizer_class(config.optimizer)).parameters
 
 
-def _in_no_file(config: Config) -> bool:
-    """Whether the data have no records: files of source code."""
-    return set(named_sources(config.data)) == {PYTHON_STDLIB}
-
-
-def _streams(config: Config) -> bool:
-    """Whether documents are cut where a sequence ends, as far as is known before the data are read."""
-    packing = config.data.packing
-    return packing == "stream" or (packing is None and _in_no_file(config) and not config.objective.kind.of_pairs)
-
-
 def _without_copies(config: Config) -> bool:
     """Whether each state is on one rank alone: both weights and the optimizer's are split over all of them."""
     mesh, plan = config.plan.mesh, build_plan(config)
@@ -108,7 +97,7 @@ _RULES = (
     ),
     _Rule(
         "data.text_field data.loss_on",
-        _in_no_file,
+        lambda config: without_records(config.data),
         f"data.source is '{PYTHON_STDLIB}', which has no records",
         "give records as data.source",
     ),
@@ -125,22 +114,10 @@ _RULES = (
         "remove model.experts.ffn_dim",
     ),
     _Rule(
-        "data.attention",
-        lambda config: config.data.packing == "single",
-        "data.packing is 'single', which gives each document a sequence of its own",
-        "set data.packing=whole",
-    ),
-    _Rule(
-        "data.attention objective.loss",
+        "objective.loss",
         lambda config: config.objective.kind.of_pairs,
-        "each text of a preference pair has a sequence of its own, and its loss no logits to leave out",
+        "preference pairs are compared by all of their logits, or have none",
         "set objective=next_token",
-    ),
-    _Rule(
-        "data.too_long",
-        _streams,
-        "data.packing is 'stream', which cuts all documents where a sequence ends",
-        "set data.packing=whole",
     ),
     _Rule(
         "model.dropout lora.dropout",
