@@ -153,34 +153,54 @@ def config_of(name: str):
         "llama": (transformers.LlamaConfig, {"num_key_value_heads": 2, "tie_word_embeddings": True}),
         "qwen3": (transformers.Qwen3Config, {"num_key_value_heads": 1, "head_dim": 4}),
         "phi3": (transformers.Phi3Config, {"num_key_value_heads": 1, "pad_token_id": 0}),
+        "mixtral": (transformers.MixtralConfig, {"num_key_value_heads": 2, "num_local_experts": 3}),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, MIXTURE | {"num_experts": 3, "mlp_only_layers": [1]}),
+        "qwen2_moe": (transformers.Qwen2MoeConfig, MIXTURE | {"shared_expert_intermediate_size": 8, "num_experts": 3}),
         "gpt_neox": (transformers.GPTNeoXConfig, {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     }
     kind, more = kinds[name]
     return kind(**sizes, **more, num_hidden_layers=2, max_position_embeddings=16, attn_implementation="eager")
 
 
-@pytest.mark.parametrize(
-    ("name", "sequence"), [("llama", True), ("qwen3", True), ("qwen3", False), ("gpt_neox", True), ("phi3", True)]
-)
-def test_models_of_transformers_by_their_own_plan(name: str, sequence: bool) -> None:
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_neox", "phi3", "mixtral", "qwen3_moe", "qwen2_moe"])
+def test_models_of_transformers_by_their_own_plan(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     base = seeded(lambda: transformers.AutoModelForCausalLM.from_config(config_of(name)))
-    check(base, TOKENS[:1], lm_loss, 2, within=5e-6, sequence=sequence)
+    check(base, TOKENS[:1], lm_loss, 2, within=5e-6)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+def test_models_of_transformers_with_whole_sequences(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    base = seeded(lambda: transformers.AutoModelForCausalLM.from_config(config_of(name)))
+    check(base, TOKENS[:1], lm_loss, 2, within=5e-6, sequence=False)
 
 
 def test_a_style_of_transformers_that_is_unknown_is_named() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
+    config = transformers.DeepseekV2Config(
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=1,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         vocab_size=13,
-        num_local_experts=2,
+        n_routed_experts=8,
     )
     base = transformers.AutoModelForCausalLM.from_config(config)
-    refused(base, r"tp_plan of MixtralForCausalLM gives .* the style '\w+', which this version does not know")
+    unknown = r"tp_plan of DeepseekV2ForCausalLM gives '(.*)' the style '\w+', which this version does not know"
+    refused(base, unknown + r".*without '\1', as in tensor=\{'model\.layers\.\*\.mlp\S*': 'enter'")
+
+
+def test_a_loss_of_routers_is_not_computed_of_a_part_of_each_sequence() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = config_of("mixtral")
+    config.output_router_logits = True
+    base = transformers.AutoModelForCausalLM.from_config(config)
+    refused(base, "split around model.layers.0.mlp.experts, .*Set output_router_logits=False in the model's config")
 
 
 def refused(base, match, tp=2, error=tz.BadInput, **options):

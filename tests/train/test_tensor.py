@@ -246,7 +246,7 @@ def test_bad_input_is_refused_before_anything_is_built(
         ({"model_type": "gpt2"}, {}, r"no plan of tensor parallelism.*'gpt2'.*plan\.mesh\.tp=1"),
         ({"model_type": "llama", "num_attention_heads": 3}, {}, r"num_attention_heads 3 do not divide by it"),
         ({"model_type": "llama", "vocab_size": 1, "num_attention_heads": 4}, {}, r"vocab_size 1 has no part"),
-        ({"model_type": "qwen3_moe"}, {}, r"the style '\w+', which this version does not know.*Take tp 1"),
+        ({"model_type": "deepseek_v2"}, {}, r"the style '\w+', which this version does not know.*Take tp 1"),
         ({"model_type": "llama"}, {"objective": "reward"}, r"'reward' puts a score.*model\.kind=decoder"),
     ],
 )

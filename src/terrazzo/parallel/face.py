@@ -17,7 +17,7 @@ from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.context.chunks import Balance
 from terrazzo.parallel.context.context import Context, Mode
 from terrazzo.parallel.context.sharing import share_sequences
-from terrazzo.parallel.expert.sharing import check_experts, share_experts
+from terrazzo.parallel.expert.sharing import check_experts, experts_of, share_experts
 from terrazzo.parallel.mesh import once_for
 from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.stages import Pipeline, line_of, take_stages
@@ -188,9 +188,15 @@ def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], told: _Told) ->
 def _check_split(
     model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool, experts: Collection[str]
 ) -> None:
-    """Refuse experts that ranks along both `tp` and `ep` would give the same tokens."""
+    """Refuse experts that ranks along both `tp` and `ep` would give the same tokens, and losses of a part of them."""
     split = [glob for glob, style in plan.items() if sequence and isinstance(style_named(style, glob), SplitSequence)]
     runs = [f"{name}." for glob in split for name in matching(model, glob)]
+    mixtures = [name for name in experts_of(model) if any(name.startswith(run) for run in runs)]
+    if mixtures and getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise BadInput(
+            f"Sequences are split around {listed(mixtures)}, and the model would compute its routers' loss of a part "
+            "of each. Set output_router_logits=False in the model's config, or pass sequence=False to tz.parallelize."
+        )
     if whole := [name for name in experts if not any(f"{name}.".startswith(run) for run in runs)]:
         raise BadInput(
             f"The ranks along tp {ranks.size} would all have the same tokens for the experts of {listed(whole)}, and "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,9 @@ _TRANSFORMERS: dict[str, Style] = {
     "replicate": Uncut(),
 }
 """Styles of `base_model_tp_plan`."""
+
+_EXPERTS = "moe_tp_experts"
+"""Their style of a mixture's experts, which stay whole: a rank computes its own tokens, or shares along `ep`."""
 
 
 def own_plan(model: nn.Module, size: int) -> TensorPlan:
@@ -59,6 +62,8 @@ def _own_plan(model: nn.Module, size: int) -> TensorPlan:
 def _of_transformers(model: Any, theirs: Mapping[str, str], size: int) -> TensorPlan:
     present = {glob: style for glob, style in theirs.items() if _named(model, glob)}
     check_styles(type(model).__name__, present)
+    mixtures = [name for glob, style in present.items() if style == _EXPERTS for name in matching(model, glob)]
+    present = _without_experts(present)
     styles = {name: _TRANSFORMERS[style] for glob, style in present.items() for name in _named(model, glob)}
     config = model.config.get_text_config()
     heads: int = config.num_attention_heads
@@ -80,8 +85,30 @@ def _of_transformers(model: Any, theirs: Mapping[str, str], size: int) -> Tensor
         if isinstance(style, Column | Row) and parent is not model and "." in name and _is_region(styles, name):
             plan[name.rpartition(".")[0]] = _entered(parent, _beside(styles, name), heads // size, key_heads < size)
     runs = {glob.partition(".*")[0] for glob in theirs if ".*" in glob}
-    plan |= {f"{run}.*": SplitSequence() for run in runs if len(runs) == 1 and matching(model, f"{run}.*")}
-    return plan
+    blocks = [name for run in runs if len(runs) == 1 for name in matching(model, f"{run}.*")]
+    for name in mixtures:
+        plan |= _routed(model, name, plan, blocks)
+    return plan | {f"{run}.*": SplitSequence() for run in runs if len(runs) == 1 and blocks}
+
+
+def _routed(model: nn.Module, experts: str, plan: TensorPlan, blocks: Collection[str]) -> dict[str, Style]:
+    """Of a mixture's experts, and of what computes beside them for each token by itself, such as a router."""
+    around = experts.rpartition(".")[0]
+    inside = model.get_submodule(around).named_modules(prefix=around) if around not in blocks else ()
+    held = [name for name, module in inside if next(module.parameters(recurse=False), None) is not None]
+    entered = [f"{name}." for name, style in plan.items() if isinstance(style, Enter)]
+    beside = [name for name in held if name not in plan and not any(name.startswith(each) for each in entered)]
+    return dict.fromkeys([experts, *beside], Uncut())
+
+
+def _without_experts(theirs: Mapping[str, str]) -> dict[str, str]:
+    """A `base_model_tp_plan` without what it says of a mixture's experts and of their stacks."""
+    experts = [glob for glob, style in theirs.items() if style == _EXPERTS]
+    return {
+        glob: style
+        for glob, style in theirs.items()
+        if not any(glob == each or glob.startswith(f"{each}.") for each in experts)
+    }
 
 
 def _entered(parent: nn.Module, inside: list[Style], heads: int, one_key_head: bool) -> Enter:
@@ -114,10 +141,22 @@ def check_styles(whose: str, theirs: Mapping[str, str]) -> None:
     Raises:
         BadInput: there.
     """
-    for glob, style in theirs.items():
+    known = _without_experts(theirs)
+    for glob, style in known.items():
         if style not in _TRANSFORMERS:
             raise BadInput(
                 f"The base_model_tp_plan of {whose} gives {glob!r} the style {style!r}, which this version does not "
-                f"know; it knows {', '.join(_TRANSFORMERS)}. Take tp 1, or give tz.parallelize a plan of your own, as "
-                "in tensor={'layers.*.mlp': 'enter', 'layers.*.mlp.up': 'column', 'layers.*.mlp.down': 'row'}."
+                f"know; it knows {', '.join(_TRANSFORMERS)}, and leaves a mixture's experts whole. Take tp 1, or give "
+                f"tz.parallelize a plan of your own without {glob!r}, as in tensor={_example(known)}."
             )
+
+
+def _example(theirs: Mapping[str, str]) -> dict[str, str]:
+    """A plan that has to do with the model: of modules of which theirs has a column and a row side by side."""
+    for glob, style in theirs.items():
+        around = glob.rpartition(".")[0]
+        beside = {each: one for each, one in theirs.items() if each.rpartition(".")[0] == around}
+        if style == "rowwise" and around and "colwise" in beside.values() and {*beside.values()} <= {*_TRANSFORMERS}:
+            names = {"colwise": "column", "rowwise": "row"}
+            return {around: "enter"} | {each: names[one] for each, one in beside.items() if one in names}
+    return {"layers.*.mlp": "enter", "layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}
