@@ -368,6 +368,13 @@ def test_lengths_that_do_not_divide_by_tp_stay_whole_where_that_is_asked(tmp_pat
     check(config_from_dict(values), 4)
 
 
+def test_lengths_beside_experts_are_not_told_to_stay_whole(tmp_path: Path) -> None:
+    values = on_mesh(tmp_path, {"tp": 2, "ep": 2}, batch={"sequence_length": 31})
+    values["model"]["experts"] = {"count": 4, "top_k": 2, "ffn_dim": 16}
+    with pytest.raises(BadInput, match=r"Use sequences of 30 or 32 tokens\.$"):
+        check(config_from_dict(values), 4)
+
+
 def test_tp_over_hosts_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_from_dict(on_mesh(tmp_path, {"tp": 4}))
     assert not any("tp 4" in note for note in check(config, 4))

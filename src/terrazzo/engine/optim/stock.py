@@ -41,7 +41,8 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
     if foreign := sum(parameter not in by_parameter for _, parameter in given):
         raise BadInput(
             f"{foreign} of the optimizer's {len(given)} parameters are not parameters of this model. Build the "
-            "optimizer over model.parameters() of the model you shard, after any step that replaces parameters."
+            "optimizer over model.parameters() of the model you shard, behind what replaces parameters, such as "
+            "tz.parallelize."
         )
     owned: dict[int, int] = {}
     for number, parameter in given:

@@ -264,7 +264,9 @@ def _stage_of(line: Line) -> int:
     if line.running.stage is None:
         raise Misuse(
             "A model of which ranks have stages was called by itself, and this rank has a part of it: call "
-            "tz.step(model, micro_batches, loss_fn), with all micro-batches of a step, on every rank."
+            "tz.step(model, micro_batches, loss_fn), with all micro-batches of a step, on every rank. Under "
+            "torch.no_grad() it evaluates, and loss_fn is given the outputs on the ranks of the last stage. Text is "
+            "written by a model without pp, which loads the same checkpoint."
         )
     return line.running.stage
 

@@ -104,10 +104,11 @@ def _check_lengths(config: Config) -> None:
     if config.parallel.tensor.sequence and length // mesh.cp % mesh.tp:
         step = math.lcm(chunks.count, mesh.ranks_per_batch)
         fits = [str(fit) for fit in (length // step * step, (length // step + 1) * step) if fit]
+        whole = "" if config.model.experts.count is not None else ", or parallel.tensor.sequence=false"
         raise BadInput(
             f"batch.sequence_length {length} gives each rank along plan.mesh.cp {mesh.cp} {length // mesh.cp} tokens,"
             f" which do not divide by plan.mesh.tp {mesh.tp}: between matrices each rank has a part of them. Use"
-            f" sequences of {' or '.join(fits)} tokens, or parallel.tensor.sequence=false."
+            f" sequences of {' or '.join(fits)} tokens{whole}."
         )
 
 
