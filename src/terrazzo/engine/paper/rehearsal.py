@@ -6,13 +6,16 @@ planner's search has a faster description of its own (`terrazzo.planner.memory.w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from terrazzo.engine.accord.agreement import flags_numel
 from terrazzo.engine.accord.pass_end import MEETING_NUMEL, weights_are_split
+from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.side import Side
@@ -58,6 +61,8 @@ def rehearse(units: Sequence[Unit], step: PaperStep, templates: Templates = ()) 
     tally, sharding = Tally(), units[0].sharding
     traffic, side = tally.traffic, sharding.axes.side and Side(torch.device("meta"))
     paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, tally, side) for unit in units]
+    for unit, counted, following in zip(units, paper, [*units[1:], None], strict=True):
+        counted.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
     meeting = (lambda label, wanted: _meet(sharding, traffic)) if weights_are_split(units) else None
     if step.stages is None:
         schedule = Schedule(paper, step.prefetch, meeting)
@@ -110,11 +115,22 @@ def _forward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
 
 
 def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
-    backward = schedule.begin_backward()
+    """Gradients come in the reverse of the order in which parameters are registered, as far as places say."""
+    backward, coming = schedule.begin_backward(), list[tuple[float, PaperUnit, PaperGradient]]()
+
+    def come(until: float) -> None:
+        while coming and coming[-1][0] > until:
+            _, unit, gradient = coming.pop()
+            unit.add_gradient(gradient, schedule.this_pass)
+            backward.gradient_came(unit)
+
     for index in schedule.order.backward:
-        backward.enter(paper[index])
-        paper[index].accumulate_gradients(schedule.this_pass)
-        backward.gradient_came(paper[index])
+        unit = paper[index]
+        come(until=unit.last_place)
+        backward.enter(unit)
+        coming += [(gradient.place, unit, gradient) for gradient in unit.gradients]
+        coming.sort(key=lambda each: each[0])
+    come(until=-1)
     backward.end()
     schedule.finish()
 
@@ -129,6 +145,20 @@ def _record_control(sharding: ShardingSpec, traffic: Traffic, numel: int) -> Non
         traffic.record("control", numel * torch.int64.itemsize)
 
 
+class PaperGradient(NamedTuple):
+    """Of one parameter.
+
+    Attributes:
+        place: of that among the parameters of the model; infinite where it may be used behind all of them.
+        numel: elements of it, whole.
+        bucket: number of its bucket in the unit.
+    """
+
+    place: float
+    numel: int
+    bucket: int
+
+
 class PaperUnit:
     """Stands for a unit before `Schedule`, which cannot tell the difference.
 
@@ -137,6 +167,10 @@ class PaperUnit:
         compiled: whether its gradients come all at once.
         tally: where it counts that.
         side: as of `Unit`.
+
+    Attributes:
+        gradients: that come in a backward, in any order; none where nobody has said.
+        last_place: the highest place of its parameters; infinite where it has none.
     """
 
     def __init__(
@@ -153,10 +187,33 @@ class PaperUnit:
         self.has_gradients = any(bucket.trainable for bucket in buckets)
         self.regathered = any(bucket.regathered for bucket in buckets)
         self.fills_gradually = self.has_gradients and not compiled
+        self.gradients: list[PaperGradient] = []
+        self.last_place: float = math.inf
+        self._filled_numel = 0
+
+    def expect_in_turn(self, buckets: Sequence[Bucket], is_around: bool) -> None:
+        """Be told of the parameters in its buckets, whose gradients come one after the other.
+
+        Of what several modules share, with the one that is registered first: the others have run backward by then.
+
+        Args:
+            is_around: there are units inside of this one. Its own parameters may be used behind these, wherever they
+                are registered, but for a table, whose gradient comes when they have run.
+        """
+        members = [(number, member) for number, bucket in enumerate(buckets) for member in bucket.members]
+        self.last_place = max((member.place for _, member in members), default=math.inf)
+        for number, member in members:
+            if buckets[number].trainable:
+                place = math.inf if is_around and not member.is_table else member.place
+                self.gradients.append(PaperGradient(place, math.prod(member.shape), number))
+
+    def add_gradient(self, gradient: PaperGradient, this_pass: Pass) -> None:
+        self.buckets[gradient.bucket].accumulate_gradients(this_pass)
+        self._filled_numel += gradient.numel
 
     @property
     def half_filled(self) -> bool:
-        return True  # its gradients come all at once
+        return 2 * self._filled_numel >= sum(gradient.numel for gradient in self.gradients)
 
     @property
     def at_hand(self) -> bool:
@@ -203,6 +260,7 @@ class PaperUnit:
         """A step on paper forgets nothing."""
 
     def reduce(self, denominator: float | None) -> Moves[None]:
+        self._filled_numel = 0
         for bucket in self.buckets:
             if bucket.spec.trainable:
                 yield from bucket.reduce(last=denominator is not None)

@@ -31,6 +31,8 @@ class Member:
     """One parameter: every name it has, where it is registered, and what steps it.
 
     Attributes:
+        place: among the parameters of the model, in the order of registration.
+        is_table: of an embedding, which is looked up before all that is registered behind it.
         record: what this rank has of it, where ranks share it; None for an ordinary parameter.
         group: number of its param group among those of all optimizers of the model; -1 for none.
         stages: the ranks along the axis of stages that have it, where several do; () for one that no stages share.
@@ -41,6 +43,8 @@ class Member:
     names: tuple[str, ...]
     parameter: nn.Parameter
     holders: tuple[tuple[nn.Module, str], ...]
+    place: int
+    is_table: bool
     record: Record | None = None
     group: int = -1
     stages: tuple[int, ...] = ()
@@ -251,11 +255,12 @@ def partition(model: nn.Module, unit_names: Sequence[str]) -> list[UnitSpec]:
 
 def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
     members = []
-    for names, parameter in zip(parameter_names(model), model.parameters(), strict=True):
+    for place, (names, parameter) in enumerate(zip(parameter_names(model), model.parameters(), strict=True)):
         paths = [name.rpartition(".") for name in names]
         holders = tuple((modules[path], attribute) for path, _, attribute in paths)
         record = next((found for holder in holders if (found := record_of(*holder)) is not None), None)
-        members.append(Member(tuple(names), parameter, holders, record))
+        is_table = isinstance(holders[0][0], nn.Embedding)
+        members.append(Member(tuple(names), parameter, holders, place, is_table, record))
     return members
 
 
