@@ -64,14 +64,14 @@ MUTATIONS = [
     ),
     Mutation(
         "the total norm counts what tp ranks share more than once",
-        "engine/buckets/gradient.py",
+        "engine/buckets/finished.py",
         "rest = axes.names if axes.has_experts else axes.summed_beside",
         "rest = axes.names if axes.has_experts else ()",
         "parallel/test_tensor.py",
     ),
     Mutation(
         "the total norm counts what copies of experts share more than once",
-        "engine/buckets/gradient.py",
+        "engine/buckets/finished.py",
         "rest = axes.names if axes.has_experts else axes.summed_beside",
         "rest = axes.summed_beside",
         "parallel/test_expert_training.py",
@@ -120,7 +120,7 @@ MUTATIONS = [
     ),
     Mutation(
         "clipping scales what a later backward brings, too",
-        "engine/buckets/gradient.py",
+        "engine/buckets/finished.py",
         "        if there is not None:\n            there.apply_factor()",
         "        if there is not None:",
         "engine/test_numerics.py engine/offload/test_bits.py",

@@ -19,7 +19,7 @@ from terrazzo.errors import Misuse
 __all__ = ["ShardedOptimizer", "make_sharded_optimizer"]
 
 
-class States(defaultdict[Any, dict[str, Any]]):
+class FlatStates(defaultdict[Any, dict[str, Any]]):
     """What an optimizer keeps, by the tensors that it steps: flat parts of many parameters, on this rank alone.
 
     In plain PyTorch they are the parameters. Asked for one of these, a dict would make an empty entry; given one, it
@@ -91,7 +91,7 @@ class ShardedOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         driven = "_driver" in vars(self) and type(state) in (dict, defaultdict)
-        vars(self)["state"] = States(state) if driven else state
+        vars(self)["state"] = FlatStates(state) if driven else state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of its own parameters, and do what else its class does then."""

@@ -26,7 +26,12 @@ __all__ = ["Unit", "adopt_edits"]
 class Unit:
     """One unit's buckets, and the moves of weights that may be under way for them.
 
-    It is a `Runnable` of the schedule's: what that says of a method is not said again here.
+    It is a `Runnable` of the schedule's: what that says of a method is not said again here. What may be under way:
+
+        by              weights at rest                 full weights                    until
+        begin_update    behind the masters              none, or not to be read         catch_up, or the next gather
+        publish         on their way from the masters   none, or whoever reads waits    finish_publishing
+        gather          stay as they are                on their way                    wait
 
     Args:
         names: of all units of the model.
