@@ -19,8 +19,8 @@ import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import checkpoint_activations
 from terrazzo.train.model.causal_lm import build_model
+from terrazzo.train.model.expert_load import Load, count_rows
 from terrazzo.train.model.experts import balance_experts, forget_load
-from terrazzo.train.model.load import Load, count_rows
 from tests.helpers.threads import exclusive, run_in_threads
 
 transformers = pytest.importorskip("transformers")

@@ -22,8 +22,8 @@ from terrazzo.train.evaluate import evaluate, sample_text
 from terrazzo.train.guard import Guard
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.micro_batches import learnt
+from terrazzo.train.model.expert_load import Load
 from terrazzo.train.model.experts import balance_experts, forget_load
-from terrazzo.train.model.load import Load
 from terrazzo.train.replay.checks import Checks
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session

@@ -34,8 +34,8 @@ from terrazzo.train.first_use import load_kernels
 from terrazzo.train.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.model.causal_lm import num_flops_per_token
+from terrazzo.train.model.expert_load import count_rows
 from terrazzo.train.model.huggingface import weight_files
-from terrazzo.train.model.load import count_rows
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from terrazzo.engine import engine_of, inside_backward
 from terrazzo.errors import BadInput
 from terrazzo.parallel import Experts, permuted
-from terrazzo.train.model.load import Load, counters_of, load_of
+from terrazzo.train.model.expert_load import Load, counters_of, load_of
 
 __all__ = [
     "ExpertsConfig",

@@ -10,7 +10,7 @@ from terrazzo.engine import engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import StepMetrics
-from terrazzo.train.model.load import Load, counters_of
+from terrazzo.train.model.expert_load import Load, counters_of
 from terrazzo.train.plan import build_precision
 from terrazzo.train.promise.as_setup import matmul_format
 from terrazzo.train.promise.summary import utilised
