@@ -77,10 +77,12 @@ def mesh_sizes(given: dict[str, int | None], world_size: int) -> dict[str, int]:
     others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
     if world_size % others or sizes.get("dp_shard", world_size // others) * others != world_size:
         product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+        run = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        started = math.prod(sizes.values())
         raise BadInput(
-            f"The mesh {product} does not make up the {world_size} ranks of this run: the product of its axes must be "
+            f"The mesh {product} does not make up the {run} of this run: the product of its axes must be "
             f"{world_size}. Leave dp_shard out, which takes what the others leave, and choose others whose product "
-            f"divides {world_size}."
+            f"divides {world_size}; or start {started} ranks (launch.ranks={started}, terrazzo run --ranks {started})."
         )
     found = {axis: sizes.get(axis, world_size // others) for axis in AXES if axis in sizes or axis == "dp_shard"}
     group = world_size // (found.get(STAGES, 1) * found.get("dp_replicate", 1))

@@ -175,7 +175,7 @@ def balanced(costs: Sequence[int], stages: int) -> list[int]:
     if len(costs) < stages:
         raise BadInput(
             f"The pipeline's line has {len(costs)} modules, too few for {stages} stages (pp × chunks): take fewer, or "
-            "name smaller modules in tz.Pipeline(line=[...])."
+            "a model with more layers; in a loop of your own tz.Pipeline(line=[...]) may name smaller modules."
         )
     before = [0, *itertools.accumulate(costs)]
     highest: list[float] = [math.inf, *before[1:]]
