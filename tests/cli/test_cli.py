@@ -176,12 +176,14 @@ def test_bench_without_matplotlib_is_refused_before_it_measures(monkeypatch: pyt
     assert "extra 'bench'" in str(caught)
 
 
-def test_bench_outside_a_checkout_says_where_it_runs(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "terrazzo", "bench"], capture_output=True, text=True, timeout=60, cwd=tmp_path
-    )
-    assert done.returncode == 2
-    assert "root of a checkout" in done.stderr
+def test_bench_outside_a_checkout_says_where_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not Path(path, "benchmarks").is_dir()])
+    caught = CliRunner().invoke(cli.app, ["bench"]).exception
+    assert isinstance(caught, BadInput)
+    assert "root of a checkout" in str(caught)
 
 
 def test_what_needs_no_torch_does_not_import_it() -> None:
