@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from tests.helpers.processes import Pool
 TESTS = Path(__file__).parents[1]
 
 pytest_plugins = ["tests.helpers.stuck"]
+# In the place of pytest's plugin, which adds itself to some sixty loggers six times a test: half of what an empty test
+# takes. Without any handler warnings of loggers would be printed.
+logging.getLogger().addHandler(logging.NullHandler())
 
 
 @pytest.hookimpl(wrapper=True)

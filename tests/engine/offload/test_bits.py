@@ -43,6 +43,7 @@ from tests.engine.offload.runs import (
 from tests.engine.parity import FEATURES, Case, Ranks, axes, with_feature
 from tests.engine.reference import FIRST_SCALE, Trainer
 from tests.engine.test_parity_optimizers import OPTIMIZERS, in_groups
+from tests.helpers.cover import in_turns
 from tests.helpers.threads import run_in_threads
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -125,10 +126,9 @@ def test_shards_of_several_cells_and_gradients_that_come_and_go(
     check(on_tiers(replace(case, variant="wide", steps=4), tiers, tmp_path, mode))
 
 
-@pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)
-def test_accumulation_of_gradients_that_come_and_go(case: Case, tiers: str, tmp_path: Path) -> None:
-    for local in (True, None):
-        check(on_tiers(replace(case, variant="wide", micro_batches=2, local=local, steps=4), tiers, tmp_path))
+@pytest.mark.parametrize(("case", "tiers", "local"), in_turns(FEW, [True, None]), ids=few_id)
+def test_accumulation_of_gradients_that_come_and_go(case: Case, tiers: str, local: bool | None, tmp_path: Path) -> None:
+    check(on_tiers(replace(case, variant="wide", micro_batches=2, local=local, steps=4), tiers, tmp_path))
 
 
 @pytest.mark.parametrize("steps", [20, pytest.param(50, marks=pytest.mark.long)])
