@@ -14,4 +14,4 @@ def _slow_flush(descriptor: int) -> None:
     _flush(descriptor)
 
 
-os.fsync = _slow_flush
+os.fsync = _slow_flush  # type: ignore[assignment]
