@@ -27,7 +27,7 @@ from terrazzo.errors import (
 from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
-    from terrazzo import nn, optim, telemetry
+    from terrazzo import nn, optim, parallel, telemetry
     from terrazzo.engine import (
         EMA,
         LossScaling,
@@ -64,7 +64,7 @@ else:
             "terrazzo.checkpoint.exporters.full_state": ("full_state_dict",),
             "terrazzo.nn": ("nn",),
             "terrazzo.optim": ("optim",),
-            "terrazzo.parallel": ("Pipeline", "parallelize", "step"),
+            "terrazzo.parallel": ("Pipeline", "parallel", "parallelize", "step"),
             "terrazzo.parallel.mesh": ("mesh",),
             "terrazzo.planner.api": ("plan",),
             "terrazzo.telemetry": ("telemetry",),
@@ -102,6 +102,7 @@ __all__ = [
     "mesh",
     "nn",
     "optim",
+    "parallel",
     "parallelize",
     "plan",
     "register_forward_method",

@@ -2,12 +2,13 @@
 
 import os
 import time
+from typing import Any
 
 _SLOW_S = float(os.environ.get("TERRAZZO_SLOW_S", "0"))
 _flush, _last = os.fsync, [0.0]
 
 
-def _slow_flush(descriptor: int) -> None:
+def _slow_flush(descriptor: Any) -> None:
     if time.monotonic() - _last[0] > 0.3:
         time.sleep(_SLOW_S)
         _last[0] = time.monotonic()
