@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.errors import BadInput, Misuse
+from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel import Context, context_of, share_sequences
 from terrazzo.parallel.context import kernels, tiles
 from terrazzo.parallel.context.chunks import Chunks
@@ -224,6 +224,22 @@ def test_bad_input_is_refused_on_every_rank() -> None:
     )
     positions = torch.arange(24).unsqueeze(0)
     assert any("sliding window of 7" in part for part in refused(2, lambda c: c.mask(positions, 24, 7), "ring"))
+
+
+@pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("other", [torch.ones(1, 24, dtype=torch.int64), torch.zeros(1, 48, dtype=torch.int64)])
+def test_ranks_that_share_other_sequences_are_told_as_the_first_attention_begins(mode: str, other: Tensor) -> None:
+    def on_rank(rank: int) -> str:
+        context = Context(dist.group.WORLD, mode)
+        tokens = torch.zeros(1, 24, dtype=torch.int64) if rank == 0 else other
+        with exclusive():
+            model = random_decoder()
+        share_sequences(model, context)
+        with pytest.raises(RanksApart) as caught:
+            model(*context.split(tokens), position_ids=context.positions(tokens))
+        return str(caught.value)
+
+    assert all("other sequences" in said and "by data rank" in said for said in run_in_threads(2, on_rank))
 
 
 def test_a_model_must_be_told_which_part_it_is_given() -> None:

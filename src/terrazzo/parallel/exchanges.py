@@ -64,6 +64,13 @@ class Peers:
         Transfer(self._collectives.all_gather(full.view(-1))).finish()
         return full
 
+    def equal(self, number: int, device: torch.device) -> bool:
+        """Whether all ranks have the same; the host waits for `device`, and nothing is counted."""
+        own = torch.tensor([number], device=device)
+        all_of_them = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(all_of_them, own, group=self._group)
+        return len({int(each) for each in all_of_them}) == 1
+
     def swap(self, parts: Tensor) -> Tensor:
         """`parts` `[ranks, ...]` has one for each rank; the result has one of each rank."""
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)

@@ -34,6 +34,8 @@ class PaperContext(Context):
         documents: whether sequences have several, whose bounds nobody knows.
     """
 
+    on_paper = True
+
     def __init__(self, ranks: int, mode: str, balance: str, documents: bool) -> None:
         super().__init__(_PaperPeers(ranks), mode, balance)
         self._documents = documents

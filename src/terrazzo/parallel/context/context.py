@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.links.traffic import Traffic
-from terrazzo.errors import BadInput, Misuse, did_you_mean
+from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
 from terrazzo.parallel.context.chunks import BALANCES, Chunks, Run
 from terrazzo.parallel.context.modes import Shared, by_gathering, by_heads, by_ring
 from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.exchanges import Peers
+from terrazzo.parallel.given import described, form_of_inputs, values_of_inputs
 
 __all__ = ["MODES", "Context", "Mode"]
 
@@ -44,9 +45,14 @@ class Context:
         balance: `head_tail` gives all ranks the same work under a causal mask; with `none` later ranks have more.
         tp: ranks along `tp`, each of which has a share of the heads.
 
+    Attributes:
+        on_paper: nobody else is there, and tensors have no values.
+
     Raises:
         BadInput: a mode or balance that there is not.
     """
+
+    on_paper = False
 
     def __init__(
         self, group: dist.ProcessGroup | Peers, mode: str = "gather", balance: str = "head_tail", tp: int = 1
@@ -58,6 +64,8 @@ class Context:
         self._is_split = True
         self._last: tuple[weakref.ref[Tensor], tuple[object, ...], AttentionMask] | None = None
         self._placed: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._first: tuple[int, str] | None = None  # what `split` was given first, in a number and in words
+        self._is_compared = self.on_paper
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied model belongs to the same group."""
@@ -66,11 +74,14 @@ class Context:
     def split(self, *whole: Tensor) -> tuple[Tensor, ...]:
         """This rank's part of each tensor, `[B, T, ...]`: `[B, T / ranks, ...]`.
 
-        Shift targets before: the token behind the last one of a chunk is another rank's.
+        Shift targets before: the token behind the last one of a chunk is another rank's. The ranks' first ones are
+        compared as the first attention begins, which raises `RanksApart` where they differ.
 
         Raises:
             BadInput: T does not divide into chunks.
         """
+        if self._first is None and not self._is_compared:
+            self._first = form_of_inputs([form_of_inputs(whole), values_of_inputs(whole)]), described(whole)
         return tuple(self.chunks.split(each, self.rank) for each in whole)
 
     def positions(self, tokens: Tensor) -> Tensor:
@@ -158,6 +169,7 @@ class Context:
         Raises:
             BadInput: under `ulysses`, where the ranks do not divide the heads.
             Misuse: keys of other tokens than the queries, as a cache has them.
+            RanksApart: on every rank, the first time, where `split` was given other sequences on some.
         """
         if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:
             raise Misuse(
@@ -168,10 +180,24 @@ class Context:
         tokens = query.shape[2]
         if not self.is_split:
             return by_gathering(query, key, value, Shared(None, Chunks(1), tokens), mask, scale)
+        self._compare_first(query.device)
         if self.mode == "ulysses":
             self.check_heads(query.shape[1] * self._tp)
         shared = Shared(self._peers, self.chunks, tokens * self.size)
         return _COMPUTED[self.mode](query, key, value, shared, mask, scale)
+
+    def _compare_first(self, device: torch.device) -> None:
+        """Whether the ranks share the same sequences, as the first of what is collective begins."""
+        if torch.compiler.is_compiling() or self._is_compared:
+            return
+        number, words = self._first or (0, "none by context.split")
+        if not self._peers.equal(number, device):
+            raise RanksApart(
+                f"The ranks along cp were given other sequences (here {words}), and each has a part of the same ones:"
+                " give all of them the same batches, drawn by data rank, mesh.get_local_rank('dp_shard'), and not by"
+                " rank."
+            )
+        self._is_compared, self._first = True, None
 
     def check_heads(self, heads: int) -> None:
         """Refuse query heads, of the whole model, that the ranks do not divide, which `ulysses` needs.
@@ -209,6 +235,7 @@ class Context:
         device = None if positions is None else positions.device
         begins = _places(runs, device) - (_places(runs, device) if positions is None else positions)
         if self.is_split and self.mode == "ulysses":
+            self._compare_first(begins.device)
             runs = [Run(0, 0, tokens * self.size)]
             begins = self.chunks.in_order(self._peers.gathered(begins), dim=1)
         told = begins.cpu() if (known := self._known(positions)) is None else known

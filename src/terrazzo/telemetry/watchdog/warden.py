@@ -81,7 +81,9 @@ class _Charge:
     @property
     def is_gone(self) -> bool:
         if self._watch >= 0:
-            return bool(select.select([self._watch], [], [], 0)[0])
+            waiting = select.poll()  # which takes descriptors above 1023
+            waiting.register(self._watch, select.POLLIN)
+            return bool(waiting.poll(0))
         return state_of(self.pid) in GONE or birth_of(self.pid) != self._birth
 
     def ask(self) -> bool:
