@@ -285,7 +285,7 @@ def test_a_program_has_arguments_environment_folder_and_outputs_of_its_own(tmp_p
     assert programs.run("-c", "import sys; sys.exit(75)").returncode == 75
     assert programs.run("-c", "import os; os.kill(os.getpid(), 9)").returncode == -9
     with pytest.raises(subprocess.TimeoutExpired) as late:
-        programs.run("-c", "import time; print('begun', flush=True); time.sleep(60)", timeout_s=1.0)
+        programs.run("-c", "import time; print('begun', flush=True); time.sleep(60)", timeout_s=4.0)
     assert late.value.output == "begun\n"
 
 

@@ -56,7 +56,11 @@ def ask(request: Request, framework: Framework = TERRAZZO, *, fewest: bool = Fal
 
 
 def compare(request: Request, framework: Framework = TERRAZZO) -> Frontier:
-    """The search of `ask` alone, which may have found nothing. Raises: `BadInput` as `ask` does."""
+    """The search of `ask` alone, which may have found nothing.
+
+    Raises:
+        BadInput: as `ask` does.
+    """
     _check_open(request)
     return search(request, _calibration_of(request), framework)
 
