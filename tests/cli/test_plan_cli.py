@@ -563,6 +563,18 @@ def test_plans_for_several_hosts_are_started_on_each() -> None:
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in text.splitlines()[-1]
 
 
+def test_a_configuration_is_started_with_the_ranks_that_were_asked_for() -> None:
+    """On one host by an override, unless the file says as many; on several by torchrun."""
+    config, small = str(ROOT / "examples/quickstart.yaml"), ["model.dim=256", "launch.device=cpu"]
+    assert shown(config, *small, "--gpus", "4").splitlines()[-1].endswith(" launch.device=cpu launch.ranks=4")
+    said = shown(config, *small, "launch.restarts=1", "launch.ranks=2:4", "--gpus", "4").splitlines()[-1]
+    assert said.endswith(" launch.ranks=2:4")
+    assert "launch.ranks" not in shown(config, *small).splitlines()[-1]
+    hosts = shown(config, "--gpu", "h100-sxm", "--gpus", "16").splitlines()[-1]
+    assert "torchrun --nnodes 2 --nproc-per-node 8 " in hosts
+    assert hosts.endswith(f" -m terrazzo train {config}")
+
+
 # -- machines of one's own -----------------------------------------------------------------------------------------
 
 

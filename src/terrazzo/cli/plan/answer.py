@@ -15,6 +15,7 @@ from rich.console import Console
 
 from terrazzo.cli.plan.files import check_files, emit
 from terrazzo.cli.plan.options import OPTIONS
+from terrazzo.config import load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner import (
     Cluster,
@@ -198,10 +199,10 @@ def _print(answer: Answer | BareAnswer, asked: Asked) -> None:
 def _how_to_run(answer: Answer, asked: Asked) -> list[Block]:
     """The commands that run the plan, where this version can."""
     here = answer.best.memory.fits is not False and runnable(answer.best.setup)
-    if asked["config"] is not None and here:
-        command = shlex.join(["train", str(asked["config"]), *(asked["overrides"] or [])])
-        return [Line(f"\nTo run it: {program()} {command}", copied=True)]
     start = _start(answer.best.setup.cluster)
+    if asked["config"] is not None and here:
+        command = shlex.join(["train", str(asked["config"]), *(asked["overrides"] or []), *_ranks(answer, asked)])
+        return [Line(f"\nTo run it: {start} {command}", copied=True)]
     if asked["emit"] is not None:
         written = str(asked["emit"])
         return [Line(f"\nwritten: {written}. To run it: {start} train {shlex.quote(written)}", copied=True)]
@@ -211,13 +212,26 @@ def _how_to_run(answer: Answer, asked: Asked) -> list[Block]:
     return [Line(f"\nTo run it: {program()} {command} && {start} train plan.yaml", copied=True)]
 
 
+def _ranks(answer: Answer, asked: Asked) -> list[str]:
+    """The override that starts the ranks that were asked for, where one host has them and the file says otherwise."""
+    cluster, overrides = answer.best.setup.cluster, asked["overrides"] or []
+    said = load_config(asked["config"], overrides).rank_numbers[-1:]
+    if asked["gpus"] is None or list(said) == [cluster.count] or not _on_one_host(cluster):
+        return []
+    return [f"launch.ranks={cluster.count}"]
+
+
 def _start(cluster: Cluster) -> str:
     """What starts ranks on every host; on one this command does."""
-    if cluster.nodes == 1 or cluster.device.kind == "cpu":
+    if _on_one_host(cluster):
         return program()
     ranks = min(cluster.count, cluster.device.per_node)
     meeting = "--rdzv-backend c10d --rdzv-endpoint HOST:29500"
     return f"torchrun --nnodes {cluster.nodes} --nproc-per-node {ranks} {meeting} -m terrazzo"
+
+
+def _on_one_host(cluster: Cluster) -> bool:
+    return cluster.nodes == 1 or cluster.device.kind == "cpu"
 
 
 def _best(answer: Answer | BareAnswer) -> Estimate:
