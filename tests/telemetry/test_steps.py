@@ -220,7 +220,8 @@ def test_a_loop_that_goes_on_keeps_the_records_of_its_earlier_steps(tmp_path: Pa
 
     for first_step in (0, 2):
         run_in_threads(2, functools.partial(life, first_step=first_step))
-    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [2, 4, 6]
+    found = [(line["kind"], line["step"]) for line in lines_of(tmp_path / "metrics.jsonl")]
+    assert found == [("step", 2), ("begin", 2), ("step", 4), ("step", 6)]
 
 
 def _subject() -> tuple[nn.Module, torch.optim.Optimizer]:

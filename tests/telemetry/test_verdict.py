@@ -160,6 +160,18 @@ def test_steps_of_another_number_of_ranks_do_not_count(last: int, ranks: int, la
     assert [len(table.rows) for table in tables_of(records) if table.title == "Ranks"] == [ranks]
 
 
+@pytest.mark.parametrize("mark", [{"kind": "begin", "ranks": 2}, {"kind": "restart", "ranks": 2}])
+def test_steps_before_the_newest_start_do_not_count(mark: dict[str, Any]) -> None:
+    """It may have other settings, and what its first record holds is done once; in the picture all stand."""
+    slow, mark = [record(step, save=0.5) for step in (10, 20)], {"step": 20, **mark}
+    assert of(steps_of([*slow, mark])).bound == "save", "nothing of the newest is known yet"
+    lines = [*slow, mark, record(30, input=0.9), record(40), record(50)]
+    assert (of(steps_of(lines)).bound, of(steps_of(lines)).steps) == ("compute", 20)
+    assert of(steps_of(lines[:4])).bound == "input"
+    told = [{**line, "number": 1, "most": 1, "why": ""} for line in lines]
+    assert "step 20: save 0.5" in page_of("a run", told, {})
+
+
 def test_a_device_is_not_said_to_compute() -> None:
     line = {"kind": "step", "step": 10, "steps": 10, "step_s": 1.0, "phase_s": {"input": 0.01, "forward": 0.99}}
     assert of([line]).bound == "device"

@@ -347,6 +347,8 @@ def test_what_a_resumed_run_has_learnt_is_counted_from_its_first_step(
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     first, *_, last = [found for line in lines if (found := json.loads(line))["kind"] == "validation"]
     assert (first["step"], last["step"]) == (0, 4)
+    begun = [found for line in lines if (found := json.loads(line))["kind"] == "begin"]
+    assert begun == [{"kind": "begin", "step": 2, "ranks": 1}]
     learnt = f"; {first['bits_per_byte']:.2f} → {last['bits_per_byte']:.2f} bits per byte\n"
     assert learnt in capsys.readouterr().out.partition("done ")[2]
 

@@ -16,7 +16,7 @@ from terrazzo.telemetry.metrics import StepMetrics, Stopwatch
 from terrazzo.telemetry.outside.advice import advice_for
 from terrazzo.telemetry.outside.merging import FACTS
 from terrazzo.telemetry.page import VERDICT, ReportPage, page_of
-from terrazzo.telemetry.records import lines_of, restart_text, run_lines, steps_of
+from terrazzo.telemetry.records import lines_of, of_newest_start, restart_text, run_lines, steps_of
 from terrazzo.telemetry.screen import has_ended, rows_of, screen_of
 from terrazzo.telemetry.sinks import Console, JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.step_table import StepTable, duration
@@ -51,6 +51,7 @@ __all__ = [
     "flights_of",
     "has_ended",
     "lines_of",
+    "of_newest_start",
     "page_of",
     "resident_bytes",
     "restart_text",

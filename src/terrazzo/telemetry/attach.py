@@ -153,7 +153,10 @@ def _sinks(path: Path, events: Path | None, first_step: int) -> list[Sink]:
     """Where rank 0 writes to; of which all hear where it cannot."""
     _try_to_write(path, is_new=first_step == 0)
     others = [] if events is None else [TensorBoard(events, first_step)]  # may fail: before a file is open
-    return [JsonLines(path, first_step), *others]
+    lines = JsonLines(path, first_step)
+    if first_step:
+        lines.log("begin", first_step, {"ranks": dist.get_world_size()})
+    return [lines, *others]
 
 
 def _try_to_write(path: Path, is_new: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.telemetry.picture import PICTURE_STYLE, step_picture
-from terrazzo.telemetry.records import lines_of, restart_text, steps_of
+from terrazzo.telemetry.records import all_steps_of, lines_of, restart_text, steps_of
 from terrazzo.telemetry.sinks import Sink
 from terrazzo.telemetry.tables import Table, tables_of
 
@@ -95,7 +95,9 @@ def page_of(
     restarts = [f"step {line['step']}: {restart_text(line)}" for line in lines if line["kind"] == "restart"]
     parts = [f"<h2>Loss</h2>\n{_chart(curves)}"] if any(curves.values()) else []
     if records := steps_of(lines):
-        parts.append(f"<h2>{VERDICT}</h2>\n<p>{escape(details.get(VERDICT, ''))}</p>\n{step_picture(records)}")
+        parts.append(
+            f"<h2>{VERDICT}</h2>\n<p>{escape(details.get(VERDICT, ''))}</p>\n{step_picture(all_steps_of(lines))}"
+        )
         parts += [_table(table) for table in (*tables_of(records), *tables)]
     if restarts:
         parts.append(_section("Started again", "\n".join(restarts)))

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from terrazzo.errors import BadInput, counted
 
-__all__ = ["METRICS", "lines_of", "of_these_ranks", "restart_text", "run_lines", "steps_of", "weighted"]
+__all__ = [
+    "METRICS",
+    "all_steps_of",
+    "lines_of",
+    "of_newest_start",
+    "of_these_ranks",
+    "restart_text",
+    "run_lines",
+    "steps_of",
+    "weighted",
+]
 
 METRICS = "metrics.jsonl"
 
@@ -50,9 +60,40 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The records of steps, in order. The first is left out where there are others: it holds what is done once."""
-    found = [dict(line) for line in lines if line["kind"] == "step" and line.get("steps") and line.get("step_s")]
+    """The records of steps since ranks were last started, in order: another start may have had other settings.
+
+    The first is left out where there are others: it holds what is done once.
+    """
+    found = of_newest_start(_measured(lines), "step")
     return found[1:] or found
+
+
+def all_steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The records of steps of all starts, in order, but for the first of the file where there are others."""
+    found = [dict(line) for line in _measured(lines) if line["kind"] == "step"]
+    return found[1:] or found
+
+
+def of_newest_start(lines: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """The lines of `kind` since ranks were last started; if there are none since, those of the start before."""
+    found: list[dict[str, Any]] = []
+    anew = False
+    for line in lines:
+        if line["kind"] in _STARTS:
+            anew = True
+        elif line["kind"] == kind:
+            found, anew = [] if anew else found, False
+            found.append(dict(line))
+    return found
+
+
+_STARTS = ("begin", "restart")
+"""Kinds of lines with which ranks that go on begin."""
+
+
+def _measured(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Without records of no steps."""
+    return [line for line in lines if line["kind"] != "step" or (line.get("steps") and line.get("step_s"))]
 
 
 def of_these_ranks(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

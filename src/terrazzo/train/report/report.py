@@ -39,7 +39,7 @@ class Report:
         self._voice = Voice(session.ranks.is_first, session.config.train.steps, self._gauge.known)
         plan = engine_of(session.model).plan.name
         self._files = Files(session, f"{_model(session)}: {plan}, {_precision(session.config)}")
-        self._start = time.perf_counter()
+        self._start, self._first_step = time.perf_counter(), session.step
         self._traffic: dict[str, int] = {}  # bytes of the newest step, as `Traffic.by_name`
         self._pace, self._peak_bytes = Pace(), 0
         self._first_validation = self._files.first_validation()
@@ -59,9 +59,14 @@ class Report:
             told = {**asdict(session.restart), "ranks": session.ranks.world_size}
             self._voice.note(restart_text(told))
             self._files.log("restart", told)
+        elif session.step:
+            self._log_begin()
         for note in session.notes:
             self._voice.note(note)
         self._voice.begin(train.steps, session.step)
+
+    def _log_begin(self) -> None:
+        self._files.log("begin", {"ranks": self._session.ranks.world_size})
 
     def log_step(self, measured: Measured) -> None:
         """A log step."""
@@ -110,6 +115,8 @@ class Report:
     def back(self) -> None:
         """The run goes on from an earlier step: what was written of later ones is of steps that are done again."""
         self._files.back()
+        if 0 < self._session.step < self._first_step:  # the line of this start was of a later step
+            self._log_begin()
         self._first_validation = self._files.first_validation() or self._first_validation
 
     def stopping(self) -> None:
