@@ -50,6 +50,15 @@ def test_pace_is_anchored_to_what_was_measured(monkeypatch: pytest.MonkeyPatch, 
     assert found.sentence.startswith("More ranks would pay: 8 would bring")
 
 
+def test_what_more_ranks_made_is_not_what_these_make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine(monkeypatch, link=1e15)
+    shrunk = [*LINES, {"kind": "restart", "step": 3, "ranks": 2}]
+    shrunk += [{"kind": "train", "step": step, "tokens_per_s": rate} for step, rate in ((4, 1.0), (5, 5e3))]
+    found = sizing_of(written(tmp_path), shrunk, 2)
+    assert found is not None and found.table is not None
+    assert ("2", "5,000", "measured") in [row[:3] for row in found.table.rows]
+
+
 def test_ranks_that_wait_for_each_other_alone_are_too_many(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine(monkeypatch, link=1e6)
     found = sizing_of(written(tmp_path, plan="zero1"), LINES, 4)  # which reduces once a step, whatever its batch

@@ -12,7 +12,7 @@ from terrazzo.config import Config, load_config
 from terrazzo.errors import BadInput, counted
 from terrazzo.planner import Estimate, Setup, estimate
 from terrazzo.planner.timing.calibration import find_calibration
-from terrazzo.telemetry import Table
+from terrazzo.telemetry import Table, of_newest_start
 from terrazzo.train.promise.as_setup import setup_of
 
 __all__ = ["Sizing", "sizing_of"]
@@ -45,13 +45,13 @@ def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> Siz
 
     Args:
         path: of the run's configuration, whose global batch stays.
-        lines: of the run's `metrics.jsonl`.
+        lines: of the run's `metrics.jsonl`; those since ranks were last started count.
         ranks: that it has.
 
     Returns:
         None before a log step.
     """
-    rates = [line["tokens_per_s"] for line in lines if line["kind"] == "train" and line.get("tokens_per_s")]
+    rates = [line["tokens_per_s"] for line in of_newest_start(lines, "train") if line.get("tokens_per_s")]
     if not rates:
         return None
     measured = mean(rates[1:] or rates)
