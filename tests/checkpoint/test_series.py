@@ -37,7 +37,9 @@ def built() -> tuple[nn.Module, Any]:
     return tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "zero3")
 
 
-def save_steps(folder: str | Path, *steps: int, run: str = "r", metrics: dict[int, float] | None = None) -> None:
+def save_steps(
+    folder: str | Path, *steps: int, run: str = "r", metrics: dict[int, float] | None = None, evaluation: str = "a"
+) -> None:
     """Checkpoints whose weights are all their step's number."""
 
     def body(rank: int) -> None:
@@ -46,7 +48,7 @@ def save_steps(folder: str | Path, *steps: int, run: str = "r", metrics: dict[in
             with tz.gathered(model, write=True) as parameters, torch.no_grad():
                 for value in parameters.values():
                     value.fill_(step)
-            extra = {"step": step, "metric": (metrics or {}).get(step)}
+            extra = {"step": step, "metric": (metrics or {}).get(step), "evaluation": evaluation}
             checkpoint.save(checkpoint.step_path(folder, step), model, optimizer, extra, run=run)
 
     run_in_threads(2, body)
@@ -202,6 +204,16 @@ def test_retention_keeps_last_every_and_best_of_its_own_run(folder: str) -> None
     assert names(folder) == ["step-00000003", "step-00000004", "step-00000006", "step-00000007"]
     checkpoint.clear(folder)
     assert names(folder) == []
+
+
+def test_the_best_are_those_of_the_newest_evaluation(tmp_path: Path) -> None:
+    """Losses on other data say nothing about these."""
+    save_steps(tmp_path, 1, 2, metrics={1: 0.5, 2: 0.4})
+    save_steps(tmp_path, 3, evaluation="b")
+    assert checkpoint.prune(tmp_path, keep_last=1, keep_best=1, dry_run=True) == ["step-00000001"]
+    save_steps(tmp_path, 4, 5, 6, metrics={4: 0.8, 5: 0.9}, evaluation="b")
+    gone = checkpoint.prune(tmp_path, keep_last=1, keep_best=1)
+    assert gone == [f"step-0000000{step}" for step in (1, 2, 3, 5)]
 
 
 @pytest.mark.parametrize(

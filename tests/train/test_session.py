@@ -348,13 +348,32 @@ def test_what_a_resumed_run_has_learnt_is_counted_from_its_first_step(
     first, *_, last = [found for line in lines if (found := json.loads(line))["kind"] == "validation"]
     assert (first["step"], last["step"]) == (0, 4)
     begun = [found for line in lines if (found := json.loads(line))["kind"] == "begin"]
-    assert begun == [{"kind": "begin", "step": 2, "ranks": 1}]
+    assert begun == [{"kind": "begin", "step": 2, "ranks": 1, "same_evaluation": True}]
     learnt = f"; {first['bits_per_byte']:.2f} → {last['bits_per_byte']:.2f} bits per byte\n"
     assert learnt in capsys.readouterr().out.partition("done ")[2]
 
     shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "other" / "checkpoints")
     trained(config_in(tmp_path, data=data, train={**steps, "steps": 6}, log={"folder": str(tmp_path / "other")}))
     assert "bits per byte" not in capsys.readouterr().out.partition("done ")[2]  # measured once: there is no first
+
+
+def test_losses_of_other_validation_data_are_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of two sources, one of which is easier: no best of it stays, and no first of it is the summary's."""
+    (tmp_path / "easy.txt").write_text("the number 1 follows 0\n" * 200)
+    (tmp_path / "hard.txt").write_text("".join(chr(33 + 7 * n * n % 94) for n in range(4000)))
+
+    def go(name: str, steps: int) -> str:
+        data = {"validation_source": str(tmp_path / f"{name}.txt"), "validation_fraction": 0.05}
+        keep = {"every": 2, "keep_last": 1, "keep_best": 1}
+        trained(config_in(tmp_path, data=data, train={"steps": steps, "eval_every": 2}, checkpoint=keep))
+        return capsys.readouterr().out.partition("done ")[2]
+
+    go("easy", 4)
+    go("hard", 6)
+    (path,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    extra = open_source(path).extra
+    assert extra["best"] == {"loss": extra["metric"], "step": 6}
+    assert " since step 6" in go("hard", 8)
 
 
 def test_changed_data_are_refused_unless_allowed(tmp_path: Path) -> None:

@@ -85,11 +85,6 @@ class JsonLines(Sink):
             self._file.truncate(end)
             raise
 
-    def first(self, kind: str) -> dict[str, Any] | None:
-        """The file's first line of that kind, if it has one."""
-        lines = map(json.loads, self.path.read_bytes().splitlines())
-        return next((line for line in lines if line["kind"] == kind), None)
-
     def in_place(self) -> bool:
         """Whether the file at `path` is still the one that is written: neither it nor a folder above was moved."""
         try:

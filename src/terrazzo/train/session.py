@@ -194,7 +194,7 @@ class Session:
         self.skipped = list(extra.get("skipped", ()))
         self.judged = Judged(**extra.get("judged", {}))
         self.cadence = extra.get("cadence") or self.cadence
-        self.validations.best = extra["best"]
+        self.validations.best = extra["best"] if extra["evaluation"] == self.evaluation else None
         rate = self.optimizer.param_groups[0]["lr"]
         resume_schedule(self.schedule, extra["schedule"])
         why = data_changes(config, extra, self.data.files)

@@ -87,7 +87,8 @@ def prune(  # structure: signature fixed by what may be kept
     Args:
         keep_last: how many of the highest steps are kept.
         keep_every: also those whose step is a multiple of it.
-        keep_best: also so many with the lowest `extra["metric"]`.
+        keep_best: also so many with the lowest `extra["metric"]`, of those whose `extra["evaluation"]`, which names
+            what it was measured on, is that of the newest one with a metric.
         sure: also the newest that is not of a later step than this.
         run: only this run's; default: every run's.
         dry_run: return the names and remove nothing.
@@ -106,7 +107,7 @@ def prune(  # structure: signature fixed by what may be kept
     own = [checkpoint for checkpoint in found if run is None or checkpoint.manifest.run == run]
     kept = {checkpoint.where for checkpoint in own[max(0, len(own) - keep_last) :]}
     kept |= {checkpoint.where for checkpoint in own if keep_every and not (step_of(checkpoint.where) or 0) % keep_every}
-    kept |= {checkpoint.where for checkpoint in sorted(own, key=_metric)[:keep_best] if _metric(checkpoint) < math.inf}
+    kept |= {checkpoint.where for checkpoint in _best(own, keep_best)}
     kept |= {each.where for each in [each for each in own if (step_of(each.where) or 0) <= (sure or -1)][-1:]}
     gone = [checkpoint.where.rpartition("/")[2] for checkpoint in own if checkpoint.where not in kept]
     for name in gone if not dry_run else ():
@@ -277,6 +278,13 @@ def _opened(store: Store, name: str) -> Checkpoint | None:
         return Checkpoint(store.folder(name))
     except BadInput:
         return None
+
+
+def _best(found: Sequence[Checkpoint], most: int) -> list[Checkpoint]:
+    """Those with the lowest metrics of the newest evaluation: of two of them metrics say nothing about each other."""
+    judged = [checkpoint for checkpoint in found if _metric(checkpoint) < math.inf]
+    alike = [one for one in judged if one.extra.get("evaluation") == judged[-1].extra.get("evaluation")]
+    return sorted(alike, key=_metric)[:most]
 
 
 def _metric(checkpoint: Checkpoint) -> float:

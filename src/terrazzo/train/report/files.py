@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.config import without_passwords
 from terrazzo.engine import engine_of
-from terrazzo.telemetry import JsonLines, ReportPage, Sink, TensorBoard
+from terrazzo.telemetry import JsonLines, ReportPage, Sink, TensorBoard, lines_of
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.promise.summary import summary_lines
 from terrazzo.train.session import Session
@@ -53,10 +53,12 @@ class Files:
             sink.log(kind, self._session.step, values)
 
     def first_validation(self) -> tuple[int, Validation] | None:
-        """The run's first, and its step, where its metrics are here and the data for it have stayed the same."""
+        """The first on the validation data that the run has now, and its step, where its metrics are here."""
         if self._metrics is None or not self._session.origin.same_evaluation:
             return None
-        line = self._metrics.first("validation")
+        lines = lines_of(self._metrics.path)
+        anew = max((place for place, line in enumerate(lines) if not line.get("same_evaluation", True)), default=0)
+        line = next((line for line in lines[anew:] if line["kind"] == "validation"), None)
         return None if line is None else (line["step"], Validation.from_dict(line))
 
     def lost(self) -> str | None:

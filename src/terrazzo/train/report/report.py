@@ -56,17 +56,19 @@ class Report:
         for label, text in _header(session):
             self._voice.row(label, text)
         if session.restart is not None:
-            told = {**asdict(session.restart), "ranks": session.ranks.world_size}
+            told = {**asdict(session.restart), **self._begun()}
             self._voice.note(restart_text(told))
             self._files.log("restart", told)
         elif session.step:
-            self._log_begin()
+            self._files.log("begin", self._begun())
         for note in session.notes:
             self._voice.note(note)
         self._voice.begin(train.steps, session.step)
 
-    def _log_begin(self) -> None:
-        self._files.log("begin", {"ranks": self._session.ranks.world_size})
+    def _begun(self) -> dict[str, Any]:
+        """Of the line with which a start begins that goes on."""
+        session = self._session
+        return {"ranks": session.ranks.world_size, "same_evaluation": session.origin.same_evaluation}
 
     def log_step(self, measured: Measured) -> None:
         """A log step."""
@@ -116,7 +118,7 @@ class Report:
         """The run goes on from an earlier step: what was written of later ones is of steps that are done again."""
         self._files.back()
         if 0 < self._session.step < self._first_step:  # the line of this start was of a later step
-            self._log_begin()
+            self._files.log("begin", self._begun())
         self._first_validation = self._files.first_validation() or self._first_validation
 
     def stopping(self) -> None:
