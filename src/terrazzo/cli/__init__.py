@@ -3,7 +3,8 @@ together; `shared` is what all have. Options stand in the file itself, of a fold
 `plan` in its `options`. These import no torch, so that `--help` comes at once.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving, 81 stood
-still, 141 whoever read the report has gone (`terrazzo ... | head`), which ends any verb but `train`, `run` and
+still, 82 memory, a drive or a rank has changed what it should keep, 83 the numbers diverged, 130 ended at once by a
+second Ctrl-C, 141 whoever read the report has gone (`terrazzo ... | head`), which ends any verb but `train`, `run` and
 `profile`.
 """
 

@@ -6,12 +6,14 @@ guard, divergence, cadence and replay, and who speaks of them report. Imports go
 the first:
 
     command, plan, optimizer         what a run is called, and what a configuration is to torch and to `tz.shard`
+    folders, mesh_picture            the folders that it makes, and how its ranks are arranged
     launch                           processes: how ranks are started, meet, stop and fail
     data                             from sources to batches
     model                            what is trained, and what it learns
     checkpoints                      what is saved, kept, gone on from and exported
     parts, reference, session        a run in memory
     promise, preflight               what the planner says of it, and what is refused before anything is started
+    first_use                        what libraries load at a first step, loaded before it
     opening                          a run opened, or taken up
     micro_batches, evaluate, replay  what the model makes of data, and ranks of each other's
     guard, divergence, cadence       what is done about a step, and when one is saved

@@ -12,6 +12,7 @@ joining      where ranks meet, and who has not come in time
 here         a process on its machine: its number there, the ranks beside it, its device and threads
 ranks        a rank's place in the run, and the same configuration on all
 stop         a signal as a request that all ranks hear of
+preempted    a run that was asked to stop, and that torchrun would start again
 failure      who failed first is said once, with the exit code
 scratch      temporary folders that do not stay behind
 """

@@ -4,6 +4,7 @@ checks   all of it, in order
 axes     sequences and matrices that ranks share
 named    what it names of the model
 folders  those that the run writes to
+guarded  what the guard looks at, and goes back to
 local    checkpoints that stay on the machine
 room     memory of devices, and what the planner knows to fail
 swap     host memory, and disks for swap files
