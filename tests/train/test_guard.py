@@ -147,6 +147,21 @@ def test_a_resumed_run_compares_with_the_steps_before(tmp_path: Path, monkeypatc
     assert [line["not_taken"] for line in lines(tmp_path, "guard")] == [11]
 
 
+@pytest.mark.parametrize("every", [None, 5])
+def test_a_stop_in_the_step_that_is_rolled_back_saves_what_it_goes_back_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | None
+) -> None:
+    """That is on the machine alone, where nothing is left of it when the run ends."""
+    spoil(monkeypatch, {9: math.nan})
+    (tmp_path / "shm").mkdir()
+    checkpoint = {"every": every, "local": {"folder": str(tmp_path / "shm"), "every": 1}}
+    config = config_in(tmp_path, guard={"action": "rollback"}, train={"steps": 20}, checkpoint=checkpoint)
+    assert trained(config, stop_after=9) == PREEMPTED
+    saved = open_source(str(latest(str(tmp_path / "run" / "checkpoints")))).extra
+    assert (saved["step"], [each["step"] for each in saved["skipped"]]) == (8, [9])
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
 def test_two_ranks_decide_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's micro-batch is bad; both leave the step out."""
 

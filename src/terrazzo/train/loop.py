@@ -97,6 +97,8 @@ class Trainer:
             if logs:
                 self.report.step_record(self.recorder.record() | {"skew": self.recorder.skew(self.skew)})
         with self.phases.during("save"):
+            if session.keeper.lacks(session.step):  # it was gone back to, and is on this machine alone
+                self.report.saved(session.save())
             session.keeper.finish()
             if session.step == train.steps and session.config.checkpoint.save_format == "hf":
                 trained = session.step > first_step

@@ -51,7 +51,7 @@ class Keeper:
         self.run: str = gather_json(os.urandom(6).hex())[0]
         self._saver: Saver | None = None
         self._saving_step = self.saved_step = 0
-        self._has_local = False
+        self._local_step = self._durable_step = 0  # the newest of each; of durable ones, one under way included
         self.sure_step: int | None = None
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
         self._claim = together(lambda: checkpoint.claim(self.folder, who) if self.is_first else None, Misuse)
@@ -81,6 +81,9 @@ class Keeper:
             )
         self._tier.resumed(resumed.path)
         self.run, self.saved_step = resumed.run, resumed.extra["step"]
+        is_local = resumed.path in local
+        self._local_step = self.saved_step if is_local else 0
+        self._durable_step = 0 if is_local else self.saved_step  # an older one is not looked for
         self.sure_step = resumed.extra.get("sure")
         return resumed
 
@@ -99,6 +102,7 @@ class Keeper:
         else:
             checkpoint.save(path, model, optimizer, extra, run=self.run)
             self.saved_step = step
+        self._durable_step = step
         self._prune()
         return path
 
@@ -114,17 +118,18 @@ class Keeper:
         """Save on the machine, in the place of the one before. Collective."""
         refuse_lost(self.lost())
         self._tier.save(model, optimizer, extra, self.run)
-        self._has_local = True
+        self._local_step = extra["step"]
 
     def suspect(self) -> list[str]:
         """Put aside what was saved since all was known to be right; returns the new names. Collective."""
         self.wait()
         self._tier.clear()
-        self._has_local = False
+        self._local_step = 0
         after = self.sure_step or 0
         names = on_first(lambda: checkpoint.suspect(self.folder, after=after, run=self.run))
         if names:
             self.saved_step, self._saving_step = after, 0
+            self._durable_step = min(self._durable_step, after)
         return names
 
     def lost(self) -> str | None:
@@ -140,7 +145,11 @@ class Keeper:
     @property
     def has_saved(self) -> bool:
         """Whether there is a checkpoint of this run to go back to."""
-        return bool(self.saved_step or self._saving_step or self._has_local)
+        return bool(self.saved_step or self._saving_step or self._local_step)
+
+    def lacks(self, step: int) -> bool:
+        """Whether a step that the run has come to, or gone back to, would be gone with the machine."""
+        return step > self._durable_step
 
     def wait(self) -> None:
         """Wait for a save in the background; raises `SaveFailed` on all ranks when it failed on one. Collective."""
@@ -153,7 +162,8 @@ class Keeper:
             self._saver.close()
             self._saver = None
             self._prune()
-        self._tier.clear()
+        if not self.lacks(self._local_step):
+            self._tier.clear()
         self._release()
 
     def abandon(self) -> None:
