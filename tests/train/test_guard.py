@@ -17,7 +17,7 @@ from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train.guard import spike_above
 from terrazzo.train.loop import Trainer
-from terrazzo.train.model.objectives import NextToken
+from terrazzo.train.model.objectives import NextToken, Validation
 from terrazzo.train.plan import build_offload
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in, equal, final_state, metrics, trained
@@ -201,6 +201,26 @@ def test_what_cannot_go_on_ends_and_says_why(
     spoil(monkeypatch, calls)
     with pytest.raises(Diverged, match=match):
         trained(config_in(tmp_path, guard=guard, checkpoint={"every": every}, train={"steps": 12}))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_validation_loss_that_is_not_finite_ends_the_run_and_is_named(
+    bad: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, times = NextToken.measure, itertools.count(1)
+    batches = 2  # of each validation
+
+    def measure(*arguments: Any) -> tuple[Tensor, float]:
+        loss, right = real(*arguments)
+        return loss * (bad if next(times) > batches else 1.0), right
+
+    monkeypatch.setattr(NextToken, "measure", measure)
+    train = {"eval_every": 2, "eval_batches": batches}
+    with pytest.raises(Diverged, match=rf"validation loss of step 2 is {bad}.*up to step 1 are intact"):
+        trained(config_in(tmp_path, data={"validation_fraction": 0.2}, train=train))
+    (found,) = lines(tmp_path, "validation")
+    assert (found["step"], math.isfinite(found["loss"])) == (0, True)
+    assert Validation(bad, bits_per_byte=bad, accuracy=0.5).as_dict() == {"accuracy": 0.5}
 
 
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:

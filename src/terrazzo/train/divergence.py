@@ -84,12 +84,13 @@ class DivergenceWatch:
         steps = self._steps
         self._losses, self._norms, self._steps = [], [], []
         for step, value, norm in zip(steps, values, norms, strict=True):
-            self._refuse(f"loss of step {step}", value)
+            self.refuse(f"loss of step {step}", value)
             if not self._skips:
-                self._refuse(f"gradients' norm of step {step}", norm)
+                self.refuse(f"gradients' norm of step {step}", norm)
         return values[-1], norms[-1], everyone
 
-    def _refuse(self, what: str, value: float) -> None:
+    def refuse(self, what: str, value: float) -> None:
+        """Raise `Diverged` where `value`, the same on all ranks, is not finite; `what` names it."""
         if not math.isfinite(value):
             raise Diverged(
                 f"The {what} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set train.clip, or use"

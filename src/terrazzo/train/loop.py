@@ -179,9 +179,10 @@ class Trainer:
         self.watch.reset()
 
     def validate(self) -> None:
-        """Measure and report the validation loss, where there are data for it."""
+        """Measure and report the validation loss, where there are data for it. Raises `Diverged`: it is not finite."""
         found = evaluate(self.session)
         if found is not None:
+            self.divergence.refuse(f"validation loss of step {self.session.step}", found.loss)
             self.session.validations.add(self.session.step, found.loss)
         self.report.validation(found)
 

@@ -71,8 +71,8 @@ class Validation:
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     def as_dict(self) -> dict[str, float]:
-        """What is known."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        """What is known and finite: JSON has no infinity."""
+        return {name: value for name, value in vars(self).items() if value is not None and math.isfinite(value)}
 
 
 class Objective(ABC):
