@@ -15,9 +15,10 @@ from torch import Tensor
 from terrazzo.checkpoint import latest, open_source
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import PREEMPTED
+from terrazzo.train import reference
 from terrazzo.train.guard import spike_above
 from terrazzo.train.loop import Trainer
-from terrazzo.train.model.objectives import NextToken, Validation
+from terrazzo.train.model.objectives import DPO, NextToken, Validation
 from terrazzo.train.plan import build_offload
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in, equal, final_state, metrics, trained
@@ -160,6 +161,37 @@ def test_a_stop_in_the_step_that_is_rolled_back_saves_what_it_goes_back_to(
     saved = open_source(str(latest(str(tmp_path / "run" / "checkpoints")))).extra
     assert (saved["step"], [each["step"] for each in saved["skipped"]]) == (8, [9])
     assert list((tmp_path / "shm").iterdir()) == []
+
+
+def test_pairs_behind_those_that_were_gone_around_have_a_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 steps of 60 pairs would read 16 of them."""
+    real, count = DPO.loss_of, itertools.count(1)
+
+    def loss_of(*arguments: Any) -> Tensor:
+        return real(*arguments) * (math.inf if next(count) == 5 else 1.0)
+
+    monkeypatch.setattr(DPO, "loss_of", loss_of)
+    pairs = [{"prompt": f"q{n} ", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    sections: dict[str, Any] = {
+        "objective": {"name": "dpo"},
+        "data": {"source": str(tmp_path / "pairs.jsonl")},
+        "guard": {"action": "rollback", "skip_batches": 2},
+        "checkpoint": {"every": 2},
+    }
+    assert trained(config_in(tmp_path, train={"steps": 8}, **sections)) == 0
+    assert [(line["not_taken"], line["batches"]) for line in lines(tmp_path, "guard")] == [(5, 3)]
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(1, 9))
+
+
+def test_a_reference_of_nan_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "completion_log_probs", lambda *_: torch.full((2, 2), math.nan))
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "q", "chosen": "yes", "rejected": "no"}\n' * 8)
+    sections: dict[str, Any] = {"objective": {"name": "dpo"}, "data": {"source": str(tmp_path / "pairs.jsonl")}}
+    with pytest.raises(BadInput, match=r"NaN of 8 of 8 preference pairs.*precision\.name=fp32"):
+        trained(config_in(tmp_path, **sections))
 
 
 def test_two_ranks_decide_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

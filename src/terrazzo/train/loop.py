@@ -24,6 +24,7 @@ from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.micro_batches import learnt
 from terrazzo.train.model.expert_load import Load
 from terrazzo.train.model.experts import balance_experts, forget_load
+from terrazzo.train.reference import is_known
 from terrazzo.train.replay.checks import Checks
 from terrazzo.train.report import Measured, Report
 from terrazzo.train.session import Session
@@ -117,6 +118,7 @@ class Trainer:
         self.checks.begin_step()
         with self.watch.measure(), self.phases.during("input"):
             batch = session.loader.next_step()
+            assert all(map(is_known, batch.micro_batches))
         total, norm = backward_on(session, batch)
         loss = total / max(1, batch.samples)
         if (why := self.guard.objection(loss, norm)) is not None:

@@ -18,11 +18,19 @@ from torch import Tensor, nn
 
 from terrazzo.config import Config, flatten
 from terrazzo.errors import BadInput
-from terrazzo.train.data import Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
+from terrazzo.train.data import Batch, Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
 from terrazzo.train.model.objectives import completion_log_probs, inputs_of
 from terrazzo.train.parts import Parts
 
-__all__ = ["Due", "check_same_initial", "compute_reference", "initial_model", "reference_due", "reference_state"]
+__all__ = [
+    "Due",
+    "check_same_initial",
+    "compute_reference",
+    "initial_model",
+    "is_known",
+    "reference_due",
+    "reference_state",
+]
 
 
 class Due(NamedTuple):
@@ -93,7 +101,11 @@ def _same_folder(one: str, other: str) -> bool:
 
 @torch.no_grad()
 def compute_reference(due: list[Due], model: nn.Module, config: Config, parts: Parts, device: torch.device) -> None:
-    """Fill the datasets' tables from the model as it is, each rank for its share of the pairs. Collective."""
+    """Fill the datasets' tables from the model as it is, each rank for its share of the pairs. Collective.
+
+    Raises:
+        BadInput: on all ranks, where the model makes NaN of a pair.
+    """
     model.eval()
     for dataset, pairs in due:
         table = torch.zeros(len(dataset), 2, device=device)
@@ -105,7 +117,17 @@ def compute_reference(due: list[Due], model: nn.Module, config: Config, parts: P
         known = torch.from_numpy(pairs)
         assert dataset.reference is not None
         dataset.reference[known] = table.cpu()[known]
+        if bad := int(dataset.reference[known].isnan().any(dim=1).sum()):
+            raise BadInput(
+                f"Before its first step the model makes NaN of {bad:,} of {len(pairs):,} preference pairs, with which"
+                " objective 'dpo' compares: look for NaN in the weights (model.path), or set precision.name=fp32."
+            )
     model.train()
+
+
+def is_known(batch: Batch) -> bool:
+    """Whether the pairs of a micro-batch have all that they are compared with; so has one that is not compared."""
+    return batch.reference is None or not bool(batch.reference[: batch.samples].isnan().any())
 
 
 def reference_state(data: TokenData) -> dict[str, Any]:
@@ -118,9 +140,9 @@ def reference_state(data: TokenData) -> dict[str, Any]:
 
 
 def _read(config: Config, dataset: PairDataset, saved: Mapping[str, Any]) -> Indices:
-    """The pairs that the steps to come read."""
+    """The pairs that the steps to come read: any of them, where a rollback may go around others."""
     count = (config.train.steps - saved.get("step", 0)) * config.batch.global_batch
-    if count <= 0 or count >= len(dataset):
+    if count <= 0 or count >= len(dataset) or config.guard.action == "rollback":
         return np.arange(len(dataset) if count > 0 else 0)
     cursor = saved.get("data", {"epoch": 0, "samples": 0})
     epochs, samples = divmod(int(cursor["samples"]), len(dataset))
