@@ -8,6 +8,7 @@ the commands that a run prints.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -54,6 +55,16 @@ def _note(keys: list[str], why: str, edit: str) -> str:
 
 def _without_validation(config: Config) -> bool:
     return config.data.validation_source is None and not config.data.validation_fraction
+
+
+def _without_ranks(config: Config) -> bool:
+    """Whether no checkpoint but the last has a validation of its own step; others say where there are no data."""
+    every, evaluations = config.checkpoint.every, config.train.eval_every
+    if _without_validation(config) or config.checkpoint.keep_last is None:
+        return False
+    if every is None or evaluations is None:
+        return True
+    return isinstance(every, int) and math.lcm(every, evaluations) >= config.train.steps
 
 
 def _without_decay(config: Config) -> bool:
@@ -214,6 +225,12 @@ _RULES = (
         lambda config: config.checkpoint.keep_last is None,
         "checkpoint.keep_last is null, so all are kept",
         "set checkpoint.keep_last",
+    ),
+    _Rule(
+        "checkpoint.keep_best",
+        _without_ranks,
+        "no step before the last is both validated (train.eval_every) and saved (checkpoint.every)",
+        "set train.eval_every, and checkpoint.every to a multiple of it",
     ),
     _Rule(
         "checkpoint.staging_gib",
