@@ -66,6 +66,25 @@ def test_a_step_that_is_left_out_leaves_all_as_it_was(tmp_path: Path, monkeypatc
     assert equal(skipped, final_state(other))
 
 
+@pytest.mark.parametrize("left_out", [10, 20])
+def test_a_row_is_of_its_own_step_where_the_log_step_was_left_out(
+    left_out: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own: dict[int, float] = {}
+
+    def loss_of(objective: Any, model: Any, output: Any, batch: Any) -> Tensor:
+        loss = REAL(objective, model, output, batch)
+        own[len(own) + 1] = loss.item() / batch.samples
+        return loss * (math.nan if len(own) == left_out else 1.0)
+
+    monkeypatch.setattr(NextToken, "loss_of", loss_of)
+    sections: dict[str, Any] = {"log": {"every": 5}, "checkpoint": {"every": None}}
+    assert trained(config_in(tmp_path, guard={"action": "skip"}, train={"steps": 20}, **sections)) == 0
+    rows = {line["step"]: line["loss"] for line in metrics(tmp_path)}
+    assert list(rows) == ([5, 11, 15, 20] if left_out == 10 else [5, 10, 15])
+    assert rows == pytest.approx({step: own[step] for step in rows})
+
+
 @pytest.mark.parametrize("more", [0, 2])
 def test_after_a_spike_the_run_goes_back_and_around_the_batches_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int

@@ -40,6 +40,11 @@ class DivergenceWatch:
         """Whether there were steps since the last `check`."""
         return bool(self._losses)
 
+    @property
+    def newest(self) -> int | None:
+        """The newest step since the last `check`; none that the guard has left out."""
+        return self._steps[-1] if self._steps else None
+
     def add(self, loss: Tensor, norm: Tensor) -> None:
         """Take in a step whose gradients are there.
 

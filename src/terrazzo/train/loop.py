@@ -87,7 +87,7 @@ class Trainer:
                 self.begin_anew()
                 continue
             last = stopped or session.step == train.steps
-            logs = self.divergence.has_unseen and (last or session.step % session.config.log.every == 0)
+            logs = self.divergence.newest == session.step and (last or self.log_due())
             if logs:
                 self.log()
             if stopped and session.step < train.steps:
@@ -159,6 +159,11 @@ class Trainer:
         self.wait_s += traffic.total_wait_s + traffic.control_wait_s
         self.recorder.step_done()
         self.ended(self.session.step)
+
+    def log_due(self) -> bool:
+        """Whether a row is due: behind every log step, and behind the next one that is taken where one was left out."""
+        every = self.session.config.log.every
+        return self.session.step // every > self.step_at_log // every
 
     def log(self) -> None:
         """Check the losses and report the newest, with what was measured since the last log step."""
