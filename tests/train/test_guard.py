@@ -20,6 +20,7 @@ from terrazzo.train.guard import spike_above
 from terrazzo.train.loop import Trainer
 from terrazzo.train.model.objectives import DPO, NextToken, Validation
 from terrazzo.train.plan import build_offload
+from terrazzo.train.report.voice import Voice
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in, equal, final_state, metrics, trained
 
@@ -92,11 +93,14 @@ def test_after_a_spike_the_run_goes_back_and_around_the_batches_since(
     """The oracle goes on from the same checkpoint, once its cursor has been moved by hand."""
     spoil(monkeypatch, {12: 100.0})
     guard = {"action": "rollback", "spike": 8.0, "skip_batches": more}
+    bar: list[int] = []
+    monkeypatch.setattr(Voice, "advance", lambda voice, step: bar.append(step))
     sections: dict[str, Any] = {"checkpoint": {"every": 5}, "schedule": {"name": "constant"}, "log": {"every": 1}}
     assert trained(config_in(tmp_path, guard=guard, train={"steps": 14}, **sections)) == 0
     (line,) = lines(tmp_path, "guard")
     assert [line[key] for key in ("step", "not_taken", "batches")] == [10, 12, 2 + more]
     assert [each["step"] for each in metrics(tmp_path)] == list(range(1, 15))
+    assert bar == [*range(1, 12), *range(10, 15)]
 
     other = tmp_path / "other"
     other.mkdir()

@@ -211,10 +211,10 @@ class Console:
         except OSError as error:
             self._console.fall_silent(error.strerror or str(error))
 
-    def advance(self) -> None:
-        """One more step is done."""
+    def advance(self, step: int) -> None:
+        """The run stands behind this step: a later one than before, or an earlier one that it went back to."""
         if self._progress is not None:
-            self._progress.advance(self._task)
+            self._progress.update(self._task, completed=step)
 
     def close(self) -> None:
         """Remove the progress bar."""

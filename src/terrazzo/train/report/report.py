@@ -112,6 +112,7 @@ class Report:
     def left_out(self, done: str, entry: dict[str, Any]) -> None:
         """The guard has left a step out."""
         self._files.log("guard", {"not_taken": entry["step"], "batches": entry["batches"], "why": entry["why"]})
+        self._voice.advance(self._session.step)
         self._remark(done)
 
     def back(self) -> None:
@@ -132,7 +133,7 @@ class Report:
     def step_done(self, traffic: Traffic) -> None:
         """An optimizer step was made with this traffic."""
         self._traffic = traffic.by_name()
-        self._voice.advance()
+        self._voice.advance(self._session.step)
 
     def end(self, *, stopped: bool) -> None:
         """The summary, and the end of all files."""

@@ -40,10 +40,10 @@ class Voice:
         if self._console is not None:
             self._console.begin(steps, step)
 
-    def advance(self) -> None:
-        """The progress bar goes on by a step."""
+    def advance(self, step: int) -> None:
+        """The progress bar as for `Console.advance`."""
         if self._console is not None:
-            self._console.advance()
+            self._console.advance(step)
 
     def close(self) -> None:
         """The end of the progress bar."""
