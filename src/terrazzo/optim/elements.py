@@ -72,7 +72,9 @@ class Lion(_Elementwise):
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
     def _update(self, group: Group, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
-        mean: Tensor = kept.setdefault("exp_avg", torch.zeros_like(parameter))
+        if not kept:
+            kept["exp_avg"] = torch.zeros_like(parameter)
+        mean: Tensor = kept["exp_avg"]
         (first, second), rate = group["betas"], group["lr"]
         parameter.mul_(1 - rate * group["weight_decay"])
         parameter.sub_(mean.lerp(gradient, 1 - first).sign_().mul_(rate))
