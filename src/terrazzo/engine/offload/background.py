@@ -98,8 +98,8 @@ class Background:
         self._early = None
         self._begun.clear()
 
-    def restored(self) -> None:
-        """All states have been restored."""
+    def begin_restoring(self) -> None:
+        """All states are about to be restored."""
         self.forget()
         self._torn = False
 

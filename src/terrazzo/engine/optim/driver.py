@@ -145,9 +145,9 @@ class OptimizerDriver:
         if not self._stepping:
             self.background.await_states()
 
-    def restored(self) -> None:
+    def begin_restoring(self) -> None:
         """All states are about to be restored."""
-        self.background.restored()
+        self.background.begin_restoring()
 
     @property
     def steps_in_backward(self) -> bool:

@@ -46,10 +46,10 @@ class OffDeviceUpdates(Protocol):
         """`optimizer.step()` returns."""
 
     def forget(self, abandoned: bool = False) -> None:
-        """Gradients are forgotten; `abandoned`: because a backward raised."""
+        """Gradients are forgotten; `abandoned`: the step is given up, and units may have been updated already."""
 
-    def restored(self) -> None:
-        """All states have been restored."""
+    def begin_restoring(self) -> None:
+        """All states are about to be restored."""
 
     def catch_up(self) -> None:
         """Wait for every update, and bring all weights at rest in line."""
@@ -81,7 +81,7 @@ class NoUpdates(OffDeviceUpdates):
 
     def forget(self, abandoned: bool = False) -> None: ...
 
-    def restored(self) -> None: ...
+    def begin_restoring(self) -> None: ...
 
     def catch_up(self) -> None: ...
 
