@@ -15,6 +15,7 @@ from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Ledger, Traffic
 from terrazzo.engine.links.transfer import Moves, Transfer
+from terrazzo.engine.optim.kept import KeptStates
 from terrazzo.engine.optim.owners import Matrix, Owners, Part, Stage, owners_of
 from terrazzo.engine.optim.segment import Segment, held_range, runs
 from terrazzo.engine.optim.template import MatrixNeeds, Templates
@@ -153,16 +154,14 @@ class MatrixSteps:
 
     def _prepare(self, optimizer: MatrixOptimizer, segment: Segment, matrices: Sequence[Matrix], held: _Held) -> None:
         """Change what is kept of a segment with a gradient, and hold what owners of `matrices` are to have of it."""
-        parameter, precision = segment.parameter, segment.bucket.precision
+        parameter = segment.parameter
         assert parameter.grad is not None
-        needs = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes)
-        with held.ledger.holding(needs.prepare_bytes(parameter.numel(), precision)):
+        needs, states = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes), KeptStates(segment)
+        with held.ledger.holding(needs.prepare_bytes(parameter.numel(), segment.bucket.precision)):
             kept = optimizer.state.get(parameter) or {}
-            lent = {k: v.to(parameter.dtype) if segment.keeps_per_element(k, v) else v for k, v in kept.items()}
+            lent = {key: states.lent(key, value, parameter) for key, value in kept.items()}
             update = optimizer.prepare(self._groups[segment.group], lent, parameter.grad)
-            optimizer.state[parameter] = {
-                k: v.to(precision.moments) if segment.keeps_per_element(k, v) else v for k, v in lent.items()
-            }
+            optimizer.state[parameter] = {key: states.put_back(key, value) for key, value in lent.items()}
             parameter.grad = None
             for matrix in matrices:
                 part = matrix.range.intersect(segment.range)
