@@ -47,7 +47,7 @@ class OptimizerDriver:
     Args:
         optimizer: its groups hold segments inside its steps, and parameters of the model otherwise.
         model: whose weights it steps, built; steps and hyper-parameters are noted in its progress.
-        templates: what a `OptimizerProbe` of each of its param groups keeps.
+        templates: what an `OptimizerProbe` of each of its param groups keeps.
         first: number of the first among those of all the model's optimizers.
 
     Attributes:

@@ -71,7 +71,7 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
 
     Args:
         units: in registration order.
-        templates: what a `OptimizerProbe` of each param group keeps; none without an optimizer.
+        templates: what an `OptimizerProbe` of each param group keeps; none without an optimizer.
         offload: how states beside the device are kept.
     """
     buckets = [bucket for unit in units for bucket in unit.buckets]
