@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from terrazzo.engine import record_of
 from terrazzo.engine.model.together import all_or_none
+from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.parallel.face import parallelize
 from terrazzo.parallel.tensor.ranks import TensorRanks, tensor_ranks

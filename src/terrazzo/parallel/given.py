@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves
+
+from terrazzo.engine.runtime.private_torch import tree_flatten, tree_leaves
 
 __all__ = ["described", "form_of_inputs", "values_of_inputs"]
 

@@ -1,4 +1,4 @@
-"""Functions and classes of torch that it does not document, each looked up here alone, as this module is imported.
+"""Functions and classes that the engine uses and torch does not document, each looked up here alone, on import.
 
 What the engine reads beside them are attributes that torch's objects have; whether this torch has those is looked up
 here, too. The table at the end of `docs/concepts/engine.md` says what each is for.
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "FOREACH",
@@ -28,6 +28,7 @@ __all__ = [
     "queue_callback",
     "set_versions",
     "tensor_data",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",

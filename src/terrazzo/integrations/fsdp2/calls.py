@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from terrazzo.dialects.core.dialect import Context
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import attach, engine_of, on_unattached_step
 from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.private_torch import tree_map_only
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2 import units
 from terrazzo.integrations.fsdp2.module import FSDPModule, FSDPRoot, Mark

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from terrazzo.engine import Stages, inside_backward
 from terrazzo.engine.plan.elsewhere import Absent, Turn
+from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse, TerrazzoError
 from terrazzo.parallel.pipeline.order import Action, Kind, actions_of
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from terrazzo.engine.links.collectives import Collectives, MessageRoute
 from terrazzo.engine.links.transfer import Handle
 from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.order import Action, Kind
 

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 import terrazzo as tz
 from terrazzo.engine import compile_units, engine_of
+from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.deepspeed.accelerator import local_device
 from terrazzo.integrations.deepspeed.answers import Answers
@@ -237,6 +238,6 @@ def _watch(output: Any, check: Any) -> None:
     def hook(grad: Tensor) -> None:
         check()
 
-    for leaf in torch.utils._pytree.tree_leaves(output):
+    for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaf.register_hook(hook)
