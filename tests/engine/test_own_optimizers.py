@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import terrazzo as tz
+from terrazzo.engine.optim.stock import choose_kernel
 from terrazzo.errors import RanksApart
 from tests.engine.toys import Net, assert_close, batch, full_parameters, loss_of, on_ranks, step
 from tests.helpers.fake import fake_group
@@ -156,6 +157,16 @@ def test_a_kernel_that_was_declined_is_not_taken() -> None:
         model = Net()
         _, optimizer = tz.shard(model, torch.optim.AdamW(model.parameters()), "zero2@cpu")
         assert optimizer.param_groups[0]["fused"]
+
+
+def test_a_kernel_is_taken_for_what_has_it_alone() -> None:
+    """Whatever the groups of a user's own optimizer hold."""
+    net = Net()
+    own = Decaying([{"params": list(net.parameters()), "algorithm": "adamw"}], lr=0.1)
+    muon = tz.optim.Muon(*tz.optim.hidden_matrices(net))
+    for each in (own, muon):
+        choose_kernel(each)
+    assert [group.get("fused") for group in (*own.param_groups, *muon.param_groups)] == [None, None, True]
 
 
 def test_gradients_of_a_model_whose_optimizer_is_gone() -> None:

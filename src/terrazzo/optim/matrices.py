@@ -57,6 +57,10 @@ class MatrixOptimizer(Optimizer):
     def step_elements(self, group: Group) -> None:
         """Step a group that is not of matrices."""
 
+    def may_be_fused(self, group: Group) -> bool:
+        """Whether `group` takes `fused=True`, as those of torch's AdamW do."""
+        return False
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all groups."""

@@ -19,7 +19,7 @@ __all__ = ["Muon", "hidden_matrices"]
 HEADS = ("*lm_head*", "*embed_out*", "head.*", "*.head.*", "output.*", "*.output.*", "*classifier*", "score.*")
 """Names of heads, whose matrices have a row for each token or class."""
 
-_OF_ADAMW = (*("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"),)
+_OF_ADAMW = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
 _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
@@ -89,6 +89,9 @@ class Muon(MatrixOptimizer):
 
     def is_of_matrices(self, group: Group) -> bool:
         return bool(group["algorithm"] == "muon")
+
+    def may_be_fused(self, group: Group) -> bool:
+        return not self.is_of_matrices(group)
 
     def prepare(self, group: Group, kept: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
         if "momentum_buffer" not in kept:

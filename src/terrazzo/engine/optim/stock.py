@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.optim.settings import NOT_HYPER, STEP_HOOKS
 from terrazzo.engine.plan.partition import Member
 from terrazzo.errors import BadInput
+from terrazzo.optim import MatrixOptimizer
 
 __all__ = [
     "assign_groups",
@@ -90,8 +91,8 @@ def choose_kernel(optimizer: Optimizer) -> None:
     """
     for group in optimizer.param_groups:
         taken = group.get("foreach") is not None or group.get("differentiable") or group.get("capturable")
-        known = type(optimizer) in _FUSED or group.get("algorithm") == "adamw"
-        if known and group.get("fused") is None and not taken:
+        known = isinstance(optimizer, MatrixOptimizer) and optimizer.may_be_fused(group)
+        if (known or type(optimizer) in _FUSED) and group.get("fused") is None and not taken:
             group["fused"] = True
 
 
