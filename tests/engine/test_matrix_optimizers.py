@@ -310,3 +310,29 @@ def test_hidden_matrices_leave_tables_heads_and_vectors_to_adamw() -> None:
     matrices, others = tz.optim.hidden_matrices(Model())
     assert [name for name, _ in matrices] == [f"blocks.{i}.{way}.weight" for i in range(3) for way in ("up", "down")]
     assert {"embed.weight", "conv.weight", "lm_head.weight", "blocks.0.up.bias"} <= {name for name, _ in others}
+
+
+def test_hidden_matrices_of_berts_layers_are_muons_whatever_they_are_called() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs terrazzo[hf]")
+    sizes = {"vocab_size": 19, "hidden_size": 8, "intermediate_size": 12, "max_position_embeddings": 6}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, tie_word_embeddings=False)
+    matrices, others = tz.optim.hidden_matrices(nn.Sequential(transformers.BertForMaskedLM(config)))
+    inside = {
+        f"0.bert.encoder.layer.{i}.{part}.weight"
+        for i in range(2)
+        for part in (
+            *(f"attention.self.{each}" for each in ("query", "key", "value")),
+            *("attention.output.dense", "intermediate.dense", "output.dense"),
+        )
+    }
+    assert {name for name, _ in matrices} == inside | {"0.cls.predictions.transform.dense.weight"}
+    assert "0.cls.predictions.decoder.weight" in {name for name, _ in others}
+
+
+@pytest.mark.parametrize("name", ["output", "model.output"])
+def test_a_head_that_is_called_output_is_adamws(name: str) -> None:
+    model = nn.ModuleDict({"output": nn.Linear(3, 5), "layer": nn.ModuleDict({"output": nn.Linear(3, 3)})})
+    whole = nn.ModuleDict({"model": model}) if name.startswith("model") else model
+    matrices, _ = tz.optim.hidden_matrices(whole)
+    assert [each for each, _ in matrices] == [f"{name.removesuffix('output')}layer.output.weight"]

@@ -16,8 +16,8 @@ from terrazzo.optim.matrices import Group, MatrixOptimizer
 
 __all__ = ["Muon", "hidden_matrices"]
 
-HEADS = ("*lm_head*", "*embed_out*", "head.*", "*.head.*", "output.*", "*.output.*", "*classifier*", "score.*")
-"""Names of heads, whose matrices have a row for each token or class."""
+HEADS = ("*lm_head*", "*embed_out*", "head.*", "*.head.*", "output.*", "model.output.*", "*classifier*", "score.*")
+"""Names of heads, whose matrices have a row for each token or class; `output` inside a layer, as in BERT, is none."""
 
 _OF_ADAMW = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
 _TABLES = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
@@ -149,19 +149,21 @@ def hidden_matrices(
     """A model's trainable parameters with their names: matrices for Muon, and the others.
 
     Not for Muon are parameters of other than two or three dims, weights of embeddings and what is tied to them, those
-    of convolutions, and what `adamw` names.
+    of convolutions, what `get_output_embeddings()` gives where a module has it (as transformers' models do), and what
+    `adamw` names.
 
     Args:
         adamw: globs over the names of parameters: by default of heads.
     """
-    tables = {
-        id(parameter) for module in model.modules() if isinstance(module, _TABLES) for parameter in module.parameters()
-    }
+    asked = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    heads = [ask() for ask in asked if callable(ask)]
+    tables = [module for module in model.modules() if isinstance(module, _TABLES)]
+    apart = {id(each) for module in (*tables, *heads) if isinstance(module, nn.Module) for each in module.parameters()}
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             named = any(fnmatch.fnmatchcase(name, glob) for glob in adamw)
-            aside = parameter.ndim not in (2, 3) or id(parameter) in tables or named
+            aside = parameter.ndim not in (2, 3) or id(parameter) in apart or named
             (others if aside else matrices).append((name, parameter))
     return matrices, others
