@@ -299,6 +299,19 @@ def test_settings_and_vectors_are_refused_by_name() -> None:
         tz.optim.Muon(*divided(Net()), adamw={"beta": 1})
 
 
+def test_a_momentum_of_bf16_is_not_divided_by_its_norm() -> None:
+    """As torch divides its own in place, without Nesterov; with fp32 gradients it divides a copy."""
+    kept = []
+    for optimizer_class in (torch.optim.Muon, tz.optim.Muon):
+        weight = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+        optimizer = optimizer_class([weight], momentum=0.5, nesterov=False)
+        weight.grad = torch.full_like(weight, 8.0)
+        optimizer.step()
+        kept.append(optimizer.state[weight]["momentum_buffer"])
+    assert torch.equal(kept[1], torch.full_like(kept[1], 4.0))
+    assert float(kept[0].norm()) == pytest.approx(1, rel=0.01)
+
+
 def test_hidden_matrices_leave_tables_heads_and_vectors_to_adamw() -> None:
     class Model(Net):
         def __init__(self) -> None:

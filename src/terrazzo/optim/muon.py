@@ -28,6 +28,9 @@ class Muon(MatrixOptimizer):
 
     Bit by bit `torch.optim.Muon` on the groups of matrices and `torch.optim.AdamW` on the others, in any loop and under
     every plan of `tz.shard`: a matrix goes whole to one rank for its update, in bf16, in which it is made orthogonal.
+    With weights and gradients in bf16 two things differ. With `nesterov=False` torch divides the momentum that it keeps
+    by its norm, in place, which is a fault; here that stays as it is. And behind `tz.shard` the update of a matrix with
+    more rows than columns is added with one rounding, where torch's kernel has two.
 
         matrices, others = tz.optim.hidden_matrices(model)
         optimizer = tz.optim.Muon(matrices, others, lr=0.02, adamw={"lr": 3e-4})
