@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import terrazzo as tz
 from terrazzo.parallel.pipeline.deferred import DeferredWeights
@@ -132,6 +133,26 @@ def test_a_step_under_autocast_is_that_of_one_process(base: nn.Sequential, sched
         assert found == expected
         state = tz.full_state_dict(model, keep=True)
         assert all(torch.equal(state[name], each) for name, each in plain.state_dict().items())
+
+    run_in_threads(2, body, timeout_s=10.0)
+
+
+def test_linear_maps_whose_weights_are_computed_put_nothing_off(base: nn.Sequential) -> None:
+    for module in base:
+        weight_norm(module)
+    plain = copy.deepcopy(base)
+    optimizer = sgd(plain)
+    expected = [plain_step(plain, optimizer, batches(seed)) for seed in (1, 2)]
+
+    def body(rank: int) -> None:
+        model, optimizer = cut(base, "zero_bubble")
+        for seed, loss in zip((1, 2), expected, strict=True):
+            assert float(tz.step(model, batches(seed), loss_of, denominator=1)) == pytest.approx(loss, rel=1e-6)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = tz.full_state_dict(model, keep=True)
+        for name, each in plain.state_dict().items():
+            torch.testing.assert_close(state[name], each)
 
     run_in_threads(2, body, timeout_s=10.0)
 

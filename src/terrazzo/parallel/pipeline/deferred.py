@@ -75,7 +75,7 @@ class DeferredWeights:
         """Not where something has replaced its forward, or is to see the weight's gradient in a backward."""
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             return False
-        weight = module._parameters["weight"]
+        weight = module._parameters.get("weight")
         if weight is None or id(weight) not in self._places:
             return False
         return "forward" not in vars(module) and not has_hooks(weight)
