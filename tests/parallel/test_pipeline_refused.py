@@ -56,6 +56,13 @@ class Named(Between):
         return x
 
 
+class Detaching(Between):
+    """Gives no gradients to half of its layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[2:](self.layers[:2](x).detach())
+
+
 class Reading(Between):
     """Reads a parameter of its first layer behind the last, as a head does that uses a table of embeddings."""
 
@@ -163,7 +170,14 @@ def test_a_model_in_stages_on_another_mesh():
     assert "cut into stages for pp 2, and the mesh has pp 1" in told_by(2, body)
 
 
-@pytest.mark.parametrize(("kind", "message"), [(Between, "changes what 'layers.1' returns"), (Named, "comes next")])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Between, "changes what 'layers.1' returns"),
+        (Detaching, r"detaches what 'layers\.1' returns before it gives it to 'layers\.2'.*requires_grad_\(False\)"),
+        (Named, "comes next"),
+    ],
+)
 def test_a_forward_that_is_no_line(kind, message):
     def body(rank: int) -> None:
         model, _ = sharded(kind(), LINE)
@@ -171,6 +185,27 @@ def test_a_forward_that_is_no_line(kind, message):
 
     with pytest.raises(tz.BadInput, match=message):
         run_in_threads(2, body, timeout_s=3.0)
+
+
+def test_freezing_what_is_in_front_does_what_detaching_did() -> None:
+    torch.manual_seed(1)
+    plain = Detaching()
+    frozen = copy.deepcopy(plain.layers)
+    frozen[:2].requires_grad_(False)
+    rows = [(torch.randn(2, 4), torch.randn(2, 4)) for _ in range(2)]
+    loss_of = functools.partial(F.mse_loss, reduction="sum")
+    for x, y in rows:
+        (loss_of(plain(x), y) / 16).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+
+    def body(rank: int) -> None:
+        model, optimizer = sharded(copy.deepcopy(frozen), tz.Pipeline(split=["3"]))
+        tz.step(model, rows, loss_of, denominator=16)
+        optimizer.step()
+        for name, each in tz.full_state_dict(model, keep=True).items():
+            torch.testing.assert_close(each, plain.state_dict()[f"layers.{name}"])
+
+    run_in_threads(2, body, timeout_s=5.0)
 
 
 def test_values_that_are_changed_in_place_between_stages():

@@ -155,6 +155,12 @@ class _InLine:
         running = self.line.running
         if not _is_all_of(given, running.values) or _version_of(given) != running.version:
             before, name = self.line.names[self.place - 1], self.line.names[self.place]
+            if _is_cut_off(given, running.values):
+                raise BadInput(
+                    f"The model detaches what {before!r} returns before it gives it to {name!r}, between two stages: "
+                    "no gradient would come to the one before. In the place of that freeze what is in front with "
+                    "requires_grad_(False), and choose tz.Pipeline(split=[...]) whose first stage trains a module too."
+                )
             raise BadInput(
                 f"The model changes what {before!r} returns before it gives it to {name!r} as its first argument, "
                 "which each rank of a pipeline would do: no stage may begin between the two. Choose tz.Pipeline(split="
@@ -245,7 +251,12 @@ def _is_all_of(given: Any, values: Any) -> bool:
     if given is values or not (type(given) is type(values) is Tensor):
         return given is values
     alike = given.shape == values.shape and given.stride() == values.stride() and given.dtype == values.dtype
-    return alike and given.data_ptr() == values.data_ptr()
+    return alike and given.data_ptr() == values.data_ptr() and not _is_cut_off(given, values)
+
+
+def _is_cut_off(given: Any, values: Any) -> bool:
+    """Whether gradients of the one do not go on to the other."""
+    return type(given) is type(values) is Tensor and given.requires_grad != values.requires_grad
 
 
 def _version_of(values: Any) -> int:
