@@ -81,12 +81,12 @@ class Cuts:
         """Whether this rank has a parameter: of a tied one, also where it does not run the module."""
         return self.model.get_submodule(name)._parameters.get(attribute) is not None
 
-    def runs_split(self) -> list[list[nn.Module]]:
+    def runs_split(self) -> list[list[tuple[str, nn.Module]]]:
         """The modules through which sequences are split, those of each stage by themselves: stages send whole ones."""
-        found: dict[int, list[nn.Module]] = {}
+        found: dict[int, list[tuple[str, nn.Module]]] = {}
         stages = stages_of(self.model)
         for name, module, _ in self.named(SplitSequence) if self.split else ():
-            found.setdefault(0 if stages is None else stages.chunks_of(name)[0], []).append(module)
+            found.setdefault(0 if stages is None else stages.chunks_of(name)[0], []).append((name, module))
         return list(found.values())
 
 
@@ -120,15 +120,15 @@ def _put_uses(cuts: Cuts) -> None:
     use = TensorUse(cuts.ranks)
     runs = cuts.runs_split()
     for run in runs:
-        split_run(run[0], run[-1], use)
+        split_run(run, use)
     regions = [module for name, module, _ in cuts.named(Enter) if not cuts.splits(name)]
     if not cuts.ranks.on_paper:
-        _tell_apart(cuts, [*itertools.chain(*runs), *regions])
+        _tell_apart(cuts, [*(module for _, module in itertools.chain(*runs)), *regions])
     for name, module, style in cuts.named(Enter, Column, Row, Embedding, Logits):
         splits = cuts.splits(name)
         alone = isinstance(style, Column | Logits) and not cuts.inside(name, Enter)
         if isinstance(style, Enter) or alone:
-            enter(module, use, splits)
+            enter(module, use, splits, name, takes_weights=isinstance(style, Logits))
         for attribute, value in style.changed if isinstance(style, Enter) else ():
             setattr(module, attribute, value)
         if isinstance(style, Column) and name in cuts.rows:

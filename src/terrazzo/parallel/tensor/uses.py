@@ -5,12 +5,14 @@ Hooks and forwards hold a `TensorUse`, which a copy of the model shares: they ma
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.nn import outside_part
@@ -77,33 +79,99 @@ class TensorUse:
 class _Enter:
     use: TensorUse
     splits: bool
+    name: str
+    takes_weights: bool
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(module, args, kwargs, lambda values: self.use.enter(values, self.splits))
+        args, kwargs = _with_first(module, args, kwargs, lambda values: self.use.enter(values, self.splits))
+        if not self.takes_weights and _with_gradients((args, kwargs), _first_of(args, kwargs)):
+            raise Misuse(
+                f"{self.name!r}, a {type(module).__name__}, was given a second tensor that needs gradients, and ranks "
+                "exchange the first alone: each would have a part of the other's gradient. Do not give this module the "
+                "style 'enter' but its matrices theirs, each 'column' then exchanging its own input, and pass "
+                "sequence=False to tz.parallelize where that tensor has another sequence."
+            )
+        return args, kwargs
 
 
 @dataclass
 class _Begin:
     use: TensorUse
+    name: str
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if _with_gradients((args, kwargs), _first_of(args, kwargs)):
+            raise _whole_beside(module, self.name)
         return _with_first(module, args, kwargs, self.use.begin)
+
+
+@dataclass
+class _Within:
+    """What a module is given and returns where sequences are split. Tensors like the first are parts as well."""
+
+    name: str
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        first = _first_of(args, kwargs)
+        if any(not _alike(each, first) for each in _with_gradients((args, kwargs), first)):
+            raise _whole_beside(module, self.name)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        first = next((each for each in tree_leaves(output) if isinstance(each, Tensor)), None)
+        if any(not _alike(each, first) for each in _with_gradients(output, first)):
+            raise _part_beside(module, self.name)
 
 
 @dataclass
 class _End:
     use: TensorUse
+    name: str
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
             return self.use.end(output)
         if isinstance(output, tuple) and output and isinstance(output[0], Tensor):
+            if _with_gradients(output[1:], None):
+                raise _part_beside(module, self.name)
             return (self.use.end(output[0]), *output[1:])
         raise Misuse(
             f"The last module whose sequences are split, a {type(module).__name__}, returns a "
             f"{type(output).__name__}, in which nothing says what the sequence is: return it alone, or first of a "
             "tuple; or pass sequence=False to tz.parallelize."
         )
+
+
+def _whole_beside(module: nn.Module, name: str) -> Misuse:
+    return Misuse(
+        f"{name!r}, a {type(module).__name__} whose sequences are split, was given a second tensor that needs "
+        "gradients, of which each rank would have those of its own positions alone. Pass sequence=False to "
+        "tz.parallelize."
+    )
+
+
+def _part_beside(module: nn.Module, name: str) -> Misuse:
+    return Misuse(
+        f"{name!r}, a {type(module).__name__} whose sequences are split, returns another tensor with gradients beside "
+        "the sequence: it is of this rank's positions alone. Pass sequence=False to tz.parallelize, or detach it where "
+        "it is for reading."
+    )
+
+
+def _with_gradients(values: Any, first: Tensor | None) -> list[Tensor]:
+    """The tensors in there that a backward will go through, but for `first`."""
+    if not torch.is_grad_enabled():
+        return []
+    leaves = tree_leaves(values)
+    return [each for each in leaves if isinstance(each, Tensor) and each is not first and each.requires_grad]
+
+
+def _first_of(args: Any, kwargs: Any) -> Tensor | None:
+    """What `_with_first` changes."""
+    return next((value for value in (*args, *kwargs.values()) if _is_activation(value)), None)
+
+
+def _alike(values: Tensor, first: Tensor | None) -> bool:
+    return first is not None and values.shape == first.shape
 
 
 def _with_first(module: nn.Module, args: Any, kwargs: Any, change: Any) -> Any:
@@ -124,15 +192,20 @@ def _is_activation(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
 
 
-def enter(module: nn.Module, use: TensorUse, splits: bool) -> None:
-    """Put the input of `module` together as it enters."""
-    module.register_forward_pre_hook(_Enter(use, splits), with_kwargs=True)
+def enter(module: nn.Module, use: TensorUse, splits: bool, name: str, takes_weights: bool) -> None:
+    """Put the input of `module` together as it enters; `takes_weights`: it is given its cut matrix beside it."""
+    module.register_forward_pre_hook(_Enter(use, splits, name, takes_weights), with_kwargs=True)
 
 
-def split_run(first: nn.Module, last: nn.Module, use: TensorUse) -> None:
-    """Have sequences split from the input of `first` to the output of `last`."""
-    first.register_forward_pre_hook(_Begin(use), with_kwargs=True)
-    last.register_forward_hook(_End(use))
+def split_run(run: Sequence[tuple[str, nn.Module]], use: TensorUse) -> None:
+    """Have sequences split from the input of the first of these modules to the output of the last."""
+    (first_name, first), (last_name, last) = run[0], run[-1]
+    first.register_forward_pre_hook(_Begin(use, first_name), with_kwargs=True)
+    for name, module in run[1:]:
+        module.register_forward_pre_hook(_Within(name).before, with_kwargs=True)
+    for name, module in run[:-1]:
+        module.register_forward_hook(_Within(name).after)
+    last.register_forward_hook(_End(use, last_name))
 
 
 @dataclass
