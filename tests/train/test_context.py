@@ -29,7 +29,7 @@ def settings(folder: Path, ranks: int, cp: int, mode: str = "gather", **more: An
     text = folder / "text.txt"
     text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(600)))
     values: dict[str, Any] = {
-        "model": SIZES,
+        "model": {**SIZES},
         "data": {"source": str(text), "cache": str(folder / "cache"), "validation_fraction": 0.2},
         "plan": {"name": "zero3", "mesh": {"cp": cp}},
         "parallel": {"context": {"mode": mode}},
