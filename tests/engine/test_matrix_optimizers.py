@@ -274,6 +274,25 @@ def test_its_state_dict_is_that_of_the_plain_one() -> None:
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+def test_its_own_state_dict_loaded_in_mid_run_changes_no_bit(plan: str) -> None:
+    base = Net()
+    alone = copy.deepcopy(base)
+    plain = Stock(alone)
+    for number in range(4):
+        step(alone, plain, loss_of(alone, batch(number)))  # type: ignore[arg-type]
+
+    def body(rank: int) -> dict[str, Tensor]:
+        model, optimizer = sharded_net(plan, 2, base=base)
+        for number in range(4):
+            step(model, optimizer, loss_of(model, batch(number)))
+            optimizer.load_state_dict(optimizer.state_dict())
+        return full_parameters(model)
+
+    for found in on_ranks(2, body):
+        assert_equal(found, dict(alone.named_parameters()))
+
+
 REFUSED: list[tuple[str, Any, str]] = [
     ("zero3", lambda net: torch.optim.Muon(divided(net)[0]), r"Use tz\.optim\.Muon, .* tz\.optim\.hidden_matrices"),
     ("zero3@cpu", muon, r"'blocks\.0\.up\.weight'.* away from the device"),

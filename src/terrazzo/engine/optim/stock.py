@@ -20,6 +20,7 @@ __all__ = [
     "hyper_parameters",
     "move_step_hooks",
     "orphans",
+    "take_fused",
 ]
 
 
@@ -90,10 +91,15 @@ def choose_kernel(optimizer: Optimizer) -> None:
     one kernel on every tier makes one result.
     """
     for group in optimizer.param_groups:
-        taken = group.get("foreach") is not None or group.get("differentiable") or group.get("capturable")
-        known = isinstance(optimizer, MatrixOptimizer) and optimizer.may_be_fused(group)
-        if (known or type(optimizer) in _FUSED) and group.get("fused") is None and not taken:
-            group["fused"] = True
+        if type(optimizer) in _FUSED or (isinstance(optimizer, MatrixOptimizer) and optimizer.may_be_fused(group)):
+            take_fused(group)
+
+
+def take_fused(group: dict[str, Any]) -> None:
+    """Have a param group take the fused kernel, unless its settings are for another."""
+    others = group.get("foreach") is not None or group.get("differentiable") or group.get("capturable")
+    if group.get("fused") is None and not others:
+        group["fused"] = True
 
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)

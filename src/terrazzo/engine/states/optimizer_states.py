@@ -21,7 +21,7 @@ from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.settings import NOT_HYPER
 from terrazzo.engine.optim.stepper import bare_copy
-from terrazzo.engine.optim.stock import choose_kernel
+from terrazzo.engine.optim.stock import take_fused
 from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.elsewhere import require_whole
 from terrazzo.engine.runtime.device import HOST
@@ -102,8 +102,10 @@ class OptimizerStates:
         keys = [key for group in edited["param_groups"] for key in group["params"]]
         self.load({name: _Whole(edited["state"].get(key, {}), whole) for name, key in zip(names, keys, strict=True)})
         for group, other in zip(optimizer.param_groups, edited["param_groups"], strict=True):
+            is_fused = group.get("fused")  # as the plan's tiers need, perhaps: the run goes on with its own kernel
             group.update(copy.deepcopy({key: value for key, value in other.items() if key not in NOT_HYPER}))
-        choose_kernel(optimizer)
+            if is_fused:
+                take_fused(group)
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
             after(optimizer)
 
