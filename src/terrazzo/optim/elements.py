@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.errors import BadInput
+from terrazzo.optim.matrices import Group, loss_of
 
 __all__ = ["AdEMAMix", "Lion"]
-
-Group = dict[str, Any]
 
 
 class _Elementwise(Optimizer):
@@ -37,10 +36,7 @@ class _Elementwise(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

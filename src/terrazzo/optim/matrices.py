@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["MatrixOptimizer", "is_matrix_group"]
+__all__ = ["Group", "MatrixOptimizer", "is_matrix_group", "loss_of"]
 
 Group = dict[str, Any]
 
@@ -64,10 +64,7 @@ class MatrixOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all groups."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             if not self.is_of_matrices(group):
                 self.step_elements(group)
@@ -91,3 +88,11 @@ class MatrixOptimizer(Optimizer):
 def is_matrix_group(optimizer: Optimizer, group: Group) -> bool:
     """Whether `optimizer` steps `group` matrix by matrix."""
     return isinstance(optimizer, MatrixOptimizer) and optimizer.is_of_matrices(group)
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a step gives, with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

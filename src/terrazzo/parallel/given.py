@@ -10,7 +10,10 @@ from torch import Tensor
 
 from terrazzo.engine.runtime.private_torch import tree_flatten, tree_leaves
 
-__all__ = ["described", "form_of_inputs", "values_of_inputs"]
+__all__ = ["DRAWN_BY_DATA_RANK", "described", "form_of_inputs", "inputs_in_number", "values_of_inputs"]
+
+DRAWN_BY_DATA_RANK = "drawn by data rank, mesh.get_local_rank('dp_shard'), and not by rank."
+"""How batches are, of which ranks are given the same: the end of an edit."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -25,6 +28,11 @@ def _form_of(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), str(leaf.dtype)
     return leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__
+
+
+def inputs_in_number(inputs: Any) -> int:
+    """32 bits of a model's inputs, their form and their values; the host may wait, as for `values_of_inputs`."""
+    return form_of_inputs([form_of_inputs(inputs), values_of_inputs(inputs)])
 
 
 def described(inputs: Any) -> str:

@@ -24,7 +24,6 @@ from terrazzo.engine.sharding.checks import check_several, optimizer_facts, stat
 from terrazzo.engine.sharding.matrices import check_matrices
 from terrazzo.engine.states.restore import reading, restore_optimizer
 from terrazzo.errors import Misuse
-from terrazzo.optim import MatrixOptimizer
 
 __all__ = ["attach", "put_on"]
 
@@ -53,9 +52,8 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
         templates = [OptimizerProbe(optimizer, group, axes.device).template() for group in optimizer.param_groups]
         assign_groups([optimizer], members, first)
-        built = [optimizer, *(driver.optimizer for driver in engine.drivers.stepping())]
-        known, of_matrices = [*engine.drivers.templates, *templates], [isinstance(e, MatrixOptimizer) for e in built]
-        check_matrices(engine.trainable(), known, sum(of_matrices))
+        built: list[Optimizer] = [optimizer, *(driver.optimizer for driver in engine.drivers.stepping())]
+        check_matrices(engine.trainable(), [*engine.drivers.templates, *templates], built)
         return templates
 
     try:

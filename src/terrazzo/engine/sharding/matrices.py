@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch.optim import Optimizer
+
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.optim.template import Templates
 from terrazzo.errors import BadInput, listed
+from terrazzo.optim import MatrixOptimizer
 
 __all__ = ["check_matrices"]
 
 
-def check_matrices(buckets: Sequence[Bucket], templates: Templates, optimizers: int) -> None:
+def check_matrices(buckets: Sequence[Bucket], templates: Templates, optimizers: Sequence[Optimizer]) -> None:
     """Refuse matrices of which this rank's part is cut, or that are stepped away from the device.
 
     Args:
         buckets: all trainable ones.
         templates: of the param groups of all optimizers.
-        optimizers: how many of these have matrices.
+        optimizers: all that step the model.
 
     Raises:
         BadInput: there.
@@ -28,9 +31,10 @@ def check_matrices(buckets: Sequence[Bucket], templates: Templates, optimizers: 
         for member in bucket.members
         if member.group >= 0 and templates[member.group].matrices is not None
     ]
-    if optimizers > 1:
+    of_matrices = sum(isinstance(each, MatrixOptimizer) for each in optimizers)
+    if of_matrices > 1:
         raise BadInput(
-            f"{optimizers} optimizers of whole matrices for one model: matrices of all are shared out among the ranks "
+            f"{of_matrices} optimizers of whole matrices for one model: matrices of all are shared out among the ranks "
             "at once. Use one tz.optim.Muon with several param groups."
         )
     cut = [member.name for _, member in held if member.parameter.shape[-2:] != member.shape[-2:]]

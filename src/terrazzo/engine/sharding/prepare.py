@@ -53,7 +53,6 @@ from terrazzo.engine.sharding.matrices import check_matrices
 from terrazzo.engine.sharding.parts import check_experts_shared, check_parts, check_sequences, check_stages
 from terrazzo.engine.states.materialize import check_initializable
 from terrazzo.errors import BadInput
-from terrazzo.optim import MatrixOptimizer
 
 __all__ = ["OptimizerLike", "Options", "Prepared", "prepare"]
 
@@ -175,10 +174,10 @@ def _plan(asked: _Asked, options: Options, sharding: ShardingSpec, tally: Tally)
     check_graphs(planned, axes.device)
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, asked.precision, options.offload)
     warn_of_unused(asked.plan, options.offload, asked.offloads_activations)
-    check_several(len(built), [bucket for unit in planned for bucket in unit.trainable()], asked.precision)
-    templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
     trainable = [bucket for unit in planned for bucket in unit.trainable()]
-    check_matrices(trainable, templates, sum(isinstance(each, MatrixOptimizer) for each in built))
+    check_several(len(built), trainable, asked.precision)
+    templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
+    check_matrices(trainable, templates, built)
     return Prepared(asked.plan, sharding, tally, planned, asked.drawn, asked.why, built, templates)
 
 

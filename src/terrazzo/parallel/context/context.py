@@ -25,7 +25,7 @@ from terrazzo.parallel.context.chunks import BALANCES, Chunks, Run
 from terrazzo.parallel.context.modes import Shared, by_gathering, by_heads, by_ring
 from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.exchanges import Peers
-from terrazzo.parallel.given import described, form_of_inputs, values_of_inputs
+from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, inputs_in_number
 
 __all__ = ["MODES", "Context", "Mode"]
 
@@ -81,7 +81,7 @@ class Context:
             BadInput: T does not divide into chunks.
         """
         if self._first is None and not self._is_compared:
-            self._first = form_of_inputs([form_of_inputs(whole), values_of_inputs(whole)]), described(whole)
+            self._first = inputs_in_number(whole), described(whole)
         return tuple(self.chunks.split(each, self.rank) for each in whole)
 
     def positions(self, tokens: Tensor) -> Tensor:
@@ -194,8 +194,7 @@ class Context:
         if not self._peers.equal(number, device):
             raise RanksApart(
                 f"The ranks along cp were given other sequences (here {words}), and each has a part of the same ones:"
-                " give all of them the same batches, drawn by data rank, mesh.get_local_rank('dp_shard'), and not by"
-                " rank."
+                f" give all of them the same batches, {DRAWN_BY_DATA_RANK}"
             )
         self._is_compared, self._first = True, None
 

@@ -11,7 +11,7 @@ import torch
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
-from terrazzo.parallel.given import described, form_of_inputs, values_of_inputs
+from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, form_of_inputs, values_of_inputs
 from terrazzo.parallel.pipeline.messages import Messages
 
 __all__ = ["Given", "begin_alike"]
@@ -32,13 +32,16 @@ class Given:
     has_auxiliary: bool
 
 
-def begin_alike(axes: Axes, messages: Messages, given: Callable[[], Given]) -> None:
+def begin_alike(axes: Axes, messages: Messages, given: Callable[[], Given]) -> Given:
     """Compare what ranks along `pp` were given, and forget what was still under way of steps that were given up.
 
     Values are compared where the host has not to wait for them, and else once. Collective along `pp`.
 
     Args:
         given: what this rank was given; raises what it refuses.
+
+    Returns:
+        What that is.
 
     Raises:
         RanksApart: where they differ, or another rank refuses.
@@ -63,10 +66,10 @@ def begin_alike(axes: Axes, messages: Messages, given: Callable[[], Given]) -> N
         found = [*_differing(here, least, most), *(_differing_inputs(axes, here, rows) if alike else ())]
         raise RanksApart(
             "The stages of a pipeline have not been told the same. On the ranks along pp tz.step was given "
-            f"{', and '.join(found)}. Give all of them the same: batches are drawn by data rank, "
-            "mesh.get_local_rank('dp_shard'), and not by rank."
+            f"{', and '.join(found)}. Give all of them the same: batches are {DRAWN_BY_DATA_RANK}"
         )
     messages.values_compared = True
+    return here
 
 
 def _row(inputs: Any, looks: bool) -> tuple[int, int]:

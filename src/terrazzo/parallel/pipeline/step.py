@@ -73,8 +73,9 @@ def step(
 
     if isinstance(line, Line):
         messages = messages_of(model, engine, line)
-        begin_alike(engine.axes, messages, given)
-        return _Run(model, messages, micro_batches, loss_fn, auxiliary).run()
+        told = begin_alike(engine.axes, messages, given)
+        pairs = [(inputs, targets) for inputs, (_, targets) in zip(told.inputs, micro_batches, strict=True)]
+        return _Run(model, messages, pairs, loss_fn, auxiliary).run()
     given()
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):
@@ -146,9 +147,7 @@ class _Run:
         self.model, self.engine, self.line, self.messages = model, engine_of(model), line, messages
         self.loss_fn, self.auxiliary = loss_fn, auxiliary
         self.micro_batches, self.trains = micro_batches, torch.is_grad_enabled()
-        self.forms = [
-            form_of(dict(each) if isinstance(each, Mapping) else each, self.trains) for each, _ in micro_batches
-        ]
+        self.forms = [form_of(inputs, self.trains) for inputs, _ in micro_batches]
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._losses = torch.zeros((), device=self.engine.axes.device)
         self._deferred = DeferredWeights(self.engine) if self.trains and line.schedule == "zero_bubble" else None

@@ -14,20 +14,19 @@ import torch
 from torch import nn
 
 from terrazzo.errors import RanksApart
-from terrazzo.parallel.given import described, form_of_inputs, values_of_inputs
-from terrazzo.parallel.tensor.dropout import APART_STATES, has_dropout, random_states, watch_seeds
+from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, inputs_in_number
+from terrazzo.parallel.tensor.dropout import APART_STATES, random_states, watch_seeds
 from terrazzo.parallel.tensor.ranks import TensorRanks
 
 __all__ = ["watch_alike"]
 
 
-def watch_alike(model: nn.Module, ranks: TensorRanks) -> None:
+def watch_alike(model: nn.Module, ranks: TensorRanks, drops: bool) -> None:
     """Compare what ranks are given as the first training forward begins, and random states if it draws numbers.
 
-    Of a model that shows dropout, states are compared as each training forward begins. A forward raises `RanksApart`
-    where they differ, on every rank.
+    Of a model that `drops`, as modules of it show, states are compared as each training forward begins. A forward
+    raises `RanksApart` where they differ, on every rank.
     """
-    drops = has_dropout(model)
     if drops:
         watch_seeds(model, ranks)
     first = _FirstForward(ranks, watches_states=not drops)
@@ -55,11 +54,10 @@ class _FirstForward:
         if torch.compiler.is_compiling() or self.is_over or not (model.training and torch.is_grad_enabled()):
             return
         given = [args, dict(kwargs)]
-        if not self.ranks.equal(form_of_inputs([form_of_inputs(given), values_of_inputs(given)])):
+        if not self.ranks.equal(inputs_in_number(given)):
             raise RanksApart(
                 f"The ranks along tp were given other inputs (here {described(given)}), and have parts of the same "
-                "matrices: give all of them the same batches, drawn by data rank, mesh.get_local_rank('dp_shard'), and "
-                "not by rank."
+                f"matrices: give all of them the same batches, {DRAWN_BY_DATA_RANK}"
             )
         self.begun = random_states()
 

@@ -150,8 +150,9 @@ def _put_uses(cuts: Cuts) -> None:
 
 def _tell_apart(cuts: Cuts, in_parts: Sequence[nn.Module]) -> None:
     """See that ranks are given the same, and have them drop other activations where each has a part: `in_parts`."""
-    watch_alike(cuts.model, cuts.ranks)
-    for module in in_parts if has_dropout(cuts.model) else ():
+    drops = has_dropout(cuts.model)
+    watch_alike(cuts.model, cuts.ranks, drops)
+    for module in in_parts if drops else ():
         fork_dropout(module, cuts.ranks.rank)
 
 

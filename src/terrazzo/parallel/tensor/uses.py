@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.nn import outside_part
 from terrazzo.parallel.tensor.ranks import TensorRanks
