@@ -1,4 +1,7 @@
-"""The planner's face: `ask` answers a request, `compare` its search alone, and `plan` is `tz.plan`."""
+"""The planner's face: `ask` answers a request, `compare` its search alone, and `plan` is `tz.plan`.
+
+`in_framework` has an answer of another kind told of a framework too, as `ask` does.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from terrazzo.planner.setup.request import Model, Request, assumptions, build_se
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration, find_calibration
 
-__all__ = ["ask", "compare", "plan"]
+__all__ = ["ask", "compare", "in_framework", "plan"]
 
 
 DEFAULTS = {field.name: field.default for field in fields(Request)}
@@ -52,6 +55,11 @@ def ask(request: Request, framework: Framework = TERRAZZO, *, fewest: bool = Fal
         answer = Answer(_one(request), _estimate_here)
     else:
         answer = _of_search(request, compare(request, framework))
+    return in_framework(answer, framework)
+
+
+def in_framework(answer: Answer, framework: Framework) -> Answer:
+    """With what is known of that framework, whichever `best` was made for."""
     return replace(answer, best=replace(answer.best, objections=objections(answer.best.setup, framework)))
 
 

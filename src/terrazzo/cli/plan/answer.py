@@ -17,15 +17,8 @@ from terrazzo.cli.plan.files import check_files, emit
 from terrazzo.cli.plan.options import OPTIONS
 from terrazzo.config import load_config
 from terrazzo.errors import BadInput
-from terrazzo.planner import (
-    Cluster,
-    Estimate,
-    Framework,
-    Request,
-    objections,
-    runnable,
-)
-from terrazzo.planner.api import ask
+from terrazzo.planner import Cluster, Estimate, Framework, Request, runnable
+from terrazzo.planner.api import ask, in_framework
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.explain import explain, explained
@@ -55,8 +48,6 @@ def run(asked: Asked, given: Collection[str]) -> None:
     _refuse_options(source, asked, given)
     framework = Framework.parse(asked["framework"])
     answer = _answer(source, asked, framework)
-    if isinstance(answer, Answer):
-        answer = _in_framework(answer, framework)
     explanation = None if asked["explain"] is None else explained(_best(answer), asked["explain"])
     _write(answer, asked)
     if asked["json"]:
@@ -77,17 +68,12 @@ def _answer(source: str, asked: Asked, framework: Framework) -> Answer | BareAns
         return _of_count(asked)
     from terrazzo.cli.plan.of_config import of_config  # imports the trainer
 
-    return of_config(asked, _request({**asked, "model": 1}))
+    return in_framework(of_config(asked, _request({**asked, "model": 1})), framework)
 
 
 def _of_model(asked: Asked, framework: Framework) -> Answer:
     request = replace(_request(asked), as_megatron=framework.name == "megatron")
     return ask(request, framework, fewest=asked["min_gpus"] or (request.gpus is None and request.strategy is None))
-
-
-def _in_framework(answer: Answer, framework: Framework) -> Answer:
-    """With what is known of that framework, whichever `best` was made for."""
-    return replace(answer, best=replace(answer.best, objections=objections(answer.best.setup, framework)))
 
 
 def _of_count(asked: Asked) -> BareAnswer:
