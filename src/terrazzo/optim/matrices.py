@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class MatrixOptimizer(Optimizer):
             self.apply(group, values, self.whole(group, own), (rows, columns))
 
 
-def is_matrix_group(optimizer: Optimizer, group: Group) -> bool:
+def is_matrix_group(optimizer: Optimizer, group: Group) -> TypeGuard[MatrixOptimizer]:
     """Whether `optimizer` steps `group` matrix by matrix."""
     return isinstance(optimizer, MatrixOptimizer) and optimizer.is_of_matrices(group)
 

@@ -15,7 +15,7 @@ from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.stepper import Stepper, is_torchs
 from terrazzo.engine.optim.template import MatrixNeeds, Template
 from terrazzo.engine.runtime import device as devices
-from terrazzo.optim import MatrixOptimizer, is_matrix_group
+from terrazzo.optim import is_matrix_group
 
 __all__ = ["OptimizerProbe"]
 
@@ -68,7 +68,7 @@ class OptimizerProbe:
         """What is kept for it after a step of zeros on a gradient of zeros."""
         tensor = nn.Parameter(torch.zeros(self.numel, device=self.device))
         tensor.grad = torch.zeros_like(tensor)
-        if isinstance(self.optimizer, MatrixOptimizer) and is_matrix_group(self.optimizer, self.group):
+        if is_matrix_group(self.optimizer, self.group):
             kept = self.begun()
             self.optimizer.prepare(self.group, kept, tensor.grad)
             return kept
@@ -85,7 +85,7 @@ class OptimizerProbe:
         if self._kept_for is not None:
             kept = Template.of(self._kept, self._kept_for.shape)
             found = Template({key: replace(spec, device=stepped.get(key, spec).device) for key, spec in kept.items()})
-        if isinstance(self.optimizer, MatrixOptimizer) and is_matrix_group(self.optimizer, self.group):
+        if is_matrix_group(self.optimizer, self.group):
             found.matrices = MatrixNeeds(self.optimizer.wire, self.optimizer.workspace_bytes)
         return found
 
