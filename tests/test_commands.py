@@ -25,7 +25,7 @@ from terrazzo.train import run
 from terrazzo.train.command import Command, folded, program
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
 from tests.helpers.threads import run_in_threads
@@ -71,7 +71,7 @@ class Runs:
         def body(rank: int) -> int:
             with open_session(config, Ranks(0, 1, torch.device("cpu"))) as session:
                 self.steps.append(session.step)
-                return Trainer(session, _AskedAfter(self.stop_after), Command(path, overrides)).run()
+                return TrainingLoop(session, _AskedAfter(self.stop_after), Command(path, overrides)).run()
 
         return run_in_threads(1, body)[0]
 

@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from terrazzo.config import KEYS
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert
@@ -99,7 +99,7 @@ def conversion(name: str) -> Conversion:
 @cache
 def _understood(name: str) -> Understood:
     shape = model_shape(MODEL)
-    context = Context(world=WORLD, parameters=shape.numel, hidden_size=shape.hidden, layers=shape.layers)
+    context = ReadingContext(world=WORLD, parameters=shape.numel, hidden_size=shape.hidden, layers=shape.layers)
     return understand(CONFIGS[name], name, context)
 
 

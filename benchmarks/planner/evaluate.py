@@ -9,7 +9,7 @@ from statistics import median
 
 from benchmarks.planner.rows import Row
 from terrazzo.errors import BadInput
-from terrazzo.planner.figures import Memory, Time
+from terrazzo.planner.figures import MemoryFigures, TimeFigures
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.timing.step import time_of
@@ -22,8 +22,8 @@ class Outcome:
     """A row with its estimate. `refused` says why the planner would not plan a run that took place, if it would not."""
 
     row: Row
-    memory: Memory
-    time: Time | None
+    memory: MemoryFigures
+    time: TimeFigures | None
     refused: str = ""
 
     @property

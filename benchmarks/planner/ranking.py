@@ -38,12 +38,12 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.compute import MEMORY_SHARE, SUSTAINED_SHARE
 from terrazzo.planner.timing.step import time_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig
+from terrazzo.train.model.experts import MixtureConfig
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS, LEAST_TAU = 3, 0.7
 SIZES = DecoderConfig(256, dim=64, layers=4, heads=4, kv_heads=4, ffn_dim=128, max_sequence_length=256)
-EXPERTS = ExpertsConfig(count=8, top_k=2, ffn_dim=64, shared=0)
+EXPERTS = MixtureConfig(count=8, top_k=2, ffn_dim=64, shared=0)
 MODELS = {
     "narrow": SIZES,
     "wide": replace(SIZES, dim=256, ffn_dim=512),

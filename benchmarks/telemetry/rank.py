@@ -24,13 +24,13 @@ from terrazzo import cli
 from terrazzo.telemetry import StepRecorder
 from terrazzo.telemetry.flight.recorder import Recorded
 from terrazzo.telemetry.watchdog.standing import LEFT
-from terrazzo.train.report import Report
+from terrazzo.train.report import RunReport
 
 __all__: list[str] = []
 
 _EVENTS = ("issued", "done", "waits", "waited", "phase", "unit_begins", "unit_ends", "moved")
 _STEPS = [(Recorded, name) for name in (*_EVENTS, "step_done")] + [(StepRecorder, "step_done"), (StepRecorder, "take")]
-_RECORDS = [(StepRecorder, "record"), (StepRecorder, "numbers"), (Report, "step_record")]
+_RECORDS = [(StepRecorder, "record"), (StepRecorder, "numbers"), (RunReport, "step_record")]
 _WARM = 20
 """First steps, which do not count."""
 
@@ -55,7 +55,7 @@ class _Steps:
         if mode == "off":
             for where, name in _STEPS:
                 setattr(where, name, _nothing)
-            StepRecorder.record, Report.step_record = _nothing, _nothing  # type: ignore[method-assign, assignment]
+            StepRecorder.record, RunReport.step_record = _nothing, _nothing  # type: ignore[method-assign, assignment]
 
     def ended(self) -> None:
         now = time.process_time(), time.thread_time()

@@ -11,7 +11,7 @@ from terrazzo.checkpoint import check_replicas
 from terrazzo.config import config_from_dict
 from terrazzo.engine import engine_of
 from terrazzo.errors import Diverged
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 from tests.engine.toys import EVERY_PLAN, Net, on_ranks, sharded, train
 from tests.helpers.cover import places
 from tests.train.test_run_edges import on_ranks_of_a_run
@@ -84,7 +84,7 @@ def test_a_run_compares_them_when_it_is_asked_to(tmp_path: Path) -> None:
     sections = {"plan": {"name": "zero0"}, "batch": {"micro_batch": 1}, "train": {"check_replicas_every": 2}}
 
     def work(session: object) -> str:
-        trainer = Trainer(session, StopAfter(None))  # type: ignore[arg-type]
+        trainer = TrainingLoop(session, StopAfter(None))  # type: ignore[arg-type]
         if trainer.session.ranks.rank == 1:
             trainer.session.model.embedding.weight.data[0, 0] += 1  # type: ignore[union-attr, operator]
         with pytest.raises(Diverged) as caught:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.checkpoint.format.manifest import head
-from terrazzo.checkpoint.saving.job import Job
+from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.storage.places import store_and_name
 from terrazzo.checkpoint.storage.shard import Entry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
@@ -103,12 +103,12 @@ def write(path: Path, whole: States, mesh: Mesh) -> None:
             "extra": {"step": 7},
         }
         arranged = arrange([entry for entry, _ in entries.values()])
-        job = Job(store.where, name, nonce, number, world, arranged, None, common if number == 0 else None)
+        job = SaveJob(store.where, name, nonce, number, world, arranged, None, common if number == 0 else None)
         jobs.append((job, {key: part for key, (_, part) in entries.items()}))
     draft = jobs[0][0].draft()
     draft.begin()
     for job, held in jobs:
-        Job.from_json(job.to_json()).write(draft, lambda entry, held=held: bytes_of(held[entry.key]))  # type: ignore[misc]
+        SaveJob.from_json(job.to_json()).write(draft, lambda entry, held=held: bytes_of(held[entry.key]))  # type: ignore[misc]
     jobs[0][0].conclude(draft)
 
 

@@ -17,7 +17,7 @@ from terrazzo import cli
 from terrazzo.cli.plan import answer as planning
 from terrazzo.cli.plan import of_config
 from terrazzo.errors import BadInput
-from terrazzo.planner.report.schema import ExplainedReport, Report, StatesReport
+from terrazzo.planner.report.schema import ExplainedReport, PlanReport, StatesReport
 
 ROOT = Path(__file__).parents[2]
 EIGHT = ["--model", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "8"]
@@ -131,7 +131,7 @@ def test_expected_is_one_number_in_words_in_json_and_in_python() -> None:
 
 def test_one_plan_has_every_key_of_the_contract() -> None:
     found = answer("--model", "llama3-8b", "--gpu", "h100-sxm", "--gpus", "16", *FULL, *MESH)
-    Report.model_validate(found)
+    PlanReport.model_validate(found)
     memory, time = found["memory"], found["time"]
     assert 0 < memory["allocated_gib"] < memory["expected_gib"] < memory["upper_gib"]
     assert sum(memory["terms"].values()) == pytest.approx(memory["allocated_gib"])
@@ -157,7 +157,7 @@ def test_json_is_one_object_and_nothing_else() -> None:
 
 def test_without_a_strategy_the_best_is_described_and_the_others_are_listed() -> None:
     found = answer(*EIGHT)
-    Report.model_validate(found)
+    PlanReport.model_validate(found)
     rows = {row["strategy"]: row for row in found["frontier"]}
     assert found["setup"]["strategy"] in rows
     assert found["fits_surely"] is True

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.dialects.core.description import Description, settings
-from terrazzo.dialects.core.dialect import Context, Finding, Reading
+from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
 from terrazzo.dialects.core.reader import flatten, split
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.understand import read_document
@@ -39,24 +39,26 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def reading(name: str, document: dict[str, Any], **context: Any) -> Reading:
-    return read_document(dialect(name), document, Context(**context))
+    return read_document(dialect(name), document, ReadingContext(**context))
 
 
 def described(name: str, document: dict[str, Any], **context: Any) -> Description:
     return reading(name, document, **context).description
 
 
-def verdicts(name: str, document: dict[str, Any], **context: Any) -> dict[str, Verdict]:
+def verdicts(name: str, document: dict[str, Any], **context: Any) -> dict[str, KeyVerdict]:
     return {verdict.key: verdict for verdict in reading(name, document, **context).verdicts}
 
 
 def converted(source: str, target: str, document: dict[str, Any], **context: Any) -> Conversion:
-    return convert_reading(dialect(source), reading(source, document, **context), dialect(target), Context(**context))
+    return convert_reading(
+        dialect(source), reading(source, document, **context), dialect(target), ReadingContext(**context)
+    )
 
 
 def found(name: str, document: dict[str, Any], **context: Any) -> dict[str, Finding]:
     """Findings of the dialect itself, by key."""
-    said = dialect(name).findings(document, reading(name, document, **context), Context(**context))
+    said = dialect(name).findings(document, reading(name, document, **context), ReadingContext(**context))
     return {finding.key: finding for finding in said}
 
 
@@ -70,7 +72,7 @@ def precision(name: str, document: dict[str, Any], **context: Any) -> list[str]:
 def assert_lossless(name: str, document: dict[str, Any], **context: Any) -> dict[str, Any]:
     """Written and read again it means the same, and what was applied stands there as it stood."""
     before = reading(name, document, **context)
-    written = dialect(name).write(before.description, Context(**context)).document
+    written = dialect(name).write(before.description, ReadingContext(**context)).document
     after = described(name, written, **context)
     for path, setting in settings(before.description):
         assert (path, after[path].value) == (path, setting.value)

@@ -11,8 +11,8 @@ import yaml
 
 from terrazzo.dialects.accelerate import Accelerate
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
+from terrazzo.dialects.core.verdict import KeyVerdict
 from tests.dialects.peers import assert_lossless, converted, described
 from tests.helpers.launched import launched, plugin
 
@@ -33,11 +33,11 @@ def sizes(**axes: int) -> dict[str, Any]:
     return {"parallelism_config": {f"parallelism_config_{axis}_size": size for axis, size in axes.items()}}
 
 
-def read(document: dict[str, Any], context: Context = NO_CONTEXT) -> Description:
+def read(document: dict[str, Any], context: ReadingContext = NO_CONTEXT) -> Description:
     return DIALECT.read(document, context).description
 
 
-def verdict(document: dict[str, Any], key: str) -> Verdict:
+def verdict(document: dict[str, Any], key: str) -> KeyVerdict:
     return next(each for each in DIALECT.read(document).verdicts if each.key == key)
 
 
@@ -173,7 +173,7 @@ def test_replicas_run_under_autocast() -> None:
     found = read({**COMMON, "distributed_type": "MULTI_GPU"})
     assert values(found, "precision", "autocast", "compute", "weight") == [True, "bf16", "loaded"]
     one = {**COMMON, "distributed_type": "NO"}
-    assert read(one, Context(load_dtype="fp32")).value("precision.weight") == "fp32"
+    assert read(one, ReadingContext(load_dtype="fp32")).value("precision.weight") == "fp32"
 
 
 # -- traps ---------------------------------------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_a_deepspeed_file_is_read_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(inner))
     document = deepspeed(deepspeed_config_file="ds.json", zero_stage=2)
     del document["mixed_precision"]
-    context = Context(folder=tmp_path)
+    context = ReadingContext(folder=tmp_path)
     reading = DIALECT.read(document, context)
     assert reading.description.row == "zero3"
     assert reading.description["precision.compute"].key == "deepspeed_config.deepspeed_config_file"
@@ -334,6 +334,6 @@ def test_a_deepspeed_file_is_read_in_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["absent.json", "../../../../etc/hostname", ""])
 def test_a_file_that_cannot_be_read_is_a_verdict(name: str, tmp_path: Path) -> None:
-    reading = DIALECT.read(deepspeed(deepspeed_config_file=name), Context(folder=tmp_path))
+    reading = DIALECT.read(deepspeed(deepspeed_config_file=name), ReadingContext(folder=tmp_path))
     kinds = {each.key: each.kind for each in reading.verdicts}
     assert kinds["deepspeed_config.deepspeed_config_file"] == "refused"

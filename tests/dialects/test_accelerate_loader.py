@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from terrazzo.dialects.accelerate import Accelerate
 from terrazzo.dialects.accelerate.keys import SECTIONS, TOP
 from terrazzo.dialects.core.description import PATHS
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import flatten
 from tests.helpers.launched import has_plugin, launched, plugin
 
@@ -39,7 +39,7 @@ def _no_noise() -> Iterator[None]:
 
 def refusals(document: dict[str, Any]) -> list[str]:
     reading = DIALECT.read(document)
-    found = [each.key for each in DIALECT.findings(document, reading, Context()) if each.level == "error"]
+    found = [each.key for each in DIALECT.findings(document, reading, ReadingContext()) if each.level == "error"]
     return found + [verdict.key for verdict in reading.verdicts if verdict.kind == "refused"]
 
 

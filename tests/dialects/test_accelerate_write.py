@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from terrazzo.dialects.accelerate import Accelerate
 from terrazzo.dialects.core.description import PATHS, Description, inactive
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from tests.helpers.launched import has_plugin, launched, plugin
 from tests.helpers.neutral import described, descriptions
 
@@ -20,7 +20,7 @@ FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_healt
 _ELSEWHERE = ("mesh.dp_shard", "mesh.dp_replicate", "batch.global_batch", "batch.micro_batch")
 
 
-def written(description: Description, context: Context = NO_CONTEXT) -> tuple[dict[str, Any], dict[str, str]]:
+def written(description: Description, context: ReadingContext = NO_CONTEXT) -> tuple[dict[str, Any], dict[str, str]]:
     writing = DIALECT.write(description, context)
     return writing.document, {verdict.key: verdict.kind for verdict in writing.verdicts}
 
@@ -45,7 +45,7 @@ def test_what_a_written_file_does_not_mean_is_named(description: Description) ->
 @FUZZ
 @given(description=descriptions())
 def test_the_launcher_takes_what_is_written(description: Description, tmp_path_factory: pytest.TempPathFactory) -> None:
-    writing = DIALECT.write(description, Context(world=8))
+    writing = DIALECT.write(description, ReadingContext(world=8))
     document = writing.document
     flags = ("--num_processes", "8", "--num_machines", "1")
     environment = launched(document, tmp_path_factory.mktemp("launch"), *flags)

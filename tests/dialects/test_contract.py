@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from terrazzo.dialects.core.description import DTYPES, Description
 from terrazzo.dialects.core.description import settings as settings_of
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Reading
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, row_of
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.core.verdict import KINDS
@@ -24,7 +24,7 @@ from terrazzo.dialects.verbs.explain import plan_words
 from terrazzo.dialects.verbs.understand import read_document
 from tests.dialects.samples import SAMPLES
 
-CONTEXTS = [NO_CONTEXT, Context(world=8, hidden_size=64, load_dtype="bf16", heads=4, layers=2, parameters=10**6)]
+CONTEXTS = [NO_CONTEXT, ReadingContext(world=8, hidden_size=64, load_dtype="bf16", heads=4, layers=2, parameters=10**6)]
 TRAP = "trap_of_dialects:spring"
 
 WORDS = ["auto", "none", "", "true", "cpu", "nvme", "bf16", "fp16", "FULL_SHARD", "AdamW", "WarmupLR", "3", TRAP,
@@ -77,7 +77,7 @@ def nested(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return document
 
 
-def assert_promises(found: Dialect, document: dict[str, Any], context: Context) -> Reading:
+def assert_promises(found: Dialect, document: dict[str, Any], context: ReadingContext) -> Reading:
     assert isinstance(found.recognises(document), bool)
     reading = read_document(found, document, context)
     assert reading.description.dialect == found.name

@@ -10,12 +10,12 @@ import yaml
 
 from terrazzo.config.files import Loaded, parse
 from terrazzo.dialects.core.description import PATHS, UNSET, Description, Extra, Setting, build
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Reading, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.core.meaning import data_ranks, degrees, same
 from terrazzo.dialects.core.reader import Reader, derived, flatten, join, split
-from terrazzo.dialects.core.verdict import Verdict, worst
+from terrazzo.dialects.core.verdict import KeyVerdict, worst
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.verbs.check import check
@@ -41,7 +41,7 @@ class Toy(Dialect):
     def recognises(self, document: Document) -> bool:
         return "verbose" in document
 
-    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
         reader = Reader(document, "Toy")
         lr = reader.number("old_lr") if "old_lr" in reader else reader.number("lr")
         reader.say("old_lr", "renamed", "it is called lr now")
@@ -60,7 +60,7 @@ class Toy(Dialect):
             given |= {f"sharding.{state}": Setting(str(value), "file", "stage") for state, value in rows.items()}
         return reader.finish(self.name, given, self.known)
 
-    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         draft = Draft(description, self.title, self.name)
         draft.copy("optimizer.lr", "lr")
         if description.dialect != self.name or description["training.clip"].key:
@@ -74,13 +74,15 @@ class Careless(Toy):
     name = "careless"
     title = "Careless"
 
-    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         draft = Draft(description, self.title, self.name)
         draft.put("optimizer.lr", "lr", description.value("optimizer.lr") / 2)
         return draft.finish()
 
 
-def converted(document: dict[str, Any], source: Dialect, target: Dialect, context: Context = NO_CONTEXT) -> Conversion:
+def converted(
+    document: dict[str, Any], source: Dialect, target: Dialect, context: ReadingContext = NO_CONTEXT
+) -> Conversion:
     return convert_reading(source, read_document(source, document, context), target, context)
 
 
@@ -148,7 +150,7 @@ def test_the_targets_own_defaults_are_named() -> None:
 
 def test_what_holds_in_place_of_a_refused_setting_is_named() -> None:
     row = {f"sharding.{state}": Setting("S", "file", "stage") for state in ("weight", "between", "grad", "optim")}
-    reading = Reading(build("toy", row), (Verdict("stage", 9, "applied"),))
+    reading = Reading(build("toy", row), (KeyVerdict("stage", 9, "applied"),))
     conversion = convert_reading(Toy(), reading, HUB, NO_CONTEXT)
     assert kinds(conversion) == {"stage": "refused"}
     assert {verdict.key: verdict.value for verdict in conversion.added}["sharding.weight"] == "D"
@@ -464,7 +466,7 @@ def write(path: Path, document: dict[str, Any]) -> Path:
 
 
 def understood(tmp_path: Path, document: dict[str, Any], **context: Any) -> Understood:
-    return understand(write(tmp_path / "a.yaml", document), "terrazzo", Context(**context))
+    return understand(write(tmp_path / "a.yaml", document), "terrazzo", ReadingContext(**context))
 
 
 def test_the_page_has_every_option_with_who_set_it(tmp_path: Path) -> None:
@@ -546,7 +548,7 @@ def test_check_is_silent_where_nothing_is_wrong(tmp_path: Path) -> None:
 def test_the_models_sizes_are_checked(tmp_path: Path) -> None:
     description = build("toy", {"mesh.tp": Setting(3, "file", "tp"), "mesh.pp": Setting(40, "file", "pp")})
     loaded = Loaded(tmp_path / "a.yaml", {}, "", "yaml")
-    found = check(Understood(loaded, Toy(), Reading(description, ()), Context(heads=32, layers=32)))
+    found = check(Understood(loaded, Toy(), Reading(description, ()), ReadingContext(heads=32, layers=32)))
     assert {finding.key for finding in found} == {"tp", "pp"}
 
 
@@ -594,7 +596,7 @@ def test_a_verdict_for_each_key_and_no_other() -> None:
         "train",
         "x",
     ]
-    kinds = {verdict.key: verdict.kind for verdict in reading.verdicts if isinstance(verdict, Verdict)}
+    kinds = {verdict.key: verdict.kind for verdict in reading.verdicts if isinstance(verdict, KeyVerdict)}
     assert kinds == {
         "plan.name": "applied",
         "plan.mesh": "applied",  # an empty section says nothing

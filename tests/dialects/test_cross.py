@@ -14,17 +14,17 @@ from terrazzo.config import config_from_dict
 from terrazzo.config.files import Loaded, format_of, parse
 from terrazzo.dialects.core.description import Description, inactive
 from terrazzo.dialects.core.description import settings as settings_of
-from terrazzo.dialects.core.dialect import Context, Dialect, Reading
+from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.meaning import agree
 from terrazzo.dialects.core.reader import flatten, split
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.emit import to_text
 from terrazzo.dialects.verbs.understand import read_document
 from tests.dialects.samples import SAMPLES
 
-CONTEXT = Context(world=8, hidden_size=64)
+CONTEXT = ReadingContext(world=8, hidden_size=64)
 HUB = dialect("terrazzo")
 CASES = [(name, label) for name in NAMES for label in SAMPLES[name]]
 KEPT = ("applied", "renamed", "defaulted")
@@ -94,7 +94,7 @@ def assert_agrees_or_names_the_loss(name: str, reading: Reading, target: str) ->
         config_from_dict(written)
 
 
-def assert_agrees_or_said(path: str, before: Description, after: Description, verdict: Verdict) -> None:
+def assert_agrees_or_said(path: str, before: Description, after: Description, verdict: KeyVerdict) -> None:
     """What a writer calls kept is kept: the document says it too, or the writer says why it need not."""
     if verdict.kind not in KEPT or verdict.why:
         assert verdict.why, (path, verdict)

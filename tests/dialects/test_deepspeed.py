@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from terrazzo.dialects.core.description import LOADED, Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
+from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.deepspeed.keys import TABLE
 from tests.dialects.peers import assert_lossless, converted, nested, verdicts
@@ -46,12 +46,12 @@ def test_defaults_are_those_that_are_published() -> None:
         assert {name: TABLE[f"{section}.{name}"].default for name in defaults} == defaults
 
 
-def read(document: dict[str, Any], context: Context = NO_CONTEXT) -> Description:
+def read(document: dict[str, Any], context: ReadingContext = NO_CONTEXT) -> Description:
     return DIALECT.read(document, context).description
 
 
-def verdict(document: dict[str, Any], key: str, **versions: str) -> Verdict:
-    reading = DIALECT.read(document, Context(versions=versions))
+def verdict(document: dict[str, Any], key: str, **versions: str) -> KeyVerdict:
+    reading = DIALECT.read(document, ReadingContext(versions=versions))
     return next(each for each in reading.verdicts if each.key == key)
 
 
@@ -59,7 +59,7 @@ def values(description: Description, section: str, *names: str) -> list[Any]:
     return [description.value(f"{section}.{name}") for name in names]
 
 
-def findings(document: dict[str, Any], context: Context = NO_CONTEXT) -> dict[str, str]:
+def findings(document: dict[str, Any], context: ReadingContext = NO_CONTEXT) -> dict[str, str]:
     return {each.key: each.level for each in DIALECT.findings(document, DIALECT.read(document, context), context)}
 
 
@@ -84,17 +84,17 @@ def test_no_section_is_stage_0_and_true_is_stage_1() -> None:
 def test_hpz_is_a_row_of_two_axes() -> None:
     document = zero(3, zero_hpz_partition_size=8)
     assert read(document).row == "hpz"
-    assert values(read(document, Context(world=32)), "mesh", "dp_shard", "dp_replicate") == [8, 4]
+    assert values(read(document, ReadingContext(world=32)), "mesh", "dp_shard", "dp_replicate") == [8, 4]
     assert read(zero(2, zero_hpz_partition_size=8)).row == "zero2"
     assert findings(zero(2, zero_hpz_partition_size=8) | SIZE)["zero_optimization.zero_hpz_partition_size"] == "warning"
     key = "zero_optimization.zero_hpz_partition_size"
-    assert findings(document | SIZE, Context(world=12))[key] == "error"
+    assert findings(document | SIZE, ReadingContext(world=12))[key] == "error"
 
 
 @pytest.mark.parametrize("key", ["zero_hpz_partition_size", "mics_shard_size"])
 def test_one_group_of_all_ranks_is_stage_3(key: str) -> None:
     document = zero(3, **{key: 8}) | SIZE
-    assert read(document, Context(world=8)).row == "zero3"
+    assert read(document, ReadingContext(world=8)).row == "zero3"
     assert assert_lossless("deepspeed", document, world=8)["zero_optimization"][key] == 8
 
 
@@ -218,7 +218,7 @@ def test_batch_arithmetic_is_deepspeeds(sizes: tuple[int | None, ...], monkeypat
     monkeypatch.setattr(comm, "get_rank", lambda *_: 0)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     document = {name: size for name, size in zip(names, sizes, strict=True) if size is not None}
-    found = read(document, Context(world=4))
+    found = read(document, ReadingContext(world=4))
     ours = values(found, "batch", "global_batch", "micro_batch", "accumulation")
     if sizes[:2] == (None, None):
         assert findings(document) == {**findings(document), "train_micro_batch_size_per_gpu": "error"}

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from terrazzo.dialects.core.description import PATHS
-from terrazzo.dialects.core.dialect import Context, Reading
+from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.core.keys import ANY, LIST, SWITCH
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.deepspeed import DeepSpeed
@@ -66,7 +66,7 @@ _OLD_FIELDS = {
 def refusals(document: dict[str, Any]) -> list[str]:
     """What the reader refuses or reports as an error."""
     reading = DIALECT.read(document)
-    found = DIALECT.findings(document, reading, Context(world=1))
+    found = DIALECT.findings(document, reading, ReadingContext(world=1))
     return [verdict.key for verdict in reading.verdicts if verdict.kind == "refused"] + [
         finding.key for finding in found if finding.level == "error"
     ]

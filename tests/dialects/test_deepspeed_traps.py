@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
+from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.deepspeed.versions import REMOVED
 
@@ -18,12 +18,12 @@ DIALECT = DeepSpeed()
 SIZE = {"train_micro_batch_size_per_gpu": 1}
 
 
-def read(document: dict[str, Any], context: Context = NO_CONTEXT) -> Description:
+def read(document: dict[str, Any], context: ReadingContext = NO_CONTEXT) -> Description:
     return DIALECT.read(document, context).description
 
 
-def verdict(document: dict[str, Any], key: str, **versions: str) -> Verdict:
-    reading = DIALECT.read(document, Context(versions=versions))
+def verdict(document: dict[str, Any], key: str, **versions: str) -> KeyVerdict:
+    reading = DIALECT.read(document, ReadingContext(versions=versions))
     return next(each for each in reading.verdicts if each.key == key)
 
 
@@ -31,7 +31,7 @@ def values(description: Description, section: str, *names: str) -> list[Any]:
     return [description.value(f"{section}.{name}") for name in names]
 
 
-def findings(document: dict[str, Any], context: Context = NO_CONTEXT) -> dict[str, str]:
+def findings(document: dict[str, Any], context: ReadingContext = NO_CONTEXT) -> dict[str, str]:
     return {each.key: each.level for each in DIALECT.findings(document, DIALECT.read(document, context), context)}
 
 
@@ -46,7 +46,7 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
     ("version", "clip", "pinned"), [("0.18.9", None, False), ("0.19.3", 1.0, False), ("", 1.0, True)]
 )
 def test_defaults_moved(version: str, clip: float | None, pinned: bool) -> None:
-    context = Context(versions={"deepspeed": version} if version else {})
+    context = ReadingContext(versions={"deepspeed": version} if version else {})
     document = zero(2, offload_optimizer={"device": "cpu"})
     assert read(document, context).value("training.clip") == clip
     assert read(document, context).value("offload.pin") is pinned
@@ -77,7 +77,7 @@ def test_a_removed_key_that_is_switched_off_costs_nothing() -> None:
     found = verdict(document, "elasticity.max_train_batch_size")
     assert (found.kind, "It is switched off" in found.why) == ("defaulted", True)
     assert "elasticity" not in DIALECT.write(read(document)).document
-    before = Context(versions={"deepspeed": "0.18.0"})
+    before = ReadingContext(versions={"deepspeed": "0.18.0"})
     assert "elasticity" in DIALECT.write(read(document, before), before).document
 
 
@@ -169,7 +169,7 @@ def test_auto_is_what_transformers_makes_of_it() -> None:
     config.trainer_config_process(arguments)
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=96))
     config.trainer_config_finalize(arguments, model, 200)
-    context = Context(world=8, hidden_size=96, trainer=_FIELDS)
+    context = ReadingContext(world=8, hidden_size=96, trainer=_FIELDS)
     filled, ours = read(config.config, context), read(_AUTO, context)
     for path in ("batch.global_batch", "batch.micro_batch", "batch.accumulation", "training.clip", "optimizer.lr"):
         assert ours.value(path) == filled.value(path), path

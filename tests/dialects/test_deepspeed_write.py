@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from terrazzo.dialects.core.description import PATHS, Description, inactive
-from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.deepspeed import DeepSpeed
 from tests.helpers.neutral import described, descriptions
 
@@ -18,7 +18,7 @@ DIALECT = DeepSpeed()
 
 def written(description: Description, **versions: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The document, and the kind of each setting's verdict."""
-    writing: Writing = DIALECT.write(description, Context(versions=versions))
+    writing: Writing = DIALECT.write(description, ReadingContext(versions=versions))
     return writing.document, {verdict.key: verdict.kind for verdict in writing.verdicts}
 
 
@@ -50,7 +50,9 @@ def test_the_loader_takes_what_is_written(description: Description) -> None:
 
     writing = DIALECT.write(description)
     document = writing.document | {verdict.target: 1 for verdict in writing.missing}
-    errors = [each for each in DIALECT.findings(document, DIALECT.read(document), Context()) if each.level == "error"]
+    errors = [
+        each for each in DIALECT.findings(document, DIALECT.read(document), ReadingContext()) if each.level == "error"
+    ]
     DeepSpeedConfig(json.loads(json.dumps(document)))
     assert [each for each in errors if not each.text.startswith("nvme needs a folder")] == []
 

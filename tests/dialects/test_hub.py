@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from terrazzo.config import KEYS, Config, config_from_dict
 from terrazzo.config.files import load
 from terrazzo.dialects.core.description import Description, Setting, build, settings
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.verbs.understand import read_document
@@ -418,7 +418,7 @@ def test_a_plan_of_places_needs_all_four_and_no_name() -> None:
 
 def test_tiers_without_a_folder_and_rows_that_do_not_nest_are_found() -> None:
     document = {"plan": {"weight": "D", "between": "D", "grad": "D", "optim": "-"}, "offload": {"optim": "nvme"}}
-    found = {finding.key: finding.text for finding in HUB.findings(document, HUB.read(document), Context())}
+    found = {finding.key: finding.text for finding in HUB.findings(document, HUB.read(document), ReadingContext())}
     assert "prefix" in found["plan"]
     assert "folder" in found["offload.path"]
 
@@ -434,7 +434,7 @@ def test_a_tier_that_is_none_is_found_wherever_it_stands() -> None:
     places = {"weight": "D", "between": "D", "grad": "D", "optim": "D@tape"}
     assert [
         "names the tier 'tape'" in finding.text
-        for finding in HUB.findings({"plan": places}, HUB.read({"plan": places}), Context())
+        for finding in HUB.findings({"plan": places}, HUB.read({"plan": places}), ReadingContext())
     ] == [True]
     for document in (
         {"plan": "zero3@cpu:1.5"},
@@ -451,10 +451,10 @@ def test_a_tier_that_is_none_is_found_wherever_it_stands() -> None:
 # -- writing what others say ---------------------------------------------------------------------------------------
 
 
-def written(given: dict[str, Any], context: Context | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+def written(given: dict[str, Any], context: ReadingContext | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The document and the verdicts by path of a foreign description."""
     description = build("other", {path: Setting(value, "file", f"their.{path}") for path, value in given.items()})
-    writing = HUB.write(description, context or Context())
+    writing = HUB.write(description, context or ReadingContext())
     if not any(verdict.kind == "refused" for verdict in writing.verdicts):
         config_from_dict(writing.document)
     assert {verdict.key for verdict in writing.verdicts} == set(given)
@@ -586,12 +586,12 @@ def test_optimizer_options_go_where_the_class_has_them(dialect: str) -> None:
 
 def test_the_global_batch_follows_from_the_ranks() -> None:
     given = {"batch.micro_batch": 2, "batch.accumulation": 4}
-    document, verdicts = written(given, Context(world=8))
+    document, verdicts = written(given, ReadingContext(world=8))
     assert document["batch"] == {"micro_batch": 2, "global_batch": 64}
     document, verdicts = written(given)
     assert document["batch"] == {"micro_batch": 2}
     assert "--world" in verdicts["batch.accumulation"].why
-    document, verdicts = written({**given, "batch.global_batch": 60}, Context(world=8))
+    document, verdicts = written({**given, "batch.global_batch": 60}, ReadingContext(world=8))
     assert verdicts["batch.accumulation"].kind == "lossy"
 
 
@@ -603,7 +603,7 @@ def test_what_is_unset_stays_unsaid() -> None:
 
 def test_the_batch_of_a_file_is_derived() -> None:
     document = {"batch": {"global_batch": 64, "micro_batch": 2}}
-    assert read_document(HUB, document, Context(world=8)).description["batch.accumulation"].value == 4
+    assert read_document(HUB, document, ReadingContext(world=8)).description["batch.accumulation"].value == 4
     assert HUB.read(document).description["batch.accumulation"].value is None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from terrazzo.dialects.core.description import Setting, build
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.torchtitan.keys import KEYS
@@ -337,8 +337,8 @@ def test_torchtitan_takes_what_is_written(source: str, document: dict[str, Any],
 def test_a_config_written_into_itself_loses_nothing() -> None:
     """Without a global batch there is one micro-batch per step, which the same config says without a key."""
     found = dialect("torchtitan")
-    reading = read_document(found, {"training": {"local_batch_size": 2}}, Context(world=8))
-    assert not convert_reading(found, reading, found, Context(world=8)).unsaid
+    reading = read_document(found, {"training": {"local_batch_size": 2}}, ReadingContext(world=8))
+    assert not convert_reading(found, reading, found, ReadingContext(world=8)).unsaid
 
 
 @pytest.mark.parametrize(("compute", "kind"), [("bf16", "applied"), ("fp32", "applied"), ("fp16", "refused")])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from terrazzo.dialects.core.description import settings
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS
@@ -347,5 +347,5 @@ def test_keys_of_fsdp_config_are_those_that_transformers_reads() -> None:
 
 
 def test_context_resolves_sizes() -> None:
-    description = dialect("trainer").read({"output_dir": "x"}, Context(world=8)).description
+    description = dialect("trainer").read({"output_dir": "x"}, ReadingContext(world=8)).description
     assert description.value("batch.micro_batch") == 8

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.understand import read_document
 
 
 def described(name: str, document: dict[str, Any], **context: Any) -> Description:
-    return read_document(dialect(name), document, Context(**context)).description
+    return read_document(dialect(name), document, ReadingContext(**context)).description
 
 
 def converted(source: str, target: str, document: dict[str, Any], **context: Any) -> Conversion:
-    reading = read_document(dialect(source), document, Context(**context))
-    return convert_reading(dialect(source), reading, dialect(target), Context(**context))
+    reading = read_document(dialect(source), document, ReadingContext(**context))
+    return convert_reading(dialect(source), reading, dialect(target), ReadingContext(**context))
 
 
 def fsdp(version: int, **options: Any) -> dict[str, Any]:
@@ -156,9 +156,9 @@ def test_auto_is_hugging_faces_word() -> None:
         "train_micro_batch_size_per_gpu": "auto",
         "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
     }
-    reading = read_document(dialect("deepspeed"), document, Context())
+    reading = read_document(dialect("deepspeed"), document, ReadingContext())
     assert {v.key for v in reading.verdicts if v.kind == "defaulted"} >= {"train_micro_batch_size_per_gpu"}
-    findings = list(dialect("deepspeed").findings(document, reading, Context()))
+    findings = list(dialect("deepspeed").findings(document, reading, ReadingContext()))
     assert any("auto" in finding.text for finding in findings)
     found = described("deepspeed", document, trainer={"per_device_train_batch_size": 3})
     assert (found.value("batch.micro_batch"), found["batch.micro_batch"].origin) == (3, "auto")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from terrazzo.config.files import Loaded
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.check import check
@@ -22,7 +22,7 @@ def findings(name: str, document: dict[str, Any], **given: Any) -> dict[str, str
     """What `check` says, by key."""
     from pathlib import Path
 
-    context = Context(**given)
+    context = ReadingContext(**given)
     reading = read_document(dialect(name), document, context)
     loaded = Loaded(Path("x.yaml"), document, "", "yaml")
     return {finding.key: finding.text for finding in check(Understood(loaded, dialect(name), reading, context))}
@@ -118,7 +118,7 @@ def test_axes_stand_in_the_order_in_which_they_cut() -> None:
 @pytest.mark.parametrize(("version", "level"), [("2.7.1", "error"), ("2.8.0", "warning"), ("2.13.0", None)])
 def test_a_hugging_face_folder_from_shards_needs_a_new_torch(version: str, level: str | None) -> None:
     document = {"training": {"steps": 10}, "checkpoint": {"enable": True, "last_save_in_hf": True}}
-    context = Context(versions={"torch": version})
+    context = ReadingContext(versions={"torch": version})
     reading = read_document(dialect("torchtitan"), document, context)
     found = dialect("torchtitan").findings(document, reading, context)
     assert {each.level for each in found if each.key == "checkpoint.last_save_in_hf"} == ({level} if level else set())

@@ -14,7 +14,7 @@ import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from terrazzo.config import config_from_dict
 from terrazzo.train.divergence import DivergenceWatch
-from terrazzo.train.parts import Parts
+from terrazzo.train.parts import DataShare
 from tests.hostcuda.cases import WIDTH, Block, Case, mesh_of
 
 __all__ = ["Failed", "diverges", "fails_and_goes_on", "overflows_and_goes_on"]
@@ -67,7 +67,7 @@ def diverges(norms: list[float]) -> tuple[list[str], int | None, str | None]:
             step=0,
             config=config_from_dict({}),
             ranks=SimpleNamespace(device=device),
-            parts=Parts(0, 1),
+            parts=DataShare(0, 1),
             keeper=SimpleNamespace(saved_step=0),
             optimizer=SimpleNamespace(scaler_state=dict),
         )

@@ -24,13 +24,13 @@ from terrazzo.parallel import Context, VocabularyLoss, context_of
 from terrazzo.parallel.context import kernels
 from terrazzo.parallel.exchanges import Peers
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig, auxiliary_loss
+from terrazzo.train.model.experts import MixtureConfig, auxiliary_loss
 from tests.hostcuda.cases import EPS, LR, apart
 
 __all__ = ["Found", "Shared", "compare", "faults_of_a_hasty_ring", "sharded_decoder", "waits_unplaced"]
 
 SHAPE = DecoderConfig(vocab_size=36, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_sequence_length=32)
-EXPERTS = ExpertsConfig(count=4, top_k=2, ffn_dim=16, shared=1, z_loss=0.01)
+EXPERTS = MixtureConfig(count=4, top_k=2, ffn_dim=16, shared=1, z_loss=0.01)
 STEPS, MICRO, ROWS = 2, 2, 2
 
 

@@ -27,7 +27,7 @@ from accelerate.utils import (
 )
 
 from terrazzo.integrations.accelerate.asked import Asked, hidden
-from terrazzo.integrations.setup import Setup, TerrazzoArguments
+from terrazzo.integrations.setup import EngineSetup, TerrazzoArguments
 
 CPU = torch.device("cpu")
 FSDP = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16"}
@@ -49,7 +49,7 @@ def as_launched(monkeypatch: pytest.MonkeyPatch, folder: Path, document: dict[st
         monkeypatch.setenv(name, value)
 
 
-def dtypes(setup: Setup) -> tuple[str, ...]:
+def dtypes(setup: EngineSetup) -> tuple[str, ...]:
     found = setup.precision
     names = (found.weight, found.compute, found.reduce, found.master)
     return tuple(str(dtype).removeprefix("torch.") for dtype in names)

@@ -13,7 +13,7 @@ import terrazzo as tz
 from terrazzo.engine import Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.integrations.fsdp2 import fully_shard
-from terrazzo.integrations.setup import Setup
+from terrazzo.integrations.setup import EngineSetup
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
 
@@ -27,7 +27,7 @@ def by_fully_shard(model: nn.Module, mesh: Any) -> None:
 
 def by_setup(model: nn.Module, mesh: Any) -> None:
     """As accelerate, Lightning, DeepSpeed and the Trainer do, whose users may name a mesh."""
-    Setup(Plan.named("zero3"), Precision(), mesh).shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    EngineSetup(Plan.named("zero3"), Precision(), mesh).shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("door", [by_fully_shard, by_setup])

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo.dialects.core.description import LOADED, Description, Extra, Setting, build
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.offload.topology import ranks_here
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.integrations.setup import ActivationCheckpointing, Setup, setup_for
+from terrazzo.integrations.setup import ActivationSetup, EngineSetup, setup_for
 from tests.helpers.fake import fake_group
 from tests.helpers.threads import run_in_threads
 
@@ -27,7 +27,7 @@ def described(*extras: Extra, **given: Any) -> Description:
     return build("test", {path.replace("__", "."): Setting(value) for path, value in given.items()}, extras)
 
 
-def made(*extras: Extra, **given: Any) -> Setup:
+def made(*extras: Extra, **given: Any) -> EngineSetup:
     return setup_for(described(*extras, **given), CPU)
 
 
@@ -202,12 +202,12 @@ def test_extras_that_change_the_numbers_are_refused() -> None:
 def test_activation_checkpointing() -> None:
     assert made(
         activation_checkpointing__mode="every", activation_checkpointing__every=2
-    ).activation_checkpointing == ActivationCheckpointing("full", 2)
+    ).activation_checkpointing == ActivationSetup("full", 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_dialects_empty_document_is_a_setup(name: str) -> None:
-    description = dialect(name).read({}, Context(load_dtype="fp32")).description
+    description = dialect(name).read({}, ReadingContext(load_dtype="fp32")).description
     assert setup_for(description, CPU, torch.float32).accumulation >= 1
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint import open_source
-from terrazzo.checkpoint.saving.job import Job
+from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.errors import SaveFailed
 from tests.helpers.processes import Pool
 from tests.integrations import killed
@@ -93,7 +93,7 @@ def _failing(folder: Path) -> tuple[int, bool]:
     trainer = Run(folder, "zero3", {**SAVING, "max_steps": 2}, _dropping()).trainer
     trainer.state.global_step = 3
     checkpoint = folder / "checkpoint-2"
-    with patch.object(Job, "write", side_effect=OSError("no space")), pytest.raises(SaveFailed):
+    with patch.object(SaveJob, "write", side_effect=OSError("no space")), pytest.raises(SaveFailed):
         trainer._save_optimizer_and_scheduler(str(checkpoint))
     step = open_source(checkpoint / "terrazzo").step
     trainer._save_optimizer_and_scheduler(str(checkpoint))

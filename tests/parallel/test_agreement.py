@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import terrazzo as tz
-from terrazzo.train.model.decoder import Decoder, DecoderConfig, ExpertsConfig
+from terrazzo.train.model.decoder import Decoder, DecoderConfig, MixtureConfig
 from tests.helpers.threads import run_in_threads
 
 SIZES = DecoderConfig(31, 16, 2, 4, 2, 26, 8, tie_embeddings=False)
@@ -73,7 +73,7 @@ def test_what_one_rank_alone_has_is_refused_on_all(
 def test_numbers_of_experts_are_compared() -> None:
     def body(rank: int) -> str:
         torch.manual_seed(0)
-        model = Decoder(DecoderConfig(31, 16, 1, 4, 2, 26, 8, experts=ExpertsConfig(2 + 2 * rank, 1, 8)))
+        model = Decoder(DecoderConfig(31, 16, 1, 4, 2, 26, 8, experts=MixtureConfig(2 + 2 * rank, 1, 8)))
         with pytest.raises(tz.BadInput) as caught:
             tz.parallelize(model, tz.mesh(ep=2, device="cpu"))
         return str(caught.value)

@@ -14,17 +14,17 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.parallel import context_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig
+from terrazzo.train.model.experts import MixtureConfig
 from tests.helpers.cover import in_turns
 from tests.helpers.threads import run_in_threads
 
 SIZES = {
-    "mixture": DecoderConfig(61, 32, 2, 4, 2, 48, 16, experts=ExpertsConfig(count=8, top_k=2, ffn_dim=16, shared=1)),
+    "mixture": DecoderConfig(61, 32, 2, 4, 2, 48, 16, experts=MixtureConfig(count=8, top_k=2, ffn_dim=16, shared=1)),
     # of the root alone the table is the last whose gradient comes, which is the head's too
     "tied": DecoderConfig(61, 32, 3, 4, 2, 48, 16),
     "untied": DecoderConfig(61, 32, 3, 4, 2, 48, 16, tie_embeddings=False),
     # half of a block's gradient is there with its experts', before there is memory for that of the other space
-    "wide": DecoderConfig(61, 32, 3, 4, 2, 48, 16, experts=ExpertsConfig(count=8, top_k=2, ffn_dim=40)),
+    "wide": DecoderConfig(61, 32, 3, 4, 2, 48, 16, experts=MixtureConfig(count=8, top_k=2, ffn_dim=40)),
 }
 
 

@@ -17,12 +17,12 @@ from torch import Tensor
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import Plan, Precision, compile_units, engine_of
-from terrazzo.integrations.setup import Setup
+from terrazzo.integrations.setup import EngineSetup
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig
+from terrazzo.train.model.experts import MixtureConfig
 from tests.helpers.threads import run_in_threads
 
-EXPERTS = ExpertsConfig(count=4, top_k=2, ffn_dim=16, shared=1)
+EXPERTS = MixtureConfig(count=4, top_k=2, ffn_dim=16, shared=1)
 SIZES = DecoderConfig(31, 16, 2, 4, 2, 26, 8, experts=EXPERTS)
 STEPS, DECAY = 3, 0.5
 
@@ -158,7 +158,7 @@ def test_torchs_own_data_parallelism_around_shared_experts_is_refused() -> None:
 def test_a_model_of_shared_experts_is_refused_at_the_doors_of_other_libraries() -> None:
     def body(rank: int) -> None:
         model = tz.parallelize(copy.deepcopy(base()), tz.mesh(ep=2))
-        Setup(Plan.named("zero3"), Precision.named("fp32")).shard(model, sgd)
+        EngineSetup(Plan.named("zero3"), Precision.named("fp32")).shard(model, sgd)
 
     with pytest.raises(tz.BadInput, match=r"tz\.parallelize, so ranks along ep"):
         run_in_threads(2, body)

@@ -10,12 +10,12 @@ from torch import Tensor
 import terrazzo as tz
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig
+from terrazzo.train.model.experts import MixtureConfig
 from tests.helpers.processes import Pool
 
 pytestmark = pytest.mark.processes
 
-EXPERTS = ExpertsConfig(count=4, top_k=2, ffn_dim=16, shared=1)
+EXPERTS = MixtureConfig(count=4, top_k=2, ffn_dim=16, shared=1)
 CONFIG = DecoderConfig(31, 16, 2, 4, 2, 26, 8, tie_embeddings=False, experts=EXPERTS)
 
 

@@ -15,7 +15,7 @@ import terrazzo as tz
 from terrazzo.engine import checkpoint_activations
 from terrazzo.parallel import context_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig, auxiliary_loss, routers_of
+from terrazzo.train.model.experts import MixtureConfig, auxiliary_loss, routers_of
 from tests.helpers.cover import places
 from tests.helpers.threads import run_in_threads
 from tests.parallel.test_training_in_parts import (
@@ -32,7 +32,7 @@ from tests.parallel.test_training_in_parts import (
     steps_in_parts,
 )
 
-EXPERTS = ExpertsConfig(count=8, top_k=2, ffn_dim=16, shared=1, z_loss=0.01)
+EXPERTS = MixtureConfig(count=8, top_k=2, ffn_dim=16, shared=1, z_loss=0.01)
 SIZES = DecoderConfig(61, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_sequence_length=32, experts=EXPERTS)
 
 

@@ -21,7 +21,7 @@ from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.optimizer import build_optimizer
-from terrazzo.train.parts import Parts
+from terrazzo.train.parts import DataShare
 from terrazzo.train.plan import build_plan, build_precision, mesh_shape, micro_batches_per_rank
 
 MARKER_BYTES = 77_777
@@ -52,7 +52,7 @@ def _train(config: Any, world_size: int, device: torch.device, steps: int) -> No
     vocab_size, shared = model.config.vocab_size, config.plan.mesh.cp > 1
     mesh = named_mesh(device.type, mesh_shape(config.plan.mesh, world_size))
     parallelize_model(model, config, mesh)
-    parts = Parts(0, 1, context_of(model))
+    parts = DataShare(0, 1, context_of(model))
     optimizer = build_optimizer(config.optimizer, model)
     model, optimizer = tz.shard(
         model,

@@ -36,7 +36,7 @@ from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import expected_exchanges, expected_rows_bytes, traffic_of
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig, Router, routers_of
+from terrazzo.train.model.experts import MixtureConfig, Router, routers_of
 from tests.engine.toys import EVERY_PLAN, TABLE_2D
 from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
@@ -125,7 +125,7 @@ CASES = [
 def base(llama: bool, experts: int) -> nn.Module:
     if llama:
         return build_model(LLAMA)
-    model = Decoder(replace(SIZES, experts=ExpertsConfig(experts, 2, 24, 1) if experts else None))
+    model = Decoder(replace(SIZES, experts=MixtureConfig(experts, 2, 24, 1) if experts else None))
     for _, router in routers_of(model):
         router.__class__ = EvenRouter
     return model

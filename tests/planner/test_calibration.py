@@ -19,7 +19,7 @@ from terrazzo.engine import PRECISIONS, Plan
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.choice.frontier import Frontier
-from terrazzo.planner.figures import Time
+from terrazzo.planner.figures import TimeFigures
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
@@ -135,7 +135,7 @@ def test_records_lie_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def seconds(setup: Setup, record: Calibration | None = None) -> dict[str, float]:
     answer = time_of(setup, calibration=record)
-    assert isinstance(answer, Time), answer
+    assert isinstance(answer, TimeFigures), answer
     return {term.name: term.value for term in answer.terms}
 
 
@@ -188,7 +188,7 @@ PLANS = {
 def test_one_measurement_leaves_the_differences_between_plans(bandwidth: float | None) -> None:
     record = ON_H100.model_copy(update={"bandwidth": bandwidth})
     found = {name: time_of(replace(H100, plan=plan), calibration=record) for name, plan in PLANS.items()}
-    times = {name: time for name, time in found.items() if isinstance(time, Time)}
+    times = {name: time for name, time in found.items() if isinstance(time, TimeFigures)}
     assert len({round(time.step_s, 6) for time in times.values()}) == 4
     assert times["zero3@cpu"].step_s > 2 * times["zero3"].step_s
     assert times["zero3@nvme"].step_s > 10 * times["zero3"].step_s
@@ -213,7 +213,7 @@ def test_only_the_run_that_was_measured_is_calibrated(change: dict[str, Any]) ->
     assert ON_H100.measured(replace(H100, sequence=2048, micro_batches=2))
     assert not ON_H100.measured(replace(H100, **change))
     time = time_of(replace(H100, **change), calibration=ON_H100)
-    assert isinstance(time, Time)
+    assert isinstance(time, TimeFigures)
     assert (time.calibrated, time.rates_measured, time.band) == (False, True, BAND)
 
 
@@ -329,7 +329,7 @@ def test_steps_on_a_device_with_figures_give_a_pace(
     assert (record.run is not None) == run_known
     if run_known:
         time = time_of(setup_of(config, 2), calibration=record)
-        assert isinstance(time, Time) and time.calibrated
+        assert isinstance(time, TimeFigures) and time.calibrated
         assert time.step_s == pytest.approx(times[0], rel=0.01)
 
 

@@ -15,7 +15,7 @@ import torch
 from terrazzo.errors import BadInput
 from terrazzo.planner.machine.devices import Cluster, Device, device, devices, this_machine
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.machine.network import Network, Transfer, group_of
+from terrazzo.planner.machine.network import Network, UnitTransfer, group_of
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -177,7 +177,7 @@ def all_reduce_us(name: str, nodes: int, mib: int) -> float:
     group = group_of(Mesh(dp_replicate=ranks), "dp_replicate")
     link = Network(device(name)).link(group)
     sent = 2 * mib * 2**20 * (ranks - 1) / ranks
-    return 1e6 * Network(device(name)).move_s(Transfer("all_reduce", "", "tensor", "", sent, group, link))
+    return 1e6 * Network(device(name)).move_s(UnitTransfer("all_reduce", "", "tensor", "", sent, group, link))
 
 
 @pytest.mark.parametrize(

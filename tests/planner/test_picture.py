@@ -14,11 +14,11 @@ from rich.console import Console
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import estimate
 from terrazzo.planner.report.alternatives import alternatives
-from terrazzo.planner.report.bars import KINDS, Bar, Chart, chart_of, kind_of
+from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar, chart_of, kind_of
 from terrazzo.planner.report.picture import SCALE, save_picture, svg
 from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.request import Request, build_setup
-from terrazzo.planner.text.blocks import Column, Line, Table, plain, show
+from terrazzo.planner.text.blocks import TableColumn, TextLine, TextTable, plain, show
 
 GIB = 2.0**30
 SVG = "{http://www.w3.org/2000/svg}"
@@ -26,8 +26,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def chart(capacity: float | None = 80, longest: float = 60) -> Chart:
     bars = (
-        Bar("zero0", {"weights": longest * GIB / 2, "optimizer": longest * GIB / 2}),
-        Bar("zero3", {"weights": 10 * GIB, "activations": 20 * GIB}, upper=40 * GIB, chosen=True),
+        MemoryBar("zero0", {"weights": longest * GIB / 2, "optimizer": longest * GIB / 2}),
+        MemoryBar("zero3", {"weights": 10 * GIB, "activations": 20 * GIB}, upper=40 * GIB, chosen=True),
     )
     return Chart("a <model> & more", "8 × tokens", bars, None if capacity is None else capacity * GIB)
 
@@ -88,7 +88,7 @@ def test_names_cannot_break_the_document() -> None:
 
 
 def test_small_models_are_drawn_in_mib() -> None:
-    small = Chart("t", "s", (Bar("zero3", {"weights": 3 * 2.0**20}),), 24 * GIB)
+    small = Chart("t", "s", (MemoryBar("zero3", {"weights": 3 * 2.0**20}),), 24 * GIB)
     assert "3.0 MiB" in texts(svg(small))
 
 
@@ -184,8 +184,9 @@ def test_a_cut_bar_says_so() -> None:
 
 # -- tables --------------------------------------------------------------------------------------------------------
 
-TABLE = Table(
-    (Column("name"), Column("GiB", "right", 5), Column("formula", keep=1)), (("weights", "1.00", "memory.weights"),)
+TABLE = TextTable(
+    (TableColumn("name"), TableColumn("GiB", "right", 5), TableColumn("formula", keep=1)),
+    (("weights", "1.00", "memory.weights"),),
 )
 
 
@@ -205,7 +206,7 @@ def test_plain_tables_are_aligned() -> None:
 
 
 def test_what_a_terminal_would_obey_is_not_printed() -> None:
-    assert "\x1b" not in plain([Line("\x1b[31mred")])
+    assert "\x1b" not in plain([TextLine("\x1b[31mred")])
     output = io.StringIO()
-    show([Line("\x1b]0;title\x07")], Console(file=output, force_terminal=True, color_system=None))
+    show([TextLine("\x1b]0;title\x07")], Console(file=output, force_terminal=True, color_system=None))
     assert "\x07" not in output.getvalue()

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from terrazzo.engine import PRECISIONS, Offload, Plan, Precision
 from terrazzo.errors import BadInput
-from terrazzo.planner.figures import Time
+from terrazzo.planner.figures import TimeFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
+from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
@@ -75,9 +75,9 @@ def setup(plan: str | Plan = "zero3", mesh: Mesh | None = None, gpu: str = "h100
     return replace(found, **changes)
 
 
-def timed(found: Setup) -> Time:
+def timed(found: Setup) -> TimeFigures:
     answer = time_of(found)
-    assert isinstance(answer, Time), answer
+    assert isinstance(answer, TimeFigures), answer
     return answer
 
 
@@ -368,7 +368,7 @@ def test_cost_per_million_tokens() -> None:
     assert timed(setup()).cost_per_million_tokens is None
 
 
-def answer(found: Setup) -> Time:
+def answer(found: Setup) -> TimeFigures:
     return time_of(found, traffic_of(found))
 
 
@@ -580,38 +580,38 @@ def test_mesh_axes_and_the_links_they_cross() -> None:
     assert links == {"tp": "scaleup", "dp_shard": "internode", "dp_replicate": "internode", "pp": "internode"}
     assert Network(device("gb200")).link(groups["dp_shard"]) == "scaleup"  # 32 of 72
     assert Network(device("4090")).link(groups["tp"]) == "pcie"
-    assert Network(device("A40")).link(Group("tp", 2, 1)) == "scaleup"
-    assert Network(device("A40")).link(Group("tp", 4, 1)) == "pcie"
+    assert Network(device("A40")).link(RankGroup("tp", 2, 1)) == "scaleup"
+    assert Network(device("A40")).link(RankGroup("tp", 4, 1)) == "pcie"
 
 
 @pytest.mark.parametrize(
     ("gpu", "group", "kind", "busbw"),
     [
-        ("h100", Group("dp_shard", 8, 1), "all_gather", 361e9),
-        ("h200", Group("dp_shard", 8, 1), "all_reduce", 480e9),
-        ("a100", Group("dp_shard", 8, 1), "all_reduce", 235e9),
-        ("h200", Group("dp_shard", 32, 1), "all_reduce", 365e9),
-        ("b200", Group("dp_shard", 8, 1), "all_reduce", 761e9),
+        ("h100", RankGroup("dp_shard", 8, 1), "all_gather", 361e9),
+        ("h200", RankGroup("dp_shard", 8, 1), "all_reduce", 480e9),
+        ("a100", RankGroup("dp_shard", 8, 1), "all_reduce", 235e9),
+        ("h200", RankGroup("dp_shard", 32, 1), "all_reduce", 365e9),
+        ("b200", RankGroup("dp_shard", 8, 1), "all_reduce", 761e9),
     ],
 )
-def test_bus_bandwidths_of_large_messages(gpu: str, group: Group, kind: str, busbw: float) -> None:
+def test_bus_bandwidths_of_large_messages(gpu: str, group: RankGroup, kind: str, busbw: float) -> None:
     """Measured with nccl-tests and torch on 16 GiB (stas00/ml-engineering, network/README.md and benchmarks)."""
     sent = 16 * 2**30 * (group.size - 1) / group.size * (2 if kind == "all_reduce" else 1)
-    seconds = Network(device(gpu)).move_s(Transfer(kind, "", "data", "last", sent, group, ""))
+    seconds = Network(device(gpu)).move_s(UnitTransfer(kind, "", "data", "last", sent, group, ""))
     assert sent / seconds == pytest.approx(busbw, rel=0.25)
 
 
 def test_a_ring_over_nodes_uses_all_their_network_cards() -> None:
     network = Network(device("h100"))
-    assert network.bandwidth(Group("dp_shard", 64, 1)) == pytest.approx(8 * 50e9 * 0.9)
-    assert network.bandwidth(Group("dp_replicate", 8, 8)) == pytest.approx(50e9 * 0.9)
-    assert network.bandwidth(Group("dp_shard", 16, 4)) == pytest.approx(2 * 50e9 * 0.9)
+    assert network.bandwidth(RankGroup("dp_shard", 64, 1)) == pytest.approx(8 * 50e9 * 0.9)
+    assert network.bandwidth(RankGroup("dp_replicate", 8, 8)) == pytest.approx(50e9 * 0.9)
+    assert network.bandwidth(RankGroup("dp_shard", 16, 4)) == pytest.approx(2 * 50e9 * 0.9)
 
 
 def test_latency_of_a_ring_grows_with_its_length() -> None:
     network = Network(device("h100"))
     small = [
-        network.move_s(Transfer("all_gather", "", "data", "forward", 1.0, Group("dp_shard", n, 1), ""))
+        network.move_s(UnitTransfer("all_gather", "", "data", "forward", 1.0, RankGroup("dp_shard", n, 1), ""))
         for n in (64, 128, 512)
     ]
     assert (small[2] - small[0]) / (small[1] - small[0]) == pytest.approx((512 - 64) / (128 - 64))
@@ -660,7 +660,7 @@ def test_sustained_rates() -> None:
 # -- ranks on the CPUs of one host -----------------------------------------------------------------------------
 
 
-def on_cpus(cores: int | None, mesh: Mesh, **figures: Any) -> Time:
+def on_cpus(cores: int | None, mesh: Mesh, **figures: Any) -> TimeFigures:
     """A step of eight micro-batches in all on a host whose messages take no time unless figures say so."""
     free = {"scaleup_bandwidth": 1e18, "scaleup_domain": 4, "per_node": 4, "hop_s": 0.0}
     host = Device("host", "cpu", {"fp32": 1e11}, memory_bandwidth=1e10, launch_s=1e-3, cores=cores, **(free | figures))

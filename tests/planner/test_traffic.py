@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
 from terrazzo.engine.plan.spec import When
-from terrazzo.planner.figures import Traffic
+from terrazzo.planner.figures import TrafficFigures
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.buckets import buckets
@@ -157,7 +157,7 @@ def test_three_times_the_weights_less_one_gather_of_the_root() -> None:
     assert found.links == {"internode": found.total_bytes}
 
 
-def of(traffic: Traffic, word: str) -> float:
+def of(traffic: TrafficFigures, word: str) -> float:
     return sum(term.value for term in traffic.collectives if word in term.name)
 
 

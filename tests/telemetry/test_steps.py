@@ -21,7 +21,7 @@ from terrazzo.engine.links.times import Moments, Times
 from terrazzo.engine.links.traffic import Traffic
 from terrazzo.telemetry import StepRecorder, lines_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig
+from terrazzo.train.model.experts import MixtureConfig
 from tests.helpers.processes import Pool
 from tests.helpers.threads import run_in_threads
 
@@ -36,7 +36,7 @@ MIXTURE = DecoderConfig(
     kv_heads=2,
     ffn_dim=26,
     max_sequence_length=8,
-    experts=ExpertsConfig(count=2, top_k=2, ffn_dim=16),
+    experts=MixtureConfig(count=2, top_k=2, ffn_dim=16),
 )
 """Each token goes to both experts, so that half of the rows leave whatever the router says."""
 

@@ -16,7 +16,7 @@ from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.telemetry.watchdog.others import Others
 from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.telemetry.watchdog.standing import Standing
-from terrazzo.telemetry.watchdog.wardens import Place, Wardens
+from terrazzo.telemetry.watchdog.wardens import RunMachine, Wardens
 from tests.telemetry.test_watchdog import Ranks
 
 
@@ -26,11 +26,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wardens, "SILENT_S", 0.3)
 
 
-class Machine:
+class WardenUnderTest:
     """A warden's side of the network, with one rank that waits for the other's."""
 
     def __init__(self, number: int, ears: list[socket.socket], ranks: Ranks) -> None:
-        places = [Place("ab"[each], "127.0.0.1", ears[each].getsockname()[1], [each]) for each in range(2)]
+        places = [RunMachine("ab"[each], "127.0.0.1", ears[each].getsockname()[1], [each]) for each in range(2)]
         self.number, self.wardens = number, Wardens(places, number, "key", ears[number])
         self.others, self.standing = Others(self.wardens, Patience(0.5, 600)), Standing()
         self.standing.take(ranks.tails[number].table, ranks.tails[number].flight().records)
@@ -49,12 +49,12 @@ class Machine:
 
 
 @pytest.fixture
-def machines(quick: None) -> Iterator[list[Machine]]:
+def machines(quick: None) -> Iterator[list[WardenUnderTest]]:
     ranks, ears = Ranks(2), [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     ranks.step()
     ranks.wait(0)
     ranks.wait(1)
-    made = [Machine(number, ears, ranks) for number in range(2)]
+    made = [WardenUnderTest(number, ears, ranks) for number in range(2)]
     deadline = time.monotonic() + 20
     while [each for each in made if each.look() or each.wardens.heard(1 - each.number) is None]:
         assert time.monotonic() < deadline
@@ -65,7 +65,7 @@ def machines(quick: None) -> Iterator[list[Machine]]:
     ranks.close()
 
 
-def found(machine: Machine) -> Stall:
+def found(machine: WardenUnderTest) -> Stall:
     deadline = time.monotonic() + 20
     while (stall := machine.look()) is None:
         assert time.monotonic() < deadline
@@ -73,7 +73,7 @@ def found(machine: Machine) -> Stall:
     return stall
 
 
-def test_where_ranks_stand_arrives_as_it_was_told(machines: list[Machine]) -> None:
+def test_where_ranks_stand_arrives_as_it_was_told(machines: list[WardenUnderTest]) -> None:
     one, other = machines
     one.others.hear(one.standings)
     there = one.standings[1]
@@ -85,7 +85,7 @@ def test_where_ranks_stand_arrives_as_it_was_told(machines: list[Machine]) -> No
     assert one.others.system.processor_s(one.others.system.pid(1)) == 1.5
 
 
-def test_a_machine_that_is_not_heard_and_is_waited_for_is_cut_off(machines: list[Machine]) -> None:
+def test_a_machine_that_is_not_heard_and_is_waited_for_is_cut_off(machines: list[WardenUnderTest]) -> None:
     """Its warden goes without a word, as where the power or the network fails."""
     one, other = machines
     other.wardens._message = ""
@@ -98,13 +98,13 @@ def test_a_machine_that_is_not_heard_and_is_waited_for_is_cut_off(machines: list
     ), stall.text
 
 
-def test_what_one_warden_has_found_ends_the_ranks_of_all(machines: list[Machine]) -> None:
+def test_what_one_warden_has_found_ends_the_ranks_of_all(machines: list[WardenUnderTest]) -> None:
     one, other = machines
     other.others.leave(other.message(), Stall("stuck", [1], "Rank 1 does nothing."))
     assert found(one) == Stall("stuck", [1], "Rank 1 does nothing.")
 
 
-def test_strangers_are_not_listened_to(machines: list[Machine]) -> None:
+def test_strangers_are_not_listened_to(machines: list[WardenUnderTest]) -> None:
     one, _ = machines
     told = json.dumps(
         {"machine": 1, "now": 0, "message": {"ranks": {}, "leaves": "stall", "stall": ["lost", [], "no"]}}

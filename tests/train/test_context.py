@@ -15,7 +15,7 @@ import torch
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.data import IGNORED, Batch
-from terrazzo.train.parts import Parts
+from terrazzo.train.parts import DataShare
 from terrazzo.train.preflight import check
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
@@ -126,7 +126,7 @@ def test_targets_are_shifted_before_they_are_split() -> None:
         from terrazzo.parallel import Context
 
         context = Context(dist.group.WORLD)
-        part = Parts(0, 1, context).of(batch)
+        part = DataShare(0, 1, context).of(batch)
         assert part.positions is not None
         return part, context.place(part.positions, torch.device("cpu")).tolist()
 

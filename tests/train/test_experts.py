@@ -14,15 +14,15 @@ from torch import Tensor
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig, FeedForward
-from terrazzo.train.model.experts import ExpertsConfig, MixtureOfExperts, auxiliary_loss, balance_experts, grouped
+from terrazzo.train.model.experts import MixtureConfig, MixtureOfExperts, auxiliary_loss, balance_experts, grouped
 from tests.helpers.threads import run_in_threads
 
 DIM, TOKENS = 8, 24
-CONFIG = ExpertsConfig(count=6, top_k=2, ffn_dim=16)
+CONFIG = MixtureConfig(count=6, top_k=2, ffn_dim=16)
 SIZES = DecoderConfig(31, DIM, 2, 2, 1, 12, 16)
 
 
-def mixture(config: ExpertsConfig) -> MixtureOfExperts:
+def mixture(config: MixtureConfig) -> MixtureOfExperts:
     torch.manual_seed(3)
     shared = FeedForward(SIZES, config.shared * config.ffn_dim) if config.shared else None
     made = MixtureOfExperts(DIM, config, shared, std=0.5, out_std=0.5)
@@ -119,7 +119,7 @@ def test_a_token_has_no_more_experts_than_there_are() -> None:
 
 
 def test_work_is_counted_for_the_experts_that_are_chosen() -> None:
-    experts = ExpertsConfig(count=6, top_k=2, ffn_dim=16, shared=1)
+    experts = MixtureConfig(count=6, top_k=2, ffn_dim=16, shared=1)
     dense, mixed = SIZES.matmul_numel, replace(SIZES, experts=experts).matmul_numel
     assert mixed - dense == 2 * (3 * DIM * (16 * 3 - 12) + DIM * 6)
 

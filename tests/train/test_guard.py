@@ -17,7 +17,7 @@ from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train import reference
 from terrazzo.train.guard import spike_above
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import DPO, NextToken, Validation
 from terrazzo.train.plan import build_offload
 from terrazzo.train.report.voice import Voice
@@ -110,7 +110,7 @@ def test_after_a_spike_the_run_goes_back_and_around_the_batches_since(
 
     def moved(session: Any) -> None:
         session.loader.skip(2 + more)
-        Trainer(session, StopAfter(None)).run()
+        TrainingLoop(session, StopAfter(None)).run()
 
     on_ranks_of_a_run(1, config, moved)
     assert equal(final_state(tmp_path), final_state(other))
@@ -145,7 +145,7 @@ def test_of_several_spikes_behind_a_checkpoint_none_comes_again(
         ahead.extend(targets_of(session.loader.next_step().micro_batches[0]) for _ in range(8))
         session.loader.ahead, session.loader.cursor = None, cursor
         session.loader.skip(left_out[-1])
-        Trainer(session, StopAfter(None)).run()
+        TrainingLoop(session, StopAfter(None)).run()
 
     on_ranks_of_a_run(1, config_in(other, train={"steps": 14}, **sections), moved)
 
@@ -227,7 +227,7 @@ def test_two_ranks_decide_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     def work(session: Any) -> tuple[int, list[dict[str, Any]]]:
         session.model.calls = 0
-        Trainer(session, StopAfter(None)).run()
+        TrainingLoop(session, StopAfter(None)).run()
         return session.step, session.skipped
 
     monkeypatch.setattr(NextToken, "loss_of", spoilt)

@@ -24,7 +24,7 @@ from terrazzo.telemetry import allowed_bytes, memory
 from terrazzo.train.folders import make_swap_folders, swap_folders
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.opening import open_session
 from terrazzo.train.plan import build_offload, build_plan
 from terrazzo.train.preflight import check
@@ -323,7 +323,7 @@ class StopAfter(StopRequest):
 def trained(asked: Config, stop_after: int | None = None) -> None:
     def body(rank: int) -> int:
         session = open_session(asked, ALONE)
-        trainer = Trainer(session, StopAfter(stop_after))
+        trainer = TrainingLoop(session, StopAfter(stop_after))
         try:
             return trainer.run()
         finally:

@@ -21,7 +21,7 @@ from terrazzo.planner.model.loading import model_shape
 from terrazzo.train.checkpoints.resume import resume_notes
 from terrazzo.train.data import IGNORED, load_data
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.objectives import CLASSES, DPO, objective_of
 from terrazzo.train.model.reward import build_reward_model, with_score
@@ -94,7 +94,7 @@ def train(values: dict[str, Any], ranks: int = 2, stop_after: int | None = None)
 
     def body(rank: int) -> None:
         with open_session(config, Ranks(rank, ranks, torch.device("cpu"))) as session:
-            trainer = Trainer(session, StopAfter(stop_after))
+            trainer = TrainingLoop(session, StopAfter(stop_after))
             trainer.run()
 
     run_in_threads(ranks, body)

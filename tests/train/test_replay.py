@@ -23,11 +23,11 @@ from terrazzo.engine.states import held
 from terrazzo.engine.states.pieces import held_pieces
 from terrazzo.errors import BadInput, Corrupted
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
-from terrazzo.train.replay.verdict import Answer, finding_of
+from terrazzo.train.replay.verdict import RankAnswer, finding_of
 from tests.helpers.processes import Pool
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in
@@ -38,11 +38,13 @@ WRONG = ((7,), (8,))
 ELSE = ((9,), (8,))
 
 
-def answers(asked: Mapping[int, Sequence[int]], given: Mapping[tuple[int, int], Sequence[Any]] = {}) -> list[Answer]:
+def answers(
+    asked: Mapping[int, Sequence[int]], given: Mapping[tuple[int, int], Sequence[Any]] = {}
+) -> list[RankAnswer]:
     """Of each rank to these micro-batches; right, but for what is `given` one after the other."""
     left = {key: iter(values) for key, values in given.items()}
     return [
-        Answer(rank, (of, 0), ("unit blocks.1", "the root unit"), next(left.get((rank, of), iter(())), RIGHT[of]))
+        RankAnswer(rank, (of, 0), ("unit blocks.1", "the root unit"), next(left.get((rank, of), iter(())), RIGHT[of]))
         for rank, batches in asked.items()
         for of in batches
     ]
@@ -105,7 +107,7 @@ def config_of(folder: Path, ranks: int, replay: int | None, plan: str = "zero3",
 def run(session: Any) -> str:
     """What the run ends with."""
     try:
-        Trainer(session, StopAfter(None)).run()
+        TrainingLoop(session, StopAfter(None)).run()
     except Corrupted as error:
         return str(error)
     return ""
@@ -198,7 +200,7 @@ def test_a_bit_that_flips_between_two_updates_is_found_under_zero3(tmp_path: Pat
     config = config_in(tmp_path, batch={"micro_batch": 1}, guard={"memory_every": 3})
 
     def work(session: Any) -> str:
-        engine, trainer = engine_of(session.model), Trainer(session, StopAfter(None))
+        engine, trainer = engine_of(session.model), TrainingLoop(session, StopAfter(None))
         assert engine.plan.name == "zero3"
         begin = trainer.checks.begin_step
 

@@ -32,7 +32,7 @@ from terrazzo.train.data import load as load_module
 from terrazzo.train.evaluate import evaluate
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import Notices, StopRequest
-from terrazzo.train.loop import Trainer, step_on
+from terrazzo.train.loop import TrainingLoop, step_on
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.opening import open_session
 from terrazzo.train.plan import build_precision, scaled_for_sums
@@ -278,7 +278,7 @@ def test_a_stop_within_an_evaluation_or_the_first_step_saves(
     config = config_in(tmp_path, data=data, train=rest, checkpoint={"every": None}, schedule={"warmup_steps": 10})
 
     def body(rank: int) -> int:
-        trainer = Trainer(open_session(config, ALONE), stop)
+        trainer = TrainingLoop(open_session(config, ALONE), stop)
         try:
             return trainer.run()
         finally:
@@ -423,7 +423,7 @@ def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_the_same_words(
     def work(session: Session) -> str:
         session.model.spoilt = 0  # type: ignore[assignment]
         with pytest.raises(Diverged) as caught:
-            Trainer(session, StopAfter(None)).run()
+            TrainingLoop(session, StopAfter(None)).run()
         return str(caught.value)
 
     monkeypatch.setattr(NextToken, "loss_of", spoilt)
@@ -450,7 +450,7 @@ def test_a_gradient_that_is_not_a_number_on_one_rank_ends_all_in_its_step_withou
     def work(session: Session) -> tuple[str, int, int, bool]:
         session.model.forwards = 0  # type: ignore[assignment]
         with pytest.raises(Diverged) as caught:
-            Trainer(session, StopAfter(None)).run()
+            TrainingLoop(session, StopAfter(None)).run()
         with tz.gathered(session.model) as weights:
             finite = all(bool(weight.isfinite().all()) for weight in weights.values())
         return str(caught.value), session.step, int(session.model.forwards), finite  # type: ignore[arg-type]
@@ -468,7 +468,7 @@ def test_the_record_of_steps_adds_up_with_all_that_is_between_them(tmp_path: Pat
     train = {"steps": 4, "eval_every": 2, "eval_batches": 1, "sample_tokens": 2, "sample_every": 2}
     rare = {"log": {"every": 2}, "batch": {"micro_batch": 1}, "data": {"validation_fraction": 0.2}}
     config = config_in(tmp_path, train=train, **rare)
-    assert on_ranks_of_a_run(2, config, lambda session: Trainer(session, StopAfter(None)).run()) == [0, 0]
+    assert on_ranks_of_a_run(2, config, lambda session: TrainingLoop(session, StopAfter(None)).run()) == [0, 0]
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     first, second = (line for line in lines if line["kind"] == "step")
     assert (first["step"], first["steps"], second["step"], second["steps"]) == (2, 2, 4, 2)

@@ -24,7 +24,7 @@ from terrazzo.train import opening
 from terrazzo.train.data import ByteTokenizer, load_data
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.launch.stop import StopRequest
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.opening import open_session
@@ -65,7 +65,7 @@ class StopAfter(StopRequest):
 
 def trained(config: Config, stop_after: int | None = None) -> int:
     def body(rank: int) -> int:
-        trainer = Trainer(open_session(config, ALONE), StopAfter(stop_after))
+        trainer = TrainingLoop(open_session(config, ALONE), StopAfter(stop_after))
         try:
             return trainer.run()
         finally:

@@ -19,7 +19,7 @@ from terrazzo.planner.model.loading import model_shape
 from terrazzo.train.checkpoints.export import describe_model
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.lora import add_adapters, with_adapters
 from terrazzo.train.opening import open_session
@@ -56,7 +56,7 @@ def train(values: dict[str, Any], stop_after: int | None = None) -> None:
     """One rank of a run; its first rank writes the metrics."""
     session = open_session(config_from_dict(values), Ranks(dist.get_rank(), 2, torch.device("cpu")))
     try:
-        Trainer(session, NeverStop(stop_after)).run()
+        TrainingLoop(session, NeverStop(stop_after)).run()
     finally:
         session.loader.close()
         session.close()
@@ -208,7 +208,7 @@ def lora_run(values: dict[str, Any], start: Path) -> tuple[list[int], list[float
     session = open_session(config, Ranks(dist.get_rank(), 2, torch.device("cpu")))
     save_adapter(session.model, start)
     try:
-        Trainer(session, NeverStop()).run()
+        TrainingLoop(session, NeverStop()).run()
     finally:
         session.loader.close()
         session.close()

@@ -22,7 +22,7 @@ from terrazzo.train.data.sequences import SequenceDataset
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.mesh_picture import mesh_picture
 from terrazzo.train.opening import open_session
-from terrazzo.train.parts import Parts
+from terrazzo.train.parts import DataShare
 from terrazzo.train.preflight import check
 from tests.checkpoint.documented import read_as_documented
 from tests.helpers import programs
@@ -385,7 +385,7 @@ def test_tp_over_hosts_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_sum_counts_ranks_that_share_matrices_once() -> None:
     def body(rank: int) -> float:
-        return float(Parts(rank // 2, 2, counts=rank % 2 == 0).total(torch.tensor([10.0 ** (rank // 2)])))
+        return float(DataShare(rank // 2, 2, counts=rank % 2 == 0).total(torch.tensor([10.0 ** (rank // 2)])))
 
     assert run_in_threads(4, body) == [11.0] * 4
 

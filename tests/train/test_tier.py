@@ -15,7 +15,7 @@ from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.checkpoints.tier import noted_run, survivors, tier_folder
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
 from terrazzo.train.run import _again
@@ -37,22 +37,22 @@ def local_in(folder: Path, every: int | None = None, **checkpoint: Any) -> Confi
 def trained(config: Config) -> int:
     def body(rank: int) -> int:
         with open_session(config, ALONE) as session:
-            return Trainer(session, StopAfter(None)).run()
+            return TrainingLoop(session, StopAfter(None)).run()
 
     return run_in_threads(1, body)[0]
 
 
 def crashed(config: Config, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run, which comes as far as a step and no further."""
-    real = Trainer.train_step
+    real = TrainingLoop.train_step
 
-    def train_step(self: Trainer) -> None:
+    def train_step(self: TrainingLoop) -> None:
         if self.session.step == step:
             raise Crashed
         real(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "train_step", train_step)
+        patched.setattr(TrainingLoop, "train_step", train_step)
         with pytest.raises(Crashed):
             trained(config)
 

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from terrazzo.dialects.core.description import settings
-from terrazzo.dialects.core.dialect import Context, Reading
+from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.core.keys import Key
 from terrazzo.dialects.core.reader import flatten, split
 from terrazzo.dialects.deepspeed.keys import ALIASES
@@ -25,7 +25,7 @@ from tools.migration.examples import BESIDE, CONCRETE, VALUES
 
 __all__ = ["ELSEWHERE", "Fate", "fates", "in_yaml", "spellings"]
 
-WORLD = Context(world=8, folder=Path(__file__).parents[2] / "examples" / "migration")
+WORLD = ReadingContext(world=8, folder=Path(__file__).parents[2] / "examples" / "migration")
 ELSEWHERE = ("deepspeed.*", "megatron_lm_config.*")
 """Another dialect's keys, and an engine's that is refused."""
 KINDS: tuple[Any, ...] = (2, 0.5, True, False, ["Block"], "x")

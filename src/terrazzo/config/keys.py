@@ -20,7 +20,7 @@ _MOST_MEANT = 3
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """What may stand at one key.
 
     Attributes:
@@ -41,7 +41,7 @@ class Key:
     meaning: str
 
 
-def _key(field: FieldInfo, default: Any) -> Key:
+def _key(field: FieldInfo, default: Any) -> ConfigKey:
     union = get_origin(field.annotation) is UnionType or NoneType in get_args(field.annotation)
     kinds = get_args(field.annotation) if union else (field.annotation,)
     kind, *_ = [kind for kind in kinds if kind is not NoneType]
@@ -49,7 +49,7 @@ def _key(field: FieldInfo, default: Any) -> Key:
     bound = {name: value for each in field.metadata for name, value in _limits(each)}
     low = bound["gt"] + (kind is int) if "gt" in bound else bound.get("ge")
     meaning = field.description or ", ".join(choices)
-    return Key(default, get_origin(kind) or kind, choices, low, bound.get("le"), NoneType in kinds, meaning)
+    return ConfigKey(default, get_origin(kind) or kind, choices, low, bound.get("le"), NoneType in kinds, meaning)
 
 
 def _limits(limit: Any) -> Iterator[tuple[str, Any]]:
@@ -57,7 +57,7 @@ def _limits(limit: Any) -> Iterator[tuple[str, Any]]:
     return ((name, getattr(limit, name)) for name in ("gt", "ge", "le") if hasattr(limit, name))
 
 
-def _walk(section: Section, defaults: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Key]]:
+def _walk(section: Section, defaults: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, ConfigKey]]:
     for name, field in type(section).model_fields.items():
         inner = getattr(section, name)
         if isinstance(inner, Section):
@@ -66,7 +66,7 @@ def _walk(section: Section, defaults: dict[str, Any], prefix: str = "") -> Itera
             yield prefix + name, _key(field, defaults[name])
 
 
-KEYS: dict[str, Key] = dict(_walk(Config(), Config().model_dump(mode="json")))
+KEYS: dict[str, ConfigKey] = dict(_walk(Config(), Config().model_dump(mode="json")))
 """Every leaf of the schema by its dotted key, in the schema's order."""
 
 SHORTHANDS = {name for name in Config.model_fields if isinstance(getattr(Config(), name), Named)}

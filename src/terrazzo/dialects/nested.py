@@ -11,8 +11,8 @@ from typing import Any
 
 from terrazzo.config.files import load
 from terrazzo.dialects.core.description import Extra, Setting, keys_in, settings
-from terrazzo.dialects.core.dialect import Context, Dialect, Document, Finding, Reading
-from terrazzo.dialects.core.verdict import Verdict, worst
+from terrazzo.dialects.core.dialect import Dialect, Document, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.verdict import KeyVerdict, worst
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.fsdp1 import FSDP1
 from terrazzo.errors import BadInput
@@ -36,13 +36,15 @@ class Nested:
     """
 
     given: Mapping[str, Setting[Any]]
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[KeyVerdict, ...]
     extras: tuple[Extra, ...]
     document: Document
     inner: Reading
 
 
-def read_nested(dialect: Dialect, document: Document, context: Context, section: str, file: Any = None) -> Nested:
+def read_nested(
+    dialect: Dialect, document: Document, context: ReadingContext, section: str, file: Any = None
+) -> Nested:
     """Read a document of `dialect` that stands at the key `section` of another.
 
     Args:
@@ -75,27 +77,27 @@ def join_keys(section: str, keys: str) -> str:
     return ", ".join(f"{section}.{key}" for key in keys_in(keys)) or section
 
 
-def placed(verdict: Verdict, section: str) -> Verdict:
+def placed(verdict: KeyVerdict, section: str) -> KeyVerdict:
     """A writer's verdict, with its keys below a section."""
     return replace(verdict, target=join_keys(section, verdict.target) if verdict.target else "")
 
 
-def merge(verdicts: list[Verdict]) -> list[Verdict]:
+def merge(verdicts: list[KeyVerdict]) -> list[KeyVerdict]:
     """One verdict for each key: the gravest, with the words of all that are not simply applied."""
-    by_key: dict[str, list[Verdict]] = {}
+    by_key: dict[str, list[KeyVerdict]] = {}
     for verdict in verdicts:
         by_key.setdefault(verdict.key, []).append(verdict)
     return [_gravest(key, found) for key, found in by_key.items()]
 
 
-def _gravest(key: str, found: list[Verdict]) -> Verdict:
+def _gravest(key: str, found: list[KeyVerdict]) -> KeyVerdict:
     kind = worst(verdict.kind for verdict in found)
     targets = dict.fromkeys(path for verdict in found for path in keys_in(verdict.target))
     words = dict.fromkeys(verdict.why for verdict in found if verdict.why and verdict.kind == kind)
-    return Verdict(key, found[0].value, kind, ", ".join(targets), "; ".join(words))
+    return KeyVerdict(key, found[0].value, kind, ", ".join(targets), "; ".join(words))
 
 
-def load_named(value: Any, context: Context) -> tuple[dict[str, Any], str]:
+def load_named(value: Any, context: ReadingContext) -> tuple[dict[str, Any], str]:
     """The file that a key names, from the configuration's folder on; and why it cannot be read, if so."""
     if not isinstance(value, str) or not value:
         return {}, f"it is {value!r}, expected a section of keys or the name of a file"

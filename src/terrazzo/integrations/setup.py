@@ -32,7 +32,7 @@ from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
 from terrazzo.integrations.generation import generate_together
 
-__all__ = ["ActivationCheckpointing", "Setup", "TerrazzoArguments", "setup_for", "trained_dtypes"]
+__all__ = ["ActivationSetup", "EngineSetup", "TerrazzoArguments", "setup_for", "trained_dtypes"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,7 +49,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class ActivationCheckpointing:
+class ActivationSetup:
     """Arguments of the engine's `checkpoint_activations`: `mode` is `none`, `full` or `selective`."""
 
     mode: str = "none"
@@ -59,7 +59,7 @@ class ActivationCheckpointing:
 
 
 @dataclass(frozen=True)
-class Setup:
+class EngineSetup:
     """What a configuration asks of the engine.
 
     Attributes:
@@ -81,7 +81,7 @@ class Setup:
     autocast: torch.dtype | None = None
     clip: float | None = None
     accumulation: int = 1
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    activation_checkpointing: ActivationSetup = ActivationSetup()
     compile: bool = False
 
     def over(self, **given: Any) -> Self:
@@ -158,12 +158,12 @@ class TerrazzoArguments:
     prefetch: int | None = None
     offload: Offload | None = None
 
-    def over(self, setup: Setup) -> Setup:
+    def over(self, setup: EngineSetup) -> EngineSetup:
         """The setup with what is given here."""
         return replace(setup.over(**vars(self)), autocast=None if self.precision is not None else setup.autocast)
 
 
-def setup_for(description: Description, device: torch.device, loaded: torch.dtype | None = None) -> Setup:
+def setup_for(description: Description, device: torch.device, loaded: torch.dtype | None = None) -> EngineSetup:
     """What a description asks for, with defaults where it is silent: plan zero3, fp32, no clipping.
 
     Args:
@@ -175,7 +175,7 @@ def setup_for(description: Description, device: torch.device, loaded: torch.dtyp
     """
     _check_extras(description)
     _check_units(description)
-    return Setup(
+    return EngineSetup(
         plan=description.plan or Plan.named("zero3"),
         precision=_precision(description, loaded),
         mesh=_mesh(description, device),
@@ -378,7 +378,7 @@ def _offload(description: Description) -> Offload:
     return Offload(**{name: setting for name, setting in given.items() if setting is not None})
 
 
-def _activation_checkpointing(description: Description) -> ActivationCheckpointing:
+def _activation_checkpointing(description: Description) -> ActivationSetup:
     def value(name: str) -> Any:
         return description.value(f"activation_checkpointing.{name}")
 
@@ -396,4 +396,4 @@ def _activation_checkpointing(description: Description) -> ActivationCheckpointi
             "keeps, and the configuration asks for none: turn that on, or remove it."
         )
     ops = tuple(value("ops")) if value("ops") is not None else None
-    return ActivationCheckpointing(mode, every, ops, bool(value("offload")))
+    return ActivationSetup(mode, every, ops, bool(value("offload")))

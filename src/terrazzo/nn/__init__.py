@@ -3,6 +3,6 @@
 linear_cross_entropy    the loss of a language model's head, without its logits
 """
 
-from terrazzo.nn.loss import MANY_LOGITS, PRODUCT_NUMEL, Parts, chunk_rows, linear_cross_entropy, outside_part
+from terrazzo.nn.loss import MANY_LOGITS, PRODUCT_NUMEL, VocabularyParts, chunk_rows, linear_cross_entropy, outside_part
 
-__all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "Parts", "chunk_rows", "linear_cross_entropy", "outside_part"]
+__all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "VocabularyParts", "chunk_rows", "linear_cross_entropy", "outside_part"]

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.errors import BadInput
 
-__all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "Parts", "chunk_rows", "linear_cross_entropy", "outside_part"]
+__all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "VocabularyParts", "chunk_rows", "linear_cross_entropy", "outside_part"]
 
 CHUNKS = 32
 """Into how many a large batch is cut, so that what a chunk needs is far below what all logits would."""
@@ -38,7 +38,7 @@ MANY_LOGITS = 1 << 24
 """From so many on it is worth having no logits at all: 64 MiB in fp32."""
 
 
-class Parts(Protocol):
+class VocabularyParts(Protocol):
     """Ranks that each have some consecutive rows of the head's weight.
 
     Attributes:
@@ -81,7 +81,7 @@ def linear_cross_entropy(  # structure: signature fixed by torch's cross_entropy
     softcap: float | None = None,
     token_weights: Tensor | None = None,
     rows: int | None = None,
-    parts: Parts | None = None,
+    parts: VocabularyParts | None = None,
 ) -> Tensor:
     """The sum over tokens of the cross-entropy of `hidden @ weight.T`, 0-d fp32, which never has all logits at once.
 
@@ -120,7 +120,7 @@ def linear_cross_entropy(  # structure: signature fixed by torch's cross_entropy
         flat.masked_fill(ignored, 0), ~ignored, token_weights, rows or chunk_rows(flat.numel(), loss.vocabulary)
     )
     learns = torch.is_grad_enabled() and (hidden.requires_grad, weight.requires_grad)
-    total: Tensor = _Sum.apply(  # type: ignore[no-untyped-call]
+    total: Tensor = _SummedLoss.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, -2), weight, tokens, loss, learns or (False, False)
     )
     return total
@@ -154,7 +154,7 @@ class _Loss:
     smoothing: float
     z_loss: float
     softcap: float | None
-    parts: Parts | None
+    parts: VocabularyParts | None
 
     def check(self) -> None:
         """Raise `BadInput` for a number outside of its range."""
@@ -205,7 +205,7 @@ class _Loss:
         return (targets - start).masked_fill(elsewhere, 0), elsewhere  # what no rank has is torch's to refuse
 
 
-class _Sum(torch.autograd.Function):
+class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, tokens: _Tokens, loss: _Loss, learns: tuple[bool, bool]

@@ -35,7 +35,7 @@ from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
-from terrazzo.planner.figures import Memory, Time, Traffic
+from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.gate import objections, runnable
 from terrazzo.planner.gate.rule import Objection
@@ -52,15 +52,15 @@ __all__ = [
     "Estimate",
     "Framework",
     "Frontier",
-    "Memory",
+    "MemoryFigures",
     "Mesh",
     "ModelShape",
     "Objection",
     "Request",
     "Setup",
     "Sizing",
-    "Time",
-    "Traffic",
+    "TimeFigures",
+    "TrafficFigures",
     "ask",
     "build_setup",
     "compare",

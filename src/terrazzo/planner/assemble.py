@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from terrazzo.planner.figures import Memory, Time, Traffic
+from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.gate.rule import Objection
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import Block, Line, plain
+from terrazzo.planner.text.blocks import Block, TextLine, plain
 from terrazzo.planner.text.terms import memory_blocks, pace_line, time_blocks, traffic_blocks
 from terrazzo.planner.text.words import setup_text, verdict
 from terrazzo.planner.timing.calibration import Calibration, measured_memory
@@ -37,9 +37,9 @@ class Estimate:
     """
 
     setup: Setup
-    memory: Memory
-    traffic: Traffic
-    time: Time | None = None
+    memory: MemoryFigures
+    traffic: TrafficFigures
+    time: TimeFigures | None = None
     no_time: str = ""
     objections: tuple[Objection, ...] = ()
     notes: tuple[str, ...] = ()
@@ -57,17 +57,17 @@ class Estimate:
         """The whole of it: what cannot work stands above everything."""
         refused = [one for one in self.objections if one.severity == "refuse"]
         others = [one for one in self.objections if one.severity != "refuse"]
-        blocks: list[Block] = [Line(f"{SEVERITIES['refuse']}: {one}", "bold red") for one in refused]
-        blocks += [Line(verdict(self.memory), _verdict_style(self.memory)), Line(setup_text(self.setup))]
+        blocks: list[Block] = [TextLine(f"{SEVERITIES['refuse']}: {one}", "bold red") for one in refused]
+        blocks += [TextLine(verdict(self.memory), _verdict_style(self.memory)), TextLine(setup_text(self.setup))]
         if self.time or self.no_time:
-            blocks.append(pace_line(self.time) if self.time else Line(self.no_time, "yellow"))
-        blocks += [Line(f"{SEVERITIES[one.severity]}: {one}", "yellow") for one in others]
-        blocks += [Line(f"note: {note}", "yellow") for note in self.notes]
+            blocks.append(pace_line(self.time) if self.time else TextLine(self.no_time, "yellow"))
+        blocks += [TextLine(f"{SEVERITIES[one.severity]}: {one}", "yellow") for one in others]
+        blocks += [TextLine(f"note: {note}", "yellow") for note in self.notes]
         blocks += memory_blocks(self.memory) + traffic_blocks(self.traffic)
         return blocks + (time_blocks(self.time) if self.time else [])
 
 
-def _verdict_style(memory: Memory) -> str:
+def _verdict_style(memory: MemoryFigures) -> str:
     if memory.fits is False:
         return "bold red"
     return "bold green" if memory.fits_surely else "bold yellow"
@@ -82,14 +82,16 @@ def estimate(setup: Setup, calibration: Calibration | None = None) -> Estimate:
     return assemble(setup, memory_under(setup, calibration), calibration, objections(setup))
 
 
-def memory_under(setup: Setup, calibration: Calibration | None) -> Memory:
+def memory_under(setup: Setup, calibration: Calibration | None) -> MemoryFigures:
     """Memory of one setup, with what was measured. Raises: `BadInput` for a setup that cannot be."""
     check(setup)
     memory = memory_of(setup)
     return memory if calibration is None else measured_memory(memory, calibration, setup)
 
 
-def assemble(setup: Setup, memory: Memory, calibration: Calibration | None, known: tuple[Objection, ...]) -> Estimate:
+def assemble(
+    setup: Setup, memory: MemoryFigures, calibration: Calibration | None, known: tuple[Objection, ...]
+) -> Estimate:
     """Traffic and time of a checked setup beside its memory and what is `known` against it."""
     traffic = traffic_of(setup)
     time, notes = time_of(setup, traffic, calibration), _uncounted(setup)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from terrazzo.planner.formulas import Term
 
-__all__ = ["SPARE", "Memory", "Room", "Sent", "Time", "Traffic"]
+__all__ = ["SPARE", "MemoryFigures", "Room", "Sent", "TimeFigures", "TrafficFigures"]
 
 SPARE = 0.02
 """Of a device's memory, what is left to other processes, a monitor's context or a display, before anything is sure: 1.6
@@ -32,7 +32,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryFigures:
     """Peak memory of the fullest rank, in bytes.
 
     Attributes:
@@ -140,7 +140,7 @@ class Sent(Term):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class TrafficFigures:
     """Bytes that one rank sends in one optimizer step.
 
     Attributes:
@@ -157,7 +157,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Time:
+class TimeFigures:
     """Seconds of one optimizer step. The terms add up to it: of communication only what nothing hides.
 
     Attributes:

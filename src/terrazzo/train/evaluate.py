@@ -7,7 +7,7 @@ import itertools
 import torch
 
 from terrazzo.parallel import whole_sequences
-from terrazzo.train.data import Asked, evaluation_batches
+from terrazzo.train.data import Prompt, evaluation_batches
 from terrazzo.train.micro_batches import measured
 from terrazzo.train.model.causal_lm import generate
 from terrazzo.train.model.objectives import Validation, objective_of
@@ -60,7 +60,7 @@ def sample_text(session: Session) -> str:
     return session.data.tokenizer.decode(written[0].tolist())
 
 
-def _answer(session: Session, asked: Asked) -> str:
+def _answer(session: Session, asked: Prompt) -> str:
     """The likeliest tokens, up to where the answer ends."""
     tokens = torch.tensor([asked.tokens], device=session.ranks.device)
     with whole_sequences(session.model):

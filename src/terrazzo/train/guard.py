@@ -11,7 +11,7 @@ from torch import Tensor
 from terrazzo.errors import Diverged
 from terrazzo.train.session import Session
 
-__all__ = ["FEWEST", "Guard", "spike_above"]
+__all__ = ["FEWEST", "StepGuard", "spike_above"]
 
 FEWEST = 8
 """Steps that there are before one is called a spike."""
@@ -31,7 +31,7 @@ def spike_above(before: Sequence[float], deviations: float) -> float:
     return middle + deviations * max(spread, LEAST * abs(middle))
 
 
-class Guard:
+class StepGuard:
     """Judges each step by its loss and its gradients' norm over all ranks, and does as `guard.action` says.
 
     Both numbers are the same on every rank, and so is what is decided. The host waits for them, on CUDA too. A norm

@@ -28,7 +28,7 @@ from terrazzo.telemetry import (
 from terrazzo.train.plan import empty_rows
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
-from terrazzo.train.sizing import Sizing, sizing_of
+from terrazzo.train.sizing import RankCount, sizing_of
 
 __all__ = ["Look"]
 
@@ -79,7 +79,7 @@ class Look:
             return False
         return found.memory.fits is not False and all(one.severity != "refuse" for one in found.objections)
 
-    def sizing(self) -> Sizing | None:
+    def sizing(self) -> RankCount | None:
         """What half and twice as many ranks would do, by the planner and the run's pace; None for a loop of one's own,
         and before a log step.
         """

@@ -19,20 +19,20 @@ from terrazzo.train.command import Command
 from terrazzo.train.data import GlobalBatch
 from terrazzo.train.divergence import DivergenceWatch
 from terrazzo.train.evaluate import evaluate, sample_text
-from terrazzo.train.guard import Guard
+from terrazzo.train.guard import StepGuard
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.micro_batches import learnt
 from terrazzo.train.model.expert_load import Load
 from terrazzo.train.model.experts import balance_experts, forget_load
 from terrazzo.train.reference import is_known
 from terrazzo.train.replay.checks import Checks
-from terrazzo.train.report import Measured, Report
+from terrazzo.train.report import RunReport, StepsMeasured
 from terrazzo.train.session import Session
 
-__all__ = ["Trainer", "step_on"]
+__all__ = ["TrainingLoop", "step_on"]
 
 
-class Trainer:
+class TrainingLoop:
     """Runs a session to its last step, or until it is asked to stop; `ended` is called behind each step."""
 
     def __init__(
@@ -44,10 +44,10 @@ class Trainer:
     ) -> None:
         self.session, self.stop, self.ended = session, stop, ended
         self.engine = engine_of(session.model)
-        self.report = Report(session, command or Command())
+        self.report = RunReport(session, command or Command())
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
-        self.divergence, self.guard, self.cadence = DivergenceWatch(session), Guard(session), Cadence(session)
+        self.divergence, self.guard, self.cadence = DivergenceWatch(session), StepGuard(session), Cadence(session)
         self.checks = Checks(session)
         self.recorder = StepRecorder(self.engine, session.micro_batches)
         self.skew: list[list[float]] = []  # what ranks told at the last log step
@@ -169,7 +169,7 @@ class Trainer:
         """Check the losses and report the newest, with what was measured since the last log step."""
         loss, grad_norm, self.skew = self.divergence.check(self.recorder.numbers())
         session = self.session
-        measured = Measured(
+        measured = StepsMeasured(
             loss=loss,
             learning_rate=self.learning_rate,
             grad_norm=grad_norm,

@@ -28,7 +28,7 @@ from terrazzo.train.checkpoints.resume import (
     seeded_anew,
     suspect_notes,
 )
-from terrazzo.train.data import Asked, Loader, TokenData, evaluated, load_chat, load_data
+from terrazzo.train.data import Loader, Prompt, TokenData, evaluated, load_chat, load_data
 from terrazzo.train.data.sources import named_sources
 from terrazzo.train.first_use import load_kernels
 from terrazzo.train.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
@@ -82,7 +82,7 @@ def open_session(
 
 
 @dataclass(frozen=True)
-class _Begin:
+class _BeforeModel:
     """What is known before there is a model.
 
     Attributes:
@@ -93,12 +93,12 @@ class _Begin:
 
     newest: str
     data: TokenData
-    asked: Asked | None
+    asked: Prompt | None
     saved: dict[str, Any]
     due: list[Due]
 
 
-def _begin(config: Config, ranks: Ranks) -> _Begin:
+def _begin(config: Config, ranks: Ranks) -> _BeforeModel:
     found = together(lambda: resume_from(config) or "", BadInput)
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
     data = load_data(
@@ -111,7 +111,7 @@ def _begin(config: Config, ranks: Ranks) -> _Begin:
     saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
     due = reference_due(config, data, limit, saved)
     check_same_initial(due, config, saved)
-    return _Begin(newest, data, None if asked is None else Asked(*asked), saved, due)
+    return _BeforeModel(newest, data, None if asked is None else Prompt(*asked), saved, due)
 
 
 def _base_bytes(config: Config) -> int:
@@ -120,7 +120,7 @@ def _base_bytes(config: Config) -> int:
     return resident_bytes() or 0
 
 
-def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: list[str]) -> Session:
+def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _BeforeModel, notes: list[str]) -> Session:
     mesh = tz.mesh(**mesh_shape(config.plan.mesh, ranks.world_size), device=ranks.device.type)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     sampling = Sampling(_prompt(config, begin.data, begin.asked), begin.asked)
@@ -171,7 +171,7 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _Begin, notes: l
     return session
 
 
-def _fill(session: Session, begin: _Begin) -> None:
+def _fill(session: Session, begin: _BeforeModel) -> None:
     """Give the model its weights, the given ones or the checkpoint's, and what follows from the given ones."""
     config, model = session.config, session.model
     session.notes += on_first(lambda: suspect_notes(config), BadInput)
@@ -234,7 +234,7 @@ def _load_pretrained(config: Config, model: nn.Module) -> None:
         objective_of(config).load_pretrained(model, config.model.path)
 
 
-def _asked(config: Config, data: TokenData) -> Asked | None:
+def _asked(config: Config, data: TokenData) -> Prompt | None:
     """The message that samples answer, as the chat template has it."""
     settings, question = config.data, config.train.sample_chat
     if question is None:
@@ -242,7 +242,7 @@ def _asked(config: Config, data: TokenData) -> Asked | None:
     return load_chat(data.tokenizer, settings.tokenizer, settings.chat_template, settings.loss_on).ask(question)
 
 
-def _prompt(config: Config, data: TokenData, asked: Asked | None) -> list[int]:
+def _prompt(config: Config, data: TokenData, asked: Prompt | None) -> list[int]:
     """What samples go on from. A score is no text, and a model in stages writes none."""
     if not config.train.sample_tokens or config.objective.kind.scored or config.plan.mesh.pp > 1:
         return []

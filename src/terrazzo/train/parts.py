@@ -14,11 +14,11 @@ from terrazzo.parallel import Context
 from terrazzo.train.data import IGNORED, Batch
 from terrazzo.train.launch.ranks import Ranks
 
-__all__ = ["Parts", "parts_of"]
+__all__ = ["DataShare", "parts_of"]
 
 
 @dataclass(frozen=True)
-class Parts:
+class DataShare:
     """The `reader`-th of `readers` shares of all sequences; those of `context`, and along tp, read the same.
 
     Attributes:
@@ -66,10 +66,10 @@ class Parts:
         return totals, [rest[i : i + len(numbers)] for i in range(0, len(rest), max(1, len(numbers)))]
 
 
-def parts_of(config: Config, ranks: Ranks, context: Context | None = None) -> Parts:
+def parts_of(config: Config, ranks: Ranks, context: Context | None = None) -> DataShare:
     """What this rank reads: neighbouring ranks share sequences, as `context` says, and matrices; stages read alike."""
     mesh = config.plan.mesh
     drawer, place = divmod(ranks.rank, mesh.tp)
     readers = mesh.readers(ranks.world_size)
     stage, reader = divmod(ranks.rank // mesh.ranks_per_batch, readers)
-    return Parts(reader, readers, context, drawer, counts=place == 0 and stage == mesh.pp - 1)
+    return DataShare(reader, readers, context, drawer, counts=place == 0 and stage == mesh.pp - 1)

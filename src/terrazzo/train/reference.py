@@ -20,7 +20,7 @@ from terrazzo.config import Config, flatten
 from terrazzo.errors import BadInput
 from terrazzo.train.data import Batch, Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
 from terrazzo.train.model.objectives import completion_log_probs, inputs_of
-from terrazzo.train.parts import Parts
+from terrazzo.train.parts import DataShare
 
 __all__ = [
     "Due",
@@ -100,7 +100,7 @@ def _same_folder(one: str, other: str) -> bool:
 
 
 @torch.no_grad()
-def compute_reference(due: list[Due], model: nn.Module, config: Config, parts: Parts, device: torch.device) -> None:
+def compute_reference(due: list[Due], model: nn.Module, config: Config, parts: DataShare, device: torch.device) -> None:
     """Fill the datasets' tables from the model as it is, each rank for its share of the pairs. Collective.
 
     Raises:

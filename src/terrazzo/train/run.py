@@ -33,7 +33,7 @@ from terrazzo.train.launch.ranks import agree_on_config, join
 from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_again, launch_ranks, places_of, ranks_to_start
 from terrazzo.train.launch.stop import Notices, StopRequest, say_now
 from terrazzo.train.launch.telling import REPORT
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
 
@@ -176,7 +176,7 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
         if leave is None and not box.watched and ranks.world_size > 1 and ranks.is_first:
             say_now(_APART)
         try:
-            code = Trainer(session, stop, command, box.recorder.step_done).run()
+            code = TrainingLoop(session, stop, command, box.recorder.step_done).run()
         finally:
             box.recorder.phase(LEFT)  # what is left to do may take long, and is not looked after
             if leave is not None:

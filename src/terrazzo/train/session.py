@@ -16,11 +16,11 @@ from terrazzo.engine import engine_of
 from terrazzo.exchange import on_first
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import data_changes, stamps
-from terrazzo.train.data import Asked, Loader, TokenData
+from terrazzo.train.data import Loader, Prompt, TokenData
 from terrazzo.train.launch.again import Restart
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.optimizer import resume_schedule
-from terrazzo.train.parts import Parts
+from terrazzo.train.parts import DataShare
 from terrazzo.train.plan import empty_rows, micro_batches_per_rank
 from terrazzo.train.reference import reference_state
 
@@ -31,7 +31,7 @@ class Sampling(NamedTuple):
     """What samples go on from: tokens, none where there are no samples, and the message that they answer, if any."""
 
     prompt: list[int]
-    asked: Asked | None
+    asked: Prompt | None
 
 
 @dataclass
@@ -112,7 +112,7 @@ class Session:
 
     config: Config
     ranks: Ranks
-    parts: Parts
+    parts: DataShare
     data: TokenData
     loader: Loader
     model: nn.Module
@@ -155,7 +155,7 @@ class Session:
         return steps * self.places_per_step / seconds / self.ranks.world_size * self.flops_per_token
 
     def seed_from(self, step: int) -> int:
-        """For what ranks draw each for itself from `step` on; those along tp draw alike, as `Parts.drawer` says."""
+        """For what ranks draw each for itself from `step` on; those along tp draw alike, as `DataShare.drawer` says."""
         return self.config.train.seed + 1 + self.parts.drawer + step * 1_000_003
 
     def save(self) -> str:

@@ -15,7 +15,7 @@ from terrazzo.planner.timing.calibration import find_calibration
 from terrazzo.telemetry import Table, of_newest_start
 from terrazzo.train.promise.as_setup import setup_of
 
-__all__ = ["Sizing", "sizing_of"]
+__all__ = ["RankCount", "sizing_of"]
 
 TOO_MANY = 0.8
 """Of the tokens per second that half of the ranks would keep."""
@@ -24,7 +24,7 @@ TOO_FEW = 1.8
 """Times as many that twice the ranks would bring."""
 
 
-class Sizing(NamedTuple):
+class RankCount(NamedTuple):
     """A sentence, and a row for each number of ranks where there are any."""
 
     sentence: str
@@ -38,7 +38,7 @@ class _Size(NamedTuple):
     fits: bool | None
 
 
-def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> Sizing | None:
+def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> RankCount | None:
     """At half and at double the ranks, the planner's tokens per second, moved to what was measured at `ranks`.
 
     What the planner is wrong by at all three cancels out; its band, of the error that is left, is given with each.
@@ -60,9 +60,9 @@ def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> Siz
         record = find_calibration(setup)[0]
         here = estimate(setup, record)
     except Exception as error:  # anything: a stranger's model, or a configuration of another version
-        return Sizing(f"Half or twice the ranks are not judged: {error}", None)
+        return RankCount(f"Half or twice the ranks are not judged: {error}", None)
     if here.time is None:
-        return Sizing(
+        return RankCount(
             "Half or twice the ranks are not judged: the planner knows no rates of this machine before"
             f" `terrazzo plan {path} --calibrate` has measured them.",
             None,
@@ -77,7 +77,7 @@ def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> Siz
         if found.time is not None:
             pace = count * found.time.tokens_per_s_per_gpu / (ranks * here.time.tokens_per_s_per_gpu)
             sizes.append(_Size(count, measured * pace, 0.0 if count == ranks else found.time.band, found.memory.fits))
-    return Sizing(" ".join([_said(sizes, ranks), *(f"Not judged: {each}" for each in refused)]), _table(sizes))
+    return RankCount(" ".join([_said(sizes, ranks), *(f"Not judged: {each}" for each in refused)]), _table(sizes))
 
 
 def _estimated(config: Config, ranks: int, record: Any) -> Estimate:

@@ -52,7 +52,7 @@ def add_safetensors(source: StateDictSource, path: Path, names: Sequence[str] = 
     """The weights in a file, or in the files of a folder. `names` are known to be the model's."""
     files, listed = _files(path) if path.is_dir() else ([path], {})
     headers = [_Header(file) for file in files]
-    found: dict[str, list[_Block]] = {}
+    found: dict[str, list[_TensorChunk]] = {}
     for header in headers:
         for block in header.blocks():
             if listed.get(block.at.what, header.file.name) == header.file.name:
@@ -69,7 +69,7 @@ def add_safetensors(source: StateDictSource, path: Path, names: Sequence[str] = 
 
 
 @dataclass(frozen=True)
-class _Block(Chunk):
+class _TensorChunk(Chunk):
     box: Rectangle
     at: Region
 
@@ -95,7 +95,7 @@ class _Header:
         self.metadata: dict[str, str] = self._entries.pop("__metadata__", {})
         self._first_byte = 8 + count
 
-    def blocks(self) -> Iterator[_Block]:
+    def blocks(self) -> Iterator[_TensorChunk]:
         """Each tensor, and where it is."""
         offsets = self._saved_offsets()
         for name, entry in self._entries.items():
@@ -105,7 +105,7 @@ class _Header:
             strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
             start = self._first_byte + entry["data_offsets"][0]
             region = Region(self.file, start, _DTYPES[entry["dtype"]], sizes, strides, name)
-            yield _Block(Rectangle(offsets.get(name, whole(sizes).offsets), sizes), region)
+            yield _TensorChunk(Rectangle(offsets.get(name, whole(sizes).offsets), sizes), region)
 
     def _saved_offsets(self) -> dict[str, tuple[int, ...]]:
         try:
@@ -115,7 +115,7 @@ class _Header:
             raise BadInput(f"'{self.file}' has a damaged {_SHARDING}: {error}.") from None
 
 
-def _assembled(name: str, blocks: Sequence[_Block]) -> Values:
+def _assembled(name: str, blocks: Sequence[_TensorChunk]) -> Values:
     first = blocks[0].at
     ranks = {len(block.box.offsets) for block in blocks} | {len(block.box.sizes) for block in blocks}
     if len(ranks) > 1 or any(block.at.dtype != first.dtype for block in blocks):

@@ -78,13 +78,13 @@ def _join(source: StateDictSource, base: nn.Module, shapes: Mapping[str, tuple[i
         there = [part for part in parts if part is not None]
         sizes = [source.tensors[part].shape for part in there]
         if there and sizes == [part.shape for part in found[name]]:
-            joined = Joined(shapes[name], {part: source.values(part, WEIGHT) for part in there}, source.where)
+            joined = StackedValues(shapes[name], {part: source.values(part, WEIGHT) for part in there}, source.where)
             for part in there:
                 del source.tensors[part]
             source.add(name, WEIGHT, joined)
 
 
-class Joined(Values):
+class StackedValues(Values):
     """A tensor of which others are the elements, one after the other.
 
     Raises:

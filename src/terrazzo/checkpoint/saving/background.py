@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.checkpoint.optimizers import Optimizers
-from terrazzo.checkpoint.saving.job import Job
+from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.saving.snapshot import Snapshot, take
-from terrazzo.checkpoint.storage.store import Draft
+from terrazzo.checkpoint.storage.store import CheckpointDraft
 from terrazzo.ending import leaves_to_parent, require_own, start_thread
 from terrazzo.engine import engine_of
 from terrazzo.engine.runtime import device as devices
@@ -74,7 +74,7 @@ class Saver:
         self._staging = _Staging(engine_of(model).axes.device)
         self._writer = _WriterProcess(self._staging.descriptor, self._patience_s)
         self._stuck: list[_WriterProcess | threading.Thread] = []
-        self._under_way: tuple[Job, Draft] | None = None
+        self._under_way: tuple[SaveJob, CheckpointDraft] | None = None
         self._ended, self._process = False, os.getpid()
         atexit.register(self._at_exit)
         leaves_to_parent(self)
@@ -120,7 +120,7 @@ class Saver:
     def wait(self) -> None:
         """Until no save is under way. Collective; raises `SaveFailed` on all ranks when it failed on one."""
         require_own(self._process, "Saver")
-        watch = _Watch(self._writer, self._patience_s)
+        watch = _StandStill(self._writer, self._patience_s)
         while True:  # in rounds: ranks learn of each other's trouble without a file system that may be the trouble
             known = gather_json(None if self._under_way is None else self._look(watch, *self._under_way))
             states = [state for state, _ in filter(None, known)]
@@ -171,7 +171,7 @@ class Saver:
                 " with another checkpoint folder."
             )
 
-    def _look(self, watch: _Watch, job: Job, draft: Draft) -> tuple[str, str]:
+    def _look(self, watch: _StandStill, job: SaveJob, draft: CheckpointDraft) -> tuple[str, str]:
         """What is known of the save under way, and what is wrong with it; waits a moment for more."""
         if watch.late():
             return _LATE, (
@@ -227,9 +227,9 @@ class Saver:
         finally:
             self._end()
 
-    def _finish_alone(self, job: Job, draft: Draft) -> None:
+    def _finish_alone(self, job: SaveJob, draft: CheckpointDraft) -> None:
         """Until this rank's writer has ended its part, or stands still. Other ranks may be at something else."""
-        watch, state, problem = _Watch(self._writer, self._patience_s), _BUSY, ""
+        watch, state, problem = _StandStill(self._writer, self._patience_s), _BUSY, ""
         while state == _BUSY:
             state, problem = self._look(watch, job, draft)
         self._under_way = None
@@ -316,7 +316,7 @@ class _WriterProcess:
         self._answered.set()
         self._problem: str | None = None
 
-    def start(self, job: Job) -> None:
+    def start(self, job: SaveJob) -> None:
         """Hand over a job."""
         self._answered.clear()
         thread = start_thread("terrazzo-saver", lambda: self._listen(job), self._process.kill)
@@ -355,7 +355,7 @@ class _WriterProcess:
         self._process.stdin.close()
         self._process.stdout.close()
 
-    def _listen(self, job: Job) -> None:
+    def _listen(self, job: SaveJob) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -382,7 +382,7 @@ class _WriterProcess:
         return f"the process that writes it was {how}."
 
 
-class _Watch:
+class _StandStill:
     """How long a writer has stood still while somebody waited for it; time in which nobody could wait is none."""
 
     def __init__(self, writer: _WriterProcess, patience_s: float) -> None:

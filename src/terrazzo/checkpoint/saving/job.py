@@ -17,17 +17,17 @@ from terrazzo.checkpoint.format.manifest import Tensor as TensorEntry
 from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.storage.places import open_store
 from terrazzo.checkpoint.storage.shard import Entry, file_name, write_file
-from terrazzo.checkpoint.storage.store import Draft
+from terrazzo.checkpoint.storage.store import CheckpointDraft
 from terrazzo.errors import SaveFailed
 
-__all__ = ["FAILED", "Job", "record_name"]
+__all__ = ["FAILED", "SaveJob", "record_name"]
 
 FAILED = "failed.note"
 """The note in which a rank says why there will be no checkpoint."""
 
 
 @dataclass(frozen=True)
-class Job:
+class SaveJob:
     """What one rank has to do.
 
     Attributes:
@@ -57,18 +57,18 @@ class Job:
         return json.dumps({**vars(self), "entries": [entry._asdict() for entry in self.entries]})
 
     @classmethod
-    def from_json(cls, text: str) -> Job:
+    def from_json(cls, text: str) -> SaveJob:
         """What `to_json` gave."""
         values: dict[str, Any] = json.loads(text)
         entries = [_entry(entry) for entry in values.pop("entries")]
         return cls(**values, entries=entries)
 
-    def draft(self) -> Draft:
+    def draft(self) -> CheckpointDraft:
         """The checkpoint being written, for whoever does a part of it."""
         return open_store(self.store).draft(self.name, self.nonce)
 
     def write(
-        self, draft: Draft, data: Callable[[Entry], memoryview], moved: Callable[[], None] = lambda: None
+        self, draft: CheckpointDraft, data: Callable[[Entry], memoryview], moved: Callable[[], None] = lambda: None
     ) -> None:
         """Write this rank's file, whose bytes are `data` of each entry, and its record. Raises `OSError`, `Damaged`.
 
@@ -84,17 +84,17 @@ class Job:
         }
         draft.note(record_name(self.rank), json.dumps(record).encode())
 
-    def fail(self, draft: Draft, problem: str) -> None:
+    def fail(self, draft: CheckpointDraft, problem: str) -> None:
         """Tell the other ranks, as far as that is possible: the disk that failed may not take this either."""
         with contextlib.suppress(Exception):  # of whatever kind the store has
             draft.note(FAILED, f"rank {self.rank}: {problem}".encode())
 
-    def conclude(self, draft: Draft) -> None:
+    def conclude(self, draft: CheckpointDraft) -> None:
         """Make the checkpoint of all ranks' records visible. Raises `SaveFailed` for elements missing or twice."""
         manifest = self._manifest(draft).model_dump_json().encode()
         draft.commit(manifest, seal_of(manifest))
 
-    def _manifest(self, draft: Draft) -> Manifest:
+    def _manifest(self, draft: CheckpointDraft) -> Manifest:
         assert self.common is not None
         shapes: dict[str, list[int]] = dict(self.common["tensors"])
         states: dict[str, dict[str, _Gathered]] = {name: {} for name in shapes}

@@ -17,7 +17,7 @@ from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.optimizers import Optimizers, check_optimizers, optimizer_name, scaler_of
 from terrazzo.checkpoint.rng import capture_rng
 from terrazzo.checkpoint.saving.extra import check_extra, require_alike, text_problem
-from terrazzo.checkpoint.saving.job import Job
+from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.source import BUFFER, WEIGHT
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
 from terrazzo.checkpoint.storage.shard import Entry, arrange
@@ -43,7 +43,7 @@ __all__ = ["Snapshot", "take"]
 class Snapshot:
     """A job, and what gives the live tensors that hold the bytes of its entries."""
 
-    job: Job
+    job: SaveJob
     tensors: dict[str, Callable[[], Tensor]]
 
     def data(self, entry: Entry) -> memoryview:
@@ -89,7 +89,7 @@ def take(
         return _common(model, listed, {"optimizer": groups, "extra": extra}, run)
 
     store, name = store_and_name(path)
-    job = Job(
+    job = SaveJob(
         store=store.where,
         name=name,
         nonce=nonce,

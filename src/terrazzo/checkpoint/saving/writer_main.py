@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from terrazzo.checkpoint.saving.job import FAILED, Job, record_name
+from terrazzo.checkpoint.saving.job import FAILED, SaveJob, record_name
 from terrazzo.checkpoint.storage.shard import Entry
-from terrazzo.checkpoint.storage.store import Draft
+from terrazzo.checkpoint.storage.store import CheckpointDraft
 from terrazzo.errors import SaveFailed
 
 __all__ = ["main"]
@@ -30,14 +30,14 @@ def main(staging: int, patience_s: float) -> None:
     for line in sys.stdin:
         problem = None
         try:
-            _serve(Job.from_json(line), staging, patience_s)
+            _serve(SaveJob.from_json(line), staging, patience_s)
         except Exception as error:
             known = isinstance(error, SaveFailed)
             problem = str(error) if known else f"{type(error).__name__}: {error}."
         print(json.dumps({"problem": problem}), flush=True)
 
 
-def _serve(job: Job, staging: int, patience_s: float) -> None:
+def _serve(job: SaveJob, staging: int, patience_s: float) -> None:
     draft, beat = job.draft(), _Beat(min(0.5, patience_s / 16))
     try:
         _write(job, draft, staging, beat)
@@ -55,7 +55,7 @@ def _serve(job: Job, staging: int, patience_s: float) -> None:
         _await(draft, draft.committed, deadline, f"rank 0 did not commit within {patience_s:.0f} s", beat)
 
 
-def _write(job: Job, draft: Draft, staging: int, beat: Callable[[], None]) -> None:
+def _write(job: SaveJob, draft: CheckpointDraft, staging: int, beat: Callable[[], None]) -> None:
     size_bytes = max((entry.offset + entry.count_bytes for entry in job.entries), default=0)
     memory = memoryview(mmap.mmap(staging, size_bytes, prot=mmap.PROT_READ)) if size_bytes else memoryview(b"")
 
@@ -77,7 +77,9 @@ class _Beat:
             print("{}", flush=True)
 
 
-def _await(draft: Draft, done: Callable[[], bool], deadline: float, late: str, beat: Callable[[], None]) -> None:
+def _await(
+    draft: CheckpointDraft, done: Callable[[], bool], deadline: float, late: str, beat: Callable[[], None]
+) -> None:
     """Wait for other ranks; raises `SaveFailed` when one has failed, or says nothing for too long."""
     while not done():
         _heed(draft)
@@ -89,7 +91,7 @@ def _await(draft: Draft, done: Callable[[], bool], deadline: float, late: str, b
         time.sleep(_POLL_S)
 
 
-def _heed(draft: Draft) -> None:
+def _heed(draft: CheckpointDraft) -> None:
     """Raises `SaveFailed` when another rank has failed."""
     if draft.has_note(FAILED):
         raise SaveFailed(draft.noted(FAILED).decode())

@@ -17,7 +17,15 @@ from typing import Any
 
 from terrazzo.checkpoint.format.manifest import MANIFEST, SEAL
 from terrazzo.checkpoint.storage.lock import Lock
-from terrazzo.checkpoint.storage.store import STEP, Draft, Folder, Sink, Store, is_checkpoint, reading
+from terrazzo.checkpoint.storage.store import (
+    STEP,
+    CheckpointDraft,
+    CheckpointStore,
+    FileWriter,
+    Folder,
+    is_checkpoint,
+    reading,
+)
 from terrazzo.errors import Damaged
 from terrazzo.files import sync_folder
 
@@ -32,7 +40,7 @@ _DAMAGE = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EIO)
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700  # weights and settings are nobody else's business
 
 
-class LocalStore(Store):
+class LocalStore(CheckpointStore):
     """Checkpoints as folders of `root`."""
 
     def __init__(self, root: Path) -> None:
@@ -119,7 +127,7 @@ class LocalFolder(Folder):
                 os.close(descriptor)
 
 
-class LocalDraft(Draft):
+class LocalDraft(CheckpointDraft):
     """A hidden folder beside the name that it will get. A lock tells a live one from what a dead process left."""
 
     def __init__(self, root: Path, name: str, nonce: str) -> None:
@@ -134,7 +142,7 @@ class LocalDraft(Draft):
             time.sleep(0.01)  # another save has looked whether anyone holds it
         os.mkdir(self._path, _FOLDER_MODE)
 
-    def create(self, file: str, size_bytes: int) -> Sink:
+    def create(self, file: str, size_bytes: int) -> FileWriter:
         return _LocalSink(self._path / file, size_bytes)
 
     def folder(self) -> LocalFolder:

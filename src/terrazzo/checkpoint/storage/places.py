@@ -7,20 +7,20 @@ from pathlib import Path
 
 from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.remote import RemoteStore
-from terrazzo.checkpoint.storage.store import Store
+from terrazzo.checkpoint.storage.store import CheckpointStore
 from terrazzo.errors import BadInput, SaveFailed
 
 __all__ = ["check_new", "open_store", "store_and_name"]
 
 
-def open_store(where: str | os.PathLike[str]) -> Store:
+def open_store(where: str | os.PathLike[str]) -> CheckpointStore:
     """A local folder, or what fsspec finds behind a URL such as `s3://bucket/runs/a`."""
     if "://" in str(where):
         return RemoteStore(str(where))
     return LocalStore(Path(where))
 
 
-def store_and_name(path: str | os.PathLike[str]) -> tuple[Store, str]:
+def store_and_name(path: str | os.PathLike[str]) -> tuple[CheckpointStore, str]:
     """The store that a checkpoint is in, and its name there."""
     if "://" in str(path):
         parent, _, name = str(path).rstrip("/").rpartition("/")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
-from terrazzo.checkpoint.storage.store import Draft, Folder, Sink, Store, reading
+from terrazzo.checkpoint.storage.store import CheckpointDraft, CheckpointStore, FileWriter, Folder, reading
 from terrazzo.errors import BadInput, Damaged
 from terrazzo.files import open_store
 
@@ -22,7 +22,7 @@ __all__ = ["RemoteStore"]
 _OF_A_SAVE = re.compile(rf"{FILE_NAME.pattern}|{re.escape(SEAL)}|.+\.note")  # before its manifest is there
 
 
-class RemoteStore(Store):
+class RemoteStore(CheckpointStore):
     """Checkpoints as prefixes of a URL."""
 
     def __init__(self, url: str) -> None:
@@ -85,7 +85,7 @@ class RemoteFolder(Folder):
         return _is_there(self._fs, f"{self.path}/{file}")
 
 
-class RemoteDraft(Draft):
+class RemoteDraft(CheckpointDraft):
     """Objects under the final name, which no reader takes for a checkpoint before the manifest is there.
 
     Attempts at one name share its objects: the notes have the `nonce` too, since one that hung may yet write its own.
@@ -104,7 +104,7 @@ class RemoteDraft(Draft):
             self._fs.rm(self._folder.path, recursive=True)
         self._fs.makedirs(self._folder.path, exist_ok=True)
 
-    def create(self, file: str, size_bytes: int) -> Sink:
+    def create(self, file: str, size_bytes: int) -> FileWriter:
         return _RemoteSink(self._fs.open(f"{self._folder.path}/{file}", "wb"))
 
     def folder(self) -> None:

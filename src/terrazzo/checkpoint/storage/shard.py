@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from terrazzo.checkpoint.format.manifest import BLOCK_BYTES, DTYPES, ITEMSIZES, File, blocks_of
-from terrazzo.checkpoint.storage.store import Draft, Folder, Sink
+from terrazzo.checkpoint.storage.store import CheckpointDraft, FileWriter, Folder
 from terrazzo.errors import Damaged
 
 __all__ = [
@@ -112,7 +112,7 @@ def safetensors_header(written_by: str, tensors: Iterable[tuple[str, str, Sequen
 
 
 def write_file(
-    draft: Draft,
+    draft: CheckpointDraft,
     name: str,
     entries: Sequence[Entry],
     data: Callable[[Entry], memoryview],
@@ -149,11 +149,11 @@ def checked_block(folder: Folder, file: str, offset: int, buffer: memoryview, ex
     return digest(buffer) == expected
 
 
-def _write_entry(sink: Sink, data: memoryview, moved: Callable[[], None]) -> list[str]:
+def _write_entry(sink: FileWriter, data: memoryview, moved: Callable[[], None]) -> list[str]:
     return [_write_block(sink, data[first:last], moved) for first, last in blocks_of(len(data))]
 
 
-def _write_block(sink: Sink, block: memoryview, moved: Callable[[], None]) -> str:
+def _write_block(sink: FileWriter, block: memoryview, moved: Callable[[], None]) -> str:
     value = digest(block)
     sink.write(block)
     moved()

@@ -1,7 +1,8 @@
 """Where checkpoints are kept: what a folder of them offers, whether it is local or behind a URL.
 
-A `Store` is a folder of checkpoints, a `Folder` one of them to read, a `Draft` one that is being written. A draft is
-invisible until `commit`, which is atomic: of a local folder a rename, elsewhere the arrival of the manifest.
+A `CheckpointStore` is a folder of checkpoints, a `Folder` one of them to read, a `CheckpointDraft` one that is being
+written. A draft is invisible until `commit`, which is atomic: of a local folder a rename, elsewhere the arrival of the
+manifest.
 """
 
 from __future__ import annotations
@@ -15,14 +16,24 @@ from typing import Any, Protocol
 from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["STEP", "Draft", "Folder", "Sink", "Store", "is_checkpoint", "reading", "step_name", "step_of"]
+__all__ = [
+    "STEP",
+    "CheckpointDraft",
+    "CheckpointStore",
+    "FileWriter",
+    "Folder",
+    "is_checkpoint",
+    "reading",
+    "step_name",
+    "step_of",
+]
 
 STEP = "step-"
 """How the names of a run's checkpoints begin, damaged ones that were put aside too."""
 _STEP_NAME = re.compile(rf"{STEP}([0-9]{{8,}})")
 
 
-class Sink(Protocol):
+class FileWriter(Protocol):
     """A file being written, from its first byte to its last."""
 
     def write(self, data: memoryview) -> None:
@@ -116,7 +127,7 @@ class Folder(ABC):
         return bytes(buffer)
 
 
-class Draft(ABC):
+class CheckpointDraft(ABC):
     """A checkpoint being written. One rank begins and ends it; all of them write files into it."""
 
     @abstractmethod
@@ -124,7 +135,7 @@ class Draft(ABC):
         """Make room for it, and remove what interrupted saves left behind."""
 
     @abstractmethod
-    def create(self, file: str, size_bytes: int) -> Sink:
+    def create(self, file: str, size_bytes: int) -> FileWriter:
         """A new file that will have `size_bytes`."""
 
     @abstractmethod
@@ -164,7 +175,7 @@ class Draft(ABC):
         """Let go of what `begin` took, when another process has committed."""
 
 
-class Store(ABC):
+class CheckpointStore(ABC):
     """A folder of checkpoints. Asked what there is, raises `BadInput` where the system does not let that be seen."""
 
     where: str
@@ -186,7 +197,7 @@ class Store(ABC):
         """One checkpoint to read."""
 
     @abstractmethod
-    def draft(self, name: str, nonce: str) -> Draft:
+    def draft(self, name: str, nonce: str) -> CheckpointDraft:
         """One to be written. `nonce` tells attempts at the same name apart and is the same on all ranks."""
 
     @abstractmethod

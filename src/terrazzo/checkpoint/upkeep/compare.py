@@ -15,13 +15,13 @@ from terrazzo.checkpoint.source import BUFFER, WEIGHT, OptimizerInfo, Source
 from terrazzo.checkpoint.tensors import name_of
 from terrazzo.errors import BadInput
 
-__all__ = ["Difference", "compare", "compare_settings"]
+__all__ = ["StateDifference", "compare", "compare_settings"]
 
 _CACHED_NUMEL = 1 << 18  # elements that stay in a cache while they are compared
 
 
 @dataclass(frozen=True)
-class Difference:
+class StateDifference:
     """How a state of a tensor differs between two checkpoints A and B.
 
     Attributes:
@@ -43,7 +43,7 @@ class Difference:
         return not self.note and not self.differing
 
 
-def compare(a: Source, b: Source, kind: str | None = None) -> Iterator[Difference]:
+def compare(a: Source, b: Source, kind: str | None = None) -> Iterator[StateDifference]:
     """Every state that both have, or only those of `kind`, range by range. A tied tensor is compared once.
 
     Kinds of which one has no state at all are `compare_settings`' matter. Raises `BadInput` when `kind` is one.
@@ -135,11 +135,13 @@ def _states(source: Source, name: str | None) -> dict[str, _State]:
     }
 
 
-def _difference(name: str, kind: str, a: _State | None, b: _State | None) -> Difference:
+def _difference(name: str, kind: str, a: _State | None, b: _State | None) -> StateDifference:
     if a is None or b is None:
-        return Difference(name, kind, f"only in {'A' if b is None else 'B'}")
+        return StateDifference(name, kind, f"only in {'A' if b is None else 'B'}")
     if (a.shape, a.numel) != (b.shape, b.numel):
-        return Difference(name, kind, f"{a.numel:,} elements of {list(a.shape)} and {b.numel:,} of {list(b.shape)}")
+        return StateDifference(
+            name, kind, f"{a.numel:,} elements of {list(a.shape)} and {b.numel:,} of {list(b.shape)}"
+        )
     note = "" if a.dtype == b.dtype else f"{name_of(a.dtype)} and {name_of(b.dtype)}"
     max_abs, differing = 0.0, 0
     for start in range(0, a.numel, PIECE_BYTES // 8):
@@ -149,7 +151,7 @@ def _difference(name: str, kind: str, a: _State | None, b: _State | None) -> Dif
             differing += count
             if math.isnan(largest) or largest > max_abs:
                 max_abs = largest
-    return Difference(name, kind, note, max_abs, differing, a.numel)
+    return StateDifference(name, kind, note, max_abs, differing, a.numel)
 
 
 def _distance(x: Tensor, y: Tensor) -> tuple[float, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from terrazzo.checkpoint.exporters import PIECE_BYTES
 from terrazzo.checkpoint.format.manifest import DTYPES, head
-from terrazzo.checkpoint.saving.job import Job
+from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.source import Source
 from terrazzo.checkpoint.storage.places import check_new, store_and_name
 from terrazzo.checkpoint.storage.shard import Entry, arrange
@@ -30,7 +30,7 @@ def convert(source: Source, path: str) -> None:
     check_new(path)
     store, name = store_and_name(path)
     entries, nonce = arrange(list(_entries(source))), os.urandom(4).hex()
-    job = Job(store.where, name, nonce, 0, 1, entries, alone=None, common=_common(source))
+    job = SaveJob(store.where, name, nonce, 0, 1, entries, alone=None, common=_common(source))
 
     def data(entry: Entry) -> memoryview:
         return bytes_of(source.read_on(entry.name, entry.kind, entry.start, entry.stop))

@@ -21,7 +21,7 @@ from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.checkpoint.storage.places import open_store, store_and_name
-from terrazzo.checkpoint.storage.store import Store, step_name, step_of
+from terrazzo.checkpoint.storage.store import CheckpointStore, step_name, step_of
 from terrazzo.errors import BadInput, Damaged, Misuse
 from terrazzo.exchange import gather_json, on_first, patiently, together
 
@@ -236,7 +236,7 @@ def load_newest(
     return None
 
 
-def _names(store: Store) -> list[str]:
+def _names(store: CheckpointStore) -> list[str]:
     found = {step: name for name in store.names() if (step := step_of(name)) is not None}
     return [found[step] for step in sorted(found)]
 
@@ -273,7 +273,7 @@ def _moved(path: str) -> str:
         return f"It was left under its name ({error}): rename it before anything is saved or removed here."
 
 
-def _opened(store: Store, name: str) -> Checkpoint | None:
+def _opened(store: CheckpointStore, name: str) -> Checkpoint | None:
     try:
         return Checkpoint(store.folder(name))
     except BadInput:

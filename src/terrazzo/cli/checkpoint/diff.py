@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.checkpoint import open_source
 from terrazzo.checkpoint.upkeep import describe
-from terrazzo.checkpoint.upkeep.compare import Difference, compare, compare_settings
+from terrazzo.checkpoint.upkeep.compare import StateDifference, compare, compare_settings
 from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.checkpoint.text import differences_text
 from terrazzo.cli.shared.terminal import say, say_json
@@ -42,6 +42,6 @@ def run(paths: tuple[str, str], kind: str | None, show_all: bool, as_json: bool)
     return 0 if equal else 1
 
 
-def _as_json(each: Difference) -> dict[str, Any]:
+def _as_json(each: StateDifference) -> dict[str, Any]:
     values = {"name": each.name, "kind": each.kind, "note": each.note, "differing": each.differing, "numel": each.numel}
     return values | {"max_abs": each.max_abs if math.isfinite(each.max_abs) else str(each.max_abs)}

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from terrazzo.checkpoint.upkeep.compare import Difference
+from terrazzo.checkpoint.upkeep.compare import StateDifference
 from terrazzo.cli.shared.terminal import columns, plain
 
 __all__ = ["differences_text", "inspect_text", "listing_text", "tensors_text"]
@@ -35,7 +35,7 @@ def tensors_text(listed: Sequence[Mapping[str, Any]]) -> str:
     return f"\n{columns(rows, '<<><')}"
 
 
-def differences_text(found: Sequence[Difference], show_all: bool) -> str:
+def differences_text(found: Sequence[StateDifference], show_all: bool) -> str:
     """A row for each tensor, in it the largest absolute difference of each kind of state; at the end those of all."""
     different = {each.name for each in found if not each.equal}
     kinds = list(dict.fromkeys(each.kind for each in found))
@@ -53,13 +53,13 @@ def differences_text(found: Sequence[Difference], show_all: bool) -> str:
     return f"{table}\n\n{ending}{totals}" if rows else ending
 
 
-def _distance_text(each: Difference) -> str:
+def _distance_text(each: StateDifference) -> str:
     if each.note and not each.numel:
         return each.note
     return f"{each.max_abs:.3g}{f' ({each.note})' if each.note else ''}"
 
 
-def _worst(kind: str, found: Sequence[Difference]) -> list[str]:
+def _worst(kind: str, found: Sequence[StateDifference]) -> list[str]:
     of_kind = [each for each in found if each.kind == kind and each.differing]
     worst = max(of_kind, key=lambda each: math.inf if math.isnan(each.max_abs) else each.max_abs)
     return [f"  {kind}, at most", f"{worst.max_abs:.3g}", worst.name]

@@ -11,7 +11,7 @@ from terrazzo.cli.shared.verb import Verb
 from terrazzo.errors import BadInput
 
 if TYPE_CHECKING:
-    from terrazzo.dialects.core.dialect import Context, Finding
+    from terrazzo.dialects.core.dialect import Finding, ReadingContext
     from terrazzo.dialects.verbs.convert import Conversion
     from terrazzo.dialects.verbs.understand import Understood
 
@@ -185,7 +185,7 @@ def diff(  # structure: signature fixed by the command line
 # -- what is asked -------------------------------------------------------------------------------------------------
 
 
-def _understand(file: Path, name: str | None, context: Context) -> Understood:
+def _understand(file: Path, name: str | None, context: ReadingContext) -> Understood:
     from terrazzo.dialects.verbs.understand import understand
 
     return understand(file, name, context)
@@ -193,15 +193,15 @@ def _understand(file: Path, name: str | None, context: Context) -> Understood:
 
 def _context(
     world: int | None, model: str | None, load_dtype: str | None, trainer: Path | None, library: list[str] | None
-) -> Context:
+) -> ReadingContext:
     from terrazzo.config.files import load
-    from terrazzo.dialects.core.dialect import Context
+    from terrazzo.dialects.core.dialect import ReadingContext
     from terrazzo.engine import dtype_named
 
     load_dtype = None if load_dtype is None else dtype_named(load_dtype)
     if load_dtype not in (None, *LOAD_DTYPES):
         raise BadInput(f"--load-dtype is '{load_dtype}'; there are: {', '.join(LOAD_DTYPES)}.")
-    return Context(
+    return ReadingContext(
         world=world,
         load_dtype=load_dtype,
         versions=_versions(library or []),

@@ -9,10 +9,10 @@ from typing import Any
 from terrazzo.cli.shared import terminal
 from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.dialects.core.description import shown
-from terrazzo.dialects.core.dialect import Context, Finding
-from terrazzo.dialects.core.verdict import KINDS, LOST, Verdict
+from terrazzo.dialects.core.dialect import Finding, ReadingContext
+from terrazzo.dialects.core.verdict import KINDS, LOST, KeyVerdict
 from terrazzo.dialects.verbs.convert import Conversion
-from terrazzo.dialects.verbs.diff import Difference
+from terrazzo.dialects.verbs.diff import SettingDifference
 from terrazzo.dialects.verbs.emit import plain
 from terrazzo.dialects.verbs.explain import Option, Page, origin_words
 from terrazzo.dialects.verbs.precision_table import COLUMNS, Cost, costs, precisions
@@ -79,7 +79,7 @@ def _count(number: int, noun: str) -> str:
 # -- convert -------------------------------------------------------------------------------------------------------
 
 
-def say_conversion(file: str, conversion: Conversion, context: Context, *, stderr: bool) -> None:
+def say_conversion(file: str, conversion: Conversion, context: ReadingContext, *, stderr: bool) -> None:
     """Every key's verdict, the precision table before and after, and what its dtypes cost."""
     source, target = conversion.source.title, conversion.target.title
     say(f"{file}: {source} -> {target}", "bold", stderr=stderr)
@@ -96,7 +96,7 @@ def say_conversion(file: str, conversion: Conversion, context: Context, *, stder
         say(f"\n{_count(len(conversion.refused), 'key')} refused: see above what to do instead.", "red", stderr=stderr)
 
 
-def _say_verdicts(verdicts: Sequence[Verdict], *, stderr: bool) -> None:
+def _say_verdicts(verdicts: Sequence[KeyVerdict], *, stderr: bool) -> None:
     rows = [[verdict.kind, f"{verdict.key} = {_cell(verdict.value)}", _becomes(verdict)] for verdict in verdicts]
     if not rows:
         return
@@ -107,13 +107,13 @@ def _say_verdicts(verdicts: Sequence[Verdict], *, stderr: bool) -> None:
             say(f"{' ' * 11}{verdict.why}", style, stderr=stderr)
 
 
-def _becomes(verdict: Verdict) -> str:
+def _becomes(verdict: KeyVerdict) -> str:
     if verdict.tuning:
         return f"left out, changes no result{f' ({verdict.why})' if verdict.why else ''}"
     return verdict.target
 
 
-def _counts(verdicts: Sequence[Verdict]) -> str:
+def _counts(verdicts: Sequence[KeyVerdict]) -> str:
     kinds = [verdict.kind for verdict in verdicts]
     tuning = sum(verdict.tuning for verdict in verdicts)
     some = f"{tuning} of them " if tuning < kinds.count("defaulted") else ""
@@ -121,7 +121,7 @@ def _counts(verdicts: Sequence[Verdict]) -> str:
     return ", ".join(f"{kinds.count(kind)} {kind}{words.get(kind, '')}" for kind in KINDS if kind in kinds) or "no keys"
 
 
-def _precision_text(conversion: Conversion, context: Context) -> str:
+def _precision_text(conversion: Conversion, context: ReadingContext) -> str:
     rows = [["dtypes", *COLUMNS]]
     for label, description in (("before", conversion.before), ("after", conversion.after)):
         rows.append([label, *precisions(description).cells()])
@@ -134,7 +134,7 @@ def _precision_text(conversion: Conversion, context: Context) -> str:
     return "\n".join(lines)
 
 
-def _memory_rows(conversion: Conversion, context: Context) -> list[list[str]]:
+def _memory_rows(conversion: Conversion, context: ReadingContext) -> list[list[str]]:
     rows = [["ranks", "before", "upcast", "after", "upcast"]]
     pairs = zip(costs(conversion.before), costs(conversion.after, _ranks(conversion)), strict=True)
     for before, after in pairs:
@@ -148,13 +148,13 @@ def _ranks(conversion: Conversion) -> tuple[int, ...]:
     return tuple(cost.ranks for cost in costs(conversion.before))
 
 
-def _memory_cells(cost: Cost, context: Context) -> list[str]:
+def _memory_cells(cost: Cost, context: ReadingContext) -> list[str]:
     scale = context.parameters / GIB if context.parameters else 1.0
     values = (cost.bytes_per_parameter, cost.upcast)
     return ["-" if value is None else f"{value * scale:.4g}" for value in values]
 
 
-def as_json(file: str, conversion: Conversion, context: Context, written: Path | None) -> dict[str, Any]:
+def as_json(file: str, conversion: Conversion, context: ReadingContext, written: Path | None) -> dict[str, Any]:
     """The whole report."""
     sides = {"before": conversion.before, "after": conversion.after}
     ranks = _ranks(conversion)
@@ -177,7 +177,7 @@ def as_json(file: str, conversion: Conversion, context: Context, written: Path |
 # -- diff ----------------------------------------------------------------------------------------------------------
 
 
-def say_differences(a: tuple[str, str], b: tuple[str, str], found: Sequence[Difference]) -> None:
+def say_differences(a: tuple[str, str], b: tuple[str, str], found: Sequence[SettingDifference]) -> None:
     """A line per difference."""
     say(f"A  {a[0]}: {a[1]}\nB  {b[0]}: {b[1]}")
     if not found:

@@ -26,7 +26,7 @@ from terrazzo.planner.report.picture import save_picture
 from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.request import build_cluster
-from terrazzo.planner.text.blocks import Block, Line, show
+from terrazzo.planner.text.blocks import Block, TextLine, show
 from terrazzo.train.command import program
 
 __all__ = ["run"]
@@ -188,14 +188,14 @@ def _how_to_run(answer: Answer, asked: Asked) -> list[Block]:
     start = _start(answer.best.setup.cluster)
     if asked["config"] is not None and here:
         command = shlex.join(["train", str(asked["config"]), *(asked["overrides"] or []), *_ranks(answer, asked)])
-        return [Line(f"\nTo run it: {start} {command}", copied=True)]
+        return [TextLine(f"\nTo run it: {start} {command}", copied=True)]
     if asked["emit"] is not None:
         written = str(asked["emit"])
-        return [Line(f"\nwritten: {written}. To run it: {start} train {shlex.quote(written)}", copied=True)]
+        return [TextLine(f"\nwritten: {written}. To run it: {start} train {shlex.quote(written)}", copied=True)]
     if asked["config"] is not None or not here:
         return []
     command = shlex.join([*sys.argv[1:], "--emit", "plan.yaml"])
-    return [Line(f"\nTo run it: {program()} {command} && {start} train plan.yaml", copied=True)]
+    return [TextLine(f"\nTo run it: {program()} {command} && {start} train plan.yaml", copied=True)]
 
 
 def _ranks(answer: Answer, asked: Asked) -> list[str]:

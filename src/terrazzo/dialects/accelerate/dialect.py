@@ -9,7 +9,7 @@ from terrazzo.dialects.accelerate.keys import KEYS, canonical_key
 from terrazzo.dialects.accelerate.read import read
 from terrazzo.dialects.accelerate.write import write
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
 
 __all__ = ["Accelerate"]
 
@@ -28,15 +28,15 @@ class Accelerate(Dialect):
         """By keys that no other dialect has at the top."""
         return any(key in document for key in _TELLING)
 
-    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
         """See `Dialect.read`."""
         return read(document, context)
 
-    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         """See `Dialect.write`."""
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         """What Accelerate refuses, and what it passes over."""
         return findings(document, reading, context)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import FILE
-from terrazzo.dialects.accelerate.source import Source
-from terrazzo.dialects.core.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.accelerate.source import AccelerateReader
+from terrazzo.dialects.core.dialect import Document, Finding, Reading, ReadingContext
 from terrazzo.dialects.shared.accelerate import AXES
 
 __all__ = ["findings"]
@@ -15,9 +15,9 @@ __all__ = ["findings"]
 _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 
 
-def findings(document: Document, reading: Reading, context: Context) -> Iterator[Finding]:
+def findings(document: Document, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
     """All of them."""
-    source = Source(document, context)
+    source = AccelerateReader(document, context)
     kind = str(source.get("distributed_type", "")).upper()
     if source.get("distributed_type") is None:
         yield _error("distributed_type", "Accelerate refuses a file without it: write distributed_type: NO for one GPU")
@@ -40,7 +40,7 @@ def _warning(key: str, text: str) -> Finding:
     return Finding(key, "warning", text)
 
 
-def _parallelism(source: Source, kind: str) -> Iterator[Finding]:
+def _parallelism(source: AccelerateReader, kind: str) -> Iterator[Finding]:
     sizes = {axis: source.get(f"{_P}{axis}_size", 1) for axis in AXES}
     if "parallelism_config" not in source or not all(isinstance(size, int) for size in sizes.values()):
         return
@@ -57,7 +57,7 @@ def _parallelism(source: Source, kind: str) -> Iterator[Finding]:
         yield _error(f"{_P}sp_size", "Ulysses needs distributed_type: DEEPSPEED")
 
 
-def _fsdp(source: Source, reading: Reading) -> Iterator[Finding]:
+def _fsdp(source: AccelerateReader, reading: Reading) -> Iterator[Finding]:
     version = 2 if str(source.raw(f"{_F}version") or 1) == "2" else 1
     if source.raw(f"{_F}version") is None:
         yield _warning(f"{_F}version", "it is not given: the launcher takes 1, and accelerate config proposes 2")
@@ -82,7 +82,7 @@ def _fsdp(source: Source, reading: Reading) -> Iterator[Finding]:
         yield _warning(f"{_F}state_dict_type", "checkpoints are shards: accelerate merge-weights makes a model of them")
 
 
-def _version_1(source: Source) -> Iterator[Finding]:
+def _version_1(source: AccelerateReader) -> Iterator[Finding]:
     if source.raw(f"{_F}backward_prefetch") is None:
         text = (
             "it is not given: Accelerate takes NO_PREFETCH where torch takes BACKWARD_PRE, and gathers do not overlap"
@@ -90,7 +90,7 @@ def _version_1(source: Source) -> Iterator[Finding]:
         yield _warning(f"{_F}backward_prefetch", text)
 
 
-def _deepspeed(source: Source) -> Iterator[Finding]:
+def _deepspeed(source: AccelerateReader) -> Iterator[Finding]:
     named = source.get(FILE) not in (None, "none")
     if named and source.get("mixed_precision") is not None:
         yield _error("mixed_precision", "Accelerate refuses it beside deepspeed_config_file: say bf16 or fp16 there")

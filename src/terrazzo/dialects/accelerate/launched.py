@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.nested import load_named
 from terrazzo.dialects.shared.accelerate import AXES
 from terrazzo.errors import BadInput
@@ -174,7 +174,7 @@ def deepspeed_file(document: Mapping[str, Any], environment: Mapping[str, str]) 
     name = document.get("deepspeed_config", {}).get("deepspeed_config_file")
     if name is None:
         return None
-    said, fault = load_named(name, Context())
+    said, fault = load_named(name, ReadingContext())
     if fault:
         raise BadInput(f"deepspeed_config_file: {fault}. Name the file by its absolute path.")
     beside = {key: environment.get(f"ACCELERATE_{key.upper()}") for key in _BESIDE}

@@ -8,9 +8,9 @@ from typing import Any
 from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import read_deepspeed
 from terrazzo.dialects.accelerate.read_fsdp import VERSION, read_fsdp, read_mesh
-from terrazzo.dialects.accelerate.source import Source
+from terrazzo.dialects.accelerate.source import AccelerateReader
 from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
 from terrazzo.dialects.shared.accelerate import stack_precision
 from terrazzo.dialects.shared.fsdp import offload
 from terrazzo.dialects.shared.rows import row_settings
@@ -18,9 +18,9 @@ from terrazzo.dialects.shared.rows import row_settings
 __all__ = ["read"]
 
 
-def read(document: Document, context: Context) -> Reading:
+def read(document: Document, context: ReadingContext) -> Reading:
     """The document's meaning."""
-    source = Source(document, context)
+    source = AccelerateReader(document, context)
     kind = _kind(source)
     half = _half(source)
     given = read_mesh(source, TYPES[kind.value] == "fsdp") | _world(source)
@@ -31,7 +31,7 @@ def read(document: Document, context: Context) -> Reading:
     return source.finish("accelerate", given)
 
 
-def _kind(source: Source) -> Setting[str]:
+def _kind(source: AccelerateReader) -> Setting[str]:
     """What shards; `NO` without quotes is false in YAML."""
     if source.get("distributed_type") is False:
         source.refuse("distributed_type", "YAML reads NO as false: write 'NO' in quotes")
@@ -40,7 +40,7 @@ def _kind(source: Source) -> Setting[str]:
     return found if found.value is not None else replace(found, value="NO")
 
 
-def _half(source: Source) -> Setting[Any]:
+def _half(source: AccelerateReader) -> Setting[Any]:
     """Mixed precision; `no` without quotes is false in YAML, which Accelerate trips over."""
     if source.get("mixed_precision") is False:
         source.refuse("mixed_precision", "YAML reads no as false, and Accelerate stops there: write 'no' in quotes")
@@ -53,7 +53,7 @@ def _half(source: Source) -> Setting[Any]:
     return source.take("mixed_precision")
 
 
-def _world(source: Source) -> Settings:
+def _world(source: AccelerateReader) -> Settings:
     """Ranks. -1 leaves them to the command line."""
     ranks = source.take("num_processes")
     cpu = source.take("use_cpu")
@@ -65,7 +65,7 @@ def _world(source: Source) -> Settings:
     return given
 
 
-def _engine(source: Source, engine: str, half: Setting[Any], given: Settings) -> Settings:
+def _engine(source: AccelerateReader, engine: str, half: Setting[Any], given: Settings) -> Settings:
     world = given["mesh.world"].value if "mesh.world" in given else source.context.world
     if engine == "deepspeed":
         low = Setting("bf16" if half.value == "fp8" else half.value, half.origin, half.key)
@@ -86,7 +86,7 @@ def _engine(source: Source, engine: str, half: Setting[Any], given: Settings) ->
     return replicas | _precision(source, "ddp", half)
 
 
-def _precision(source: Source, stack: str, half: Setting[Any]) -> Settings:
+def _precision(source: AccelerateReader, stack: str, half: Setting[Any]) -> Settings:
     """fp8 sits on bf16."""
     under = Setting("bf16" if half.value == "fp8" else half.value, half.origin, half.key)
     given = stack_precision(stack, under, False, source.context)
@@ -95,7 +95,7 @@ def _precision(source: Source, stack: str, half: Setting[Any]) -> Settings:
     return given
 
 
-def _compile(source: Source, engine: str) -> Settings:
+def _compile(source: AccelerateReader, engine: str) -> Settings:
     """A backend switches torch.compile on, but for DeepSpeed, which the launcher does not tell."""
     key = "dynamo_config.dynamo_backend"
     backend = source.take(key)

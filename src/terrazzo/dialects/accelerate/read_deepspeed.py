@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.accelerate.source import Source
+from terrazzo.dialects.accelerate.source import AccelerateReader
 from terrazzo.dialects.core.description import Setting, Settings, settings
-from terrazzo.dialects.core.dialect import Context, Reading
+from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.nested import DEEPSPEED, load_named, read_nested
 from terrazzo.errors import listed
 
@@ -28,7 +28,7 @@ _PLUGIN = {
 """DeepSpeed's key by the one that Accelerate's plugin has for it."""
 
 
-def read_deepspeed(source: Source, half: Setting[Any], world: int | None) -> Settings:
+def read_deepspeed(source: AccelerateReader, half: Setting[Any], world: int | None) -> Settings:
     """What DeepSpeed does, under the YAML's keys.
 
     Args:
@@ -50,7 +50,7 @@ def read_deepspeed(source: Source, half: Setting[Any], world: int | None) -> Set
     return given | _at_start(source, document["zero_optimization"]["stage"])
 
 
-def _from_file(source: Source, name: str, context: Context) -> Settings:
+def _from_file(source: AccelerateReader, name: str, context: ReadingContext) -> Settings:
     """The file says all; what stands beside it is refused by Accelerate."""
     document, fault = load_named(name, source.context)
     if fault:
@@ -70,7 +70,7 @@ def _from_file(source: Source, name: str, context: Context) -> Settings:
     return {**nested.given, **_at_start(source, stage.get("stage", 0) if isinstance(stage, dict) else 0)}
 
 
-def _made(source: Source, half: Setting[Any]) -> dict[str, Any]:
+def _made(source: AccelerateReader, half: Setting[Any]) -> dict[str, Any]:
     """What the plugin hands to DeepSpeed, "auto" where it waits for the loop."""
     document: dict[str, Any] = {
         "train_batch_size": "auto",
@@ -92,7 +92,7 @@ def _made(source: Source, half: Setting[Any]) -> dict[str, Any]:
     return document
 
 
-def _zero(source: Source) -> dict[str, Any]:
+def _zero(source: AccelerateReader) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": source.take(f"{_D}.zero_stage").value}
     for name in ("offload_optimizer", "offload_param"):
         device = source.take(f"{_D}.{name}_device").value
@@ -117,7 +117,7 @@ def _rekeyed(setting: Setting[Any], keys: dict[str, str]) -> Setting[Any]:
     return Setting(setting.value, setting.origin, ", ".join(found))
 
 
-def _carry(source: Source, reading: Reading, keys: dict[str, str]) -> None:
+def _carry(source: AccelerateReader, reading: Reading, keys: dict[str, str]) -> None:
     """DeepSpeed's own words about a key, on the key that gave it; and values that have no effect, as they stand."""
     for verdict in reading.verdicts:
         name = keys.get(verdict.key, "")
@@ -129,7 +129,7 @@ def _carry(source: Source, reading: Reading, keys: dict[str, str]) -> None:
             source.keep_as(name, source.flat[name], extra.why)
 
 
-def _at_start(source: Source, stage: Any) -> Settings:
+def _at_start(source: AccelerateReader, stage: Any) -> Settings:
     """At stage 3 the model is built split, unless told otherwise."""
     init = source.take(f"{_D}.zero3_init_flag")
     init = init if init.value is not None else replace(init, value=stage == 3)

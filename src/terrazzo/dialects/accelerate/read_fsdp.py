@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.accelerate.source import Source
+from terrazzo.dialects.accelerate.source import AccelerateReader
 from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.shared.accelerate import AXES
@@ -19,7 +19,7 @@ VERSION = f"{_F}version"
 """Key of FSDP's version: 1 unless the file says 2."""
 
 
-def read_mesh(source: Source, fsdp: bool) -> Settings:
+def read_mesh(source: AccelerateReader, fsdp: bool) -> Settings:
     """Degrees. Without the section all ranks are one axis; within it, a size that is not given is 1.
 
     Args:
@@ -37,7 +37,7 @@ def read_mesh(source: Source, fsdp: bool) -> Settings:
     return given | {"mesh.pp": Setting(1, "default"), "mesh.ep": Setting(1, "default")}
 
 
-def read_fsdp(source: Source, mesh: Settings) -> Settings:
+def read_fsdp(source: AccelerateReader, mesh: Settings) -> Settings:
     """Row, units, offload, prefetch, loading, checkpointing and kind of checkpoint."""
     version = source.take(VERSION)
     row, chosen = _row(source, version.value)
@@ -56,7 +56,7 @@ def read_fsdp(source: Source, mesh: Settings) -> Settings:
     return given | _activations(source) | _saving(source, version.value) | _loading(source, version.value)
 
 
-def _nodes(source: Source, world: Setting[Any] | None) -> Settings:
+def _nodes(source: AccelerateReader, world: Setting[Any] | None) -> Settings:
     """Version 1 replicates over nodes, and splits over the ranks of each."""
     nodes = source.take("num_machines")
     if nodes.origin == "default":
@@ -67,7 +67,7 @@ def _nodes(source: Source, world: Setting[Any] | None) -> Settings:
     return {"mesh.dp_replicate": nodes, "mesh.dp_shard": Setting(shards, "derived" if shards else "default")}
 
 
-def _row(source: Source, version: int) -> tuple[str, tuple[Setting[Any], ...]]:
+def _row(source: AccelerateReader, version: int) -> tuple[str, tuple[Setting[Any], ...]]:
     """Each version has a key of its own, and passes over the other's."""
     strategy, reshard = f"{_F}sharding_strategy", f"{_F}reshard_after_forward"
     mine, other = (strategy, reshard) if version == 1 else (reshard, strategy)
@@ -94,7 +94,7 @@ def _passed_over(version: int, value: Any) -> str:
     return f"version 2 passes over it: write {instead.get(word, 'fsdp_reshard_after_forward: true')}"
 
 
-def _units(source: Source) -> Settings:
+def _units(source: AccelerateReader) -> Settings:
     policy = source.take(f"{_F}auto_wrap_policy")
     classes = source.take(f"{_F}transformer_layer_cls_to_wrap")
     size = source.take(f"{_F}min_num_params")
@@ -111,7 +111,7 @@ def _units(source: Source) -> Settings:
     return {"units.policy": policy, "units.classes": Setting(tuple(n.strip() for n in names), "file", classes.key)}
 
 
-def _prefetch(source: Source, version: int) -> Settings:
+def _prefetch(source: AccelerateReader, version: int) -> Settings:
     """FSDP1 gathers ahead only if told; FSDP2 always does in backward."""
     backward, forward = f"{_F}backward_prefetch", f"{_F}forward_prefetch"
     if version == 2:
@@ -124,7 +124,7 @@ def _prefetch(source: Source, version: int) -> Settings:
     return {"prefetch.backward": ahead, "prefetch.forward": derived(int(asked.value), asked, origin=asked.origin)}
 
 
-def _activations(source: Source) -> Settings:
+def _activations(source: AccelerateReader) -> Settings:
     on = source.take(f"{_F}activation_checkpointing")
     away = source.take(f"{_F}activation_checkpointing_offload")
     mode = "full" if on.value else "none"
@@ -134,7 +134,7 @@ def _activations(source: Source) -> Settings:
     }
 
 
-def _saving(source: Source, version: int) -> Settings:
+def _saving(source: AccelerateReader, version: int) -> Settings:
     state = source.take(f"{_F}state_dict_type")
     if state.value is None:
         state = replace(state, value="full" if version == 1 else "sharded")
@@ -142,7 +142,7 @@ def _saving(source: Source, version: int) -> Settings:
     return {"saving.state": state, "saving.export": export}
 
 
-def _loading(source: Source, version: int) -> Settings:
+def _loading(source: AccelerateReader, version: int) -> Settings:
     low = source.take(f"{_F}cpu_ram_efficient_loading")
     sent = source.take(f"{_F}sync_module_states")
     if version == 2:

@@ -6,22 +6,22 @@ from typing import Any
 
 from terrazzo.dialects.accelerate.keys import GHOSTS, KEYS, SECTIONS, TOP, canonical_key
 from terrazzo.dialects.core.description import Setting
-from terrazzo.dialects.core.dialect import Context, Document
+from terrazzo.dialects.core.dialect import Document, ReadingContext
 from terrazzo.dialects.core.keys import Type, row_of
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.errors import did_you_mean
 
-__all__ = ["Source"]
+__all__ = ["AccelerateReader"]
 
 
-class Source(Reader):
+class AccelerateReader(Reader):
     """A reader that finds a key with or without its section's prefix.
 
     Attributes:
         context: what the document does not say.
     """
 
-    def __init__(self, document: Document, context: Context) -> None:
+    def __init__(self, document: Document, context: ReadingContext) -> None:
         super().__init__(document, "Accelerate", keys=KEYS)
         self.context = context
         self.spelling = {canonical_key(key): key for key in self.flat}  # of both spellings the later one holds

@@ -6,14 +6,14 @@ from terrazzo.dialects.accelerate.write_engines import write_deepspeed, write_re
 from terrazzo.dialects.accelerate.write_fsdp import write_fsdp
 from terrazzo.dialects.accelerate.write_own import write_own
 from terrazzo.dialects.core.description import SHARDING, TIERS, Description
-from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.shared.fsdp import leave_to_loop
 
 __all__ = ["write"]
 
 
-def write(description: Description, context: Context) -> Writing:
+def write(description: Description, context: ReadingContext) -> Writing:
     """A file that `accelerate launch --config_file` takes, with a verdict for every setting."""
     if description.dialect == "accelerate":
         return write_own(description)

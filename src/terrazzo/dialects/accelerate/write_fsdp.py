@@ -5,7 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.accelerate.keys import STRATEGIES
 from terrazzo.dialects.accelerate.write_engines import write_autocast, write_precision
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.meaning import left
 from terrazzo.dialects.shared.fsdp import write_offload
@@ -17,7 +17,7 @@ _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 _NAMES = {row: name.upper() for name, row in STRATEGIES.items()}
 
 
-def write_fsdp(pen: Pen, half: str | None, context: Context) -> None:
+def write_fsdp(pen: Pen, half: str | None, context: ReadingContext) -> None:
     """Write all that Accelerate's FSDP keys can say."""
     near, why = nearest_row(pen.description, _NAMES)
     row = near or "zero3"

@@ -13,23 +13,23 @@ from typing import Any, get_type_hints
 
 from terrazzo.dialects.core.sections import (
     UNSET,
-    ActivationCheckpointing,
-    Batch,
-    Loading,
-    Mesh,
-    Offload,
-    Optimizer,
+    ActivationCheckpointingSection,
+    BatchSection,
+    LoadingSection,
+    MeshSection,
+    OffloadSection,
+    OptimizerSection,
     Origin,
-    Parallel,
-    Precision,
-    Prefetch,
-    Saving,
-    Schedule,
+    ParallelSection,
+    PrecisionSection,
+    PrefetchSection,
+    SavingSection,
+    ScheduleSection,
     Setting,
     Settings,
-    Sharding,
-    Training,
-    Units,
+    ShardingSection,
+    TrainingSection,
+    UnitsSection,
     keys_in,
 )
 from terrazzo.dialects.core.verdict import Loss
@@ -104,20 +104,20 @@ class Description:
     """
 
     dialect: str = ""
-    sharding: Sharding = field(default_factory=Sharding)
-    mesh: Mesh = field(default_factory=Mesh)
-    parallel: Parallel = field(default_factory=Parallel)
-    units: Units = field(default_factory=Units)
-    precision: Precision = field(default_factory=Precision)
-    batch: Batch = field(default_factory=Batch)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    schedule: Schedule = field(default_factory=Schedule)
-    training: Training = field(default_factory=Training)
-    prefetch: Prefetch = field(default_factory=Prefetch)
-    activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
-    offload: Offload = field(default_factory=Offload)
-    loading: Loading = field(default_factory=Loading)
-    saving: Saving = field(default_factory=Saving)
+    sharding: ShardingSection = field(default_factory=ShardingSection)
+    mesh: MeshSection = field(default_factory=MeshSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    units: UnitsSection = field(default_factory=UnitsSection)
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
+    batch: BatchSection = field(default_factory=BatchSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    training: TrainingSection = field(default_factory=TrainingSection)
+    prefetch: PrefetchSection = field(default_factory=PrefetchSection)
+    activation_checkpointing: ActivationCheckpointingSection = field(default_factory=ActivationCheckpointingSection)
+    offload: OffloadSection = field(default_factory=OffloadSection)
+    loading: LoadingSection = field(default_factory=LoadingSection)
+    saving: SavingSection = field(default_factory=SavingSection)
     extras: tuple[Extra, ...] = ()
 
     def __getitem__(self, path: str) -> Setting[Any]:

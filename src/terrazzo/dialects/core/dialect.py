@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.keys import Key, row_of
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict
 
-__all__ = ["NO_CONTEXT", "Context", "Dialect", "Document", "Finding", "Reading", "Writing"]
+__all__ = ["NO_CONTEXT", "Dialect", "Document", "Finding", "Reading", "ReadingContext", "Writing"]
 
 Document = Mapping[str, Any]
 """A configuration as plain data: what `files.load` returns."""
 
 
 @dataclass(frozen=True)
-class Context:
+class ReadingContext:
     """What a configuration does not say and its meaning may depend on.
 
     Attributes:
@@ -59,7 +59,7 @@ class Context:
         return tuple(int(part) for part in re.findall(r"\d+", self.versions.get(library, default))[:3])
 
 
-NO_CONTEXT = Context()
+NO_CONTEXT = ReadingContext()
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Reading:
     """A document, understood. `verdicts` has one for every key of the document."""
 
     description: Description
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[KeyVerdict, ...]
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Writing:
     """
 
     document: dict[str, Any]
-    verdicts: tuple[Verdict, ...]
-    missing: tuple[Verdict, ...] = ()
+    verdicts: tuple[KeyVerdict, ...]
+    missing: tuple[KeyVerdict, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,14 @@ class Dialect(ABC):
         """Whether a document is of this dialect, as far as its keys tell. It must not raise, whatever is in there."""
 
     @abstractmethod
-    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
         """What a document means. A bad value is a `refused` verdict and its setting the default, not an exception."""
 
     @abstractmethod
-    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         """A document that means this, so far as the dialect can say it."""
 
-    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         """Combinations of keys that this library refuses, or takes otherwise than they look."""
         return ()
 

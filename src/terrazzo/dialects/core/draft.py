@@ -18,7 +18,7 @@ from terrazzo.dialects.core.description import Description, Setting, inactive, s
 from terrazzo.dialects.core.dialect import Writing
 from terrazzo.dialects.core.meaning import idle
 from terrazzo.dialects.core.reader import split
-from terrazzo.dialects.core.verdict import Kind, Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict, Kind
 
 __all__ = ["Draft", "Pen"]
 
@@ -40,8 +40,8 @@ class Draft:
         self.description, self.library = description, library
         self.own = description.dialect == dialect
         self.document: dict[str, Any] = {}
-        self._verdicts: dict[str, Verdict] = {}
-        self._missing: list[Verdict] = []
+        self._verdicts: dict[str, KeyVerdict] = {}
+        self._missing: list[KeyVerdict] = []
 
     def setting(self, path: str) -> Setting[Any]:
         return self.description[path]
@@ -77,7 +77,7 @@ class Draft:
 
     def missing(self, path: str, key: str, why: str) -> None:
         """The target needs a key that the source leaves to code."""
-        self._missing.append(Verdict(path, self.description[path].value, "lossy", key, why))
+        self._missing.append(KeyVerdict(path, self.description[path].value, "lossy", key, why))
 
     def refuse(self, paths: str | Iterable[str], why: str) -> None:
         """The target cannot do this; `why` says what to do instead."""
@@ -103,7 +103,7 @@ class Draft:
         for path in [paths] if isinstance(paths, str) else paths:
             setting = self.description[path]
             if setting.is_set:
-                self._verdicts[path] = Verdict(path, setting.value, kind, key, why)
+                self._verdicts[path] = KeyVerdict(path, setting.value, kind, key, why)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Extra, Origin, Setting, Settings, build
 from terrazzo.dialects.core.dialect import Document, Reading
 from terrazzo.dialects.core.keys import LIST, MISSING, ONE_OF, SWITCH, TEXT, Key, Type, number, row_of, whole, words
-from terrazzo.dialects.core.verdict import Kind, Loss, Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict, Kind, Loss
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Reader", "derived", "flatten", "given_only", "join", "split"]
@@ -71,7 +71,7 @@ class Reader:
         self.library, self.keys = library, keys or {}
         self.spelling: dict[str, str] = {}
         self.flat = flatten(document, opaque)
-        self.verdicts: dict[str, Verdict] = {}
+        self.verdicts: dict[str, KeyVerdict] = {}
         self._extras: list[Extra] = []
 
     def __contains__(self, key: str) -> bool:
@@ -179,7 +179,7 @@ class Reader:
     def say(self, key: str, kind: Kind, why: str = "", target: str = "") -> None:
         """What became of a key; a later word replaces an earlier one."""
         if key in self.flat:
-            self.verdicts[key] = Verdict(key, self.flat[key], kind, target, why)
+            self.verdicts[key] = KeyVerdict(key, self.flat[key], kind, target, why)
 
     def refuse(self, key: str, why: str) -> None:
         self.say(key, "refused", why)
@@ -259,7 +259,7 @@ class Reader:
         for key, found in paths.items():
             verdict = self.verdicts.get(key)
             if verdict is not None and not verdict.target:
-                self.verdicts[key] = Verdict(key, verdict.value, verdict.kind, ", ".join(found), verdict.why)
+                self.verdicts[key] = KeyVerdict(key, verdict.value, verdict.kind, ", ".join(found), verdict.why)
 
 
 def derived(value: Any, *sources: Setting[Any], origin: Origin = "derived") -> Setting[Any]:

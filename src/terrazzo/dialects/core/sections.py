@@ -11,23 +11,23 @@ from terrazzo.engine import LossScaling
 
 __all__ = [
     "UNSET",
-    "ActivationCheckpointing",
-    "Batch",
-    "Loading",
-    "Mesh",
-    "Offload",
-    "Optimizer",
+    "ActivationCheckpointingSection",
+    "BatchSection",
+    "LoadingSection",
+    "MeshSection",
+    "OffloadSection",
+    "OptimizerSection",
     "Origin",
-    "Parallel",
-    "Precision",
-    "Prefetch",
-    "Saving",
-    "Schedule",
+    "ParallelSection",
+    "PrecisionSection",
+    "PrefetchSection",
+    "SavingSection",
+    "ScheduleSection",
     "Setting",
     "Settings",
-    "Sharding",
-    "Training",
-    "Units",
+    "ShardingSection",
+    "TrainingSection",
+    "UnitsSection",
     "keys_in",
 ]
 
@@ -66,7 +66,7 @@ UNSET: Setting[Any] = Setting(None, "unset")
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ShardingSection:
     """The row of the table: over which data axes each state is split, as `Place` writes it (`-`, `S`, `S,R`, `D`)."""
 
     weight: Annotated[Setting[str], "axes that the compute weights are split over, at rest"] = UNSET
@@ -76,7 +76,7 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class Mesh:
+class MeshSection:
     """Degrees of parallelism. None: what is left of the world."""
 
     world: Annotated[Setting[int | None], "number of ranks"] = UNSET
@@ -90,7 +90,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelSection:
     """How ranks work together that share more than data."""
 
     schedule: Annotated[
@@ -101,7 +101,7 @@ class Parallel:
 
 
 @dataclass(frozen=True)
-class Units:
+class UnitsSection:
     """What is gathered and released as one."""
 
     policy: Annotated[
@@ -113,7 +113,7 @@ class Units:
 
 
 @dataclass(frozen=True)
-class Precision:
+class PrecisionSection:
     """Every dtype, pinned: one of `DTYPES`; None: "auto", and what fills it is not known."""
 
     weight: Annotated[Setting[str], "storage of the compute weights at rest"] = UNSET
@@ -133,7 +133,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSection:
     """Sizes in sequences and tokens."""
 
     global_batch: Annotated[Setting[int | None], "sequences per optimizer step, over all ranks"] = UNSET
@@ -143,7 +143,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerSection:
     """The optimizer: the class name as in torch.optim where it is one of those."""
 
     name: Annotated[Setting[str | None], "class, as in torch.optim"] = UNSET
@@ -155,7 +155,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleSection:
     """The learning rate over the run."""
 
     name: Annotated[Setting[str | None], "constant, cosine, linear, wsd, or the source's own name"] = UNSET
@@ -168,7 +168,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSection:
     """The loop."""
 
     clip: Annotated[Setting[float | None], "largest global gradient norm; none: no clipping"] = UNSET
@@ -178,7 +178,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Prefetch:
+class PrefetchSection:
     """Units gathered ahead of the one that runs."""
 
     forward: Annotated[Setting[int | None], "in forward"] = UNSET
@@ -186,7 +186,7 @@ class Prefetch:
 
 
 @dataclass(frozen=True)
-class ActivationCheckpointing:
+class ActivationCheckpointingSection:
     """What of the activations is kept."""
 
     mode: Annotated[Setting[str], "none, full, selective (by operator), every (N-th block)"] = UNSET
@@ -196,7 +196,7 @@ class ActivationCheckpointing:
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadSection:
     """Tiers: `device`, `cpu`, `nvme`, or shares of the units such as `cpu:0.7` (the rest is on the device)."""
 
     weight: Annotated[Setting[str], "tier of the compute weights"] = UNSET
@@ -214,7 +214,7 @@ class Offload:
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadingSection:
     """How weights come in."""
 
     low_memory: Annotated[Setting[bool], "no rank but the first holds the whole model in host memory"] = UNSET
@@ -222,7 +222,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Saving:
+class SavingSection:
     """What is written."""
 
     state: Annotated[

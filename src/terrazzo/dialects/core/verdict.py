@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["KINDS", "LOST", "Kind", "Loss", "Verdict", "worst"]
+__all__ = ["KINDS", "LOST", "KeyVerdict", "Kind", "Loss", "worst"]
 
 Kind = Literal["applied", "renamed", "defaulted", "lossy", "refused"]
 KINDS: tuple[Kind, ...] = ("applied", "defaulted", "renamed", "lossy", "refused")
@@ -18,7 +18,7 @@ LOST: dict[Loss, Kind] = {"harmless": "defaulted", "lossy": "lossy", "refused": 
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KeyVerdict:
     """What became of one key.
 
     Attributes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 
 __all__ = ["AUTO", "LITERAL", "Auto", "resolve"]
 
@@ -43,7 +43,7 @@ class Auto:
     rule: bool = True
 
 
-_Rule = tuple[str, Callable[[Context], Any]]
+_Rule = tuple[str, Callable[[ReadingContext], Any]]
 _ZERO = "zero_optimization"
 
 # What TrainingArguments have where they are not given.
@@ -62,7 +62,7 @@ _TRAINER: dict[str, Any] = {
 }
 
 
-def _trainer(context: Context, name: str) -> Any:
+def _trainer(context: ReadingContext, name: str) -> Any:
     """A field of TrainingArguments, or their default; None if none of them is known."""
     default = _TRAINER.get(name)
     given = context.trainer.get(name, default) if context.trainer else None
@@ -83,14 +83,14 @@ def _fixed(value: Any) -> _Rule:
     return f"{value!r}, always".lower(), lambda context: value
 
 
-def _train_batch(context: Context) -> Any:
+def _train_batch(context: ReadingContext) -> Any:
     parts = (_trainer(context, "per_device_train_batch_size"), _trainer(context, "gradient_accumulation_steps"))
     if context.world is None or None in parts:
         return None
     return context.world * parts[0] * parts[1]
 
 
-def _warmup(context: Context) -> Any:
+def _warmup(context: ReadingContext) -> Any:
     """TrainingArguments' warm-up: a share of the run below 1, else steps; DeepSpeed wants one at least."""
     steps, total = _trainer(context, "warmup_steps"), _trainer(context, "max_steps")
     if steps is None or (0 < steps < 1 and not total):
@@ -98,13 +98,13 @@ def _warmup(context: Context) -> Any:
     return max(1, math.ceil(total * steps) if 0 < steps < 1 else int(steps))
 
 
-def _clip(context: Context) -> Any:
+def _clip(context: ReadingContext) -> Any:
     """Accelerate fills in 1.0 as well."""
     given = _trainer(context, "max_grad_norm")
     return 1.0 if given is None else given
 
 
-def _betas(context: Context) -> Any:
+def _betas(context: ReadingContext) -> Any:
     return [_trainer(context, "adam_beta1"), _trainer(context, "adam_beta2")] if context.trainer else None
 
 
@@ -132,7 +132,7 @@ _RULES: Mapping[str, _Rule] = {
 }
 
 
-def resolve(key: str, context: Context) -> Auto:
+def resolve(key: str, context: ReadingContext) -> Auto:
     """What Hugging Face puts in place of "auto" at a key."""
     if key not in _RULES:
         return Auto(None, "no rule fills it: put a value", rule=False)

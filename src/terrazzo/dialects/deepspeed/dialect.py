@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
 from terrazzo.dialects.deepspeed.findings import findings
 from terrazzo.dialects.deepspeed.keys import KEYS
 from terrazzo.dialects.deepspeed.read import read
@@ -20,7 +20,7 @@ _TELLING = (
 
 
 class DeepSpeed(Dialect):
-    """DeepSpeed's configuration. `Context.versions["deepspeed"]` says which release; default: 0.19.8."""
+    """DeepSpeed's configuration. `ReadingContext.versions["deepspeed"]` says which release; default: 0.19.8."""
 
     name = "deepspeed"
     title = "DeepSpeed JSON"
@@ -34,14 +34,14 @@ class DeepSpeed(Dialect):
             any(isinstance(switch, dict) and "enabled" in switch for switch in switches)
         )
 
-    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
         """See `Dialect.read`."""
         return read(document, context)
 
-    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         """See `Dialect.write`."""
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         """Combinations that DeepSpeed refuses, or takes otherwise than they look."""
         return findings(document, reading, context)

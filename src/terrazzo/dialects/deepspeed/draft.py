@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.verdict import Kind
 from terrazzo.dialects.deepspeed.auto import AUTO
@@ -25,7 +25,7 @@ class DeepSpeedDraft(Draft):
         version: of DeepSpeed, as numbers.
     """
 
-    def __init__(self, description: Description, context: Context) -> None:
+    def __init__(self, description: Description, context: ReadingContext) -> None:
         super().__init__(description, "DeepSpeed", "deepspeed")
         self.context, self.version = context, context.version("deepspeed", LAST)
         self.stood_as = {extra.key: extra.value for extra in description.extras} if self.own else {}

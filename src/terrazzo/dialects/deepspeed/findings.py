@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from terrazzo.dialects.core.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.core.dialect import Document, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.read_precision import DTYPE_WORDS
 from terrazzo.dialects.deepspeed.read_zero import OLD_OFFLOAD
-from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.deepspeed.source import DeepSpeedReader
 from terrazzo.dialects.deepspeed.versions import REMOVED, in_words
 from terrazzo.errors import listed
 
@@ -21,9 +21,9 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 _ZERO = "zero_optimization"
 
 
-def findings(document: Document, reading: Reading, context: Context) -> Iterator[Finding]:
+def findings(document: Document, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
     """All of them. What a verdict says already is not said again."""
-    source = Source(document, context)
+    source = DeepSpeedReader(document, context)
     stage = _stage(source)
     yield from _batch(source)
     yield from _auto(source)
@@ -35,7 +35,7 @@ def findings(document: Document, reading: Reading, context: Context) -> Iterator
     yield from _surprises(source)
 
 
-def _stage(source: Source) -> int:
+def _stage(source: DeepSpeedReader) -> int:
     stage = source.get(f"{_ZERO}.stage", int(source.get(_ZERO) is True))
     return stage if isinstance(stage, int) else 0
 
@@ -48,16 +48,16 @@ def _warning(key: str, text: str) -> Finding:
     return Finding(key, "warning", text)
 
 
-def _on(source: Source, key: str) -> bool:
+def _on(source: DeepSpeedReader, key: str) -> bool:
     return source.raw(key) is True
 
 
-def _batch(source: Source) -> Iterator[Finding]:
+def _batch(source: DeepSpeedReader) -> Iterator[Finding]:
     if source.raw(_BATCH[0]) is None and source.raw(_BATCH[1]) is None:
         yield _error(_BATCH[1], "DeepSpeed needs train_batch_size or train_micro_batch_size_per_gpu: set the latter")
 
 
-def _auto(source: Source) -> Iterator[Finding]:
+def _auto(source: DeepSpeedReader) -> Iterator[Finding]:
     """DeepSpeed has no "auto": it fails at the top, and drops it below."""
     keys = [key for key, value in source.flat.items() if value == AUTO and key not in LITERAL]
     if keys:
@@ -66,19 +66,19 @@ def _auto(source: Source) -> Iterator[Finding]:
         yield _warning(keys[0], text)
 
 
-def _old_words(source: Source) -> Iterator[Finding]:
+def _old_words(source: DeepSpeedReader) -> Iterator[Finding]:
     for section, old in OLD_OFFLOAD.items():
         if source.raw(f"{_ZERO}.{old}") is not None and f"{_ZERO}.{section}" in source:
             yield _error(f"{_ZERO}.{old}", f"an old word beside {section}, which DeepSpeed refuses: remove it")
 
 
-def _removed(source: Source) -> Iterator[Finding]:
+def _removed(source: DeepSpeedReader) -> Iterator[Finding]:
     for key, removed in REMOVED.items():
         if key in source and source.version >= removed.since:
             yield _error(key, f"DeepSpeed {in_words(removed.since)} and later refuse it, even switched off: remove it")
 
 
-def _precision(source: Source, stage: int) -> Iterator[Finding]:
+def _precision(source: DeepSpeedReader, stage: int) -> Iterator[Finding]:
     low = "bf16" if _on(source, "bf16.enabled") else "fp16" if _on(source, "fp16.enabled") else "fp32"
     if _on(source, "bf16.enabled") and _on(source, "fp16.enabled"):
         yield _error("fp16.enabled", "fp16 and bf16 are both on: switch one off")
@@ -101,7 +101,7 @@ def _precision(source: Source, stage: int) -> Iterator[Finding]:
         )
 
 
-def _zero(source: Source, stage: int, world: int | None) -> Iterator[Finding]:
+def _zero(source: DeepSpeedReader, stage: int, world: int | None) -> Iterator[Finding]:
     ratio = source.raw(f"{_ZERO}.offload_optimizer.ratio")
     if isinstance(ratio, int | float) and ratio < 1 and stage != 3:
         yield _error(f"{_ZERO}.offload_optimizer.ratio", "a share on the CPU needs stage 3")
@@ -140,7 +140,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 }
 
 
-def _schedule(source: Source) -> Iterator[Finding]:
+def _schedule(source: DeepSpeedReader) -> Iterator[Finding]:
     kind = source.raw("scheduler.type")
     for name in _NEEDED.get(kind, ()) if isinstance(kind, str) else ():
         if source.raw(f"scheduler.params.{name}") is None:
@@ -152,7 +152,7 @@ def _schedule(source: Source) -> Iterator[Finding]:
         yield _warning("scheduler.type", text)
 
 
-def _surprises(source: Source) -> Iterator[Finding]:
+def _surprises(source: DeepSpeedReader) -> Iterator[Finding]:
     """What holds although it looks otherwise."""
     if "gradient_clipping" not in source and source.default("gradient_clipping"):
         text = "it is not given: DeepSpeed clips at 1.0 since 0.19.3, and did not before; set it, 0 for none"

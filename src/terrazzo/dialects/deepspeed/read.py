@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import UNSET, Setting, Settings
-from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
 from terrazzo.dialects.deepspeed.keys import KEYS
 from terrazzo.dialects.deepspeed.read_precision import read_precision
 from terrazzo.dialects.deepspeed.read_schedule import read_schedule
@@ -18,14 +18,14 @@ from terrazzo.dialects.deepspeed.read_zero import (
     read_sharding,
     stage_of,
 )
-from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.deepspeed.source import DeepSpeedReader
 
 __all__ = ["read"]
 
 
-def read(document: Document, context: Context) -> Reading:
+def read(document: Document, context: ReadingContext) -> Reading:
     """The document's meaning. Settings come from the parts in turn; a later part may set an earlier one's right."""
-    source = Source(document, context)
+    source = DeepSpeedReader(document, context)
     stage = stage_of(source)
     given: Settings = read_sharding(source, stage)
     given |= read_mesh(source, given.get("mesh.dp_shard", UNSET))

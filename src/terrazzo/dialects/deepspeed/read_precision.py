@@ -6,7 +6,7 @@ import math
 
 from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED, Setting, Settings
 from terrazzo.dialects.core.reader import derived
-from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.deepspeed.source import DeepSpeedReader
 from terrazzo.engine import LossScaling
 
 __all__ = ["DTYPE_WORDS", "read_precision"]
@@ -21,7 +21,7 @@ DTYPE_WORDS = {
 _WIRE = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
-def read_precision(source: Source, sequence_parallel: bool) -> Settings:
+def read_precision(source: DeepSpeedReader, sequence_parallel: bool) -> Settings:
     """Every dtype, pinned: DeepSpeed leaves most to the model's."""
     bf16, fp16 = source.take("bf16.enabled"), source.take("fp16.enabled")
     autocast = source.take("torch_autocast.enabled")
@@ -50,7 +50,7 @@ def _open(*switches: Setting[bool]) -> Settings:
     return given | {f"precision.{name}": Setting("fp32", "default") for name in ("master", "moments")}
 
 
-def _low(source: Source, low: str, switch: Setting[bool]) -> Settings:
+def _low(source: DeepSpeedReader, low: str, switch: Setting[bool]) -> Settings:
     """bf16 or fp16: all but buffers in 16 bits where nothing else is said, masters and moments in fp32."""
     given: Settings = dict.fromkeys((f"precision.{name}" for name in EVERY_DTYPE), Setting(low, "default"))
     given["precision.weight"] = given["precision.compute"] = Setting(low, switch.origin, switch.key)
@@ -67,7 +67,7 @@ def _low(source: Source, low: str, switch: Setting[bool]) -> Settings:
     return given | _moments(source, bool(masters.value)) | _scaling(source)
 
 
-def _moments(source: Source, masters: bool) -> Settings:
+def _moments(source: DeepSpeedReader, masters: bool) -> Settings:
     """Beside fp16 masters, the CPU's Adam can keep its moments in fp16."""
     key = "optimizer.params.fp32_optimizer_states"
     if not masters or not source.has(key):
@@ -76,7 +76,7 @@ def _moments(source: Source, masters: bool) -> Settings:
     return {"precision.moments": Setting("fp32" if fp32.value else "fp16", fp32.origin, fp32.key)}
 
 
-def _scaling(source: Source) -> Settings:
+def _scaling(source: DeepSpeedReader) -> Settings:
     """fp16's loss scale: fixed if one is given, else dynamic."""
     fixed = source.take("fp16.loss_scale")
     bounds = {"initial_scale_power": (0, 120), "loss_scale_window": (1, None), "hysteresis": (1, None)}
@@ -97,7 +97,7 @@ def _scaling(source: Source) -> Settings:
     return {"precision.loss_scaling": derived(scaling, *given, origin="file" if given else "default")}
 
 
-def _autocast(source: Source, switch: Setting[bool]) -> Settings:
+def _autocast(source: DeepSpeedReader, switch: Setting[bool]) -> Settings:
     """fp32 throughout, but for what autocast computes, and the gradients of linear layers on the wire."""
     dtype = source.choice("torch_autocast.dtype", DTYPE_WORDS, "fp16", null=True)
     safe = source.take("torch_autocast.lower_precision_safe_modules")
@@ -116,7 +116,7 @@ def _autocast(source: Source, switch: Setting[bool]) -> Settings:
     }
 
 
-def _wire(source: Source, given: Settings, sequence_parallel: bool) -> Settings:
+def _wire(source: DeepSpeedReader, given: Settings, sequence_parallel: bool) -> Settings:
     """What the top of the file and `data_types` say over it."""
     changed: Settings = {}
     name = "seq_parallel_communication_data_type" if sequence_parallel else "communication_data_type"

@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
-from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.deepspeed.source import DeepSpeedReader
 from terrazzo.dialects.deepspeed.versions import STRICT_WARMUP
 from terrazzo.errors import did_you_mean
 
@@ -19,7 +19,7 @@ NEUTRAL = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": 
 _PARAMS = "scheduler.params"
 
 
-def read_schedule(source: Source) -> Settings:
+def read_schedule(source: DeepSpeedReader) -> Settings:
     """The schedule; nothing where the code passes one."""
     name = source.take("scheduler.type")
     if name.value is None:
@@ -34,7 +34,7 @@ def read_schedule(source: Source) -> Settings:
     return given | _options(source, name)
 
 
-def _warm_up(source: Source, usual: Mapping[str, Any]) -> Settings:
+def _warm_up(source: DeepSpeedReader, usual: Mapping[str, Any]) -> Settings:
     """At least 2 steps, whatever is asked."""
     key = f"{_PARAMS}.warmup_num_steps"
     least = 1 if source.version >= STRICT_WARMUP else 0
@@ -48,7 +48,7 @@ def _warm_up(source: Source, usual: Mapping[str, Any]) -> Settings:
     return {"schedule.warmup_steps": steps}
 
 
-def _end(source: Source, name: str) -> Settings:
+def _end(source: DeepSpeedReader, name: str) -> Settings:
     usual = SCHEDULER_PARAMS[name]
     if name == "WarmupLR":
         return _peak(source, usual["warmup_max_lr"])
@@ -60,7 +60,7 @@ def _end(source: Source, name: str) -> Settings:
     return given | {"schedule.final_fraction": end}
 
 
-def _peak(source: Source, default: float | None) -> Settings:
+def _peak(source: DeepSpeedReader, default: float | None) -> Settings:
     """The schedule's own peak, which holds rather than the optimizer's rate."""
     key, rate = f"{_PARAMS}.warmup_max_lr", "optimizer.params.lr"
     if not isinstance(source.raw(key), int | float | str | None):
@@ -78,7 +78,7 @@ def _peak(source: Source, default: float | None) -> Settings:
     return {"optimizer.lr": Setting(peak.value, peak.origin, ", ".join((*peak.keys, rate)))}
 
 
-def _options(source: Source, name: Setting[Any]) -> Settings:
+def _options(source: DeepSpeedReader, name: Setting[Any]) -> Settings:
     """What else bends the curve: the shape of the warm-up, its start, and all of a schedule of DeepSpeed's own."""
     arguments = SCHEDULER_PARAMS[name.value]
     options: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import torch
 from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.core.reader import derived, split
 from terrazzo.dialects.deepspeed.keys import OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS
-from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.deepspeed.source import DeepSpeedReader
 from terrazzo.dialects.deepspeed.versions import REMOVED_OPTIMIZERS
 from terrazzo.errors import did_you_mean
 
@@ -39,7 +39,7 @@ _OWNER = "DeepSpeed's engine divides the loss by it and steps by itself: the loo
 # -- batch ---------------------------------------------------------------------------------------------------------
 
 
-def read_batch(source: Source, apart: int) -> Settings:
+def read_batch(source: DeepSpeedReader, apart: int) -> Settings:
     """Two of three sizes give the third, as far as the number of ranks is known.
 
     Args:
@@ -78,7 +78,7 @@ def _complete(
 # -- optimizer -----------------------------------------------------------------------------------------------------
 
 
-def read_optimizer(source: Source) -> Settings:
+def read_optimizer(source: DeepSpeedReader) -> Settings:
     """The optimizer that the engine builds; nothing where the code passes one."""
     name = source.take("optimizer.type")
     if name.value is None:
@@ -94,7 +94,7 @@ def read_optimizer(source: Source) -> Settings:
     return given | ({"optimizer.options": options} if options.value else {})
 
 
-def _name(source: Source, name: Setting[str]) -> Setting[Any]:
+def _name(source: DeepSpeedReader, name: Setting[str]) -> Setting[Any]:
     """The name as in torch.optim; None for one that there is not."""
     word = str(name.value).lower()
     if word in REMOVED_OPTIMIZERS:
@@ -112,7 +112,7 @@ def _name(source: Source, name: Setting[str]) -> Setting[Any]:
     return Setting(None, "default")
 
 
-def _adam(source: Source, name: Setting[str]) -> Setting[Any]:
+def _adam(source: DeepSpeedReader, name: Setting[str]) -> Setting[Any]:
     """Type "Adam" decouples its weight decay, as AdamW does, unless adam_w_mode is false."""
     decoupled = source.take(f"{_PARAMS}.adam_w_mode")
     if decoupled.value:
@@ -125,13 +125,13 @@ def _adam(source: Source, name: Setting[str]) -> Setting[Any]:
     return Setting("AdamW" if decoupled.value else "Adam", "file", ", ".join((*name.keys, *decoupled.keys)))
 
 
-def _spelt(source: Source, name: Setting[str], known: str) -> Setting[Any]:
+def _spelt(source: DeepSpeedReader, name: Setting[str], known: str) -> Setting[Any]:
     if name.value != known:
         source.keep_as(name.key, name.value, "another spelling")
     return Setting(known, "file", name.key)
 
 
-def _numbers(source: Source, name: str, built_in: bool) -> Settings:
+def _numbers(source: DeepSpeedReader, name: str, built_in: bool) -> Settings:
     """Rates and factors. DeepSpeed's own classes have their defaults; torch's keep theirs."""
     found: Settings = {}
     for argument in ("lr", "eps", "weight_decay", "betas"):
@@ -145,7 +145,7 @@ def _numbers(source: Source, name: str, built_in: bool) -> Settings:
     return found
 
 
-def _betas(source: Source, key: str) -> Setting[Any]:
+def _betas(source: DeepSpeedReader, key: str) -> Setting[Any]:
     """Two numbers from 0 to 1."""
     found = source.take(key)
     if found.value is None or found.origin == "default":
@@ -157,7 +157,7 @@ def _betas(source: Source, key: str) -> Setting[Any]:
     return Setting((float(numbers[0]), float(numbers[1])), found.origin, key)
 
 
-def _options(source: Source, name: str, built_in: bool) -> Setting[Any]:
+def _options(source: DeepSpeedReader, name: str, built_in: bool) -> Setting[Any]:
     """What is left of the arguments. Those of DeepSpeed's own optimizers are checked by name."""
     options: dict[str, Any] = {}
     keys: list[str] = []
@@ -178,7 +178,7 @@ def _options(source: Source, name: str, built_in: bool) -> Setting[Any]:
 # -- the loop ------------------------------------------------------------------------------------------------------
 
 
-def read_training(source: Source) -> Settings:
+def read_training(source: DeepSpeedReader) -> Settings:
     """Clipping, compilation, and where saved activations lie."""
     clip = source.take("gradient_clipping")
     if clip.origin == "file":
@@ -192,7 +192,7 @@ def read_training(source: Source) -> Settings:
     return given | _layers_kept(source)
 
 
-def _layers_kept(source: Source) -> Settings:
+def _layers_kept(source: DeepSpeedReader) -> Settings:
     """Activation checkpoints of a pipeline's layers, of so many at once."""
     layers = source.take(INTERVAL)
     if layers.origin != "file":

@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.core.reader import derived
-from terrazzo.dialects.deepspeed.source import Source
+from terrazzo.dialects.deepspeed.source import DeepSpeedReader
 from terrazzo.dialects.deepspeed.versions import REMOVED, SWITCHED, in_words
 from terrazzo.dialects.shared.rows import ALONE_WORDS, alone, row_settings
 
@@ -30,7 +30,7 @@ OLD_OFFLOAD = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload
 """A section's older word, for states on the CPU."""
 
 
-def stage_of(source: Source) -> Setting[int]:
+def stage_of(source: DeepSpeedReader) -> Setting[int]:
     """The stage; `zero_optimization: true` is an old way to say 1."""
     if isinstance(source.get(ZERO), bool):
         source.say(ZERO, "renamed", "an old word for zero_optimization.stage")
@@ -38,7 +38,7 @@ def stage_of(source: Source) -> Setting[int]:
     return source.take(f"{ZERO}.stage")
 
 
-def read_removed(source: Source) -> None:
+def read_removed(source: DeepSpeedReader) -> None:
     """Explain keys of features that DeepSpeed no longer has. Those that are switched off cost nothing."""
     for key, removed in REMOVED.items():
         gone, asked = source.version >= removed.since, _asks(source, key)
@@ -52,7 +52,7 @@ def read_removed(source: Source) -> None:
                 source.say(name, "defaulted", f"It is switched off, as without the key. {text}")
 
 
-def _asks(source: Source, key: str) -> bool:
+def _asks(source: DeepSpeedReader, key: str) -> bool:
     """Whether a removed feature is switched on."""
     off: tuple[Any, ...] = (False, None, -1, 0, {})
     if key in SWITCHED:
@@ -60,7 +60,7 @@ def _asks(source: Source, key: str) -> bool:
     return any(name.startswith(f"{key}.") for name in source.flat) or source.get(key) not in off
 
 
-def read_sharding(source: Source, stage: Setting[int]) -> Settings:
+def read_sharding(source: DeepSpeedReader, stage: Setting[int]) -> Settings:
     """The row: that of the stage, or one of two axes for hpZ, and for MiCS, which is gone."""
     hpz, mics = source.take(HPZ), source.get(MICS)
     if stage.value == 3 and isinstance(mics, int) and mics > 0:
@@ -73,7 +73,7 @@ def read_sharding(source: Source, stage: Setting[int]) -> Settings:
     return row_settings(_ROWS[stage.value], stage)
 
 
-def _mics(source: Source, stage: Setting[int]) -> Settings:
+def _mics(source: DeepSpeedReader, stage: Setting[int]) -> Settings:
     """MiCS, which later versions refuse and Terrazzo has."""
     group = source.integer(MICS, 1)
     since = in_words(REMOVED[MICS].since)
@@ -81,7 +81,7 @@ def _mics(source: Source, stage: Setting[int]) -> Settings:
     return row_settings("hybrid_shard", stage, group) | {"mesh.dp_shard": group}
 
 
-def read_mesh(source: Source, group: Setting[Any]) -> Settings:
+def read_mesh(source: DeepSpeedReader, group: Setting[Any]) -> Settings:
     """Degrees; the launcher gives the number of ranks.
 
     Args:
@@ -100,7 +100,7 @@ def read_mesh(source: Source, group: Setting[Any]) -> Settings:
     return given | _data(source, given, group)
 
 
-def _data(source: Source, given: Settings, group: Setting[Any]) -> Settings:
+def _data(source: DeepSpeedReader, given: Settings, group: Setting[Any]) -> Settings:
     """Groups of hpZ and MiCS make replicas of what is left; else all data ranks are one group."""
     apart = given["mesh.tp"].value * given["mesh.sp"].value * given["mesh.pp"].value
     if group.value is not None:
@@ -111,7 +111,7 @@ def _data(source: Source, given: Settings, group: Setting[Any]) -> Settings:
     return {"mesh.dp_replicate": Setting(1, "default"), "mesh.dp_shard": data}
 
 
-def one_group(source: Source, given: Settings) -> Settings:
+def one_group(source: DeepSpeedReader, given: Settings) -> Settings:
     """Where one group of hpZ or MiCS holds all ranks, that of the stage; the key comes back as it was."""
     whole = alone(given)
     if whole:
@@ -119,14 +119,14 @@ def one_group(source: Source, given: Settings) -> Settings:
     return whole
 
 
-def _degree(source: Source, found: Setting[int]) -> Setting[int]:
+def _degree(source: DeepSpeedReader, found: Setting[int]) -> Setting[int]:
     """A degree; where it asks for nothing, the key is kept as it is."""
     if found.origin == "file" and found.value <= 1:
         source.keep_as(found.key, found.value, "it asks for nothing")
     return Setting(max(1, found.value), found.origin, found.key)
 
 
-def _experts(source: Source) -> Setting[int]:
+def _experts(source: DeepSpeedReader) -> Setting[int]:
     enabled = source.take("expert_parallel.enabled")
     size = source.take("expert_parallel.autoep_size")
     degree = size.value if enabled.value else 1
@@ -138,7 +138,7 @@ def _experts(source: Source) -> Setting[int]:
     return derived(degree, *given, origin="file" if given else "default")
 
 
-def read_prefetch(source: Source, stage: int) -> Settings:
+def read_prefetch(source: DeepSpeedReader, stage: int) -> Settings:
     """Stage 3 gathers ahead by elements; how many units that is, the model says. None is none."""
     if stage != 3:
         return {}
@@ -149,7 +149,7 @@ def read_prefetch(source: Source, stage: int) -> Settings:
     return {"prefetch.forward": ahead, "prefetch.backward": ahead}
 
 
-def read_offload(source: Source, stage: int) -> Settings:
+def read_offload(source: DeepSpeedReader, stage: int) -> Settings:
     """Tiers, with what DeepSpeed makes of them at each stage."""
     optim, weight = _device(source, "offload_optimizer"), _device(source, "offload_param")
     source.say(f"{ZERO}.cpu_offload_use_pin_memory", "lossy", "DeepSpeed does nothing with it: set pin_memory instead")
@@ -160,7 +160,7 @@ def read_offload(source: Source, stage: int) -> Settings:
     return given | _aio(source, nvme)
 
 
-def _device(source: Source, section: str) -> Setting[str]:
+def _device(source: DeepSpeedReader, section: str) -> Setting[str]:
     """Where a section puts things; `cpu_offload: true` is an old way to say "cpu"."""
     key = f"{ZERO}.{section}.device"
     old = f"{ZERO}.{OLD_OFFLOAD[section]}"
@@ -173,7 +173,7 @@ def _device(source: Source, section: str) -> Setting[str]:
     return source.take(key)
 
 
-def _optimizer_tiers(source: Source, device: Setting[str], stage: int) -> Settings:
+def _optimizer_tiers(source: DeepSpeedReader, device: Setting[str], stage: int) -> Settings:
     ratio = source.take(f"{ZERO}.offload_optimizer.ratio")
     tier, where = "device" if device.value == "none" else device.value, device.key
     if stage == 0 and tier != "device":
@@ -195,13 +195,13 @@ def _optimizer_tiers(source: Source, device: Setting[str], stage: int) -> Settin
     return {"offload.optim": optim, "offload.grad": derived(grad, optim, origin=optim.origin)} | step
 
 
-def _ineffective(source: Source, key: str, device: str, why: str, section: str = "offload_optimizer") -> None:
+def _ineffective(source: DeepSpeedReader, key: str, device: str, why: str, section: str = "offload_optimizer") -> None:
     """A device that DeepSpeed takes and does not use; kept for its own sake."""
     source.say(key, "lossy", why)
     source.keep_as(f"{ZERO}.{section}.device", device, why)
 
 
-def _weight_tier(source: Source, device: Setting[str], stage: int) -> Setting[str]:
+def _weight_tier(source: DeepSpeedReader, device: Setting[str], stage: int) -> Setting[str]:
     if device.value != "none" and stage < 3:
         why = f"at stage {stage} DeepSpeed keeps weights on the device: offload_param needs stage 3"
         _ineffective(source, device.key, device.value, why, "offload_param")
@@ -209,7 +209,7 @@ def _weight_tier(source: Source, device: Setting[str], stage: int) -> Setting[st
     return Setting("device" if device.value == "none" else device.value, device.origin, device.key)
 
 
-def _pin(source: Source) -> Settings:
+def _pin(source: DeepSpeedReader) -> Settings:
     """One setting for both sections; they differ only if the file says so."""
     keys = [f"{ZERO}.{section}.pin_memory" for section in ("offload_optimizer", "offload_param")]
     found = [source.take(key) for key in keys]
@@ -220,7 +220,7 @@ def _pin(source: Source) -> Settings:
     return {"offload.pin": derived(given[0].value, *given, origin="file") if given else found[0]}
 
 
-def _nvme(source: Source, optim: str, weight: str) -> Settings:
+def _nvme(source: DeepSpeedReader, optim: str, weight: str) -> Settings:
     sections = [name for name, device in (("offload_optimizer", optim), ("offload_param", weight)) if device == "nvme"]
     paths = [source.take(f"{ZERO}.{name}.nvme_path") for name in sections]
     named = [path for path in paths if path.value is not None]
@@ -231,12 +231,12 @@ def _nvme(source: Source, optim: str, weight: str) -> Settings:
     return given | {"offload.buffers": source.take(f"{ZERO}.{sections[0]}.buffer_count")}
 
 
-def _aio(source: Source, nvme: bool) -> Settings:
+def _aio(source: DeepSpeedReader, nvme: bool) -> Settings:
     keys = {"offload.block_bytes": "aio.block_size", "offload.depth": "aio.queue_depth"}
     return {path: source.take(key) for path, key in keys.items() if nvme or source.has(key)}
 
 
-def read_saving(source: Source, stage: int) -> Settings:
+def read_saving(source: DeepSpeedReader, stage: int) -> Settings:
     """DeepSpeed's own checkpoint resumes on as many ranks as wrote it; at stage 0 every rank has all of it."""
     gather = source.take(GATHER)
     given: Settings = {"saving.state": Setting("local" if stage else "full", "default")}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting
-from terrazzo.dialects.core.dialect import Context, Document
+from terrazzo.dialects.core.dialect import Document, ReadingContext
 from terrazzo.dialects.core.keys import Key, Type, matches
 from terrazzo.dialects.core.reader import Reader, join
 from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL, Auto, resolve
@@ -15,10 +15,10 @@ from terrazzo.dialects.deepspeed.keys import ALIASES, NULLABLE, PATTERNS, SECTIO
 from terrazzo.dialects.deepspeed.versions import CODED, GHOSTS, LAST, REMOVED, default_of
 from terrazzo.errors import did_you_mean
 
-__all__ = ["Source"]
+__all__ = ["DeepSpeedReader"]
 
 
-class Source(Reader):
+class DeepSpeedReader(Reader):
     """A reader that knows DeepSpeed's other spellings and Hugging Face's "auto".
 
     Attributes:
@@ -26,7 +26,7 @@ class Source(Reader):
         version: of DeepSpeed, as numbers.
     """
 
-    def __init__(self, document: Document, context: Context) -> None:
+    def __init__(self, document: Document, context: ReadingContext) -> None:
         super().__init__(document, "DeepSpeed", ("optimizer.params", "scheduler.params"), TABLE)
         self.context, self.version = context, context.version("deepspeed", LAST)
         self.flat = _open(self.flat)

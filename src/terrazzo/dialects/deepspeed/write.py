@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.write_precision import write_precision
 from terrazzo.dialects.deepspeed.write_training import write_batch, write_optimizer, write_schedule, write_training
@@ -18,7 +18,7 @@ from terrazzo.dialects.deepspeed.write_zero import (
 __all__ = ["write"]
 
 
-def write(description: Description, context: Context) -> Writing:
+def write(description: Description, context: ReadingContext) -> Writing:
     """A document that DeepSpeed's loader takes, with a verdict for every setting."""
     draft = DeepSpeedDraft(description, context)
     write_batch(draft)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Document, Reading
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Document, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.fsdp1.keys import KEYS
 from terrazzo.dialects.shared.fsdp import ROW_NAMES, canonical, dtype, mesh_sizes, offload, uniform, wrap_policy
@@ -15,7 +15,7 @@ from terrazzo.dialects.shared.rows import ALONE_WORDS, HYBRID_ROWS, alone, row_s
 __all__ = ["read"]
 
 
-def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
+def read(document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What the arguments mean."""
     reader = Reader(document, "FullyShardedDataParallel", ("device_mesh",), KEYS)
     reader.keep_nulls()
@@ -64,7 +64,7 @@ def _ignored(reader: Reader) -> Settings:
     return {}
 
 
-def _precision(reader: Reader, context: Context) -> Settings:
+def _precision(reader: Reader, context: ReadingContext) -> Settings:
     section = "mixed_precision"
     words = {name: dtype(reader, f"{section}.{name}_dtype") for name in ("param", "reduce", "buffer")}
     base = loaded(context, any(found.value for found in words.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING, Description
-from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.shared.fsdp import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
 from terrazzo.dialects.shared.fsdp_policy import FSDP1_POLICY, write_policy
@@ -12,7 +12,7 @@ from terrazzo.dialects.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
 __all__ = ["write"]
 
 
-def write(description: Description, context: Context, library: str) -> Writing:
+def write(description: Description, context: ReadingContext, library: str) -> Writing:
     """All that FSDP1's arguments can say."""
     pen = Pen(description, library, "fsdp1")
     world = context.world

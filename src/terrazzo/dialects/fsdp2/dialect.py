@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
 from terrazzo.dialects.fsdp2.findings import findings
 from terrazzo.dialects.fsdp2.keys import KEYS
 from terrazzo.dialects.fsdp2.read import read
@@ -27,11 +27,11 @@ class FSDP2(Dialect):
         names = {key.partition(".")[0] for key in KEYS}
         return bool(document) and set(document) <= names
 
-    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
         return read(document, context)
 
-    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         return findings(document)

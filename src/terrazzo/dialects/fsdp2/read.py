@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Document, Reading
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Document, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.fsdp2.keys import KEYS
 from terrazzo.dialects.fsdp2.read_mesh import read_mesh
@@ -19,7 +19,7 @@ _REDUCE_CHANGED = (2, 15)
 """The version of torch from which on no `reduce_dtype` means the parameter's own dtype."""
 
 
-def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
+def read(document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What the arguments mean."""
     reader = Reader(document, "fully_shard", ("mesh",), KEYS)
     reader.keep_nulls()
@@ -49,12 +49,12 @@ def _units(reader: Reader) -> Settings:
     return found
 
 
-def reduces_in_parameter_dtype(context: Context) -> bool:
+def reduces_in_parameter_dtype(context: ReadingContext) -> bool:
     """Whether this version of torch reduces in the parameter's own dtype where none is said; default: the one here."""
     return context.version("torch", torch.__version__) >= _REDUCE_CHANGED
 
 
-def _precision(reader: Reader, context: Context) -> Settings:
+def _precision(reader: Reader, context: ReadingContext) -> Settings:
     words = {name: dtype(reader, f"mp_policy.{name}_dtype") for name in ("param", "reduce", "output")}
     base = loaded(context, any(words[name].value for name in ("param", "reduce")))
     compute = otherwise(words["param"], base)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.shared.fsdp import mesh_sizes
 from terrazzo.dialects.shared.rows import row_settings
@@ -48,7 +48,7 @@ class _Mesh:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_mesh(reader: Reader, context: Context) -> Settings:
+def read_mesh(reader: Reader, context: ReadingContext) -> Settings:
     """The row, and the sizes of all axes."""
     mesh = _mesh(reader)
     found: Settings = {f"mesh.{axis}": derived(n, mesh.keys, origin="file") for axis, n in mesh.others.items()}

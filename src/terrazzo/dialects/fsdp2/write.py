@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import TIERS, Description
-from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.fsdp2.write_mesh import write_sharding
 from terrazzo.dialects.shared.fsdp import leave_to_loop, write_offload
@@ -12,7 +12,7 @@ from terrazzo.dialects.shared.fsdp_policy import FSDP2_POLICY, write_policy
 __all__ = ["write"]
 
 
-def write(description: Description, context: Context) -> Writing:
+def write(description: Description, context: ReadingContext) -> Writing:
     """All that `fully_shard` can be told."""
     pen = Pen(description, "FSDP2", "fsdp2")
     leave_to_loop(pen)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.meaning import APART, left
 from terrazzo.dialects.fsdp2.read_mesh import MESH_ORDER, product
@@ -17,7 +17,7 @@ __all__ = ["write_sharding"]
 _ROWS = ("zero3", "shard_grad_op", *HYBRID_ROWS, "hpz", "zero0")
 
 
-def write_sharding(pen: Pen, context: Context) -> None:
+def write_sharding(pen: Pen, context: ReadingContext) -> None:
     """Write the row and the axes."""
     pen.implied("mesh.world")
     row, why = choose_row(pen, _ROWS, "a row that fully_shard has, such as zero3")
@@ -40,7 +40,7 @@ def _write_reshard(pen: Pen, row: str, why: str) -> None:
         pen.put(SHARDING, key, value, why, "lossy" if why else "applied")
 
 
-def _write_mesh(pen: Pen, row: str, context: Context) -> None:
+def _write_mesh(pen: Pen, row: str, context: ReadingContext) -> None:
     if pen.own and (pen.kept("mesh") or not any("mesh" in pen.setting(path).keys for path in DATA_AXES)):
         pen.implied((*DATA_AXES, *(f"mesh.{axis}" for axis in MESH_ORDER)))
         return
@@ -60,7 +60,7 @@ def _write_mesh(pen: Pen, row: str, context: Context) -> None:
             pen.lossy(SHARDING, f"mesh {list(sizes)}: {why}", "reshard_after_forward, mesh")
 
 
-def _data_axes(pen: Pen, row: str, context: Context) -> tuple[int | None, ...]:
+def _data_axes(pen: Pen, row: str, context: ReadingContext) -> tuple[int | None, ...]:
     """Sizes of the data axes: shards, or replicas and shards."""
     replicas, shards = pen.value("mesh.dp_replicate"), pen.value("mesh.dp_shard")
     if row in HYBRID_ROWS:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting, Settings
-from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.lightning.precision import precision_row
@@ -21,7 +21,7 @@ __all__ = ["read"]
 _VERBATIM = ("strategy", "precision", "optimizer", "gradient_clip_algorithm", "devices", "num_nodes", "accelerator")
 
 
-def read(document: Document, context: Context) -> Reading:
+def read(document: Document, context: ReadingContext) -> Reading:
     """The document's meaning."""
     return _Read(document, context).reading()
 
@@ -29,7 +29,7 @@ def read(document: Document, context: Context) -> Reading:
 class _Read:
     """One document under way."""
 
-    def __init__(self, document: Document, context: Context) -> None:
+    def __init__(self, document: Document, context: ReadingContext) -> None:
         self.prefix = "trainer." if isinstance(document.get("trainer"), Mapping) else ""
         opaque = tuple(f"{self.prefix}strategy.init_args.{name}" for name in ("auto_wrap_policy", "device_mesh"))
         self.reader = Reader(document, "Lightning", opaque, ROWS)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from terrazzo.dialects.core.description import SHARDING, Extra, Setting, Settings
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, SHARED
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, load_named, merge, read_nested
 from terrazzo.dialects.shared.fsdp import offload
@@ -56,11 +56,11 @@ class Found:
     """What was read of a strategy."""
 
     given: Settings
-    verdicts: list[Verdict]
+    verdicts: list[KeyVerdict]
     extras: list[Extra]
 
 
-def read_strategy(strategy: Strategy, reader: Reader, context: Context, trainer: Mapping[str, Any]) -> Found:
+def read_strategy(strategy: Strategy, reader: Reader, context: ReadingContext, trainer: Mapping[str, Any]) -> Found:
     """Everything that a strategy decides."""
     if strategy.kind == "FSDPStrategy":
         return _fsdp(strategy, reader, context)
@@ -98,7 +98,7 @@ def _ddp(strategy: Strategy, reader: Reader) -> Found:
 # -- FSDP ----------------------------------------------------------------------------------------------------------
 
 
-def _fsdp(strategy: Strategy, reader: Reader, context: Context) -> Found:
+def _fsdp(strategy: Strategy, reader: Reader, context: ReadingContext) -> Found:
     own = (*FSDP, *SHARED)
     inner = {name: value for name, value in strategy.arguments.items() if name not in own}
     section = f"{strategy.where}.init_args"
@@ -228,7 +228,7 @@ def _offloads(values: Mapping[str, Any], source: dict[str, tuple[str, ...]]) -> 
     return found
 
 
-def _deepspeed(strategy: Strategy, context: Context, trainer: Mapping[str, Any]) -> Found:
+def _deepspeed(strategy: Strategy, context: ReadingContext, trainer: Mapping[str, Any]) -> Found:
     section = f"{strategy.where}.init_args"
     config = strategy.arguments.get("config")
     if config is not None:
@@ -266,29 +266,31 @@ _TRAINER_KEYS = {
 """Lightning's argument behind a key of the document; a prefix is added where the Trainer has a section of its own."""
 
 
-def _unused(strategy: Strategy, section: str, used: set[str], trainer: Mapping[str, Any]) -> list[Verdict]:
+def _unused(strategy: Strategy, section: str, used: set[str], trainer: Mapping[str, Any]) -> list[KeyVerdict]:
     """Arguments that the document does not have: used with offload or fp16 alone, or by Lightning itself."""
     found = []
     for name in strategy.given:
         key, value = f"{section}.{name}", strategy.arguments[name]
         if name in ("zero_optimization", "offload_optimizer", "offload_parameters"):
-            found.append(Verdict(key, value, "applied"))
+            found.append(KeyVerdict(key, value, "applied"))
         elif name in (*_ASIDE, *SHARED):
-            found.append(Verdict(key, value, "applied", "", "Lightning's own: it does not change what is trained"))
+            found.append(KeyVerdict(key, value, "applied", "", "Lightning's own: it does not change what is trained"))
         elif name in _FP16 and not trainer["precision"].startswith("16-"):
-            found.append(Verdict(key, value, "refused", "", "it is read in fp16 only: remove it"))
+            found.append(KeyVerdict(key, value, "refused", "", "it is read in fp16 only: remove it"))
         elif name in DEEPSPEED_STRATEGY and name not in used:
-            found.append(Verdict(key, value, "refused", "", "it is read with offload only: turn that on, or remove it"))
+            found.append(
+                KeyVerdict(key, value, "refused", "", "it is read with offload only: turn that on, or remove it")
+            )
     return found
 
 
-def _configured(strategy: Strategy, config: Any, context: Context, trainer: Mapping[str, Any]) -> Found:
+def _configured(strategy: Strategy, config: Any, context: ReadingContext, trainer: Mapping[str, Any]) -> Found:
     """A whole DeepSpeed configuration: Lightning ignores the other arguments then."""
     where = f"{strategy.where}.init_args.config"
     named = None if isinstance(config, Mapping) else config
     document, fault = (dict(config), "") if named is None else load_named(config, context)
     if fault:
-        return Found({}, [Verdict(where, config, "refused", "", fault)], [])
+        return Found({}, [KeyVerdict(where, config, "refused", "", fault)], [])
     said = set(document)
     complete(
         document, {name: row.default for name, row in DEEPSPEED_STRATEGY.items()} | dict(strategy.arguments), trainer
@@ -302,7 +304,7 @@ def _configured(strategy: Strategy, config: Any, context: Context, trainer: Mapp
         value = value or config["gradient_accumulation_steps"]
         verdicts = [verdict for verdict in verdicts if verdict.key != key]
         why = "Lightning raises on gradient_accumulation_steps: say accumulate_grad_batches in the Trainer"
-        verdicts.append(Verdict(key, value, "refused", "", why))
+        verdicts.append(KeyVerdict(key, value, "refused", "", why))
     extras = [] if named is not None else [extra for extra in nested.extras if not _is_of(extra.key, added)]
     return Found(given, verdicts + _ignored(strategy), extras)
 
@@ -323,14 +325,14 @@ def _is_of(key: str, sections: set[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
-def _ignored(strategy: Strategy) -> list[Verdict]:
+def _ignored(strategy: Strategy) -> list[KeyVerdict]:
     """The other arguments beside a whole configuration."""
     section = f"{strategy.where}.init_args"
     aside = strategy.given & {*_ASIDE, *SHARED}
-    found = [Verdict(f"{section}.{name}", strategy.arguments[name], "applied") for name in sorted(aside)]
+    found = [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "applied") for name in sorted(aside)]
     why = "config is given, and Lightning ignores it: say it there"
     void = sorted(strategy.given - aside - {"config"})
-    return found + [Verdict(f"{section}.{name}", strategy.arguments[name], "refused", "", why) for name in void]
+    return found + [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "refused", "", why) for name in void]
 
 
 DDP_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")

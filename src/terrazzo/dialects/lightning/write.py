@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
-from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.lightning.precision import WORDS, precision_row
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, placed
 from terrazzo.dialects.shared.fsdp import ROW_NAMES, TORCH_NAMES, wants_deepspeed
@@ -28,7 +28,7 @@ _ADOPTED = ("sharding.", "mesh.", "units.", "offload.", "prefetch.", "loading.br
 _PLAIN_WORDS = tuple(word for word in WORDS if isinstance(word, str) and "-" in word and "engine" not in word)
 
 
-def write(description: Description, context: Context) -> Writing:
+def write(description: Description, context: ReadingContext) -> Writing:
     """The document."""
     if description.dialect == "lightning":
         return _own(description)
@@ -144,7 +144,7 @@ def _ddp(pen: Pen) -> None:
     _precision(pen, "DDPStrategy")
 
 
-def _fsdp(pen: Pen, context: Context) -> None:
+def _fsdp(pen: Pen, context: ReadingContext) -> None:
     """FSDPStrategy passes its arguments on to FullyShardedDataParallel."""
     writing = FSDP_STRATEGY.write(replace(pen.description, dialect=""), context)
     arguments = {key: value for key, value in writing.document.items() if key != "mixed_precision"}
@@ -162,7 +162,7 @@ def _fsdp(pen: Pen, context: Context) -> None:
         pen.write(_STRATEGY, "fsdp")
 
 
-def _adopt(pen: Pen, verdicts: list[Verdict], section: str) -> None:
+def _adopt(pen: Pen, verdicts: list[KeyVerdict], section: str) -> None:
     """Another writer's words, with its keys below a section."""
     for verdict in verdicts:
         key = placed(verdict, section).target
@@ -249,7 +249,7 @@ def _mixed_precision(pen: Pen, kind: str, row: Mapping[str, Setting[Any]]) -> di
 # -- DeepSpeed -----------------------------------------------------------------------------------------------------
 
 
-def _deepspeed(pen: Pen, context: Context) -> Writing:
+def _deepspeed(pen: Pen, context: ReadingContext) -> Writing:
     """DeepSpeedStrategy with a whole configuration; accumulation and clipping are the Trainer's."""
     inner = DEEPSPEED.write(pen.description, context)
     config = deepcopy(inner.document)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
 from terrazzo.dialects.megatron.findings import findings
 from terrazzo.dialects.megatron.keys import KEYS, LAUNCHER, canonical
 from terrazzo.dialects.megatron.read import read
@@ -34,11 +34,11 @@ class Megatron(Dialect):
         known = {canonical(str(key)) for key in document} & (set(KEYS) | {LAUNCHER})
         return bool(known - _SHARED) and 2 * len(known) > len(document)
 
-    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
         return read(document, context)
 
-    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         return findings(document, reading)

@@ -30,7 +30,7 @@ _RL = "reinforcement learning is no part of a configuration there"
 _OTHERS = "a program of Megatron-LM's own"
 
 
-class Family(NamedTuple):
+class SharedMeaning(NamedTuple):
     """Arguments that share a meaning, and what another dialect loses with each. See `Key`."""
 
     meaning: str
@@ -40,7 +40,7 @@ class Family(NamedTuple):
 
 
 _FAMILIES = (
-    Family(
+    SharedMeaning(
         "of the model",
         "lossy",
         _MODEL,
@@ -75,7 +75,7 @@ _FAMILIES = (
         yarn-beta-slow= yarn-correction-range-round-to-int yarn-original-max-position-embeddings=
         """,
     ),
-    Family(
+    SharedMeaning(
         "of the data and their tokens",
         "lossy",
         _DATA,
@@ -96,7 +96,7 @@ _FAMILIES = (
         tokenizer-type= trust-remote-code use-gigatoken vocab-extra-ids=0 vocab-file=
         """,
     ),
-    Family(
+    SharedMeaning(
         "how ranks share the work",
         "lossy",
         _CUT,
@@ -109,7 +109,7 @@ _FAMILIES = (
         use-tp-pp-dp-mapping
         """,
     ),
-    Family(
+    SharedMeaning(
         "which activations are kept",
         "lossy",
         _KEPT,
@@ -119,7 +119,7 @@ _FAMILIES = (
         moe-paged-stash-buffer-size-factor-cuda=1.1 moe-paged-stash-page-size=64 recompute-modules=
         """,
     ),
-    Family(
+    SharedMeaning(
         "which activations go to host memory",
         "lossy",
         _OFFLOAD,
@@ -130,7 +130,7 @@ _FAMILIES = (
         use-torch-optimizer-for-cpu-offload
         """,
     ),
-    Family(
+    SharedMeaning(
         "what is computed in a step",
         "refused",
         _NUMBERS,
@@ -145,7 +145,7 @@ _FAMILIES = (
         weight-decay-incr-style=constant
         """,
     ),
-    Family(
+    SharedMeaning(
         "matrix products in 8 or 4 bits",
         "refused",
         _NARROW,
@@ -158,7 +158,7 @@ _FAMILIES = (
         reuse-grad-buf-for-mxfp8-param-ag te-precision-config-file= use-kitchen-attention
         """,
     ),
-    Family(
+    SharedMeaning(
         "how a run starts, resumes and ends",
         "lossy",
         _START,
@@ -171,7 +171,7 @@ _FAMILIES = (
         use-mp-args-from-checkpoint-args
         """,
     ),
-    Family(
+    SharedMeaning(
         "files of a checkpoint",
         "harmless",
         _FILES,
@@ -191,7 +191,7 @@ _FAMILIES = (
         save-wgrads-interval= use-dist-ckpt use-persistent-ckpt-worker verify-integrity
         """,
     ),
-    Family(
+    SharedMeaning(
         "how something is computed or sent",
         "harmless",
         _KERNEL,
@@ -232,7 +232,7 @@ _FAMILIES = (
         use-ring-exchange-p2p use-sharp use-te-activation-func use-transformer-engine-op-fuser wgrad-deferral-limit=0
         """,
     ),
-    Family(
+    SharedMeaning(
         "evaluation",
         "harmless",
         _RUN,
@@ -241,7 +241,7 @@ _FAMILIES = (
         validation-set-names=
         """,
     ),
-    Family(
+    SharedMeaning(
         "what is logged and timed",
         "harmless",
         _RUN,
@@ -261,7 +261,7 @@ _FAMILIES = (
         wandb-exp-name= wandb-project= wandb-save-dir=
         """,
     ),
-    Family(
+    SharedMeaning(
         "how a run is watched and restarted",
         "harmless",
         _RUN,
@@ -287,7 +287,7 @@ _FAMILIES = (
         result-rejected-tracker-filename= straggler-ctrlr-port=65535 straggler-minmax-count=1 train-sync-interval=
         """,
     ),
-    Family(
+    SharedMeaning(
         "inference",
         "harmless",
         _SERVING,
@@ -319,7 +319,7 @@ _FAMILIES = (
         num-speculative-tokens=0 output-bert-embeddings use-legacy-static-engine use-same-sampling-seed-across-dp-ranks
         """,
     ),
-    Family(
+    SharedMeaning(
         "reinforcement learning",
         "lossy",
         _RL,
@@ -341,7 +341,7 @@ _FAMILIES = (
         rl-training-cuda-graphs rl-use-sequence-packing rl-verify-model-weights-swap
         """,
     ),
-    Family(
+    SharedMeaning(
         "programs for BERT, vision, retrieval and distillation",
         "lossy",
         _OTHERS,
@@ -363,7 +363,7 @@ _FAMILIES = (
 )
 
 
-def _rows(family: Family) -> dict[str, Key]:
+def _rows(family: SharedMeaning) -> dict[str, Key]:
     rows = {}
     for name, takes, default in (word.partition("=") for word in family.names.split()):
         kind = ANY if takes else SWITCH

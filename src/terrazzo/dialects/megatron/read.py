@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.megatron.keys import DEGREES, KEYS, LAUNCHER, REMOVED, canonical
 from terrazzo.dialects.megatron.read_training import read_training
@@ -18,7 +18,7 @@ _IDLE = "without {} it says nothing"
 _NESTED = ("language_model.", "model_parallel.")
 
 
-def read(document: Document, context: Context) -> Reading:
+def read(document: Document, context: ReadingContext) -> Reading:
     """What arguments mean."""
     reader = Reader(_normal(document), "Megatron-LM", keys=KEYS)
     reader.keep_nulls()
@@ -88,7 +88,7 @@ def _mesh(reader: Reader) -> Settings:
     return {**given, "mesh.cp": ranks, "mesh.sp": Setting(1, "default")}
 
 
-def _stages(reader: Reader, ranks: int, context: Context) -> Settings:
+def _stages(reader: Reader, ranks: int, context: ReadingContext) -> Settings:
     """Stages of each rank: as said, or as many as its layers make."""
     several, each = (
         reader.take(key) for key in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage")

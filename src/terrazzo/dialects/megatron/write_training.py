@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.meaning import APART, left
 from terrazzo.dialects.megatron.keys import DECAYS, KEYS
@@ -13,7 +13,7 @@ __all__ = ["write_training"]
 _ARGUMENTS = tuple(f"optimizer.{name}" for name in ("betas", "eps", "options"))
 
 
-def write_training(draft: Draft, context: Context) -> None:
+def write_training(draft: Draft, context: ReadingContext) -> None:
     """All of it."""
     _batch(draft, context)
     _optimizer(draft)
@@ -35,7 +35,7 @@ def _option(draft: Draft, path: str, key: str) -> None:
         draft.put(path, key, value)
 
 
-def _batch(draft: Draft, context: Context) -> None:
+def _batch(draft: Draft, context: ReadingContext) -> None:
     _option(draft, "batch.micro_batch", "micro-batch-size")
     _option(draft, "batch.sequence_length", "seq-length")
     whole, micro, count = (draft.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.dialects.core.description import LOADED, Setting
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.shared.fsdp import TORCH_DTYPES, TORCH_NAMES
@@ -39,7 +39,7 @@ FSDP1_POLICY = Policy("FSDP1", "mixed_precision", ("buffers", "buffer_dtype"), "
 FSDP2_POLICY = Policy("FSDP2", "mp_policy", ("output", "output_dtype"), "torch.amp.GradScaler")
 
 
-def loaded(context: Context, mixed: bool) -> str:
+def loaded(context: ReadingContext, mixed: bool) -> str:
     """The dtype in which the parameters are kept: as told, else fp32 under a policy, as new modules are."""
     if context.load_dtype is not None:
         return TORCH_DTYPES.get(context.load_dtype.lower(), LOADED)

@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.config import KEYS as SCHEMA
 from terrazzo.config import check_keys, tier_text
 from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, Settings
-from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
 from terrazzo.dialects.core.meaning import APART
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
@@ -33,9 +33,9 @@ _ELSEWHERE = {
 }
 
 
-def read(document: Document, context: Context) -> Reading:
+def read(document: Document, context: ReadingContext) -> Reading:
     """The document's meaning."""
-    reader = _Reader(document)
+    reader = _SchemaReader(document)
     given = {path: reader.take(key) for key, path in PATH_OF.items()}
     _found_while_running(reader, given)
     given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
@@ -46,7 +46,7 @@ def read(document: Document, context: Context) -> Reading:
     return reader.finish("terrazzo", given, KEYS, unknown="refuses it")
 
 
-class _Reader(Reader):
+class _SchemaReader(Reader):
     """A reader whose values are checked by the schema itself, the one that `terrazzo train` reads by.
 
     Attributes:
@@ -89,13 +89,13 @@ def _neutral(key: str, value: Any) -> Any:
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
-def _plan(reader: _Reader) -> Settings:
+def _plan(reader: _SchemaReader) -> Settings:
     ahead = reader.take("plan.prefetch")
     shared = {"prefetch.forward": ahead, "prefetch.backward": ahead, **_units(reader)}
     return {**shared, **(_places(reader) or _row(reader))}
 
 
-def _units(reader: _Reader) -> Settings:
+def _units(reader: _SchemaReader) -> Settings:
     units = reader.take("plan.units")
     if units.origin != "file":
         return {"units.policy": Setting("auto", "default", units.key)}
@@ -103,7 +103,7 @@ def _units(reader: _Reader) -> Settings:
     return {"units.policy": Setting(policy, "file", units.key), "units.classes": units}
 
 
-def _places(reader: _Reader) -> Settings:
+def _places(reader: _SchemaReader) -> Settings:
     """Custom places, if the plan is given by them."""
     keys = {state: f"plan.{state}" for state in STATES}
     given = {state: reader.text(key, null=True) for state, key in keys.items() if key in reader.flat}
@@ -119,7 +119,7 @@ def _places(reader: _Reader) -> Settings:
     return _placed({state: Place.parse(setting.value) for state, setting in given.items()}, keys)
 
 
-def _row(reader: _Reader) -> Settings:
+def _row(reader: _SchemaReader) -> Settings:
     named = reader.take("plan.name")
     try:
         places = Plan.named(named.value).places()
@@ -142,7 +142,7 @@ def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = 
 # -- offload -------------------------------------------------------------------------------------------------------
 
 
-def _offload(reader: _Reader) -> Settings:
+def _offload(reader: _SchemaReader) -> Settings:
     path = reader.take("offload.path")
     folders = (path.value,) if isinstance(path.value, str) else tuple(path.value or ())
     block = reader.take("offload.block_mib")
@@ -152,7 +152,7 @@ def _offload(reader: _Reader) -> Settings:
     }
 
 
-def _tiers_of_name(reader: _Reader, given: Settings) -> None:
+def _tiers_of_name(reader: _SchemaReader, given: Settings) -> None:
     """The section's tiers in place of the plan's; all three are known then."""
     for state in ("weight", "grad", "optim"):
         key = path = f"offload.{state}"
@@ -162,7 +162,7 @@ def _tiers_of_name(reader: _Reader, given: Settings) -> None:
         given.setdefault(path, Setting("device", "default"))
 
 
-def _tier(reader: _Reader, key: str) -> Setting[Any] | None:
+def _tier(reader: _SchemaReader, key: str) -> Setting[Any] | None:
     raw = reader.any(key).value
     if raw is None:
         return None
@@ -183,7 +183,7 @@ def _shortest(tier: str) -> str:
     return ",".join(name if shares[name] == 1 else f"{name}:{shares[name]:g}" for name in named) or "device"
 
 
-def _found_while_running(reader: _Reader, given: Settings) -> None:
+def _found_while_running(reader: _SchemaReader, given: Settings) -> None:
     """Numbers that no file has: the most of `2:4` stands for it, since fewer there are after failures alone."""
     if given["saving.every"].value == "auto":
         given["saving.every"] = Setting(None, "derived")
@@ -197,7 +197,7 @@ def _found_while_running(reader: _Reader, given: Settings) -> None:
 # -- precision, and what follows --------------------------------------------------------------------------------------
 
 
-def _precision(reader: _Reader) -> Settings:
+def _precision(reader: _SchemaReader) -> Settings:
     name = reader.take("precision.name")
     preset = PRECISIONS[name.value]
     found: Settings = {}
@@ -222,7 +222,7 @@ _ALWAYS: Settings = {
 }
 
 
-def _sequences(reader: _Reader, ranks: Setting[Any]) -> Settings:
+def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> Settings:
     """The axis along which ranks share sequences: by Ulysses it is another one in neutral words."""
     if ranks.value == 1 or reader.checked.values.get("parallel.context.mode") != "ulysses":
         return {"mesh.sp": Setting(1, "default")}
@@ -230,7 +230,7 @@ def _sequences(reader: _Reader, ranks: Setting[Any]) -> Settings:
     return {"mesh.cp": Setting(1, "derived"), "mesh.sp": derived(ranks.value, ranks, mode, origin="file")}
 
 
-def _followed(given: Mapping[str, Setting[Any]], context: Context) -> Settings:
+def _followed(given: Mapping[str, Setting[Any]], context: ReadingContext) -> Settings:
     """What other settings say together."""
     found = {}
     whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
@@ -244,7 +244,7 @@ def _followed(given: Mapping[str, Setting[Any]], context: Context) -> Settings:
     return found
 
 
-def _options(reader: _Reader) -> Settings:
+def _options(reader: _SchemaReader) -> Settings:
     """Further arguments of the optimizer; betas and eps have settings of their own."""
     options = reader.any("optimizer.options", {})
     raw = dict(options.value) if isinstance(options.value, Mapping) else {}
@@ -259,7 +259,7 @@ def _options(reader: _Reader) -> Settings:
     return {**found, "optimizer.options": Setting(raw, options.origin, options.key)}
 
 
-def _checkpointing(reader: _Reader) -> Settings:
+def _checkpointing(reader: _SchemaReader) -> Settings:
     mode = reader.take("train.activation_checkpointing")
     count = mode.value.removeprefix("every_")
     if count == mode.value:
@@ -271,7 +271,7 @@ def _checkpointing(reader: _Reader) -> Settings:
     }
 
 
-def _keep_others(reader: _Reader) -> None:
+def _keep_others(reader: _SchemaReader) -> None:
     """Known keys with no neutral meaning."""
     for key in reader.unread():
         if not reader.refused(key) and key in SCHEMA:

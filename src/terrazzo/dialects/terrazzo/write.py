@@ -6,7 +6,7 @@ import inspect
 
 from terrazzo.config import KEYS
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, shown
-from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.core.meaning import APART, degrees, idle, left
 from terrazzo.dialects.terrazzo.draft import HubDraft
 from terrazzo.dialects.terrazzo.precision import write_precision
@@ -21,7 +21,7 @@ _ARGUMENTS = ("optimizer.betas", "optimizer.eps", "optimizer.options")
 _MIB = 2**20
 
 
-def write(description: Description, context: Context) -> Writing:
+def write(description: Description, context: ReadingContext) -> Writing:
     """The document. Of its own descriptions, what was left to defaults is left to them again."""
     draft = HubDraft(description)
     _plan(draft)
@@ -200,7 +200,7 @@ def _prefetch(draft: HubDraft) -> None:
 # -- batch, optimizer, schedule ------------------------------------------------------------------------------------
 
 
-def _batch(draft: HubDraft, context: Context) -> None:
+def _batch(draft: HubDraft, context: ReadingContext) -> None:
     draft.carry("batch.micro_batch", "batch.sequence_length")
     whole, micro = draft.value("batch.global_batch"), draft.value("batch.micro_batch")
     count, ranks = draft.value("batch.accumulation"), left(draft.description, context.world, APART)

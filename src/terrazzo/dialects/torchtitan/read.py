@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Document, Reading
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Document, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import Reader, derived, given_only
 from terrazzo.dialects.shared.fsdp import offload
@@ -29,7 +29,7 @@ __all__ = ["read"]
 _ONLY_BUDGET = ("memory_budget", "visualize_memory_budget_pareto")
 
 
-def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
+def read(document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What a config means."""
     reader = Reader(document, "torchtitan", OPAQUE, KEYS)
     reader.keep_nulls()
@@ -49,7 +49,7 @@ def read(document: Document, context: Context = NO_CONTEXT) -> Reading:
 # -- plan ----------------------------------------------------------------------------------------------------------
 
 
-def _parallelism(reader: Reader, context: Context) -> Settings:
+def _parallelism(reader: Reader, context: ReadingContext) -> Settings:
     replicas, shards = reader.take("parallelism.data_parallel_replicate_degree"), _shards(reader)
     found = {
         **{path: reader.take(key) for path, key in DEGREES.items()},
@@ -63,7 +63,7 @@ def _parallelism(reader: Reader, context: Context) -> Settings:
     return {**found, **offload(reader.take("training.enable_cpu_offload"))}
 
 
-def _pipeline(reader: Reader, ranks: int, context: Context) -> Settings:
+def _pipeline(reader: Reader, ranks: int, context: ReadingContext) -> Settings:
     """Order of the stages, and how many each rank has: two where the order is one of several."""
     said, layers = reader.take(PIPELINE), reader.take(STAGE_LAYERS)
     order, chunks = SCHEDULES.get(said.value.lower(), (said.value, None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import LOADED, Description
-from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.meaning import left
 from terrazzo.dialects.shared.fsdp import TORCH_NAMES, write_offload
@@ -15,7 +15,7 @@ __all__ = ["write"]
 _NEVER_CLIPS = 1e9
 
 
-def write(description: Description, context: Context) -> Writing:
+def write(description: Description, context: ReadingContext) -> Writing:
     """The document; torchtitan's defaults are left out, save where another dialect's differ."""
     pen = Pen(description, "torchtitan", "torchtitan")
     write_plan(pen, context)
@@ -109,7 +109,7 @@ def _states(pen: Pen, master: str) -> None:
         pen.lossy("precision.moments", f"the optimizer's state has the dtype of the weights, {master}")
 
 
-def _batch(pen: Pen, context: Context) -> None:
+def _batch(pen: Pen, context: ReadingContext) -> None:
     pipelined = pen.value("mesh.pp", 1) not in (None, 1)
     option(pen, "batch.micro_batch", PIPELINED_BATCH if pipelined else LOCAL_BATCH)
     option(pen, "batch.sequence_length", "training.seq_len")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.meaning import idle, left
 from terrazzo.dialects.shared.rows import HYBRID_ROWS, choose_row
@@ -32,7 +32,7 @@ def option(pen: Pen, path: str, key: str, words: dict[Any, Any] | None = None) -
     pen.option(path, key, KEYS[key].default if words is None else KEYS[key].neutral, words)
 
 
-def write_plan(pen: Pen, context: Context) -> None:
+def write_plan(pen: Pen, context: ReadingContext) -> None:
     """Write the degrees of the mesh, the order of stages, and what is split over data ranks."""
     for path, key in DEGREES.items():
         option(pen, path, key)
@@ -50,7 +50,7 @@ def write_plan(pen: Pen, context: Context) -> None:
         _degrees(pen, row, context)
 
 
-def _pipeline(pen: Pen, context: Context) -> None:
+def _pipeline(pen: Pen, context: ReadingContext) -> None:
     """The order of stages by the name that it has with one or several on each rank."""
     paths, ranks = ("parallel.schedule", "parallel.chunks"), pen.value("mesh.pp", 1)
     order, chunks = pen.value("parallel.schedule", "1f1b"), pen.value("parallel.chunks", 1)
@@ -90,7 +90,7 @@ def _reshard(pen: Pen, row: str, why: str) -> None:
         pen.implied(SHARDING)
 
 
-def _degrees(pen: Pen, row: str, context: Context) -> None:
+def _degrees(pen: Pen, row: str, context: ReadingContext) -> None:
     replicas, shards = pen.value("mesh.dp_replicate", 1), pen.value("mesh.dp_shard")
     if row == "zero0":
         _replicated(pen, replicas, shards, context)
@@ -126,7 +126,7 @@ def _shard_degree(pen: Pen, ranks: int | None, why: str = "") -> None:
         pen.implied("mesh.dp_shard")
 
 
-def _replicated(pen: Pen, replicas: int, shards: int | None, context: Context) -> None:
+def _replicated(pen: Pen, replicas: int, shards: int | None, context: ReadingContext) -> None:
     """Nothing is split: every data rank is a replica."""
     ranks = replicas * shards if shards else left(pen.description, context.world, APART) or None
     if ranks is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Finding, Reading, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
 from terrazzo.dialects.trainer.findings import findings
 from terrazzo.dialects.trainer.keys import ALIASES, FIELDS, KEYS, REMOVED
 from terrazzo.dialects.trainer.read import read
@@ -41,11 +41,11 @@ class TrainingArguments(Dialect):
     def meaning(self, key: str) -> str:
         return super().meaning(canonical_key(key))
 
-    def read(self, document: Document, context: Context = NO_CONTEXT) -> Reading:
+    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
         return read(document, context)
 
-    def write(self, description: Description, context: Context = NO_CONTEXT) -> Writing:
+    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         return findings(document, reading, context)

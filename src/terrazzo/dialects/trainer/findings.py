@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.dialect import Context, Document, Finding, Reading
+from terrazzo.dialects.core.dialect import Document, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.nested import DEEPSPEED, keyed, read_nested
 from terrazzo.dialects.trainer.keys import FIELDS
@@ -28,7 +28,7 @@ MATCHED = {
 """Keys of a DeepSpeed document whose value must be that of a field, or "auto"."""
 
 
-def findings(document: Document, reading: Reading, context: Context) -> Iterable[Finding]:
+def findings(document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """All of them."""
     flat = {canonical_key(key): value for key, value in flatten(document).items()}
     yield from _together(document, flat)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
 from terrazzo.dialects.shared.accelerate import stack_precision
 from terrazzo.dialects.trainer.findings import MATCHED
 from terrazzo.dialects.trainer.keys import KEYS, REMOVED
 from terrazzo.dialects.trainer.read_loop import read_loop
 from terrazzo.dialects.trainer.read_parallel import read_parallel, stack_of
-from terrazzo.dialects.trainer.source import Source
+from terrazzo.dialects.trainer.source import TrainerReader
 
 __all__ = ["read"]
 
@@ -24,9 +24,9 @@ _OUTER = (
 """Settings that the Trainer's own fields decide where the DeepSpeed document says nothing."""
 
 
-def read(document: Document, context: Context) -> Reading:
+def read(document: Document, context: ReadingContext) -> Reading:
     """The document's meaning."""
-    source = Source(document, context)
+    source = TrainerReader(document, context)
     source.keep_nulls()
     stack = stack_of(source)
     given = {**read_loop(source), **read_parallel(source, stack)}
@@ -39,7 +39,7 @@ def read(document: Document, context: Context) -> Reading:
     return source.close(given)
 
 
-def _precision(source: Source, stack: str, given: Mapping[str, Setting[Any]]) -> Settings:
+def _precision(source: TrainerReader, stack: str, given: Mapping[str, Setting[Any]]) -> Settings:
     halves = [source.take(name) for name in ("bf16", "fp16")]
     if all(half.value for half in halves):
         source.refuse("fp16", "TrainingArguments raise when both bf16 and fp16 are on: keep one")
@@ -77,14 +77,14 @@ def _with_deepspeed(outer: Mapping[str, Setting[Any]], inner: Mapping[str, Setti
     return given
 
 
-def _with_field(source: Source, setting: Setting[Any]) -> Setting[Any]:
+def _with_field(source: TrainerReader, setting: Setting[Any]) -> Setting[Any]:
     """The setting under the field as well that a key of the DeepSpeed document must agree with."""
     fields = (MATCHED.get(key.removeprefix("deepspeed."), "") for key in setting.keys if key.startswith("deepspeed."))
     found = [field for field in fields if field in source.flat]
     return replace(setting, key=", ".join(dict.fromkeys((*found, *setting.keys)))) if found else setting
 
 
-def _clipping(source: Source, does: float | None) -> None:
+def _clipping(source: TrainerReader, does: float | None) -> None:
     """Under DeepSpeed the engine clips, by its own key: the Trainer's only fills "auto"."""
     if source.nested is None or "gradient_clipping" in source.nested.document or "max_grad_norm" not in source.flat:
         return
@@ -95,7 +95,7 @@ def _clipping(source: Source, does: float | None) -> None:
         source.refuse("max_grad_norm", why)
 
 
-def _explain_others(source: Source) -> None:
+def _explain_others(source: TrainerReader) -> None:
     """Fields that nobody looks at: those that are gone, those of a DistributedConfig, and the Trainer's own."""
     for key in source.unread():
         top = key.partition(".")[0]

@@ -11,26 +11,26 @@ from terrazzo.dialects.core.keys import MISSING
 from terrazzo.dialects.core.keys import number as number_type
 from terrazzo.dialects.core.reader import derived, given_only
 from terrazzo.dialects.trainer.keys import FIELDS
-from terrazzo.dialects.trainer.source import Source
+from terrazzo.dialects.trainer.source import TrainerReader
 
 __all__ = ["read_loop"]
 
 _POLYNOMIAL_END = 1e-7
 
 
-def read_loop(source: Source) -> Settings:
+def read_loop(source: TrainerReader) -> Settings:
     """All of it."""
     return {**_batch(source), **_optimizer(source), **_schedule(source), **_training(source), **_saving(source)}
 
 
-def _batch(source: Source) -> Settings:
+def _batch(source: TrainerReader) -> Settings:
     return {
         "batch.micro_batch": source.take("per_device_train_batch_size"),
         "batch.accumulation": source.take("gradient_accumulation_steps"),
     }
 
 
-def _optimizer(source: Source) -> Settings:
+def _optimizer(source: TrainerReader) -> Settings:
     name = source.take("optim")
     found = {
         "optimizer.name": name,
@@ -54,7 +54,7 @@ def _optimizer(source: Source) -> Settings:
 # -- schedule ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(source: Source) -> Settings:
+def _schedule(source: TrainerReader) -> Settings:
     word = str(source.get("lr_scheduler_type") or "linear").lower()
     name = source.take("lr_scheduler_type")
     options = source.get("lr_scheduler_kwargs")
@@ -68,7 +68,7 @@ def _schedule(source: Source) -> Settings:
     return found
 
 
-def _shape(source: Source, word: str, options: Mapping[str, Any]) -> Settings:
+def _shape(source: TrainerReader, word: str, options: Mapping[str, Any]) -> Settings:
     """Where the learning rate ends, and how it gets there."""
 
     def number(name: str, default: float) -> Setting[Any]:
@@ -98,7 +98,7 @@ def _shape(source: Source, word: str, options: Mapping[str, Any]) -> Settings:
     return {final: Setting(0.0, "default")} if word in ("linear", "cosine") else {}
 
 
-def _warmup(source: Source, word: str) -> Settings:
+def _warmup(source: TrainerReader, word: str) -> Settings:
     warmup = source.take("warmup_steps")
     if word == "constant":
         if warmup.value:
@@ -110,7 +110,7 @@ def _warmup(source: Source, word: str) -> Settings:
     return {"schedule.warmup_steps": Setting(int(warmup.value), warmup.origin, warmup.key)}
 
 
-def _length(source: Source) -> Settings:
+def _length(source: TrainerReader) -> Settings:
     """The length of the run. By passes over the data, nobody knows it in steps."""
     steps = number_type(-math.inf).parse(source.get("max_steps", -1))
     by_epochs = steps is MISSING or steps <= 0
@@ -132,7 +132,7 @@ def _length(source: Source) -> Settings:
 # -- clipping, compile, saving -------------------------------------------------------------------------------------
 
 
-def _training(source: Source) -> Settings:
+def _training(source: TrainerReader) -> Settings:
     clip = source.take("max_grad_norm")
     by = [key for key in ("torch_compile_backend", "torch_compile_mode") if source.get(key)]
     compiled = source.take("torch_compile")
@@ -148,7 +148,7 @@ def _training(source: Source) -> Settings:
     return {**found, "training.device": Setting("cpu", "file", cpu.key)} if cpu.value else found
 
 
-def _checkpointing(source: Source) -> Settings:
+def _checkpointing(source: TrainerReader) -> Settings:
     found = [source.take("activation_checkpointing")]
     if source.get("fsdp"):
         found.append(source.take("fsdp_config.activation_checkpointing"))
@@ -158,7 +158,7 @@ def _checkpointing(source: Source) -> Settings:
     return {"activation_checkpointing.mode": derived("full" if on else "none", *said, origin=origin)}
 
 
-def _saving(source: Source) -> Settings:
+def _saving(source: TrainerReader) -> Settings:
     strategy = source.take("save_strategy")
     steps = source.take("save_steps")
     limit = source.take("save_total_limit")

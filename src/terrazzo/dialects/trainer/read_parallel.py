@@ -10,7 +10,7 @@ from terrazzo.dialects.shared.accelerate import AXES
 from terrazzo.dialects.shared.fsdp import MIN_NUMEL, NUMBERED, STRATEGIES, offload
 from terrazzo.dialects.shared.rows import HYBRID, row_settings
 from terrazzo.dialects.trainer.keys import DISTRIBUTED, FSDP_KEYS, FSDP_VERSION_1
-from terrazzo.dialects.trainer.source import Source
+from terrazzo.dialects.trainer.source import TrainerReader
 from terrazzo.errors import did_you_mean
 
 __all__ = ["read_parallel", "stack_of"]
@@ -26,7 +26,7 @@ _MISNAMED = {
 """Accelerate's words, which TrainingArguments pass over."""
 
 
-def stack_of(source: Source) -> str:
+def stack_of(source: TrainerReader) -> str:
     """What stands under the Trainer: `deepspeed`, `fsdp1`, `fsdp2`, `native` or `ddp`."""
     if source.nested is not None:
         return "deepspeed"
@@ -35,12 +35,12 @@ def stack_of(source: Source) -> str:
     return "native" if "distributed_config" in source else "ddp"
 
 
-def fsdp_version(source: Source) -> int:
+def fsdp_version(source: TrainerReader) -> int:
     """FSDP's version, as `fsdp_config` says."""
     return 1 if str(source.get("fsdp_config.version", 2)) == "1" else 2
 
 
-def read_parallel(source: Source, stack: str) -> Settings:
+def read_parallel(source: TrainerReader, stack: str) -> Settings:
     """Row, mesh, units, offload, prefetch, loading and the kind of checkpoint."""
     mesh = _parallelism(source)
     if stack in ("fsdp1", "fsdp2"):
@@ -52,7 +52,7 @@ def read_parallel(source: Source, stack: str) -> Settings:
     return {**mesh, **found}
 
 
-def _parallelism(source: Source) -> Settings:
+def _parallelism(source: TrainerReader) -> Settings:
     """Accelerate's ParallelismConfig, as a mapping."""
     found: Settings = {}
     for axis in AXES:
@@ -73,7 +73,7 @@ def _ddp() -> Settings:
     }
 
 
-def _without_fsdp(source: Source, stack: str) -> None:
+def _without_fsdp(source: TrainerReader, stack: str) -> None:
     """Keys that nobody reads while FSDP is off."""
     if "fsdp" in source.flat:
         source.keep("fsdp", "FSDP is off", loss="harmless")
@@ -86,7 +86,7 @@ def _without_fsdp(source: Source, stack: str) -> None:
 # -- FSDP ----------------------------------------------------------------------------------------------------------
 
 
-def _fsdp(source: Source, stack: str, mesh: Settings) -> Settings:
+def _fsdp(source: TrainerReader, stack: str, mesh: Settings) -> Settings:
     version = source.take("fsdp_config.version")
     words = _legacy(source)
     row = _row_of(source, version.value, words)
@@ -102,7 +102,7 @@ def _fsdp(source: Source, stack: str, mesh: Settings) -> Settings:
     return {**found, **_prefetch(source, version.value), **_loading(source, version.value)}
 
 
-def _legacy(source: Source) -> dict[str, Any]:
+def _legacy(source: TrainerReader) -> dict[str, Any]:
     """What the older form of `fsdp`, words in a text or list, says: a strategy, and offload."""
     raw = source.get("fsdp")
     if raw is True:
@@ -131,7 +131,7 @@ def _legacy(source: Source) -> dict[str, Any]:
     return found
 
 
-def _row_of(source: Source, version: int, words: dict[str, Any]) -> Setting[Any]:
+def _row_of(source: TrainerReader, version: int, words: dict[str, Any]) -> Setting[Any]:
     key = "fsdp_config.reshard_after_forward"
     legacy = words.get("row")
     fallback = Setting(legacy or "zero3", "file", "fsdp")
@@ -143,7 +143,7 @@ def _row_of(source: Source, version: int, words: dict[str, Any]) -> Setting[Any]
     return fallback
 
 
-def _strategy(source: Source, fallback: Setting[Any]) -> Setting[Any]:
+def _strategy(source: TrainerReader, fallback: Setting[Any]) -> Setting[Any]:
     """Version 1's name or number of a strategy."""
     key = "fsdp_config.reshard_after_forward"
     found = source.choice(key, {**STRATEGIES, **_BY_NUMBER}, None)
@@ -154,7 +154,7 @@ def _strategy(source: Source, fallback: Setting[Any]) -> Setting[Any]:
     return found
 
 
-def _passed_over(source: Source, asked: Setting[Any]) -> Setting[Any]:
+def _passed_over(source: TrainerReader, asked: Setting[Any]) -> Setting[Any]:
     """Accelerate 1.15 takes version 1's strategy from FSDP_SHARDING_STRATEGY, and FULL_SHARD without it."""
     if asked.value != "zero3":
         instead = {
@@ -166,7 +166,7 @@ def _passed_over(source: Source, asked: Setting[Any]) -> Setting[Any]:
     return Setting("zero3", asked.origin, asked.key)
 
 
-def _fsdp_units(source: Source, version: int) -> Settings:
+def _fsdp_units(source: TrainerReader, version: int) -> Settings:
     section = "fsdp_config"
     policy = source.take(f"{section}.auto_wrap_policy")
     classes = source.take(f"{section}.transformer_layer_cls_to_wrap")
@@ -185,20 +185,20 @@ def _fsdp_units(source: Source, version: int) -> Settings:
     return {"units.policy": derived("auto", policy, origin=policy.origin)}
 
 
-def _offload(source: Source, words: dict[str, Any]) -> Settings:
+def _offload(source: TrainerReader, words: dict[str, Any]) -> Settings:
     moved = source.take("fsdp_config.cpu_offload")
     if moved.origin == "default" and words.get("offload"):
         moved = Setting(True, "file", "fsdp")
     return offload(moved)
 
 
-def _state(source: Source) -> Settings:
+def _state(source: TrainerReader) -> Settings:
     state = source.take("fsdp_config.state_dict_type")
     written = "hf" if state.value == "full" else "none"
     return {"saving.state": state, "saving.export": derived(written, state, origin=state.origin)}
 
 
-def _prefetch(source: Source, version: int) -> Settings:
+def _prefetch(source: TrainerReader, version: int) -> Settings:
     if version == 2:
         for name in FSDP_VERSION_1:
             key = f"fsdp_config.{name}"
@@ -215,7 +215,7 @@ def _prefetch(source: Source, version: int) -> Settings:
     return {"prefetch.backward": backward, "prefetch.forward": derived(int(ahead.value), ahead, origin=ahead.origin)}
 
 
-def _loading(source: Source, version: int) -> Settings:
+def _loading(source: TrainerReader, version: int) -> Settings:
     low = source.take("fsdp_config.cpu_ram_efficient_loading")
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"):
         key = f"fsdp_config.{name}"
@@ -228,7 +228,7 @@ def _loading(source: Source, version: int) -> Settings:
     return {"loading.low_memory": low, "loading.broadcast": sent}
 
 
-def _explain_strangers(source: Source) -> None:
+def _explain_strangers(source: TrainerReader) -> None:
     """Keys of `fsdp_config` that TrainingArguments pass over in silence."""
     for key in source.unread():
         name = key.removeprefix("fsdp_config.")
@@ -241,7 +241,7 @@ def _explain_strangers(source: Source) -> None:
 # -- transformers' own sharding ------------------------------------------------------------------------------------
 
 
-def _native(source: Source) -> Settings:
+def _native(source: TrainerReader) -> Settings:
     def size(name: str) -> Setting[Any]:
         found = source.take(f"distributed_config.{name}")
         return Setting(found.value or 1, found.origin, found.key)

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting
-from terrazzo.dialects.core.dialect import Context, Document, Reading
+from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, flatten
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.nested import DEEPSPEED, Nested, load_named, merge, read_nested
 from terrazzo.dialects.trainer.keys import ALIASES, KEYS
 
-__all__ = ["Source", "canonical_key"]
+__all__ = ["TrainerReader", "canonical_key"]
 
 _OPAQUE: tuple[str, ...] = ("lr_scheduler_kwargs", "fsdp_config.xla_fsdp_settings", "parallelism_config.tp_handler")
 _OPAQUE += ("parallelism_config.cp_handler", "parallelism_config.sp_handler", "distributed_config.fsdp_plan")
@@ -40,7 +40,7 @@ def canonical_key(key: str) -> str:
     return f"{ALIASES.get(head, head)}{dot}{rest}"
 
 
-class Source(Reader):
+class TrainerReader(Reader):
     """A reader of TrainingArguments under the names that are used now.
 
     Attributes:
@@ -49,12 +49,12 @@ class Source(Reader):
         nested: the DeepSpeed document inside, if there is one.
     """
 
-    def __init__(self, document: Document, context: Context) -> None:
+    def __init__(self, document: Document, context: ReadingContext) -> None:
         outer = {key: value for key, value in document.items() if key != "deepspeed"}
         super().__init__({**outer, **_opened(outer, context)}, "TrainingArguments", _OPAQUE, KEYS)
         self.context = context
         self.written: dict[str, str] = {}
-        self.shadowed: list[Verdict] = []
+        self.shadowed: list[KeyVerdict] = []
         self.nested: Nested | None = None
         self._rename()
         if isinstance(outer.get("fsdp_config"), str):
@@ -82,10 +82,10 @@ class Source(Reader):
         given = [key for key in keys if self.flat[key] is not None] or keys
         return prefixed[0] if prefixed else name if name in given else given[0]
 
-    def _shadow(self, key: str, winner: str) -> Verdict:
+    def _shadow(self, key: str, winner: str) -> KeyVerdict:
         agrees = self.flat[key] in (None, self.flat[winner])
         why = f"{winner} says it too{'' if agrees else ', and wins'}"
-        return Verdict(key, self.flat[key], "renamed" if agrees else "refused", "", why)
+        return KeyVerdict(key, self.flat[key], "renamed" if agrees else "refused", "", why)
 
     def _named_file(self, value: str) -> None:
         """All of a file's keys are reported under the key that names it."""
@@ -154,7 +154,7 @@ class Source(Reader):
         return replace(verdict, key=spelled, kind=kind, why=why, target=verdict.target or verdict.key)
 
 
-def _opened(outer: Mapping[str, Any], context: Context) -> dict[str, Any]:
+def _opened(outer: Mapping[str, Any], context: ReadingContext) -> dict[str, Any]:
     """`fsdp_config` as a section where it names a file."""
     if not isinstance(outer.get("fsdp_config"), str):
         return {}

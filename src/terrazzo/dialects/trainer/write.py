@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import Context, Writing
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.nested import DEEPSPEED, placed
 from terrazzo.dialects.shared.fsdp import wants_deepspeed
@@ -22,7 +22,7 @@ from terrazzo.dialects.trainer.write_parallel import write_ddp, write_fsdp, writ
 __all__ = ["write"]
 
 
-def write(description: Description, context: Context) -> Writing:
+def write(description: Description, context: ReadingContext) -> Writing:
     """The document."""
     own = description.dialect == "trainer"
     if own:
@@ -53,7 +53,7 @@ def _outer(description: Description) -> tuple[Any, ...]:
 # -- DeepSpeed inside ----------------------------------------------------------------------------------------------
 
 
-def _with_deepspeed(pen: Pen, context: Context) -> Writing:
+def _with_deepspeed(pen: Pen, context: ReadingContext) -> Writing:
     inner = DEEPSPEED.write(pen.description, context)
     _switches(pen, inner.document)
     outer = pen.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.shared.accelerate import AUTOCAST, stack_precision
 from terrazzo.dialects.shared.fsdp import MIN_NUMEL, write_offload
@@ -30,7 +30,7 @@ def write_ddp(pen: Pen) -> None:
     pen.implied("saving.state", whole)
 
 
-def write_fsdp(pen: Pen, context: Context) -> None:
+def write_fsdp(pen: Pen, context: ReadingContext) -> None:
     """Write `fsdp` and its section. Version 1 is deprecated, and always shards over all ranks."""
     row, why = choose_row(pen, _ROWS, "zero3, shard_grad_op, hybrid_shard or zero0")
     if row is None:
@@ -128,7 +128,7 @@ def _state(pen: Pen) -> None:
 # -- precision -----------------------------------------------------------------------------------------------------
 
 
-def write_precision(pen: Pen, stack: str, deferred: bool, context: Context) -> None:
+def write_precision(pen: Pen, stack: str, deferred: bool, context: ReadingContext) -> None:
     """Write `bf16` or `fp16`, and hold every state against what the Trainer makes of it."""
     compute = pen.value("precision.compute")
     master = pen.value("precision.master") or pen.value("precision.weight")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from terrazzo.dialects.core.description import DTYPES, PATHS, Description, keys_in
 from terrazzo.dialects.core.dialect import Finding
 from terrazzo.dialects.core.meaning import TWO_AXES, data_ranks, degrees
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
@@ -40,7 +40,7 @@ def _keys(understood: Understood) -> Iterator[Finding]:
             yield Finding(verdict.key, "warning", text if same == verdict.key else f"as {same}: they are one setting")
 
 
-def _unresolved(description: Description, verdict: Verdict) -> bool:
+def _unresolved(description: Description, verdict: KeyVerdict) -> bool:
     """Whether "auto" stayed what it was: what comes from the key has no value."""
     paths = [path for path in keys_in(verdict.target) if path in PATHS]
     return bool(paths) and all(description.value(path) is None for path in paths)

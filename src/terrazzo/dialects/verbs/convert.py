@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.dialects.core.description import Description, Extra, Setting, inactive, keys_in, settings, shown
-from terrazzo.dialects.core.dialect import Context, Dialect, Reading, Writing
+from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.meaning import agree, extras_by_key, idle
 from terrazzo.dialects.core.reader import flatten
-from terrazzo.dialects.core.verdict import LOST, Verdict, worst
+from terrazzo.dialects.core.verdict import LOST, KeyVerdict, worst
 from terrazzo.dialects.verbs.understand import Understood, read_document
 
 __all__ = ["Conversion", "convert", "convert_reading"]
@@ -37,14 +37,14 @@ class Conversion:
     source: Dialect
     target: Dialect
     document: dict[str, Any]
-    verdicts: tuple[Verdict, ...]
-    unsaid: tuple[Verdict, ...]
-    added: tuple[Verdict, ...]
+    verdicts: tuple[KeyVerdict, ...]
+    unsaid: tuple[KeyVerdict, ...]
+    added: tuple[KeyVerdict, ...]
     before: Description
     after: Description
 
     @property
-    def refused(self) -> tuple[Verdict, ...]:
+    def refused(self) -> tuple[KeyVerdict, ...]:
         return tuple(verdict for verdict in (*self.verdicts, *self.unsaid) if verdict.kind == "refused")
 
 
@@ -53,7 +53,7 @@ def convert(understood: Understood, target: Dialect) -> Conversion:
     return convert_reading(understood.dialect, understood.reading, target, understood.context)
 
 
-def convert_reading(source: Dialect, reading: Reading, target: Dialect, context: Context) -> Conversion:
+def convert_reading(source: Dialect, reading: Reading, target: Dialect, context: ReadingContext) -> Conversion:
     """As `convert`, from what has been read."""
     before = reading.description
     writing = target.write(before, context)
@@ -78,7 +78,7 @@ class _Fates:
             for key in setting.keys:
                 self.paths.setdefault(key, []).append(path)
 
-    def _read_back(self, verdict: Verdict) -> Verdict:
+    def _read_back(self, verdict: KeyVerdict) -> KeyVerdict:
         """The writer's verdict; lossy where the document read back says otherwise, and the writer did not say why."""
         if verdict.kind in ("lossy", "refused") or verdict.why or agree(verdict.key, self.before, self.after):
             return verdict
@@ -87,29 +87,31 @@ class _Fates:
             why = f"{verdict.key} is open here, and {title} takes {now}"
         else:
             why = f"{title} has {now} for {verdict.key}, not {shown(verdict.value)}"
-        return Verdict(verdict.key, verdict.value, "lossy", verdict.target, why)
+        return KeyVerdict(verdict.key, verdict.value, "lossy", verdict.target, why)
 
-    def of_key(self, read: Verdict) -> Verdict:
+    def of_key(self, read: KeyVerdict) -> KeyVerdict:
         """What became of one key of the source."""
         if read.kind == "refused":
-            return Verdict(read.key, read.value, "refused", "", read.why)
+            return KeyVerdict(read.key, read.value, "refused", "", read.why)
         written = [self.by_path[path] for path in self.paths.get(read.key, ()) if path in self.by_path]
         if written:
             return self._composed(read, written)
         extra = self.extras.get(read.key) or self.extras.get(read.target)
-        return self._extra(read, extra) if extra is not None else Verdict(read.key, read.value, read.kind, "", read.why)
+        return (
+            self._extra(read, extra) if extra is not None else KeyVerdict(read.key, read.value, read.kind, "", read.why)
+        )
 
-    def _extra(self, read: Verdict, extra: Extra) -> Verdict:
+    def _extra(self, read: KeyVerdict, extra: Extra) -> KeyVerdict:
         """Of a key with a meaning to its own library alone."""
         if self.before.dialect == self.target.name:
-            return Verdict(read.key, read.value, read.kind, extra.key, read.why)
+            return KeyVerdict(read.key, read.value, read.kind, extra.key, read.why)
         if extra.loss == "harmless" and read.kind == "lossy":  # its own library does nothing with it
             return read
         absent = "" if extra.loss == "harmless" else f"no such setting in {self.target.title}"
         why = "; ".join(part for part in (absent, extra.why) if part)
-        return Verdict(read.key, read.value, LOST[extra.loss], "", why, tuning=extra.loss == "harmless")
+        return KeyVerdict(read.key, read.value, LOST[extra.loss], "", why, tuning=extra.loss == "harmless")
 
-    def _composed(self, read: Verdict, written: list[Verdict]) -> Verdict:
+    def _composed(self, read: KeyVerdict, written: list[KeyVerdict]) -> KeyVerdict:
         direct = [verdict for verdict in written if self.before[verdict.key].origin != "derived"] or written
         targets = _once(part for verdict in direct for part in keys_in(verdict.target))
         kind = worst([read.kind, *(verdict.kind for verdict in written)])
@@ -120,22 +122,22 @@ class _Fates:
             kind = "defaulted"
         grave = [verdict.why for verdict in written if verdict.kind == kind] if kind in ("lossy", "refused") else []
         why = "; ".join(_once([read.why, *(grave or [verdict.why for verdict in written])]))
-        return Verdict(read.key, read.value, kind, ", ".join(targets), why)
+        return KeyVerdict(read.key, read.value, kind, ", ".join(targets), why)
 
-    def unsaid(self) -> Iterable[Verdict]:
+    def unsaid(self) -> Iterable[KeyVerdict]:
         """Losses of settings that no key of the source gave, and what the target needs beside them."""
         yield from self.missing
         for path, verdict in self.by_path.items():
             if not self.before[path].key and verdict.kind in ("lossy", "refused") and not idle(self.before, path):
                 yield verdict
 
-    def added(self) -> Iterable[Verdict]:
+    def added(self) -> Iterable[KeyVerdict]:
         """The target's own choices where the source makes none, or what it asks for is refused."""
         for path, now in settings(self.after):
             was: Setting[Any] = self.before[path]
             open_now = not was.is_set or (self.by_path[path].kind == "refused" and now.origin == "default")
             if now.is_set and open_now and not inactive(path, now.value) and not idle(self.after, path):
-                yield Verdict(path, now.value, "defaulted", now.key, f"{self.target.title}'s default")
+                yield KeyVerdict(path, now.value, "defaulted", now.key, f"{self.target.title}'s default")
 
 
 def _once(texts: Iterable[str]) -> list[str]:

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from terrazzo.dialects.core.description import MEANING, PATHS, Description, Setting, inactive
 from terrazzo.dialects.core.meaning import agree, extras_by_key, idle
 
-__all__ = ["Difference", "compare"]
+__all__ = ["SettingDifference", "compare"]
 
 
 @dataclass(frozen=True)
-class Difference:
+class SettingDifference:
     """One setting.
 
     Attributes:
@@ -27,22 +27,22 @@ class Difference:
     b: Setting[Any]
 
 
-def compare(a: Description, b: Description) -> list[Difference]:
+def compare(a: Description, b: Description) -> list[SettingDifference]:
     """Every difference, in the order of the sections. What one leaves to code and the other turns off is none."""
     found = []
     for path in PATHS:
         one, other = a[path], b[path]
         if one.is_set and other.is_set:
             if not agree(path, a, b):
-                found.append(Difference(path, MEANING[path], "value", one, other))
+                found.append(SettingDifference(path, MEANING[path], "value", one, other))
         elif one.is_set != other.is_set:
             said = one if one.is_set else other
             if not inactive(path, said.value) and not idle(a if one.is_set else b, path):
-                found.append(Difference(path, MEANING[path], "a" if one.is_set else "b", one, other))
+                found.append(SettingDifference(path, MEANING[path], "a" if one.is_set else "b", one, other))
     return found + (_extras(a, b) if a.dialect == b.dialect else [])
 
 
-def _extras(a: Description, b: Description) -> list[Difference]:
+def _extras(a: Description, b: Description) -> list[SettingDifference]:
     ours, theirs = extras_by_key(a), extras_by_key(b)
     found = []
     for key in dict.fromkeys([*ours, *theirs]):
@@ -53,5 +53,5 @@ def _extras(a: Description, b: Description) -> list[Difference]:
             continue
         meaning = (ours.get(key) or theirs[key]).why
         kind: Literal["value", "a", "b"] = "value" if one.is_set and other.is_set else "a" if one.is_set else "b"
-        found.append(Difference(key, meaning, kind, one, other))
+        found.append(SettingDifference(key, meaning, kind, one, other))
     return found

@@ -11,7 +11,7 @@ import yaml
 from terrazzo.config.arguments import write_arguments
 from terrazzo.config.files import Format, Loaded
 from terrazzo.dialects.core.description import keys_in
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.verbs.comments import Comment, place, take
 
 __all__ = ["plain", "to_text"]
@@ -31,7 +31,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def to_text(document: Mapping[str, Any], kind: Format, source: Loaded, verdicts: Iterable[Verdict]) -> str:
+def to_text(document: Mapping[str, Any], kind: Format, source: Loaded, verdicts: Iterable[KeyVerdict]) -> str:
     """The document's text.
 
     Args:
@@ -49,7 +49,7 @@ def to_text(document: Mapping[str, Any], kind: Format, source: Loaded, verdicts:
     return place(text, _moved(take(source.text), list(verdicts)))
 
 
-def _moved(comments: Mapping[str, Comment], verdicts: list[Verdict]) -> dict[str, Comment]:
+def _moved(comments: Mapping[str, Comment], verdicts: list[KeyVerdict]) -> dict[str, Comment]:
     """Comments under the keys of the target; those of keys that are gone name them, and lose their place."""
     moved: dict[str, Comment] = {}
     for key, comment in comments.items():
@@ -62,7 +62,7 @@ def _moved(comments: Mapping[str, Comment], verdicts: list[Verdict]) -> dict[str
     return moved
 
 
-def _target(key: str, verdicts: list[Verdict]) -> str:
+def _target(key: str, verdicts: list[KeyVerdict]) -> str:
     """What a key has become. Of a section: the section that all of its keys are in, else what its first key is."""
     if exact := [verdict.target for verdict in verdicts if verdict.key == key and verdict.target]:
         return keys_in(exact[0])[0]

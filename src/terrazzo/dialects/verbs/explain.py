@@ -8,7 +8,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import LOADED, MEANING, Description, Extra, Setting, settings, shown
 from terrazzo.dialects.core.meaning import data_ranks, degrees, extras_by_key
-from terrazzo.dialects.core.verdict import Verdict
+from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.engine import LossScaling
 
@@ -56,7 +56,7 @@ class Page:
     options: tuple[Option, ...]
     left: tuple[str, ...]
     own: tuple[Extra, ...]
-    unsettled: tuple[Verdict, ...]
+    unsettled: tuple[KeyVerdict, ...]
 
 
 def explain(understood: Understood) -> Page:

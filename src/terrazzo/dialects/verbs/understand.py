@@ -7,7 +7,7 @@ from pathlib import Path
 
 from terrazzo.config.files import Loaded, load
 from terrazzo.dialects.core.description import Description, Setting, Settings
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Context, Dialect, Document, Reading
+from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Reading, ReadingContext
 from terrazzo.dialects.core.meaning import data_ranks
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.registry import dialect, recognise
@@ -22,14 +22,14 @@ class Understood:
     loaded: Loaded
     dialect: Dialect
     reading: Reading
-    context: Context
+    context: ReadingContext
 
     @property
     def description(self) -> Description:
         return self.reading.description
 
 
-def understand(path: str | Path, name: str | None = None, context: Context = NO_CONTEXT) -> Understood:
+def understand(path: str | Path, name: str | None = None, context: ReadingContext = NO_CONTEXT) -> Understood:
     """Read a file.
 
     Args:
@@ -44,7 +44,7 @@ def understand(path: str | Path, name: str | None = None, context: Context = NO_
     return Understood(loaded, found, read_document(found, loaded.document, context), context)
 
 
-def read_document(found: Dialect, document: Document, context: Context = NO_CONTEXT) -> Reading:
+def read_document(found: Dialect, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What a document means, with the number of ranks of the context and the third of the batch's three sizes."""
     reading = found.read(document, context)
     given: Settings = {}

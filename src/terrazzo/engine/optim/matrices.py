@@ -16,7 +16,7 @@ from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Ledger, Traffic
 from terrazzo.engine.links.transfer import Moves, Transfer
 from terrazzo.engine.optim.kept import KeptStates
-from terrazzo.engine.optim.owners import Matrix, Owners, Part, Stage, owners_of
+from terrazzo.engine.optim.owners import AxisExchange, Matrix, MatrixPart, Owners, owners_of
 from terrazzo.engine.optim.segment import Segment, held_range, runs
 from terrazzo.engine.optim.template import MatrixNeeds, Templates
 from terrazzo.engine.plan.layout import Range
@@ -45,7 +45,7 @@ class _Held:
     ledger: Ledger
     parts: dict[Matrix, tuple[Range, Tensor]] = field(default_factory=dict)
 
-    def put(self, part: Part, values: Tensor) -> None:
+    def put(self, part: MatrixPart, values: Tensor) -> None:
         """Have `values` of it, in the place of what there is."""
         self.drop(part.matrix)
         self.ledger.acquire(values.nbytes)
@@ -55,11 +55,11 @@ class _Held:
         if (found := self.parts.pop(matrix, None)) is not None:
             self.ledger.release(found[1].nbytes)
 
-    def of(self, part: Part) -> Tensor:
+    def of(self, part: MatrixPart) -> Tensor:
         held, values = self.parts[part.matrix]
         return values[part.range.within(held)]
 
-    def widen(self, parts: Sequence[Part]) -> None:
+    def widen(self, parts: Sequence[MatrixPart]) -> None:
         """Have room for further parts of the matrices that some are here of."""
         wanted: dict[Matrix, Range] = {}
         for matrix, held in parts:
@@ -70,10 +70,10 @@ class _Held:
             if matrix in self.parts:
                 held, values = self.parts[matrix]
                 room[held.within(whole)] = values
-            self.put(Part(matrix, whole), room)
+            self.put(MatrixPart(matrix, whole), room)
 
 
-def _exchanged(held: _Held, stage: Stage, link: MatrixLink, keep: bool) -> Moves[None]:
+def _exchanged(held: _Held, stage: AxisExchange, link: MatrixLink, keep: bool) -> Moves[None]:
     """Carry out one stage.
 
     Args:
@@ -141,12 +141,12 @@ class MatrixSteps:
             give(segment)
             self._prepare(optimizer, segment, [*filter(owners.sends, matrices)], held)
 
-        def run(stage: Stage, keep: bool) -> None:
+        def run(stage: AxisExchange, keep: bool) -> None:
             Transfer(_exchanged(held, stage, axes.along(stage.axis), keep), label).finish()
 
         _update(owners, due, held, run, lambda matrix: self._whole(optimizer, matrix, held))
         for matrix, segment in here:
-            part = Part(matrix, owners.held(matrix))
+            part = MatrixPart(matrix, owners.held(matrix))
             values = segment.parameter.detach()[part.range.within(segment.range)]
             optimizer.apply(self._groups[segment.group], values, held.of(part), matrix.shape)
         for matrix in due:
@@ -165,12 +165,12 @@ class MatrixSteps:
             parameter.grad = None
             for matrix in matrices:
                 part = matrix.range.intersect(segment.range)
-                held.put(Part(matrix, part), update[part.within(segment.range)].clone())
+                held.put(MatrixPart(matrix, part), update[part.within(segment.range)].clone())
 
     def _whole(self, optimizer: MatrixOptimizer, matrix: Matrix, held: _Held) -> Tensor:
         group = self._groups[matrix.bucket.members[matrix.number].group]
         with held.ledger.holding(optimizer.workspace_bytes(matrix.shape)):
-            values = held.of(Part(matrix, matrix.range)).view(matrix.shape)
+            values = held.of(MatrixPart(matrix, matrix.range)).view(matrix.shape)
             return optimizer.whole(group, values).reshape(-1)
 
 
@@ -178,14 +178,14 @@ def _update(
     owners: Owners,
     due: Sequence[Matrix],
     held: _Held,
-    run: Callable[[Stage, bool], None],
+    run: Callable[[AxisExchange, bool], None],
     whole: Callable[[Matrix], Tensor],
 ) -> None:
     """From what this rank holds of matrices to what it gets of their updates."""
     for stage in owners.gathers(due):
         run(stage, False)
     for matrix in filter(owners.is_here, due):
-        held.put(Part(matrix, matrix.range), whole(matrix))
+        held.put(MatrixPart(matrix, matrix.range), whole(matrix))
     for stage in owners.returns(due):
         run(stage, True)
 
@@ -216,9 +216,9 @@ def rehearse_matrices(buckets: Sequence[Bucket], templates: Templates, tally: Ta
                     with tally.ledger.holding(needs.prepare_bytes(own.numel, bucket.precision)):
                         for matrix in (each for each in due if each.bucket is bucket and first <= each.number < last):
                             if owners.sends(matrix) and (part := owners.held(matrix)).numel:
-                                held.put(Part(matrix, part), _room(held, part.numel))
+                                held.put(MatrixPart(matrix, part), _room(held, part.numel))
 
-        def run(stage: Stage, keep: bool, held: _Held = held, link: _PaperLink = link) -> None:
+        def run(stage: AxisExchange, keep: bool, held: _Held = held, link: _PaperLink = link) -> None:
             for _ in _exchanged(held, stage, link, keep):
                 pass
 

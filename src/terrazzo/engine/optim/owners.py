@@ -18,7 +18,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.layout import Range, share
 
-__all__ = ["Matrix", "Owners", "Part", "Stage", "owners_of"]
+__all__ = ["AxisExchange", "Matrix", "MatrixPart", "Owners", "owners_of"]
 
 
 class Matrix(NamedTuple):
@@ -40,19 +40,19 @@ class Matrix(NamedTuple):
         return max(self.shape) * min(self.shape) ** 2
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """Elements of a matrix, as a range of its space."""
 
     matrix: Matrix
     range: Range
 
 
-class Stage(NamedTuple):
+class AxisExchange(NamedTuple):
     """An exchange along one axis: what this rank sends to each rank of it, and gets from each."""
 
     axis: str
-    sent: Sequence[Sequence[Part]]
-    received: Sequence[Sequence[Part]]
+    sent: Sequence[Sequence[MatrixPart]]
+    received: Sequence[Sequence[MatrixPart]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,21 +106,21 @@ class Owners:
         """Whether the owner's update begins with what this rank holds: others may hold the same."""
         return self._beside(matrix, self.copies)
 
-    def gathers(self, among: Collection[Matrix]) -> Iterator[Stage]:
+    def gathers(self, among: Collection[Matrix]) -> Iterator[AxisExchange]:
         """Bring the parts of `among`, the same on every rank, to the owners."""
         for depth in range(len(self.split), 0, -1):
             yield self._stage(depth, among, gathers=True)
 
-    def returns(self, among: Collection[Matrix]) -> Iterator[Stage]:
+    def returns(self, among: Collection[Matrix]) -> Iterator[AxisExchange]:
         """Bring what the owners have back to all that hold elements of it."""
         for depth in range(1, len(self.split) + 1):
             yield self._stage(depth, among, gathers=False)
         for number, axis in enumerate(self.copies):
             rank, size = self._place(axis)
-            sent: list[list[Part]] = [[] for _ in range(size)]
-            received: list[list[Part]] = [[] for _ in range(size)]
+            sent: list[list[MatrixPart]] = [[] for _ in range(size)]
+            received: list[list[MatrixPart]] = [[] for _ in range(size)]
             for matrix in among:
-                part = Part(matrix, self.held(matrix))
+                part = MatrixPart(matrix, self.held(matrix))
                 if not (part.range.numel and self._beside(matrix, self.copies[number + 1 :])):
                     continue
                 if (source := self.places[matrix][axis]) != rank:
@@ -128,30 +128,30 @@ class Owners:
                 else:
                     for other in range(size):
                         sent[other].extend([part] if other != rank else ())
-            yield Stage(axis, sent, received)
+            yield AxisExchange(axis, sent, received)
 
-    def _stage(self, depth: int, among: Collection[Matrix], gathers: bool) -> Stage:
+    def _stage(self, depth: int, among: Collection[Matrix], gathers: bool) -> AxisExchange:
         """Along the axis that cuts ranges at that depth."""
         axis, inner = self.split[depth - 1], self.split[depth:]
         rank, size = self._place(axis)
-        outwards: list[list[Part]] = [[] for _ in range(size)]
-        inwards: list[list[Part]] = [[] for _ in range(size)]
+        outwards: list[list[MatrixPart]] = [[] for _ in range(size)]
+        inwards: list[list[MatrixPart]] = [[] for _ in range(size)]
         for matrix in (each for each in among if self._beside(each, (*inner, *self.copies))):
             if (owner := self.places[matrix][axis]) != rank:
                 outwards[owner].extend(self._part(matrix, depth, rank))
             else:
                 for other in range(size):
                     inwards[other].extend(self._part(matrix, depth, other) if other != rank else ())
-        return Stage(axis, outwards, inwards) if gathers else Stage(axis, inwards, outwards)
+        return AxisExchange(axis, outwards, inwards) if gathers else AxisExchange(axis, inwards, outwards)
 
-    def _part(self, matrix: Matrix, depth: int, place: int) -> Iterator[Part]:
+    def _part(self, matrix: Matrix, depth: int, place: int) -> Iterator[MatrixPart]:
         """What a rank has of it that is at `place` along the axis of that depth, and along outer ones here."""
         axes = matrix.bucket.sharding.axes
         cuts = axes.cuts(self.split[:depth])
         cuts[-1] = (place, cuts[-1][1])
         held = share(matrix.bucket.space.layout.whole, cuts).intersect(matrix.range)
         if held.numel:
-            yield Part(matrix, held)
+            yield MatrixPart(matrix, held)
 
     def _beside(self, matrix: Matrix, axes: Sequence[str]) -> bool:
         """Whether this rank is where the owner is, along these axes."""

@@ -26,7 +26,7 @@ from terrazzo.integrations.accelerate import checkpoints
 from terrazzo.integrations.accelerate.asked import Asked, hidden
 from terrazzo.integrations.accelerate.optimizer import SteppedOptimizer, is_sharded
 from terrazzo.integrations.owners import owner_of
-from terrazzo.integrations.setup import Setup, TerrazzoArguments
+from terrazzo.integrations.setup import EngineSetup, TerrazzoArguments
 
 __all__ = ["Accelerator"]
 
@@ -57,7 +57,7 @@ class Accelerator(accelerate.Accelerator):
         precision: Precision | str | torch.dtype | None = None,
         units: Units | None = None,
         offload: Offload | None = None,
-        setup: Setup | None = None,
+        setup: EngineSetup | None = None,
         **arguments: Any,
     ) -> None:
         given = inspect.signature(super().__init__).bind(*positional, **arguments).arguments
@@ -74,7 +74,7 @@ class Accelerator(accelerate.Accelerator):
         self._set_up()
         self._partners: dict[nn.Module, Optimizer] = {}
 
-    def _set_up(self, model: nn.Module | None = None) -> Setup:
+    def _set_up(self, model: nn.Module | None = None) -> EngineSetup:
         """What the engine is told of a model, or of a model in fp32; with clipping and accumulation noted here."""
         setup = self.setup or self._asked.setup(self.device, dist.get_world_size(), model)
         if setup.mesh is None:  # not by what the group could do: `cpu=True` holds beside a GPU

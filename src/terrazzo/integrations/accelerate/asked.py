@@ -22,12 +22,12 @@ from terrazzo.dialects.accelerate.launched import (
     parallelism_section,
 )
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import LossScaling, Plan, Precision
 from terrazzo.errors import BadInput
-from terrazzo.integrations.setup import Setup, TerrazzoArguments, setup_for, trained_dtypes
+from terrazzo.integrations.setup import EngineSetup, TerrazzoArguments, setup_for, trained_dtypes
 
 __all__ = ["Asked", "hidden"]
 
@@ -122,7 +122,7 @@ class Asked:
                 "launcher or DeepSpeed's configuration) says a precision, too: leave out one of them."
             )
 
-    def setup(self, device: torch.device, world: int, model: nn.Module | None = None) -> Setup:
+    def setup(self, device: torch.device, world: int, model: nn.Module | None = None) -> EngineSetup:
         """What `tz.shard` is to be told.
 
         Args:
@@ -135,7 +135,7 @@ class Asked:
         if description is not None:
             setup = setup_for(description, device, loaded)
         else:
-            setup = Setup(Plan.named(DEFAULT_PLAN), self._of_replicas(loaded, device))
+            setup = EngineSetup(Plan.named(DEFAULT_PLAN), self._of_replicas(loaded, device))
         return self.words.over(setup).over(compile=self.compile or None)
 
     def _of_replicas(self, loaded: torch.dtype, device: torch.device) -> Precision:
@@ -154,7 +154,7 @@ class Asked:
         name, document = "accelerate", self.document | {"mixed_precision": self.mixed}
         if self.plugin is not None:
             name, document = "deepspeed", deepspeed_document(self.plugin, self.mixed)
-        reading = read_document(dialect(name), document, Context(world=world))
+        reading = read_document(dialect(name), document, ReadingContext(world=world))
         refused = [f"{verdict.key}: {verdict.why}" for verdict in reading.verdicts if verdict.kind == "refused"]
         if refused:
             raise BadInput(f"The configuration asks for what cannot be honoured. {'; '.join(refused)}.")

@@ -13,7 +13,7 @@ without changing results is said once, on rank 0.
 from typing import Any
 
 from terrazzo.integrations.deepspeed import accelerator, comm, ops, runtime, utils, zero
-from terrazzo.integrations.deepspeed.absent import Absent
+from terrazzo.integrations.deepspeed.absent import AbsentName
 from terrazzo.integrations.deepspeed.accelerator import get_accelerator
 from terrazzo.integrations.deepspeed.api import add_config_arguments, initialize
 from terrazzo.integrations.deepspeed.comm import init_distributed
@@ -41,4 +41,4 @@ def __getattr__(name: str) -> Any:
     """Whatever else DeepSpeed has can be named, and is refused when it is used."""
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return Absent(f"deepspeed.{name}")
+    return AbsentName(f"deepspeed.{name}")

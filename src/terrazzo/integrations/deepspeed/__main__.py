@@ -23,7 +23,7 @@ from types import ModuleType
 
 from terrazzo.errors import TerrazzoError
 from terrazzo.integrations import deepspeed as door
-from terrazzo.integrations.deepspeed.absent import Absent
+from terrazzo.integrations.deepspeed.absent import AbsentName
 
 __all__ = ["main"]
 
@@ -57,10 +57,10 @@ def _stand_in() -> None:
         if not module.name.endswith("__main__"):
             name = module.name.replace(door.__name__, "deepspeed", 1)
             sys.modules[name] = importlib.import_module(module.name)
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _AbsentFinder())
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds `deepspeed.X` for what the door does not have."""
 
     def find_spec(
@@ -69,7 +69,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.util.spec_from_loader(fullname, self) if fullname.startswith("deepspeed.") else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return Absent(spec.name)
+        return AbsentName(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         pass

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from terrazzo.errors import BadInput
 
-__all__ = ["Absent"]
+__all__ = ["AbsentName"]
 
 _INSTEAD = {
     "checkpointing": "activation checkpointing of its own: use torch.utils.checkpoint",
@@ -24,7 +24,7 @@ _INSTEAD = {
 }
 
 
-class Absent(ModuleType):
+class AbsentName(ModuleType):
     """A name that stands for something that is not here. Raises: `BadInput` when it is called, subclassed or listed."""
 
     __path__: list[str] = []
@@ -32,7 +32,7 @@ class Absent(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"{self.__name__} has no {name}")
-        return Absent(f"{self.__name__}.{name}")
+        return AbsentName(f"{self.__name__}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse()

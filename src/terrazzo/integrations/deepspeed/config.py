@@ -13,14 +13,14 @@ import torch
 
 from terrazzo.config.files import Loaded, load
 from terrazzo.dialects.core.description import Description, Setting, settings
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.meaning import extras_by_key
 from terrazzo.dialects.deepspeed.keys import TABLE
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, read_document
 from terrazzo.errors import BadInput
-from terrazzo.integrations.setup import Setup, setup_for
+from terrazzo.integrations.setup import EngineSetup, setup_for
 
 __all__ = ["Configuration", "read"]
 
@@ -58,7 +58,7 @@ class Configuration:
 
     document: Mapping[str, Any]
     description: Description
-    setup: Setup
+    setup: EngineSetup
     micro_batch: int
     notes: tuple[str, ...] = ()
 
@@ -89,7 +89,7 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any], world: int, device:
     Raises: `BadInput` listing every key that is refused, each with why.
     """
     loaded = _loaded(config)
-    found, context = dialect("deepspeed"), Context(world=world, folder=loaded.path.parent)
+    found, context = dialect("deepspeed"), ReadingContext(world=world, folder=loaded.path.parent)
     reading = read_document(found, loaded.document, context)
     findings = check(Understood(loaded, found, reading, context))
     errors = [f"{each.key}: {each.text}" if each.key else each.text for each in findings if each.level == "error"]

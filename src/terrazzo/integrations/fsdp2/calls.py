@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, Mixed
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import attach, engine_of, on_unattached_step
@@ -29,10 +29,10 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.private_torch import tree_map_only
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2 import units
-from terrazzo.integrations.fsdp2.module import FSDPModule, FSDPRoot, Mark
+from terrazzo.integrations.fsdp2.module import FSDPModule, FSDPRoot, ModuleMark
 from terrazzo.integrations.fsdp2.optimizer import take_over
-from terrazzo.integrations.fsdp2.states import Rows, place
-from terrazzo.integrations.setup import Setup, setup_for, trained_dtypes
+from terrazzo.integrations.fsdp2.states import RowPlacements, place
+from terrazzo.integrations.setup import EngineSetup, setup_for, trained_dtypes
 
 __all__ = ["fully_shard"]
 
@@ -106,7 +106,7 @@ def _mark(module: nn.Module, arguments: dict[str, Any]) -> None:
     if callable(own := getattr(kind, "generate", None)):
         names["generate"] = _once_sharded(own)
     module.__class__ = type(kind.__name__, (FSDPModule, kind), names)
-    module.__dict__["_mark"] = Mark(arguments, _realize, _rows)
+    module.__dict__["_mark"] = ModuleMark(arguments, _realize, _rows)
     place(module.parameters(), arguments["mesh"])
     _WAITING.add(module)
 
@@ -164,14 +164,14 @@ def _complete(root: Any, ahead: int) -> None:
         units.gather_ahead(engine, ahead)
 
 
-def _rows(module: Any) -> Rows:
+def _rows(module: Any) -> RowPlacements:
     """How tensors of the model around a module are shown: on its mesh, by default one axis of all ranks."""
     root: Any = module._mark.root() if module._mark.root is not None else _root_of(module)
     if "_rows" not in root.__dict__:
         own = root._mark.arguments
         mesh = own["mesh"] or init_device_mesh(_device(None).type, (dist.get_world_size(),))
-        root.__dict__["_rows"] = Rows(mesh)
-    rows: Rows = root.__dict__["_rows"]
+        root.__dict__["_rows"] = RowPlacements(mesh)
+    rows: RowPlacements = root.__dict__["_rows"]
     return rows
 
 
@@ -202,7 +202,7 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, values)
 
 
-def _setup(root: nn.Module, calls: Mapping[str, Mapping[str, Any]]) -> Setup:
+def _setup(root: nn.Module, calls: Mapping[str, Mapping[str, Any]]) -> EngineSetup:
     """What the calls ask of the engine, read as the fsdp2 dialect reads a file."""
     own, inner = calls[""], {name: call for name, call in calls.items() if name}
     for name, call in calls.items():
@@ -211,7 +211,7 @@ def _setup(root: nn.Module, calls: Mapping[str, Mapping[str, Any]]) -> Setup:
     document = _document(own, _reshard([call["reshard_after_forward"] for call in inner.values()] or [own[_RESHARD]]))
     loaded = _dtype_of(root)
     world = dist.get_world_size() if dist.is_initialized() else None
-    reading = read_document(dialect("fsdp2"), document, Context(world=world, load_dtype=str(loaded)))
+    reading = read_document(dialect("fsdp2"), document, ReadingContext(world=world, load_dtype=str(loaded)))
     for verdict in reading.verdicts:
         if verdict.kind == "refused":
             raise BadInput(f"fully_shard: {verdict.key} is {verdict.value!r}: {verdict.why}.")

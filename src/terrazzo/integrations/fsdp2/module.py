@@ -17,13 +17,13 @@ from torch.distributed.fsdp import UnshardHandle
 from terrazzo.engine import Engine, engine_of, register_forward_method
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.fsdp2 import units
-from terrazzo.integrations.fsdp2.states import Rows, place, whole_value
+from terrazzo.integrations.fsdp2.states import RowPlacements, place, whole_value
 
-__all__ = ["FSDPModule", "FSDPRoot", "Mark", "register_fsdp_forward_method"]
+__all__ = ["FSDPModule", "FSDPRoot", "ModuleMark", "register_fsdp_forward_method"]
 
 
 @dataclass
-class Mark:
+class ModuleMark:
     """What is known of a module that `fully_shard` was called on.
 
     Attributes:
@@ -38,7 +38,7 @@ class Mark:
 
     arguments: dict[str, Any]
     realize: Callable[[Any], None]
-    rows: Callable[[Any], Rows]
+    rows: Callable[[Any], RowPlacements]
     root: weakref.ref[nn.Module] | None = None
     ahead: int = 0
     divide_factor: float | None = None
@@ -48,7 +48,7 @@ class Mark:
 class FSDPModule(TorchFSDPModule):
     """Mixed into the class of every module that `fully_shard` was called on."""
 
-    _mark: Mark
+    _mark: ModuleMark
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Slices of a container are of its original class."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from terrazzo.engine import Engine, ShardedOptimizer, Zeros, engine_of
-from terrazzo.integrations.fsdp2.states import Rows, whole_value
+from terrazzo.integrations.fsdp2.states import RowPlacements, whole_value
 
 __all__ = ["FSDPOptimizer", "take_over"]
 
@@ -23,7 +23,7 @@ __all__ = ["FSDPOptimizer", "take_over"]
 class FSDPOptimizer(ShardedOptimizer):
     """Mixed into the class of an optimizer that steps a model of `fully_shard`."""
 
-    _rows: Rows
+    _rows: RowPlacements
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with DTensors, by the numbers of parameters. Collective.
@@ -63,7 +63,7 @@ class _Begun(defaultdict[Any, dict[str, Any]]):
         return super().__missing__(key)
 
 
-def take_over(optimizer: Optimizer, model: nn.Module, rows: Rows) -> None:
+def take_over(optimizer: Optimizer, model: nn.Module, rows: RowPlacements) -> None:
     """Turn an optimizer that is attached to `model` into an `FSDPOptimizer` of its own class, in place."""
     engine, kind = engine_of(model), type(optimizer)
     optimizer.__class__ = type(kind.__name__, (FSDPOptimizer, kind), {"__module__": kind.__module__})

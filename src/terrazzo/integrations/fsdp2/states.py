@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from terrazzo.engine import ModelState, whole_weights
 
-__all__ = ["Rows", "place", "whole_value"]
+__all__ = ["RowPlacements", "place", "whole_value"]
 
 
-class Rows:
+class RowPlacements:
     """How tensors are shown: replicated over all axes of a mesh but the last, and split by rows over that."""
 
     def __init__(self, mesh: DeviceMesh) -> None:

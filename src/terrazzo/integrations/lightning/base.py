@@ -18,19 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.engine import Offload, Plan, Precision, data_mesh
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.integrations.setup import ActivationCheckpointing, Setup
+from terrazzo.integrations.setup import ActivationSetup, EngineSetup
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import ParallelStrategy as _Base
 else:
     _Base = object
 
-__all__ = ["Sharding"]
+__all__ = ["ShardedStrategy"]
 
 T = TypeVar("T")
 
 
-class Sharding(_Base):
+class ShardedStrategy(_Base):
     """Comes before Lightning's `ParallelStrategy`, the Trainer's or Fabric's.
 
     Args:
@@ -68,7 +68,7 @@ class Sharding(_Base):
         self._plan = Plan.named(plan) if isinstance(plan, str) else plan
         self._units = tuple(units) if units is not None else None
         self._prefetch, self._offload, self._dp_replicate = prefetch, offload or Offload(), dp_replicate
-        self._local, self._recompute = accumulate_locally, ActivationCheckpointing(activation_checkpointing)
+        self._local, self._recompute = accumulate_locally, ActivationSetup(activation_checkpointing)
         self._backend, self._timeout = process_group_backend, timeout
         self._num_nodes = 1
 
@@ -127,8 +127,8 @@ class Sharding(_Base):
 
     # -- what tz.shard is told ---------------------------------------------------------------------------------
 
-    def _setup(self) -> Setup:
-        return Setup(
+    def _setup(self) -> EngineSetup:
+        return EngineSetup(
             plan=self._plan,
             precision=self._asked or Precision(),
             mesh=self._mesh(),

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from terrazzo.engine import accumulate, attach, clip_grad_norm_
 from terrazzo.errors import BadInput
 from terrazzo.integrations.lightning import fabric_checkpoint
-from terrazzo.integrations.lightning.base import Sharding
+from terrazzo.integrations.lightning.base import ShardedStrategy
 from terrazzo.integrations.lightning.precision import FabricPrecision, precision_of
 from terrazzo.integrations.owners import owner_of
 
@@ -43,8 +43,8 @@ class Whole(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class TerrazzoStrategy(Sharding, ParallelStrategy):
-    """A strategy for Fabric that shards each model with its optimizer, in place. Its arguments are `Sharding`'s.
+class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
+    """A strategy for Fabric that shards each model with its optimizer, in place. Arguments: `ShardedStrategy`'s.
 
     Raises:
         BadInput: what the engine cannot do, in `Fabric(...)` or `fabric.setup(...)`.

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine import accumulate, attach, engine_of
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.integrations.lightning.base import Sharding
+from terrazzo.integrations.lightning.base import ShardedStrategy
 from terrazzo.integrations.lightning.checkpoint import load_checkpoint, save_checkpoint
 from terrazzo.integrations.lightning.precision import TerrazzoPrecision, precision_of
 from terrazzo.integrations.lightning.root import Root
@@ -27,8 +27,8 @@ from terrazzo.integrations.lightning.root import Root
 __all__ = ["TerrazzoStrategy"]
 
 
-class TerrazzoStrategy(Sharding, ParallelStrategy):
-    """A Trainer's strategy that shards the LightningModule and its one optimizer. Its arguments are `Sharding`'s.
+class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
+    """A Trainer's strategy that shards the LightningModule and its one optimizer. Arguments: `ShardedStrategy`'s.
 
     Raises:
         BadInput: what the engine cannot do, when the Trainer starts.

@@ -12,7 +12,7 @@ from torch import nn
 
 from terrazzo.dialects.accelerate.launched import SWITCHES, dynamo_section, launched
 from terrazzo.dialects.core.description import PATHS, Description
-from terrazzo.dialects.core.dialect import Context
+from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.meaning import agree
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
@@ -39,7 +39,7 @@ def describe(args: transformers.TrainingArguments, loaded: torch.dtype) -> Descr
     if args.mixed_precision != "no":  # said by the launcher, where it is not said here
         document |= {args.mixed_precision: True}
     name = DTYPE_NAMES.get(loaded, str(loaded).removeprefix("torch."))
-    context = Context(args.world_size, load_dtype=name, trainer=document)
+    context = ReadingContext(args.world_size, load_dtype=name, trainer=document)
     reading = read_document(dialect("trainer"), {key: document[key] for key in _OURS if document.get(key)}, context)
     if refused := [f"{each.key}={each.value!r}: {each.why}" for each in reading.verdicts if each.kind == "refused"]:
         raise BadInput(f"TrainingArguments that Terrazzo cannot honour: {'; '.join(refused)}.")
@@ -65,7 +65,7 @@ def _check_launcher(args: transformers.TrainingArguments) -> None:
         )
 
 
-def _check_deepspeed(document: Mapping[str, Any], context: Context) -> None:
+def _check_deepspeed(document: Mapping[str, Any], context: ReadingContext) -> None:
     """The Trainer steps, schedules and clips as its own arguments say: a DeepSpeed document must not say otherwise."""
     both = read_document(dialect("trainer"), document, context).description
     own = read_document(dialect("trainer"), {**document, "deepspeed": None}, context).description

@@ -23,7 +23,7 @@ from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first, together
 from terrazzo.integrations.accelerate import Accelerator
 from terrazzo.integrations.saving import save_over, settle
-from terrazzo.integrations.setup import Setup, TerrazzoArguments, setup_for
+from terrazzo.integrations.setup import EngineSetup, TerrazzoArguments, setup_for
 from terrazzo.integrations.transformers.arguments import check, check_split, describe
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class TerrazzoTrainerMixin(_Base):
         mixed = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(setup.autocast or torch.float32, "no")
         return {**theirs, "setup": setup, "mixed_precision": mixed, "dynamo_backend": "no"}
 
-    def _setup(self) -> Setup:
+    def _setup(self) -> EngineSetup:
         """What the arguments and the model, once it is there, ask for."""
         loaded = check(self.args, self.model) if self.model is not None else torch.float32
         description = describe(self.args, loaded)

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.parallel.context.chunks import Chunks, Run
 from terrazzo.parallel.context.kernels import Result
-from terrazzo.parallel.context.tiles import AttentionMask, Gradients, Outputs
+from terrazzo.parallel.context.tiles import AttentionMask, Outputs, TileGradients
 from terrazzo.parallel.exchanges import Peers, exchange
 
 __all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]
@@ -146,9 +146,9 @@ def _keep(ctx: Any, args: Sequence[Any], outputs: Outputs) -> Tensor:
     return out
 
 
-def _kept(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, ...], Gradients]:
+def _kept(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, ...], TileGradients]:
     query, key, value, out, lse = ctx.saved_tensors
-    return (query, key, value), Gradients(grad, query, Result(out, lse), ctx.scale)
+    return (query, key, value), TileGradients(grad, query, Result(out, lse), ctx.scale)
 
 
 def _given(query: Tensor, key: Tensor, of_query: Tensor, of_both: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,7 @@ from terrazzo.parallel.context import kernels
 from terrazzo.parallel.context.chunks import Run
 from terrazzo.parallel.context.kernels import ROWS, Part, Result, Seen
 
-__all__ = ["AttentionMask", "Gradients", "Outputs"]
+__all__ = ["AttentionMask", "Outputs", "TileGradients"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Outputs:
         return Result(self._out.to(self.query.dtype), self._lse)
 
 
-class Gradients:
+class TileGradients:
     """Of queries, keys and values, added up tile by tile in the precision of log-sum-exp.
 
     Args:

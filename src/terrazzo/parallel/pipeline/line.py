@@ -219,7 +219,7 @@ class _LineEnded(Exception):
     """The model's forward has come to the line's end in a stage that is not the last: what is behind is not run."""
 
 
-class _Whole:
+class _StageForward:
     """The forward of the model: that of one stage."""
 
     def __init__(self, inner: Callable[..., Any], line: Line) -> None:
@@ -287,7 +287,7 @@ def put_in_line(model: nn.Module, modules: Sequence[nn.Module], line: Line) -> N
     for place, module in enumerate(modules):
         own: Any = module
         own._call_impl = _InLine(own._call_impl, line, place)  # around hooks too, which may change what it is given
-    model.forward = _Whole(model.forward, line)
+    model.forward = _StageForward(model.forward, line)
     model.register_state_dict_pre_hook(_refuse_states)
 
 

@@ -75,7 +75,7 @@ def step(
         messages = messages_of(model, engine, line)
         told = begin_alike(engine.axes, messages, given)
         pairs = [(inputs, targets) for inputs, (_, targets) in zip(told.inputs, micro_batches, strict=True)]
-        return _Run(model, messages, pairs, loss_fn, auxiliary).run()
+        return _StepRun(model, messages, pairs, loss_fn, auxiliary).run()
     given()
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):
@@ -131,7 +131,7 @@ class _Kept(NamedTuple):
     aside: tuple[Tensor, ...]
 
 
-class _Run:
+class _StepRun:
     """One step of one rank of a pipeline."""
 
     def __init__(

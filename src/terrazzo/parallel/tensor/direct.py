@@ -30,13 +30,13 @@ def watch_direct_use(model: nn.Module, cut: Mapping[str, Sequence[str]], users: 
         cut: attributes of modules, by name, that hold parts.
         users: names of the modules that may compute with any of them.
     """
-    watch = _Watch(cut, users)
+    watch = _FirstForwards(cut, users)
     model.register_forward_pre_hook(watch.begin, prepend=True)
     model.register_forward_hook(watch.end, always_call=True)
 
 
 @dataclass
-class _Watch:
+class _FirstForwards:
     """Holds names alone, so that a copy of the model has one that works.
 
     Attributes:

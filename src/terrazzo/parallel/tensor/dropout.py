@@ -71,7 +71,7 @@ def random_states() -> int:
 
 
 @dataclass
-class _Watch:
+class _RandomStates:
     ranks: TensorRanks
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -91,4 +91,4 @@ def watch_seeds(model: nn.Module, ranks: TensorRanks) -> None:
 
     A forward raises `RanksApart` where they differ.
     """
-    model.register_forward_pre_hook(_Watch(ranks))
+    model.register_forward_pre_hook(_RandomStates(ranks))

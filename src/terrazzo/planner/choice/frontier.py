@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate, estimate
-from terrazzo.planner.figures import Memory
+from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.setup.request import Request, assumptions
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import Block, Column, Line, Table, plain
+from terrazzo.planner.text.blocks import Block, TableColumn, TextLine, TextTable, plain
 from terrazzo.planner.text.words import axes_text, checkpointing_text
 
 __all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest", "noted"]
@@ -42,7 +42,7 @@ class Refusal:
     candidates: int
     needed_bytes: float | None = None
     setup: Setup | None = None
-    memory: Memory | None = None
+    memory: MemoryFigures | None = None
 
     @property
     def overrun(self) -> float:
@@ -92,7 +92,7 @@ class Frontier:
         try:
             best = self.best or nearest(self, estimate)
         except BadInput as error:
-            return plain([Line(str(error)), *_refusals(self)]).rstrip()
+            return plain([TextLine(str(error)), *_refusals(self)]).rstrip()
         return plain(self.blocks(noted(self.request, best))).rstrip()
 
     def blocks(self, best: Estimate, head: Sequence[Block] = ()) -> list[Block]:
@@ -102,9 +102,9 @@ class Frontier:
             head: what stands above everything; without it the verdict on `best` does.
         """
         verdict, *rest = best.blocks()
-        where = Line(f"  {best.setup.plan.name} on {best.setup.cluster.count:,} × {best.setup.cluster.device.name}")
+        where = TextLine(f"  {best.setup.plan.name} on {best.setup.cluster.count:,} × {best.setup.cluster.device.name}")
         title = "the best plan in detail" if self.ranked else "what comes nearest"
-        return [*(head or (verdict, where)), *_ranking(self), Line(f"\n{title}", "bold"), *rest]
+        return [*(head or (verdict, where)), *_ranking(self), TextLine(f"\n{title}", "bold"), *rest]
 
 
 def noted(request: Request, best: Estimate) -> Estimate:
@@ -143,9 +143,9 @@ def _ranking(frontier: Frontier) -> list[Block]:
         timed = any(found.time is not None for found in leaders)
         first = FIRST[frontier.request.rank] if timed else "what sends the fewest bytes per token"
         blocks.append(
-            Line(f"{counts} What fits surely (its upper bound too) stands before what fits as expected", "dim")
+            TextLine(f"{counts} What fits surely (its upper bound too) stands before what fits as expected", "dim")
         )
-        blocks.append(Line(f"(yes); among these {first} is first.", "dim"))
+        blocks.append(TextLine(f"(yes); among these {first} is first.", "dim"))
     return blocks + _refusals(frontier)
 
 
@@ -163,24 +163,24 @@ def _refusals(frontier: Frontier) -> list[Block]:
             alike.setdefault(tuple(sorted(set(found))), []).append(strategy)
         for counts, names in alike.items():
             where = f" on {', '.join(map(str, counts))} GPUs" if len(tried) > 1 else ""
-            lines.append(Line(f"  {', '.join(names)}{where}: {reason}"))
-    return [Line("\nwhat does not run", "bold"), *lines] if lines else []
+            lines.append(TextLine(f"  {', '.join(names)}{where}: {reason}"))
+    return [TextLine("\nwhat does not run", "bold"), *lines] if lines else []
 
 
-def _ranked(leaders: list[Estimate]) -> Table:
+def _ranked(leaders: list[Estimate]) -> TextTable:
     columns = (
-        Column("strategy"),
-        Column("mesh", keep=5),
-        Column("checkpointing", keep=7),
-        Column("micro-batch", "right", 7),
-        Column("GiB", "right", 8),
-        Column("upper", "right", 4),
-        Column("tok/s/GPU", "right", 8),
-        Column("MFU", "right", 6),
-        Column("bound by", keep=3),
-        Column("fits", keep=6),
+        TableColumn("strategy"),
+        TableColumn("mesh", keep=5),
+        TableColumn("checkpointing", keep=7),
+        TableColumn("micro-batch", "right", 7),
+        TableColumn("GiB", "right", 8),
+        TableColumn("upper", "right", 4),
+        TableColumn("tok/s/GPU", "right", 8),
+        TableColumn("MFU", "right", 6),
+        TableColumn("bound by", keep=3),
+        TableColumn("fits", keep=6),
     )
-    return Table(columns, tuple(_ranked_row(found) for found in leaders))
+    return TextTable(columns, tuple(_ranked_row(found) for found in leaders))
 
 
 def _ranked_row(found: Estimate) -> tuple[str, ...]:

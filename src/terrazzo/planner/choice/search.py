@@ -21,7 +21,7 @@ from terrazzo.planner.choice.candidates import (
     variants,
 )
 from terrazzo.planner.choice.frontier import Frontier, Refusal
-from terrazzo.planner.figures import Memory
+from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.gate import TERRAZZO, objections
 from terrazzo.planner.gate.rule import Objection
@@ -56,7 +56,7 @@ def search(request: Request, calibration: Calibration | None = None, framework: 
     counts = counts_of(request, build_cluster(request, 1).device.per_node)
     if not isinstance(request.gpus, int):
         counts = spread(counts)
-    found = _Found(request, calibration, framework)
+    found = _Tried(request, calibration, framework)
     for count in counts:
         found.try_all(tuple(meshes(replace(request, gpus=count))))
     if not found.considered:
@@ -77,7 +77,7 @@ def _is_round(count: int) -> bool:
     return odd in (1, 3)
 
 
-class _Found:
+class _Tried:
     """Collects estimates that fit, and why the others do not."""
 
     def __init__(self, request: Request, calibration: Calibration | None, framework: Framework) -> None:
@@ -177,7 +177,12 @@ class _Found:
         return sure
 
     def _refuse(
-        self, choice: Request, reason: str, candidates: int, setup: Setup | None = None, memory: Memory | None = None
+        self,
+        choice: Request,
+        reason: str,
+        candidates: int,
+        setup: Setup | None = None,
+        memory: MemoryFigures | None = None,
     ) -> None:
         """Count `candidates` that were not tried one by one (0: one that was), and keep the nearest miss.
 
@@ -208,7 +213,7 @@ def _states_bytes(setup: Setup) -> float:
     return max(sum(term.value for term in on_device(setup, stage)) for stage in set(stand_ins(setup)))
 
 
-def _too_large(setup: Setup, memory: Memory) -> str:
+def _too_large(setup: Setup, memory: MemoryFigures) -> str:
     """Why a setup does not fit on the device, its host or its disks; empty where it does."""
     if memory.fits is not False:
         return ""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.machine.mesh import Mesh
 
-__all__ = ["Group", "Network", "Transfer", "group_of"]
+__all__ = ["Network", "RankGroup", "UnitTransfer", "group_of"]
 
 _ORDER = ("tp", "cp", "dp_shard", "dp_replicate", "pp")
 """Innermost first."""
@@ -53,7 +53,7 @@ SWITCH_GAIN = 1.3
 """All-reduce of 8 H200 with it 480 GB/s, without it 367 (stas00/ml-engineering)."""
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """Ranks of one collective: `size` of them, `stride` ranks apart."""
 
     axis: str
@@ -65,19 +65,19 @@ class Group(NamedTuple):
         return self.size * self.stride
 
 
-def group_of(mesh: Mesh, axis: str) -> Group:
+def group_of(mesh: Mesh, axis: str) -> RankGroup:
     """The group along a mesh axis other than `ep`; that of `dp_shard` has the ranks of `cp` too."""
     if axis == "dp_shard":
-        return Group(axis, mesh.shard_ranks, mesh.tp)
+        return RankGroup(axis, mesh.shard_ranks, mesh.tp)
     stride = 1
     for inner in _ORDER:
         if inner == axis:
             break
         stride *= getattr(mesh, inner)
-    return Group(axis, getattr(mesh, axis), stride)
+    return RankGroup(axis, getattr(mesh, axis), stride)
 
 
-class Transfer(NamedTuple):
+class UnitTransfer(NamedTuple):
     """One collective or copy of one unit.
 
     Attributes:
@@ -97,7 +97,7 @@ class Transfer(NamedTuple):
     purpose: str
     when: str
     sent_bytes: float
-    group: Group | None
+    group: RankGroup | None
     link: str
     messages: int = 1
 
@@ -118,13 +118,13 @@ class Network:
     def _domain(self) -> int:
         return self.device.scaleup_domain if self.device.scaleup_bandwidth else 1
 
-    def link(self, group: Group) -> str:
+    def link(self, group: RankGroup) -> str:
         """The slowest link that the group crosses: `scaleup`, `pcie` or `internode`."""
         if group.span <= self._domain:
             return "scaleup"
         return "pcie" if group.span <= self.device.per_node else "internode"
 
-    def bandwidth(self, group: Group) -> float | None:
+    def bandwidth(self, group: RankGroup) -> float | None:
         """Bus bandwidth of a ring, B/s: bytes that each rank sends per second. None where a link is not known.
 
         A ring over several nodes is many rings, each of which leaves a node through another network card, so that its
@@ -144,13 +144,13 @@ class Network:
         within = [cards, inside if self._domain >= hosts else through_host]
         return min(rate for rate in within if rate) if members > 1 else cards
 
-    def _links_used(self, group: Group) -> float:
+    def _links_used(self, group: RankGroup) -> float:
         """Of a scale-up bandwidth, the share that a ring reaches. In a full mesh each rank has its own link."""
         if not self.device.full_mesh:
             return SCALEUP_SHARE
         return MESH_SHARE * (min(self._near(group), self._domain) - 1) / (self._domain - 1)
 
-    def move_s(self, move: Transfer) -> float:
+    def move_s(self, move: UnitTransfer) -> float:
         """Seconds of a collective, once. The links must be known."""
         group = move.group
         if self.free or group is None or group.size <= 1 or not move.sent_bytes:
@@ -159,12 +159,12 @@ class Network:
         assert rate is not None
         return move.sent_bytes / self._rate(move, group, rate) + move.messages * self._waits_s(move, group)
 
-    def _rate(self, move: Transfer, group: Group, ring: float) -> float:
+    def _rate(self, move: UnitTransfer, group: RankGroup, ring: float) -> float:
         if move.kind == "all_to_all":
             return self._scattered(group, ring)
         return ring * self._switch_gain(group) if move.kind == "all_reduce" else ring
 
-    def _waits_s(self, move: Transfer, group: Group) -> float:
+    def _waits_s(self, move: UnitTransfer, group: RankGroup) -> float:
         """Of one message, what it takes beside moving bytes."""
         device = self.device
         around = device.unit_s if move.purpose == "data" else device.stage_s if move.purpose == "pipeline" else 0.0
@@ -172,7 +172,7 @@ class Network:
             return device.call_s + around + self._hops(move.kind, group) * device.hop_s
         return CALL_S + device.call_s + around + self._usual_waits_s(move.kind, group)
 
-    def _usual_waits_s(self, kind: str, group: Group) -> float:
+    def _usual_waits_s(self, kind: str, group: RankGroup) -> float:
         """Around a ring, or of an all-reduce over nodes up and down a tree of them, if that is shorter."""
         link, hops = self.link(group), self._hops(kind, group)
         ring = hops * NEAR_HOP_S.get(link, HOP_S)
@@ -183,26 +183,26 @@ class Network:
         inside = NEAR_HOP_S["scaleup" if self._domain > 1 else "pcie"]
         return min(ring, 2 * ((near - 1) * inside + levels * LEVEL_S))
 
-    def _hops(self, kind: str, group: Group) -> float:
+    def _hops(self, kind: str, group: RankGroup) -> float:
         if kind == "all_reduce":
             return 2 * (group.size - 1) if self.device.hop_s is None else self._tree_hops(group)
         if kind == "send" or (kind == "all_to_all" and self.device.kind != "cpu"):
             return 1  # devices send to all others at once, a process on a CPU to one after the other
         return group.size - 1
 
-    def _switch_gain(self, group: Group) -> float:
+    def _switch_gain(self, group: RankGroup) -> float:
         summed = self.device.switch_sums and group.size >= SWITCH_MINIMUM and self.link(group) == "scaleup"
         return SWITCH_GAIN if summed else 1.0
 
-    def _tree_hops(self, group: Group) -> int:
+    def _tree_hops(self, group: RankGroup) -> int:
         """Of an all-reduce: twice around a ring, or up and down a tree of nodes if that is shorter."""
         return min(2 * (group.size - 1), 2 * (group.size - 1).bit_length() + self.device.per_node)
 
-    def _near(self, group: Group) -> int:
+    def _near(self, group: RankGroup) -> int:
         """Of a group's ranks, those in one node or domain."""
         return max(1, min(group.size, max(self._domain, self.device.per_node) // group.stride))
 
-    def _scattered(self, group: Group, ring: float) -> float:
+    def _scattered(self, group: RankGroup, ring: float) -> float:
         """Of an all-to-all, B/s: what goes to other nodes has each rank's own network card."""
         if self.link(group) != "internode" or self.device.internode_bandwidth is None:
             return ring

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from terrazzo.planner.figures import Memory
+from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
@@ -46,7 +46,7 @@ FORMULAS = {
 }
 
 
-def memory_of(setup: Setup) -> Memory:
+def memory_of(setup: Setup) -> MemoryFigures:
     """The memory of the fullest rank of `setup`, in bytes, at the fullest moment of a step."""
     stand = stand_ins(setup, 1)
     stages = {stage: stage_terms(setup, stage) for stage in sorted(set(stand))}
@@ -58,10 +58,10 @@ def memory_of(setup: Setup) -> Memory:
     return replace(memory, upper_bytes=upper, per_stage=_per_stage(setup, stand, totals))
 
 
-def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_rank: str) -> Memory:
+def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_rank: str) -> MemoryFigures:
     """Memory whose fullest rank is of `stage` and holds `terms`, with all that lies around them, of one stage."""
     allocated, (host, disk) = float(sum(term.value for term in terms)), tier_terms(setup, stage)
-    return Memory(
+    return MemoryFigures(
         terms=terms,
         upper_bytes=upper_bytes(setup, terms),
         reserved_bytes=reserved_bytes(setup, allocated),

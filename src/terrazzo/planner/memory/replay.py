@@ -20,12 +20,12 @@ from terrazzo.engine.paper.rehearsal import PaperUnit
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.plan.spec import Pass, resting_bytes
 from terrazzo.engine.schedule.schedule import Schedule
-from terrazzo.planner.figures import Memory
+from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.peak import fullest_memory
 from terrazzo.planner.memory.placement import placement_of
-from terrazzo.planner.memory.trace import ActivationTrace, Event
+from terrazzo.planner.memory.trace import ActivationTrace, TraceEvent
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
@@ -84,7 +84,7 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Trace
     return TracedPeak(moment, {**states, **parts})
 
 
-def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Memory:
+def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> MemoryFigures:
     """`memory_of` with activations as traced; for one pipeline stage. Arguments as for `replay`."""
     peak = replay(setup, trace, update_bytes)
     terms = tuple(Term(name, value, value, "memory.traced") for name, value in peak.parts.items())
@@ -155,7 +155,7 @@ class _Player:
             self._live += event.change
             self._happen(event)
 
-    def _happen(self, event: Event) -> None:
+    def _happen(self, event: TraceEvent) -> None:
         schedule, unit = self._schedule, self._paper[self._index[event.unit]]
         if event.kind == "enter":
             self._forward.enter(unit)

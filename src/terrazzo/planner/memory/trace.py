@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["ActivationTrace", "Event", "traced_activations", "traced_update"]
+__all__ = ["ActivationTrace", "TraceEvent", "traced_activations", "traced_update"]
 
 Kind = Literal["enter", "leave", "backward", "gradient", "end"]
 
 
 @dataclass(frozen=True)
-class Event:
+class TraceEvent:
     """A moment of a pass, and what happened since the one before, in bytes.
 
     Attributes:
@@ -53,7 +53,7 @@ class ActivationTrace:
         buffer_bytes: the model's buffers, there all the time.
     """
 
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
     buffer_bytes: int
 
     @property
@@ -69,7 +69,7 @@ class ActivationTrace:
         """The trace of a model in which units named `copies`, all alike, stand in the place of `unit`."""
         forward = [event for event in self.events if event.unit == unit and event.kind in ("enter", "leave")]
         backward = [event for event in self.events if event.unit == unit and event.kind not in ("enter", "leave")]
-        events: list[Event] = []
+        events: list[TraceEvent] = []
         for event in self.events:
             if event is forward[0]:
                 events += [_renamed(part, name) for name in copies for part in forward]
@@ -80,8 +80,8 @@ class ActivationTrace:
         return ActivationTrace(tuple(events), self.buffer_bytes)
 
 
-def _renamed(event: Event, unit: str) -> Event:
-    return Event(event.kind, unit, event.rise, event.change, event.numel)
+def _renamed(event: TraceEvent, unit: str) -> TraceEvent:
+    return TraceEvent(event.kind, unit, event.rise, event.change, event.numel)
 
 
 def traced_activations(
@@ -206,7 +206,7 @@ class _Recorder:
     """Writes down the events of a pass."""
 
     def __init__(self, counter: _Counter) -> None:
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self.buffer_bytes = 0
         self._counter = counter
 
@@ -219,7 +219,7 @@ class _Recorder:
 
     def note(self, kind: Kind, unit: str, numel: int = 0) -> None:
         counter, before = self._counter, self._before_bytes
-        self.events.append(Event(kind, unit, counter.peak_bytes - before, counter.live_bytes - before, numel))
+        self.events.append(TraceEvent(kind, unit, counter.peak_bytes - before, counter.live_bytes - before, numel))
         self._restart()
 
     def watch(self, model: nn.Module, units: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.fields import Fields
-from terrazzo.planner.model.rows import Architecture, Row, Rows
+from terrazzo.planner.model.rows import Architecture, Rows, TensorRow
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape, TensorShape, UnitShape
 
 __all__ = ["closed_form", "family_name", "merged", "shape_of_config", "units_of_config"]
@@ -189,7 +189,7 @@ def _flags(family: Architecture) -> set[str]:
 
 
 def _head(family: Architecture) -> Rows:
-    return (Row(f"{family.head}.weight", ("vocab", "hidden"), "head", "vocab"),)
+    return (TensorRow(f"{family.head}.weight", ("vocab", "hidden"), "head", "vocab"),)
 
 
 def _root(fields: Fields, sizes: Sizes) -> UnitShape:
@@ -205,7 +205,7 @@ def _tensors(rows: Rows, sizes: Sizes) -> tuple[TensorShape, ...]:
     )
 
 
-def _wanted(row: Row, sizes: Sizes) -> bool:
+def _wanted(row: TensorRow, sizes: Sizes) -> bool:
     if not row.when:
         return True
     return not sizes[row.when[4:]] if row.when.startswith("not ") else bool(sizes[row.when])

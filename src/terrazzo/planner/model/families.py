@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from terrazzo.planner.model.rows import (
     Architecture,
-    Row,
+    TensorRow,
     attention,
     embedding,
     experts,
@@ -51,14 +51,14 @@ _FUSED_SWIGLU = linear("mlp.gate_up_proj", "gate_up", "hidden", "column_gathered
 _LAYER_NORMS = norms("input_layernorm", "post_attention_layernorm", bias=True)
 
 _LATENT_ATTENTION = (
-    Row("self_attn.q_proj.weight", ("qk", "hidden"), "matrix", "column", "not q_lora"),
-    Row("self_attn.q_a_proj.weight", ("q_lora", "hidden"), "matrix", "none", "q_lora"),
-    Row("self_attn.q_a_proj.bias", ("q_lora",), "vector", "none", "q_lora_bias"),
-    Row("self_attn.q_a_layernorm.weight", ("q_lora",), "vector", "none", "q_lora"),
-    Row("self_attn.q_b_proj.weight", ("qk", "q_lora"), "matrix", "column", "q_lora"),
+    TensorRow("self_attn.q_proj.weight", ("qk", "hidden"), "matrix", "column", "not q_lora"),
+    TensorRow("self_attn.q_a_proj.weight", ("q_lora", "hidden"), "matrix", "none", "q_lora"),
+    TensorRow("self_attn.q_a_proj.bias", ("q_lora",), "vector", "none", "q_lora_bias"),
+    TensorRow("self_attn.q_a_layernorm.weight", ("q_lora",), "vector", "none", "q_lora"),
+    TensorRow("self_attn.q_b_proj.weight", ("qk", "q_lora"), "matrix", "column", "q_lora"),
     *linear("self_attn.kv_a_proj_with_mqa", "kv_latent", "hidden", "none", "attention_bias"),
-    Row("self_attn.kv_a_layernorm.weight", ("kv_lora",), "vector"),
-    Row("self_attn.kv_b_proj.weight", ("kv_up", "kv_lora"), "matrix", "column"),
+    TensorRow("self_attn.kv_a_layernorm.weight", ("kv_lora",), "vector"),
+    TensorRow("self_attn.kv_b_proj.weight", ("kv_up", "kv_lora"), "matrix", "column"),
     *linear("self_attn.o_proj", "hidden", "values", "row", "attention_bias"),
 )
 """Multi-head latent attention (arXiv 2405.04434)."""
@@ -96,7 +96,7 @@ _QWEN2_MOE = replace(
     sparse=(
         *_ROUTED,
         *swiglu(module="mlp.shared_expert", width="shared_ffn"),
-        Row("mlp.shared_expert_gate.weight", ("one", "hidden"), "router"),
+        TensorRow("mlp.shared_expert_gate.weight", ("one", "hidden"), "router"),
     ),
     defaults={
         **_QWEN2.defaults,
@@ -158,7 +158,7 @@ _DEEPSEEK_V2 = replace(
     },
 )
 
-_HEAD_BIAS = Row("lm_head.bias", ("vocab",), "vector", "vocab")
+_HEAD_BIAS = TensorRow("lm_head.bias", ("vocab",), "vector", "vocab")
 
 _GPT2 = Architecture(
     blocks="transformer.h",
@@ -342,12 +342,12 @@ FAMILIES: Mapping[str, Architecture] = {
     "qwen3_moe": _QWEN3_MOE,
     "gpt_oss": replace(
         _LLAMA,
-        attention=(Row("self_attn.sinks", ("heads",), "vector", "column"), *_LLAMA.attention),
+        attention=(TensorRow("self_attn.sinks", ("heads",), "vector", "column"), *_LLAMA.attention),
         sparse=(
             *linear("mlp.router", "experts", "hidden", "none", True),
             *experts("mlp.experts", transposed=True),
-            Row("mlp.experts.gate_up_proj_bias", ("experts", "expert_gate_up"), "expert", "column"),
-            Row("mlp.experts.down_proj_bias", ("experts", "hidden"), "expert"),
+            TensorRow("mlp.experts.gate_up_proj_bias", ("experts", "expert_gate_up"), "expert", "column"),
+            TensorRow("mlp.experts.down_proj_bias", ("experts", "hidden"), "expert"),
         ),
         keys=_MIXTRAL.keys,
         windowed=2,

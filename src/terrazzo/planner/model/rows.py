@@ -10,8 +10,8 @@ from terrazzo.planner.model.shapes import Role, Split
 
 __all__ = [
     "Architecture",
-    "Row",
     "Rows",
+    "TensorRow",
     "attention",
     "embedding",
     "experts",
@@ -28,7 +28,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """A tensor whose dimensions are named sizes. `when` is a flag that it needs, or with `not ` one that it bars."""
 
     name: str
@@ -38,7 +38,7 @@ class Row:
     when: str = ""
 
 
-Rows = tuple[Row, ...]
+Rows = tuple[TensorRow, ...]
 
 
 @dataclass(frozen=True)
@@ -76,36 +76,36 @@ class Architecture:
 
 def linear(name: str, out: str, into: str, split: Split, bias: str | bool = False) -> Rows:
     """A matrix `[out, into]`, and its bias when the flag `bias` is set. A bias is cut where the output is."""
-    weight = Row(f"{name}.weight", (out, into), "matrix", split)
+    weight = TensorRow(f"{name}.weight", (out, into), "matrix", split)
     if bias is False:
         return (weight,)
     cut: Split = split if split in ("column", "column_gathered") else "none"
-    return weight, Row(f"{name}.bias", (out,), "vector", cut, "" if bias is True else bias)
+    return weight, TensorRow(f"{name}.bias", (out,), "vector", cut, "" if bias is True else bias)
 
 
 def transposed(rows: Rows) -> Rows:
     """GPT-2 keeps its matrices as `[into, out]`."""
-    return tuple(Row(r.name, tuple(reversed(r.shape)), r.role, r.split, r.when) for r in rows)
+    return tuple(TensorRow(r.name, tuple(reversed(r.shape)), r.role, r.split, r.when) for r in rows)
 
 
 def norms(*names: str, size: str = "hidden", bias: str | bool = False, split: Split = "none", when: str = "") -> Rows:
     """The weights of normalisation layers, and their biases."""
     rows: Rows = ()
     for name in names:
-        rows += (Row(f"{name}.weight", (size,), "vector", split, when),)
+        rows += (TensorRow(f"{name}.weight", (size,), "vector", split, when),)
         if bias is not False:
-            rows += (Row(f"{name}.bias", (size,), "vector", split, when if bias is True else bias),)
+            rows += (TensorRow(f"{name}.bias", (size,), "vector", split, when if bias is True else bias),)
     return rows
 
 
 def embedding(name: str, split: Split = "vocab") -> Rows:
     """The matrix that tokens are looked up in."""
-    return (Row(f"{name}.weight", ("vocab", "hidden"), "embedding", split),)
+    return (TensorRow(f"{name}.weight", ("vocab", "hidden"), "embedding", split),)
 
 
 def positions(name: str, size: str = "positions") -> Rows:
     """Learned positions are added to a token, never multiplied with it."""
-    return (Row(f"{name}.weight", (size, "hidden"), "vector"),)
+    return (TensorRow(f"{name}.weight", (size, "hidden"), "vector"),)
 
 
 def experts(name: str, transposed: bool = False) -> Rows:
@@ -114,22 +114,26 @@ def experts(name: str, transposed: bool = False) -> Rows:
     if transposed:
         shapes = (("experts", "hidden", "expert_gate_up"), ("experts", "expert_ffn", "hidden"))
     up, down = shapes
-    return Row(f"{name}.gate_up_proj", up, "expert", "column"), Row(f"{name}.down_proj", down, "expert", "row")
+    return TensorRow(f"{name}.gate_up_proj", up, "expert", "column"), TensorRow(
+        f"{name}.down_proj", down, "expert", "row"
+    )
 
 
 def router(name: str) -> Rows:
     """The matrix that scores a layer's experts."""
-    return (Row(f"{name}.weight", ("experts", "hidden"), "router"),)
+    return (TensorRow(f"{name}.weight", ("experts", "hidden"), "router"),)
 
 
 def mixture(name: str) -> Rows:
     """The built-in decoder's: router, three stacks, and the experts that compute every token as one feed-forward."""
     up, down = ("expert_ffn", "hidden"), ("hidden", "expert_ffn")
     shapes = {"gate": up, "up": up, "down": down}
-    stacks = tuple(Row(f"{name}.experts.{each}", ("experts", *shape), "expert") for each, shape in shapes.items())
+    stacks = tuple(TensorRow(f"{name}.experts.{each}", ("experts", *shape), "expert") for each, shape in shapes.items())
     up, down = ("shared_ffn", "hidden"), ("hidden", "shared_ffn")
     shapes = {"gate": up, "up": up, "down": down}
-    shared = (Row(f"{name}.shared.{key}.weight", each, "matrix", when="shared_ffn") for key, each in shapes.items())
+    shared = (
+        TensorRow(f"{name}.shared.{key}.weight", each, "matrix", when="shared_ffn") for key, each in shapes.items()
+    )
     return (*router(f"{name}.router"), *stacks, *shared)
 
 

@@ -12,9 +12,9 @@ from terrazzo.planner.choice.sizing import Sizing
 from terrazzo.planner.report.alternatives import alternatives
 from terrazzo.planner.report.bars import Chart, chart_of
 from terrazzo.planner.report.convert import frontier_row, report_of
-from terrazzo.planner.report.schema import RefusedRow, Report, SizingReport, SizingRow
+from terrazzo.planner.report.schema import PlanReport, RefusedRow, SizingReport, SizingRow
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import Block, Column, Line, Table
+from terrazzo.planner.text.blocks import Block, TableColumn, TextLine, TextTable
 
 __all__ = ["Answer"]
 
@@ -28,7 +28,7 @@ class Answer:
     frontier: Frontier | None = None
     sizing: Sizing | None = None
 
-    def report(self) -> Report:
+    def report(self) -> PlanReport:
         """For `--json`."""
         report = report_of(self.best)
         if self.frontier is None:
@@ -45,7 +45,7 @@ class Answer:
         """For people."""
         if self.frontier is None:
             return self.best.blocks()
-        head = () if self.sizing is None else (Line(str(self.sizing), "bold"), _sizing_table(self.sizing))
+        head = () if self.sizing is None else (TextLine(str(self.sizing), "bold"), _sizing_table(self.sizing))
         return self.frontier.blocks(self.best, head)
 
     def chart(self) -> Chart:
@@ -85,15 +85,15 @@ def _sizing_row(step: Frontier) -> SizingRow:
     )
 
 
-def _sizing_table(sizing: Sizing) -> Table:
+def _sizing_table(sizing: Sizing) -> TextTable:
     columns = (
-        Column("machines" if sizing.machines else "GPUs", "right"),
-        Column("runs"),
-        Column("strategy", keep=8),
-        Column("GiB", "right", 8),
-        Column("upper", "right", 5),
-        Column("tok/s/GPU", "right", 6),
-        Column("why not"),
+        TableColumn("machines" if sizing.machines else "GPUs", "right"),
+        TableColumn("runs"),
+        TableColumn("strategy", keep=8),
+        TableColumn("GiB", "right", 8),
+        TableColumn("upper", "right", 5),
+        TableColumn("tok/s/GPU", "right", 6),
+        TableColumn("why not"),
     )
     rows = []
     for row in map(_sizing_row, sizing.steps[-ROWS:]):
@@ -102,4 +102,4 @@ def _sizing_table(sizing: Sizing) -> Table:
         cells = ["" if value is None else f"{value:,.1f}" for value in amounts]
         speed = "" if row.tokens_per_s_per_gpu is None else f"{row.tokens_per_s_per_gpu:,.0f}"
         rows.append((f"{row.gpus:,}", runs, row.strategy or "", *cells, speed, row.reason))
-    return Table(columns, tuple(rows), wrap=True)
+    return TextTable(columns, tuple(rows), wrap=True)

@@ -10,12 +10,12 @@ from terrazzo.engine import Plan
 from terrazzo.files import GIB
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.memory.states import state_terms
-from terrazzo.planner.report.bars import Bar, Chart
+from terrazzo.planner.report.bars import Chart, MemoryBar
 from terrazzo.planner.report.schema import PerRank, StatesReport, StatesRow
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import Block, Column, Line, Table
+from terrazzo.planner.text.blocks import Block, TableColumn, TextLine, TextTable
 from terrazzo.planner.text.words import count_text
 from terrazzo.planner.traffic.volumes import unit_moves
 
@@ -65,13 +65,19 @@ class BareAnswer:
         bytes_each = ", ".join(f"{value:g} for {name}" for name, value in report.recipe.items())
         head = f"{count_text(report.parameters)} parameters on {report.world:,} ranks: model states alone"
         capacity = f", {report.capacity_gib:,.1f} GiB on each" if report.capacity_gib is not None else ""
-        lines = [Line(head + capacity, "bold"), Line(f"bytes per parameter: {bytes_each}")]
-        columns = [Column("GB of one rank"), *(Column(name, "right", 5) for name in report.recipe)]
-        columns += [Column("states", "right"), Column("GiB", "right", 6), Column("sent in a step", "right", 7)]
-        columns += [Column("fits"), Column("ranks needed", "right")] if report.capacity_gib is not None else []
+        lines = [TextLine(head + capacity, "bold"), TextLine(f"bytes per parameter: {bytes_each}")]
+        columns = [TableColumn("GB of one rank"), *(TableColumn(name, "right", 5) for name in report.recipe)]
+        columns += [
+            TableColumn("states", "right"),
+            TableColumn("GiB", "right", 6),
+            TableColumn("sent in a step", "right", 7),
+        ]
+        columns += (
+            [TableColumn("fits"), TableColumn("ranks needed", "right")] if report.capacity_gib is not None else []
+        )
         rows = tuple(_cells(row, report.capacity_gib is not None) for row in report.plans)
         note = "Activations, buffers and libraries come on top: --model counts them."
-        return [*lines, Table(tuple(columns), rows), Line(note, "dim")]
+        return [*lines, TextTable(tuple(columns), rows), TextLine(note, "dim")]
 
     def chart(self) -> Chart:
         """States by stage."""
@@ -84,7 +90,7 @@ class BareAnswer:
                 "gradients": per_rank.grads_gb,
                 "optimizer": per_rank.optimizer_gb,
             }
-            bars.append(Bar(row.strategy, {name: value * GB for name, value in states.items()}))
+            bars.append(MemoryBar(row.strategy, {name: value * GB for name, value in states.items()}))
         title = f"Model states of {count_text(report.parameters)} parameters on {report.world:,} ranks"
         subtitle = "bytes per parameter: " + ", ".join(f"{name} {value:g}" for name, value in report.recipe.items())
         return Chart(title, subtitle, tuple(bars), self.capacity_bytes, "states of one rank")

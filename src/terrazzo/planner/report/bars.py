@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from terrazzo.errors import BadInput
 from terrazzo.planner.assemble import Estimate
-from terrazzo.planner.figures import Memory
+from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.text.words import ByteUnit, axes_text, parameters_text, precision_name, units
 from terrazzo.planner.timing.timeline import Timeline, pipeline_step
 
-__all__ = ["KINDS", "Bar", "Chart", "Kind", "chart_of"]
+__all__ = ["KINDS", "Chart", "MemoryBar", "MemoryKind", "chart_of"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class MemoryKind:
     """A kind of memory: its colour in pictures, its letter where there are no colours.
 
     Attributes:
@@ -28,20 +28,20 @@ class Kind:
     terms: tuple[str, ...] = ()
 
 
-OVERHEAD = Kind("allocator, context, libraries", "#a9adb5", "x", ("workspace",))
-OTHER = Kind("other", "#6d6f76", "o")
+OVERHEAD = MemoryKind("allocator, context, libraries", "#a9adb5", "x", ("workspace",))
+OTHER = MemoryKind("other", "#6d6f76", "o")
 KINDS = (
-    Kind("weights", "#1f4e82", "w", ("weights",)),
-    Kind("gradients", "#4a86c5", "g", ("gradients",)),
-    Kind("optimizer", "#8fb8de", "s", ("master", "moments")),
-    Kind(
+    MemoryKind("weights", "#1f4e82", "w", ("weights",)),
+    MemoryKind("gradients", "#4a86c5", "g", ("gradients",)),
+    MemoryKind("optimizer", "#8fb8de", "s", ("master", "moments")),
+    MemoryKind(
         "gathered weights, buffers",
         "#3f8f6b",
         "t",
         ("gathered", "unreduced", "receive", "staging", "messages", "transient"),
     ),
-    Kind("activations", "#dd8a2e", "a", ("activations", "working")),
-    Kind("logits and loss", "#f2c572", "l", ("logits",)),
+    MemoryKind("activations", "#dd8a2e", "a", ("activations", "working")),
+    MemoryKind("logits and loss", "#f2c572", "l", ("logits",)),
     OTHER,
     OVERHEAD,
 )
@@ -52,7 +52,7 @@ NEAR, CUT = 2.0, 2.0
 
 
 @dataclass(frozen=True)
-class Bar:
+class MemoryBar:
     """One strategy.
 
     Attributes:
@@ -81,7 +81,7 @@ class Chart:
 
     title: str
     subtitle: str
-    bars: tuple[Bar, ...]
+    bars: tuple[MemoryBar, ...]
     capacity: float | None = None
     measures: str = "expected on the device of the fullest rank"
     pipeline: Timeline | None = None
@@ -99,7 +99,7 @@ class Chart:
         return units(self.limit)[0]
 
     @property
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[MemoryKind]:
         """Those that occur, in the order of the bars' parts."""
         seen = {name for bar in self.bars for name, value in bar.parts.items() if value > 0}
         return [kind for kind in KINDS if kind.name in seen]
@@ -129,9 +129,9 @@ def _pipeline(estimate: Estimate) -> Timeline | None:
         return None
 
 
-def _bar(estimate: Estimate, chosen: Estimate) -> Bar:
+def _bar(estimate: Estimate, chosen: Estimate) -> MemoryBar:
     memory = estimate.memory
-    return Bar(
+    return MemoryBar(
         label=estimate.setup.plan.name,
         parts=_parts(memory),
         upper=memory.upper_bytes,
@@ -139,7 +139,7 @@ def _bar(estimate: Estimate, chosen: Estimate) -> Bar:
     )
 
 
-def _parts(memory: Memory) -> dict[str, float]:
+def _parts(memory: MemoryFigures) -> dict[str, float]:
     parts = dict.fromkeys((kind.name for kind in KINDS), 0.0)
     for term in memory.terms:
         parts[kind_of(term.name).name] += term.value
@@ -147,6 +147,6 @@ def _parts(memory: Memory) -> dict[str, float]:
     return {name: value for name, value in parts.items() if value > 0}
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> MemoryKind:
     """The kind of a term."""
     return next((kind for kind in KINDS if name in kind.terms), OTHER)

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate
-from terrazzo.planner.figures import Memory, Time, Traffic
+from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.report.schema import (
     CollectiveReport,
     FindingReport,
     FrontierRow,
     MemoryReport,
-    Report,
+    PlanReport,
     RoomReport,
     SetupReport,
     TermReport,
@@ -28,10 +28,10 @@ __all__ = ["frontier_row", "report_of"]
 GB = 1e9
 
 
-def report_of(estimate: Estimate) -> Report:
+def report_of(estimate: Estimate) -> PlanReport:
     """The whole of one plan."""
     memory = estimate.memory
-    return Report.of(
+    return PlanReport.of(
         memory,
         setup=_setup(estimate.setup),
         memory=_memory(memory),
@@ -83,7 +83,7 @@ def _setup(setup: Setup) -> SetupReport:
     )
 
 
-def _memory(memory: Memory) -> MemoryReport:
+def _memory(memory: MemoryFigures) -> MemoryReport:
     return MemoryReport(
         expected_gib=memory.expected_bytes / GIB,
         expected_gb=memory.expected_bytes / GB,
@@ -113,7 +113,7 @@ def _memory(memory: Memory) -> MemoryReport:
     )
 
 
-def _traffic(traffic: Traffic) -> TrafficReport:
+def _traffic(traffic: TrafficFigures) -> TrafficReport:
     return TrafficReport(
         total_gb=traffic.total_bytes / GB,
         collectives=tuple(CollectiveReport.of(term, gb=term.value / GB) for term in traffic.collectives),
@@ -121,7 +121,7 @@ def _traffic(traffic: Traffic) -> TrafficReport:
     )
 
 
-def _time(time: Time) -> TimeReport:
+def _time(time: TimeFigures) -> TimeReport:
     terms = {term.name: term.value for term in time.terms}
     return TimeReport.of(time, terms=terms, breakdown=_terms(time.terms))
 

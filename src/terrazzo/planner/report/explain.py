@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate
-from terrazzo.planner.figures import Memory
+from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.report.formulas import FORMULAS
 from terrazzo.planner.report.schema import ExplainedReport, ExplainedTerm
-from terrazzo.planner.text.blocks import Block, Line
+from terrazzo.planner.text.blocks import Block, TextLine
 from terrazzo.planner.text.words import LABELS, seconds_text
 
 __all__ = ["explain", "explained"]
@@ -51,7 +51,7 @@ def _terms(estimate: Estimate) -> Iterator[tuple[str, Term]]:
     return ((part, term) for part, terms in parts.items() for term in terms)
 
 
-def _totals(memory: Memory) -> tuple[Term, ...]:
+def _totals(memory: MemoryFigures) -> tuple[Term, ...]:
     """What is counted beside tensors, as terms."""
     given = {"allocated": memory.allocated_bytes}
     if memory.capacity_bytes is not None:
@@ -72,15 +72,15 @@ def _explained(part: str, term: Term) -> ExplainedTerm:
 
 
 def _blocks(term: ExplainedTerm) -> Iterator[Block]:
-    yield Line(f"{term.name} ({term.part})", "bold")
-    yield Line(f"  {term.formula} = {term.text}")
+    yield TextLine(f"{term.name} ({term.part})", "bold")
+    yield TextLine(f"  {term.formula} = {term.text}")
     width = max((len(name) for name in term.inputs), default=0)
     for name, value in term.inputs.items():
-        yield Line(f"    {name:<{width}} = {_number(value)}")
-    yield Line(f"  expected: {_amount(term.value, term.unit)}")
+        yield TextLine(f"    {name:<{width}} = {_number(value)}")
+    yield TextLine(f"  expected: {_amount(term.value, term.unit)}")
     if term.upper != term.value:
-        yield Line(f"  at most: {_amount(term.upper, term.unit)}")
-    yield Line(f"  source: {term.source}\n")
+        yield TextLine(f"  at most: {_amount(term.upper, term.unit)}")
+    yield TextLine(f"  source: {term.source}\n")
 
 
 def _number(value: float) -> str:

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.order import Kind
-from terrazzo.planner.report.bars import KINDS, Bar, Chart
+from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar
 from terrazzo.planner.text.words import ByteUnit, bytes_text
 from terrazzo.planner.timing.timeline import Span, Timeline
 
@@ -38,7 +38,7 @@ SCALE = 2
 
 
 @dataclass(frozen=True)
-class Box:
+class DrawnBox:
     x: float
     y: float
     width: float
@@ -59,7 +59,7 @@ class Stroke:
 
 
 @dataclass(frozen=True)
-class Label:
+class DrawnText:
     x: float
     y: float
     text: str
@@ -69,7 +69,7 @@ class Label:
     bold: bool = False
 
 
-Shape = Box | Stroke | Label
+Shape = DrawnBox | Stroke | DrawnText
 
 
 def save_picture(chart: Chart, path: Path) -> None:
@@ -109,8 +109,8 @@ def png(chart: Chart) -> Image.Image:
 def _layout(chart: Chart) -> tuple[list[Shape], float]:
     """All shapes, and the height of the picture."""
     shapes: list[Shape] = [
-        Label(MARGIN, MARGIN + TITLE * 0.8, chart.title, TITLE, bold=True),
-        Label(MARGIN, MARGIN + TITLE + 22, _shortened(chart.subtitle, WIDTH - 2 * MARGIN, TEXT), TEXT, GREY),
+        DrawnText(MARGIN, MARGIN + TITLE * 0.8, chart.title, TITLE, bold=True),
+        DrawnText(MARGIN, MARGIN + TITLE + 22, _shortened(chart.subtitle, WIDTH - 2 * MARGIN, TEXT), TEXT, GREY),
     ]
     legend, top = _legend(chart, MARGIN + TITLE + 50)
     shapes += legend
@@ -127,7 +127,7 @@ def _layout(chart: Chart) -> tuple[list[Shape], float]:
         shapes += _capacity(chart.capacity, axis, top, bottom)
     for bar, y in zip(chart.bars, tops, strict=True):
         shapes += _labels(bar, axis, y, chart.capacity)
-    shapes.append(Label((left + right) / 2, bottom + 40, chart.measures, SMALL, GREY, "middle"))
+    shapes.append(DrawnText((left + right) / 2, bottom + 40, chart.measures, SMALL, GREY, "middle"))
     bottom += 40 + MARGIN
     if chart.pipeline is not None:
         below, bottom = _pipeline(chart.pipeline, bottom)
@@ -143,19 +143,21 @@ def _pipeline(step: Timeline, top: float) -> tuple[list[Shape], float]:
     idle = sum(map(step.idle_share, ranks)) / len(ranks)
     count = 1 + max(span.action.micro_batch for span in step.ranks[0])
     title = f"A step of {count} micro-batches: {idle:.0%} of it idle"
-    shapes: list[Shape] = [Label(MARGIN, top + TITLE, title, TITLE - 4, bold=True), *_passes(step, top + 40)]
+    shapes: list[Shape] = [DrawnText(MARGIN, top + TITLE, title, TITLE - 4, bold=True), *_passes(step, top + 40)]
     top += 70
     for rank, spans in enumerate(step.ranks):
         y = top + rank * (ROW + 4)
         shapes += [
-            Label(left - 12, y + ROW - 6, f"stage {rank}", TEXT, anchor="end"),
-            Box(left, y, step.seconds * scale, ROW, GRID),
-            Label(left + step.seconds * scale + 10, y + ROW - 6, f"{step.idle_share(rank):.0%} idle", SMALL, GREY),
+            DrawnText(left - 12, y + ROW - 6, f"stage {rank}", TEXT, anchor="end"),
+            DrawnBox(left, y, step.seconds * scale, ROW, GRID),
+            DrawnText(left + step.seconds * scale + 10, y + ROW - 6, f"{step.idle_share(rank):.0%} idle", SMALL, GREY),
         ]
         for span in spans:
             shapes += _span(span, left, y, scale, _text_width(str(count - 1), SMALL) + 4)
     bottom = top + len(ranks) * (ROW + 4)
-    shapes.append(Label(left + step.seconds * scale / 2, bottom + 18, f"{step.seconds:.3g} s", SMALL, GREY, "middle"))
+    shapes.append(
+        DrawnText(left + step.seconds * scale / 2, bottom + 18, f"{step.seconds:.3g} s", SMALL, GREY, "middle")
+    )
     return shapes, bottom + 18 + MARGIN
 
 
@@ -164,10 +166,10 @@ def _passes(step: Timeline, y: float) -> Iterator[Shape]:
     x: float = MARGIN
     for kind in dict.fromkeys(span.action.kind for span in step.ranks[0]):
         colour, name = PASSES[kind]
-        yield Box(x, y, 13, 13, colour)
-        yield Label(x + 20, y + 11, name, SMALL)
+        yield DrawnBox(x, y, 13, 13, colour)
+        yield DrawnText(x + 20, y + 11, name, SMALL)
         x += 20 + _text_width(name, SMALL) * 1.08 + 22
-    yield Label(x, y + 11, "of a micro-batch; sums over ranks and the update follow", SMALL, GREY)
+    yield DrawnText(x, y + 11, "of a micro-batch; sums over ranks and the update follow", SMALL, GREY)
 
 
 def _span(span: Span, left: float, y: float, scale: float, room: float) -> Iterator[Shape]:
@@ -175,9 +177,9 @@ def _span(span: Span, left: float, y: float, scale: float, room: float) -> Itera
     (colour, way), number = PASSES[span.action.kind], str(span.action.micro_batch)
     x, width = left + span.start_s * scale, (span.end_s - span.start_s) * scale
     hint = f"{way} of micro-batch {number} through stage {span.action.stage}: {span.end_s - span.start_s:.3g} s"
-    yield Box(x, y, max(width - min(1.0, width / 4), 0), ROW, colour, hint)
+    yield DrawnBox(x, y, max(width - min(1.0, width / 4), 0), ROW, colour, hint)
     if width > room:
-        yield Label(x + width / 2, y + ROW - 7, number, SMALL, PAPER, "middle")
+        yield DrawnText(x + width / 2, y + ROW - 7, number, SMALL, PAPER, "middle")
 
 
 @dataclass(frozen=True)
@@ -201,11 +203,11 @@ def _legend(chart: Chart, y: float) -> tuple[list[Shape], float]:
         width = 20 + _text_width(kind.name, SMALL) * 1.08 + 22
         if x + width > WIDTH - MARGIN:
             x, y = MARGIN, y + 22
-        shapes += [Box(x, y, 13, 13, kind.colour), Label(x + 20, y + 11, kind.name, SMALL)]
+        shapes += [DrawnBox(x, y, 13, 13, kind.colour), DrawnText(x + 20, y + 11, kind.name, SMALL)]
         x += width
     if any(bar.upper for bar in chart.bars):
         x, y = (x, y) if x + 150 < WIDTH - MARGIN else (MARGIN, y + 22)
-        shapes += [*_whisker(x, x + 22, y + 6.5), Label(x + 30, y + 11, "to the upper bound", SMALL)]
+        shapes += [*_whisker(x, x + 22, y + 6.5), DrawnText(x + 30, y + 11, "to the upper bound", SMALL)]
     return shapes, y + 13
 
 
@@ -216,7 +218,7 @@ def _grid(axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
         x = axis.x(index * step * axis.unit.size)
         yield Stroke(x, top, x, bottom, GRID)
         unit = f" {axis.unit.name}" if index == last else ""
-        yield Label(x, bottom + 18, f"{index * step:,g}{unit}", SMALL, GREY, "middle")
+        yield DrawnText(x, bottom + 18, f"{index * step:,g}{unit}", SMALL, GREY, "middle")
 
 
 def _step(rough: float) -> float:
@@ -225,14 +227,14 @@ def _step(rough: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
 
 
-def _bar(bar: Bar, axis: _Axis, y: float) -> Iterator[Shape]:
+def _bar(bar: MemoryBar, axis: _Axis, y: float) -> Iterator[Shape]:
     colours = {kind.name: kind.colour for kind in KINDS}
     start = 0.0
     for name, value in bar.parts.items():
         x = axis.x(start)
         width = axis.x(start + value) - x
         if width > 0:
-            yield Box(x, y, width, BAR, colours[name], f"{name}: {axis.unit.of(value)} {axis.unit.name}")
+            yield DrawnBox(x, y, width, BAR, colours[name], f"{name}: {axis.unit.of(value)} {axis.unit.name}")
         start += value
     if bar.total > axis.limit:
         yield from _torn(axis.x(bar.total), y)
@@ -245,17 +247,17 @@ def _whisker(x1: float, x2: float, y: float) -> Iterator[Shape]:
     yield Stroke(x2, y - 6, x2, y + 6, GREY, 1.5)
 
 
-def _labels(bar: Bar, axis: _Axis, y: float, capacity: float | None) -> Iterator[Shape]:
+def _labels(bar: MemoryBar, axis: _Axis, y: float, capacity: float | None) -> Iterator[Shape]:
     """What the bar is called, and how long it is, on paper that covers the lines behind it; red is too long."""
     room = math.inf if capacity is None else capacity
     middle, amount = y + BAR / 2 + TEXT * 0.36, f"{axis.unit.of(bar.total, 1)} {axis.unit.name}"
     width = _text_width(amount, TEXT) * (1.25 if bar.chosen else 1.1)
     upper = "" if bar.upper is None or bar.total > axis.limit else f"upper {axis.unit.of(bar.upper, 1)}"
     x = axis.x(max(bar.total, bar.upper or 0)) + 10
-    yield Label(axis.left - 12, middle, bar.label, TEXT, INK, "end", bold=bar.chosen)
-    yield Box(x - 5, y, width + 10 + _text_width(upper, SMALL) * 1.1, BAR, PAPER)
-    yield Label(x, middle, amount, TEXT, LIMIT if bar.total > room else INK, bold=bar.chosen)
-    yield Label(x + width + 5, middle, upper, SMALL, LIMIT if (bar.upper or 0) > room else GREY)
+    yield DrawnText(axis.left - 12, middle, bar.label, TEXT, INK, "end", bold=bar.chosen)
+    yield DrawnBox(x - 5, y, width + 10 + _text_width(upper, SMALL) * 1.1, BAR, PAPER)
+    yield DrawnText(x, middle, amount, TEXT, LIMIT if bar.total > room else INK, bold=bar.chosen)
+    yield DrawnText(x + width + 5, middle, upper, SMALL, LIMIT if (bar.upper or 0) > room else GREY)
 
 
 def _torn(x: float, y: float) -> Iterator[Shape]:
@@ -266,11 +268,11 @@ def _torn(x: float, y: float) -> Iterator[Shape]:
 
 def _capacity(capacity: float, axis: _Axis, top: float, bottom: float) -> Iterator[Shape]:
     if capacity > axis.limit:
-        yield Label(axis.x(axis.limit), top - 16, f"the device has {bytes_text(capacity)}", SMALL, LIMIT, "end")
+        yield DrawnText(axis.x(axis.limit), top - 16, f"the device has {bytes_text(capacity)}", SMALL, LIMIT, "end")
         return
     x = axis.x(capacity)
     yield Stroke(x, top - 10, x, bottom, LIMIT, 2, dashed=True)
-    yield Label(x, top - 16, f"memory of the device: {bytes_text(capacity)}", SMALL, LIMIT, "middle")
+    yield DrawnText(x, top - 16, f"memory of the device: {bytes_text(capacity)}", SMALL, LIMIT, "middle")
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -303,7 +305,7 @@ def _drawable(text: str) -> str:
 
 
 def _svg_shape(shape: Shape) -> str:
-    if isinstance(shape, Box):
+    if isinstance(shape, DrawnBox):
         hint = f"<title>{escape(shape.hint)}</title>" if shape.hint else ""
         size = f'width="{shape.width:.2f}" height="{shape.height:g}"'
         return f'<rect x="{shape.x:.2f}" y="{shape.y:g}" {size} fill="{shape.fill}">{hint}</rect>'
@@ -317,7 +319,7 @@ def _svg_shape(shape: Shape) -> str:
 
 
 def _draw(draw: ImageDraw.ImageDraw, shape: Shape) -> None:
-    if isinstance(shape, Box):
+    if isinstance(shape, DrawnBox):
         corners = (shape.x, shape.y, shape.x + shape.width, shape.y + shape.height)
         x1, y1, x2, y2 = (round(value * SCALE) for value in corners)
         if x2 > x1:

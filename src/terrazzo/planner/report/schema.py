@@ -1,6 +1,6 @@
 """The JSON that `terrazzo plan --json` prints. `docs/reference/plan-json.md` describes every field.
 
-One object, of one of two kinds: `Report` for a model on machines, `StatesReport` for a bare number of parameters.
+One object, of one of two kinds: `PlanReport` for a model on machines, `StatesReport` for a bare number of parameters.
 GB is 1e9 bytes, GiB is 2^30 bytes, `_s` is seconds.
 """
 
@@ -19,8 +19,8 @@ __all__ = [
     "FrontierRow",
     "MemoryReport",
     "PerRank",
+    "PlanReport",
     "RefusedRow",
-    "Report",
     "RoomReport",
     "SetupReport",
     "SizingReport",
@@ -235,7 +235,7 @@ class SizingReport(_Model):
     rows: tuple[SizingRow, ...] = Field(description="each number that was tried")
 
 
-class Report(_Model):
+class PlanReport(_Model):
     """A model on machines: the plan that was asked for, or the best of those that were tried."""
 
     version: Literal[2] = Field(

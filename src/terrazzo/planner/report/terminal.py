@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from terrazzo.errors import printable
-from terrazzo.planner.report.bars import KINDS, Bar, Chart
+from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar
 from terrazzo.planner.text.words import bytes_text
 
 __all__ = ["show_bars"]
@@ -36,7 +36,7 @@ def _heading(chart: Chart) -> Text:
     return Text(f"\nmemory by strategy; {shown}")
 
 
-def _line(bar: Bar, chart: Chart, label: int, width: int, blocks: bool) -> Text:
+def _line(bar: MemoryBar, chart: Chart, label: int, width: int, blocks: bool) -> Text:
     """`> zero3  wwggssssxx  |   44.3 GiB`"""
     mark = "> " if bar.chosen else "  "
     line = Text().append(f"{mark}{printable(bar.label):<{label}}  ", "bold" if bar.chosen else "")
@@ -50,7 +50,7 @@ def _line(bar: Bar, chart: Chart, label: int, width: int, blocks: bool) -> Text:
     return line.append(f" {amount}", "red" if too_long else "bold" if bar.chosen else "")
 
 
-def _cells(bar: Bar, limit: float, width: int, blocks: bool) -> list[tuple[str, str]]:
+def _cells(bar: MemoryBar, limit: float, width: int, blocks: bool) -> list[tuple[str, str]]:
     """A character and a style for each column; a bar that is cut ends with `>`."""
     kinds = {kind.name: kind for kind in KINDS}
     cells: list[tuple[str, str]] = []

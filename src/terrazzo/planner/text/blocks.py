@@ -17,14 +17,14 @@ from rich.text import Text
 
 from terrazzo.errors import printable
 
-__all__ = ["Block", "Column", "Line", "Table", "plain", "show"]
+__all__ = ["Block", "TableColumn", "TextLine", "TextTable", "plain", "show"]
 
 GAP = 2  # blanks between columns
 SENTENCE = 30  # the least width of a column of sentences
 
 
 @dataclass(frozen=True)
-class Line:
+class TextLine:
     """One line of text, or several. `style` is rich's; only a terminal shows it. `copied`: a command, never broken."""
 
     text: str
@@ -33,7 +33,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """`keep` says what goes last when there is no room: columns of the lowest number go first, of 1 without a word."""
 
     heading: str
@@ -42,10 +42,10 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows of text under headings, the last `totals` of them set apart. `wrap`: the last column holds sentences."""
 
-    columns: tuple[Column, ...]
+    columns: tuple[TableColumn, ...]
     rows: tuple[tuple[str, ...], ...]
     totals: int = 0
     wrap: bool = False
@@ -54,7 +54,7 @@ class Table:
         cells = [[column.heading for column in self.columns], *self.rows]
         return [max(len(row[index]) for row in cells) for index in range(len(self.columns))]
 
-    def within(self, width: int) -> tuple[Table, list[str]]:
+    def within(self, width: int) -> tuple[TextTable, list[str]]:
         """This table without the columns that `width` characters have no room for, and the headings of those."""
         kept, widths = list(range(len(self.columns))), self.widths()
         if self.wrap:
@@ -69,7 +69,7 @@ class Table:
         return replace(self, columns=columns, rows=rows), left_out
 
 
-Block = Line | Table
+Block = TextLine | TextTable
 
 
 def show(blocks: Sequence[Block], console: Console | None = None) -> None:
@@ -79,7 +79,7 @@ def show(blocks: Sequence[Block], console: Console | None = None) -> None:
         console.file.write(plain(blocks))
         return
     for block in blocks:
-        if isinstance(block, Line):
+        if isinstance(block, TextLine):
             console.print(Text(printable(block.text), block.style), soft_wrap=block.copied)
             continue
         table, left_out = block.within(console.width)
@@ -90,11 +90,11 @@ def show(blocks: Sequence[Block], console: Console | None = None) -> None:
 
 def plain(blocks: Sequence[Block]) -> str:
     """Aligned text of any width, without a character that a terminal would obey."""
-    parts = [block.text if isinstance(block, Line) else _aligned(block) for block in blocks]
+    parts = [block.text if isinstance(block, TextLine) else _aligned(block) for block in blocks]
     return printable("\n".join(parts)) + "\n"
 
 
-def _aligned(table: Table) -> str:
+def _aligned(table: TextTable) -> str:
     widths = table.widths()
     rows = [tuple(column.heading for column in table.columns), *table.rows]
     lines = []
@@ -111,7 +111,7 @@ def _aligned(table: Table) -> str:
     return "\n" + "\n".join(lines)
 
 
-def _rich(table: Table) -> RichTable:
+def _rich(table: TextTable) -> RichTable:
     drawn = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for column in table.columns:
         wraps = table.wrap and column is table.columns[-1]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from terrazzo.files import GIB
-from terrazzo.planner.figures import Memory, Time, Traffic
+from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.text.blocks import Block, Column, Line, Table
+from terrazzo.planner.text.blocks import Block, TableColumn, TextLine, TextTable
 from terrazzo.planner.text.words import (
     LABELS,
     ByteUnit,
@@ -23,7 +23,7 @@ __all__ = ["memory_blocks", "pace_line", "time_blocks", "traffic_blocks"]
 HOSTS = {"host": "memory", "disk": "disks"}
 
 
-def memory_blocks(memory: Memory) -> list[Block]:
+def memory_blocks(memory: MemoryFigures) -> list[Block]:
     """Of the fullest rank, and of its host."""
     return [
         _memory_table(memory),
@@ -34,7 +34,7 @@ def memory_blocks(memory: Memory) -> list[Block]:
     ]
 
 
-def pace_line(time: Time) -> Line:
+def pace_line(time: TimeFigures) -> TextLine:
     """How fast it is, and how far that is to be believed."""
     parts = [f"{seconds_text(time.step_s)} per step", f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"]
     parts.append("MFU n/a" if time.mfu is None else f"MFU {time.mfu:.1%}")
@@ -43,18 +43,18 @@ def pace_line(time: Time) -> Line:
         parts.append(f"{time.cost_per_million_tokens:,.3g} per million tokens")
     trust = "rates measured on this device" if time.rates_measured else "not calibrated"
     trust = "calibrated on this device" if time.calibrated else trust
-    return Line(f"{', '.join(parts)} ({trust}{f', ±{time.band:.0%}' if time.band else ''})")
+    return TextLine(f"{', '.join(parts)} ({trust}{f', ±{time.band:.0%}' if time.band else ''})")
 
 
-def _memory_table(memory: Memory) -> Table:
+def _memory_table(memory: MemoryFigures) -> TextTable:
     """Expected bytes of each term, and what comes on top of their sum."""
     big, small = units(memory.allocated_bytes)
     columns = (
-        Column("memory of the fullest rank"),
-        Column(big.name, "right"),
-        Column(small.name, "right", 5),
-        Column("share", "right", 6),
-        Column("formula", keep=1),
+        TableColumn("memory of the fullest rank"),
+        TableColumn(big.name, "right"),
+        TableColumn(small.name, "right", 5),
+        TableColumn("share", "right", 6),
+        TableColumn("formula", keep=1),
     )
     rows = _term_rows(memory.terms, big, small)
     sums = {
@@ -64,15 +64,15 @@ def _memory_table(memory: Memory) -> Table:
         "needed at most": memory.upper_bytes,
     }
     rows += [(name, big.of(value), small.of(value), "", "") for name, value in sums.items()]
-    return Table(columns, tuple(rows), totals=len(sums))
+    return TextTable(columns, tuple(rows), totals=len(sums))
 
 
-def _fullest(memory: Memory) -> list[Block]:
+def _fullest(memory: MemoryFigures) -> list[Block]:
     """Which rank it is, and what the other pipeline stages hold."""
-    lines = [Line(f"fullest: {memory.limiting_rank}")]
+    lines = [TextLine(f"fullest: {memory.limiting_rank}")]
     if len(memory.per_stage) > 1:
         stages = ", ".join(f"{value / GIB:,.1f}" for value in memory.per_stage)
-        lines.append(Line(f"GiB by stage: {stages}"))
+        lines.append(TextLine(f"GiB by stage: {stages}"))
     return list(lines)
 
 
@@ -81,40 +81,47 @@ def _elsewhere(where: str, terms: Sequence[Term]) -> list[Block]:
     if not terms:
         return []
     big, small = units(sum(term.value for term in terms))
-    columns = (Column(f"{where} of one rank"), Column(big.name, "right"), Column(small.name, "right", 5))
+    columns = (TableColumn(f"{where} of one rank"), TableColumn(big.name, "right"), TableColumn(small.name, "right", 5))
     rows = tuple((*_amounts(term, big, small), term.formula) for term in terms)
-    return [Table((*columns, Column("formula", keep=1)), rows)]
+    return [TextTable((*columns, TableColumn("formula", keep=1)), rows)]
 
 
-def _hosts(memory: Memory) -> list[Block]:
+def _hosts(memory: MemoryFigures) -> list[Block]:
     """What the ranks of a host keep there together, of what there is, and what they wear off its disks."""
-    lines = [Line(f"{HOSTS[room.name]} of one host: {room_text(room)}") for room in memory.rooms if room.name in HOSTS]
+    lines = [
+        TextLine(f"{HOSTS[room.name]} of one host: {room_text(room)}") for room in memory.rooms if room.name in HOSTS
+    ]
     if written := memory.ranks_per_host * sum(term.value for term in memory.disk_writes):
-        lines.append(Line(f"written to them in a step: {bytes_text(written)}"))
+        lines.append(TextLine(f"written to them in a step: {bytes_text(written)}"))
     return list(lines)
 
 
-def traffic_blocks(traffic: Traffic) -> list[Block]:
+def traffic_blocks(traffic: TrafficFigures) -> list[Block]:
     """What is sent, by what it is for and by link."""
     if not traffic.collectives:
-        return [Line("no traffic: nothing is sent")]
+        return [TextLine("no traffic: nothing is sent")]
     big, small = units(traffic.total_bytes)
     columns = (
-        Column("sent by one rank in a step"),
-        Column(big.name, "right", 5),
-        Column(small.name, "right"),
-        Column("share", "right", 6),
-        Column("formula", keep=1),
+        TableColumn("sent by one rank in a step"),
+        TableColumn(big.name, "right", 5),
+        TableColumn(small.name, "right"),
+        TableColumn("share", "right", 6),
+        TableColumn("formula", keep=1),
     )
     rows = _term_rows(traffic.collectives, big, small)
     rows.append(("in all", big.of(traffic.total_bytes), small.of(traffic.total_bytes), "", ""))
     links = ", ".join(f"{link} {small.of(value)} {small.name}" for link, value in traffic.links.items() if value)
-    return [Table(columns, tuple(rows), totals=1), *([Line(f"by link: {links}")] if links else [])]
+    return [TextTable(columns, tuple(rows), totals=1), *([TextLine(f"by link: {links}")] if links else [])]
 
 
-def time_blocks(time: Time) -> list[Block]:
+def time_blocks(time: TimeFigures) -> list[Block]:
     """Of a step."""
-    columns = (Column("time of a step"), Column("", "right"), Column("share", "right", 6), Column("formula", keep=1))
+    columns = (
+        TableColumn("time of a step"),
+        TableColumn("", "right"),
+        TableColumn("share", "right", 6),
+        TableColumn("formula", keep=1),
+    )
     rows = [
         (term.name, seconds_text(term.value), _share(term.value, time.step_s), term.formula)
         for term in time.terms
@@ -122,7 +129,7 @@ def time_blocks(time: Time) -> list[Block]:
     ]
     rows.append(("in all", seconds_text(time.step_s), "", ""))
     hidden = f"hidden behind it: {seconds_text(time.hidden_s)} of communication"
-    return [Table(columns, tuple(rows), totals=1), *([Line(hidden)] if time.hidden_s else [])]
+    return [TextTable(columns, tuple(rows), totals=1), *([TextLine(hidden)] if time.hidden_s else [])]
 
 
 def _term_rows(terms: Sequence[Term], big: ByteUnit, small: ByteUnit) -> list[tuple[str, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from terrazzo.files import GIB
-from terrazzo.planner.figures import Memory, Room
+from terrazzo.planner.figures import MemoryFigures, Room
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.recipes import RECIPES
@@ -136,7 +136,7 @@ def setup_text(setup: Setup) -> str:
     )
 
 
-def verdict(memory: Memory) -> str:
+def verdict(memory: MemoryFigures) -> str:
     """Whether it fits, in one line, with the numbers that say so."""
     device = memory.rooms[0]
     upper = f"upper {bytes_text(device.upper)}"

@@ -21,12 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.planner.figures import Memory
+from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = [
     "Calibration",
-    "Run",
+    "MeasuredRun",
     "Software",
     "calibration_folder",
     "find_calibration",
@@ -58,7 +58,7 @@ class Software(BaseModel):
         return cls(terrazzo=own, torch=torch.__version__, driver=torch.version.cuda or "")
 
 
-class Run(BaseModel):
+class MeasuredRun(BaseModel):
     """What was run: a measurement holds in full for the same model under the same plan."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,10 +75,10 @@ class Run(BaseModel):
     compile: bool
 
 
-def run_of(setup: Setup) -> Run:
+def run_of(setup: Setup) -> MeasuredRun:
     """What a setup runs, whatever its batch and sequence length."""
     model, precision = setup.model, setup.precision
-    return Run(
+    return MeasuredRun(
         model=model.name,
         parameters=model.numel,
         layers=model.layers,
@@ -119,7 +119,7 @@ class Calibration(BaseModel):
     software: Software
     world_size: int = Field(gt=0)
     matmul: str
-    run: Run | None = None
+    run: MeasuredRun | None = None
     pace: float | None = Field(None, gt=0)
     flops_per_s: float = Field(gt=0)
     bandwidth: float | None = Field(None, gt=0)
@@ -193,7 +193,7 @@ def find_calibration(setup: Setup, folder: Path | None = None) -> tuple[Calibrat
     return record, ""
 
 
-def measured_memory(memory: Memory, record: Calibration, setup: Setup) -> Memory:
+def measured_memory(memory: MemoryFigures, record: Calibration, setup: Setup) -> MemoryFigures:
     """`memory` with what tensors did not account for when `record` was measured.
 
     On a CPU that is the process, which every run has; on a GPU what one run's estimate was wrong by, and no other's.

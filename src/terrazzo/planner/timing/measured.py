@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from terrazzo.planner.figures import Traffic
+from terrazzo.planner.figures import TrafficFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble_term
@@ -36,12 +36,12 @@ def measured_stage(setup: Setup, record: Calibration) -> Stage:
     return slowest_stage(setup, pace, waits=record.bandwidth is None)
 
 
-def measured_terms(stage: Stage, traffic: Traffic, record: Calibration) -> list[Term]:
+def measured_terms(stage: Stage, traffic: TrafficFigures, record: Calibration) -> list[Term]:
     """Those of a `measured_stage`, and what was measured as a whole."""
     return [*stage.terms(), *_waits(traffic, record), *_overhead(record)]
 
 
-def line_terms(setup: Setup, traffic: Traffic, record: Calibration) -> list[Term]:
+def line_terms(setup: Setup, traffic: TrafficFigures, record: Calibration) -> list[Term]:
     """Of a device without known figures: FLOPs at the measured rate, and copies to host and disk at their links'."""
     flops, copied = step_flops(setup), copied_bytes(setup, traffic)
     busy = flops / record.flops_per_s
@@ -57,7 +57,7 @@ def line_terms(setup: Setup, traffic: Traffic, record: Calibration) -> list[Term
     return terms
 
 
-def copied_bytes(setup: Setup, traffic: Traffic) -> dict[str, float]:
+def copied_bytes(setup: Setup, traffic: TrafficFigures) -> dict[str, float]:
     """Bytes of copies to and from host and disk by link; on a CPU there is no way to the host."""
     copied: dict[str, float] = {}
     for term in traffic.collectives:
@@ -68,7 +68,7 @@ def copied_bytes(setup: Setup, traffic: Traffic) -> dict[str, float]:
     return {link: sent for link, sent in copied.items() if sent and link in here}
 
 
-def _waits(traffic: Traffic, record: Calibration) -> list[Term]:
+def _waits(traffic: TrafficFigures, record: Calibration) -> list[Term]:
     sent = sum(term.value for term in traffic.collectives if term.purpose != "offload")
     if not record.bandwidth or not sent:
         return []

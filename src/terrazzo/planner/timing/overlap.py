@@ -69,15 +69,17 @@ def block_exposure(rows: Sequence[BlockRow], repeats: Mapping[str, int], prefetc
     """
     silent = repeats["backward"] - repeats["reduce"] - repeats["last"]
     passes = ((repeats["reduce"], "reduce"), (repeats["last"], "last"), (silent, ""))
-    exposed = repeats["forward"] * _exposed([_Pass.forward(row) for row in rows], prefetch)
-    exposed += sum(times * _exposed([_Pass.backward(row, when) for row in rows], prefetch) for times, when in passes)
-    exposed += repeats["update"] * _exposed([_Pass.forward(row, "update") for row in rows], prefetch=int(beside))
+    exposed = repeats["forward"] * _exposed([_BlockTimes.forward(row) for row in rows], prefetch)
+    exposed += sum(
+        times * _exposed([_BlockTimes.backward(row, when) for row in rows], prefetch) for times, when in passes
+    )
+    exposed += repeats["update"] * _exposed([_BlockTimes.forward(row, "update") for row in rows], prefetch=int(beside))
     total = sum(row.count * seconds * repeats[when] for row in rows for when, seconds in row.moves.items())
     return Exposure(total, exposed)
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _BlockTimes:
     """What each block of a row gathers, reduces and computes in one pass, seconds."""
 
     count: int
@@ -86,15 +88,15 @@ class _Pass:
     computation: float
 
     @classmethod
-    def forward(cls, row: BlockRow, gather: str = "forward") -> _Pass:
+    def forward(cls, row: BlockRow, gather: str = "forward") -> _BlockTimes:
         return cls(row.count, row.moves.get(gather, 0.0), 0.0, row.forward_s)
 
     @classmethod
-    def backward(cls, row: BlockRow, reduction: str) -> _Pass:
+    def backward(cls, row: BlockRow, reduction: str) -> _BlockTimes:
         return cls(row.count, row.moves.get("backward", 0.0), row.moves.get(reduction, 0.0), row.backward_s)
 
 
-def _exposed(rows: Sequence[_Pass], prefetch: int) -> float:
+def _exposed(rows: Sequence[_BlockTimes], prefetch: int) -> float:
     """In one pass: what exceeds computation, and what one block at the end has no computation beside it for."""
     exposed = 0.0
     for index, row in enumerate(rows):

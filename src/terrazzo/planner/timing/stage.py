@@ -8,7 +8,7 @@ from itertools import chain
 
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.machine.network import Network, Transfer
+from terrazzo.planner.machine.network import Network, UnitTransfer
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
@@ -130,7 +130,7 @@ class Stage:
         return sum(map(self._network.move_s, moves)) / (sum(move.messages for move in moves) or 1)
 
     @cached_property
-    def _messages(self) -> list[Transfer]:
+    def _messages(self) -> list[UnitTransfer]:
         """Of a rank in the middle: all others wait for what it sends."""
         return list(pipeline_moves(self._setup, min(1, max(0, self._setup.mesh.pp - 2))))
 
@@ -164,7 +164,7 @@ class Stage:
                 seconds[move.when] = seconds.get(move.when, 0.0) + self._copy_s(move)
         return seconds
 
-    def _copy_s(self, move: Transfer) -> float:
+    def _copy_s(self, move: UnitTransfer) -> float:
         cluster = self._setup.cluster
         if move.link == "pcie":
             assert cluster.device.pcie_bandwidth is not None

@@ -6,7 +6,7 @@ communication that nothing hides, the pipeline's idle time, the optimizer, and c
 
 from __future__ import annotations
 
-from terrazzo.planner.figures import Time, Traffic
+from terrazzo.planner.figures import TimeFigures, TrafficFigures
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.placement import stand_ins
 from terrazzo.planner.setup.setup import Setup
@@ -109,7 +109,9 @@ _BOUNDS = {
 }
 
 
-def time_of(setup: Setup, traffic: Traffic | None = None, calibration: Calibration | None = None) -> Time | str:
+def time_of(
+    setup: Setup, traffic: TrafficFigures | None = None, calibration: Calibration | None = None
+) -> TimeFigures | str:
     """The time of one step, or why nothing can be said of it.
 
     Args:
@@ -144,7 +146,7 @@ def _no_rates(setup: Setup) -> str:
     return ""
 
 
-def _unknown_links(setup: Setup, traffic: Traffic, measured: bool = False) -> str:
+def _unknown_links(setup: Setup, traffic: TrafficFigures, measured: bool = False) -> str:
     """`measured`: what collectives take is known, so that copies alone need the figures of their links."""
     device = setup.cluster.device
     known = {
@@ -167,14 +169,14 @@ _LINKS = {
 }
 
 
-def _time(setup: Setup, terms: list[Term], hidden_s: float, record: Calibration | None) -> Time:
+def _time(setup: Setup, terms: list[Term], hidden_s: float, record: Calibration | None) -> TimeFigures:
     calibrated = record is not None and record.measured(setup)
     step_s = sum(term.value for term in terms)
     tokens = setup.tokens * setup.micro_batches * setup.mesh.batch_ranks / setup.mesh.world_size
     flops = flops_per_token(setup)
     peak = setup.cluster.device.peak_flops.get(setup.matmul)
     price, rate = setup.cluster.price_per_hour, tokens / step_s
-    return Time(
+    return TimeFigures(
         terms=tuple(terms),
         tokens_per_s_per_gpu=rate,
         mfu=flops * rate / peak if peak else None,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from terrazzo.planner.formulas import Formula
-from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
+from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
@@ -48,7 +48,7 @@ WIDE_BYTES, PLACE_BYTES = 4, 8
 """Of sums, which are fp32, and of a token's place in its sequence."""
 
 
-def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[Transfer]:
+def model_parallel_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
     """Tensor, context and expert parallelism in one unit and one micro-batch.
 
     Moves of forward and backward are told apart by `when`; what activation checkpointing repeats counts as backward.
@@ -82,7 +82,7 @@ class _TensorMoves:
         self._tokens, self._itemsize = _own_tokens(setup), setup.precision.compute.itemsize
         self._residual = self._tokens * setup.model.hidden
 
-    def of_block(self, unit: UnitShape, block: BlockShape) -> Iterator[Transfer]:
+    def of_block(self, unit: UnitShape, block: BlockShape) -> Iterator[UnitTransfer]:
         """Two sums and, where sequences are split, two gatherings, and each the other way round on the way back.
 
         Only one around attention where each rank computes its own tokens in whole experts.
@@ -102,7 +102,7 @@ class _TensorMoves:
             yield self._gathered(when, self._residual, gathered)
             yield self._move("reduce_scatter", when, self._share(self._residual), summed)
 
-    def _of_fused(self, unit: UnitShape, again: float) -> Iterator[Transfer]:
+    def _of_fused(self, unit: UnitShape, again: float) -> Iterator[UnitTransfer]:
         """Outputs of matrices that are put together, and on the way back the gradients of what is split again."""
         matrices = [tensor for tensor in unit.tensors if tensor.role == "matrix"]
         together = sum(self._part(tensor.shape[0]) for tensor in matrices if tensor.split == "column_gathered")
@@ -116,7 +116,7 @@ class _TensorMoves:
         """Elements of all tokens' channels in whole parts of `width`, of which the widest rank's is padded to."""
         return self._tokens * -(-width // self._group.size) * self._group.size
 
-    def of_root(self, unit: UnitShape) -> Iterator[Transfer]:
+    def of_root(self, unit: UnitShape) -> Iterator[UnitTransfer]:
         """Around the blocks: the embedding's look-up, the sequence's two ends, the head and its loss."""
         setup, roles = self._setup, {tensor.role: tensor.split for tensor in unit.tensors}
         if "embedding" in roles:
@@ -130,7 +130,7 @@ class _TensorMoves:
             yield self._reduced("backward", self._residual)
             yield from self._of_loss()
 
-    def _of_loss(self) -> Iterator[Transfer]:
+    def _of_loss(self) -> Iterator[UnitTransfer]:
         """Logits put together; or three numbers of each token, of which two are summed."""
         tokens, size = self._tokens, self._group.size
         if self._setup.puts_logits_together:
@@ -141,7 +141,7 @@ class _TensorMoves:
         padded = -(-tokens // size) * WIDE_BYTES
         yield self._move("all_reduce", "forward", 2 * padded * (size - 1), 2, "numbers of the loss")
 
-    def put_together(self, when: str, count: int) -> Transfer:
+    def put_together(self, when: str, count: int) -> UnitTransfer:
         """Sequences, so many times."""
         return self._gathered(when, self._residual, count)
 
@@ -149,24 +149,24 @@ class _TensorMoves:
         """Bytes of all parts but one."""
         return -(-numel // self._group.size) * self._itemsize * (self._group.size - 1)
 
-    def _gathered(self, when: str, numel: int, count: float = 1, what: str = "activations") -> Transfer:
+    def _gathered(self, when: str, numel: int, count: float = 1, what: str = "activations") -> UnitTransfer:
         return self._move("all_gather", when, self._share(numel), count, what)
 
-    def _reduced(self, when: str, numel: int, count: float = 1) -> Transfer:
+    def _reduced(self, when: str, numel: int, count: float = 1) -> UnitTransfer:
         return self._move("all_reduce", when, 2 * self._share(numel), count)
 
-    def _move(self, kind: str, when: str, sent: int, count: float, what: str = "activations") -> Transfer:
+    def _move(self, kind: str, when: str, sent: int, count: float, what: str = "activations") -> UnitTransfer:
         name, messages = f"tensor-parallel {what}", math.ceil(count)
-        return Transfer(kind, name, "tensor", when, sent * count, self._group, self._link, messages)
+        return UnitTransfer(kind, name, "tensor", when, sent * count, self._group, self._link, messages)
 
 
-def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[Transfer]:
+def _context_moves(setup: Setup, unit: UnitShape) -> Iterator[UnitTransfer]:
     """Of the root where documents begin, of blocks keys and values, or heads."""
     group, tokens = group_of(setup.mesh, "cp"), _own_tokens(setup)
     link, again = Network(setup.cluster.device).link(group), _repeated(setup)
 
-    def move(kind: str, when: str, what: str, sent: float, count: float = 1) -> Transfer:
-        return Transfer(kind, what, "context", when, sent * count, group, link, math.ceil(count))
+    def move(kind: str, when: str, what: str, sent: float, count: float = 1) -> UnitTransfer:
+        return UnitTransfer(kind, what, "context", when, sent * count, group, link, math.ceil(count))
 
     others, block = group.size - 1, unit.block
     if block is None:
@@ -207,16 +207,16 @@ class _KeyHeads:
         self.repeats = math.lcm(kv_heads, setup.mesh.cp) // kv_heads
 
 
-def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[Transfer]:
+def _expert_moves(setup: Setup, block: BlockShape) -> Iterator[UnitTransfer]:
     """Whole experts are given the part of the sequence that each rank along tp has."""
     mesh = setup.mesh
-    group = Group("ep", mesh.ep, 1 if setup.whole_experts else mesh.tp)
+    group = RankGroup("ep", mesh.ep, 1 if setup.whole_experts else mesh.tp)
     apart = mesh.tp if setup.whole_experts and setup.sequence_parallel else 1
     once = _activation_bytes(setup) / apart * block.active_experts * (group.size - 1) / group.size
     link = Network(setup.cluster.device).link(group)
     for when, count in (("forward", 2.0), ("backward", 2 + 2 * _repeated(setup))):
         messages = 2 * math.ceil(count)  # ranks say how many rows they have before each
-        yield Transfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, messages)
+        yield UnitTransfer("all_to_all", "expert tokens", "expert", when, count * once, group, link, messages)
 
 
 def _activation_bytes(setup: Setup) -> float:
@@ -224,7 +224,7 @@ def _activation_bytes(setup: Setup) -> float:
     return setup.tokens / setup.mesh.cp * setup.model.hidden * setup.precision.compute.itemsize
 
 
-def pipeline_moves(setup: Setup, stage: int) -> Iterator[Transfer]:
+def pipeline_moves(setup: Setup, stage: int) -> Iterator[UnitTransfer]:
     """What a rank of `stage` sends of each micro-batch: activations onward, and their gradients back.
 
     Nothing comes behind the last of all stages, and nothing before the first. The engine's stages send whole sequences,
@@ -234,19 +234,19 @@ def pipeline_moves(setup: Setup, stage: int) -> Iterator[Transfer]:
     if ranks == 1:
         return
     group = group_of(setup.mesh, "pp")
-    neighbours = Group("pp", 2, group.stride)
+    neighbours = RankGroup("pp", 2, group.stride)
     parts, link = setup.mesh.tp if setup.as_megatron else 1, Network(setup.cluster.device).link(neighbours)
     once = _activation_bytes(setup) / parts
     shares = _TensorMoves(setup) if setup.mesh.tp > 1 and setup.sequence_parallel and setup.staged else None
     for when, count in (("forward", chunks - (stage == ranks - 1)), ("backward", chunks - (stage == 0))):
         if count:
-            yield Transfer("send", "pipeline activations", "pipeline", when, once * count, neighbours, link, count)
+            yield UnitTransfer("send", "pipeline activations", "pipeline", when, once * count, neighbours, link, count)
             if shares is not None:
                 yield shares.put_together(when, count)
 
 
-def shared_gradients(setup: Setup, copied_bytes: int) -> Transfer:
+def shared_gradients(setup: Setup, copied_bytes: int) -> UnitTransfer:
     """What a rank of a pipeline sends once in a step of parameters that another stage has, too."""
     group = group_of(setup.mesh, "pp")
     link = Network(setup.cluster.device).link(group)
-    return Transfer("send", "gradients that stages share", "data", "last", copied_bytes, group, link)
+    return UnitTransfer("send", "gradients that stages share", "data", "last", copied_bytes, group, link)

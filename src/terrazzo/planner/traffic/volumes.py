@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.engine.plan.spec import When
-from terrazzo.planner.figures import Sent, Traffic
+from terrazzo.planner.figures import Sent, TrafficFigures
 from terrazzo.planner.formulas import Formula
-from terrazzo.planner.machine.network import Group, Network, Transfer, group_of
+from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
 from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
@@ -53,7 +53,7 @@ FORMULAS = {
 }
 
 
-def traffic_of(setup: Setup) -> Traffic:
+def traffic_of(setup: Setup) -> TrafficFigures:
     """Traffic of the rank that sends most, of all pipeline stages."""
     per_stage = [_collect(setup, stage) for stage in sorted(set(stand_ins(setup)))]
     totals = max(per_stage, key=lambda found: sum(sum(links.values()) for _, links in found.values()))
@@ -63,13 +63,13 @@ def traffic_of(setup: Setup) -> Traffic:
         terms.append(Sent(name, value, value, move.formula, inputs, links=links, purpose=move.purpose))
         for link, sent in links.items():
             by_link[link] += sent
-    return Traffic(tuple(terms), {link: sent for link, sent in by_link.items() if sent})
+    return TrafficFigures(tuple(terms), {link: sent for link, sent in by_link.items() if sent})
 
 
 def expected_exchanges(setup: Setup, stage: int = 0) -> dict[str, int]:
     """What a rank of `stage` sends of activations along `tp`, `cp` and `pp` in a step, in bytes.
 
-    By the names of `Traffic.by_name`.
+    By the names of `TrafficFigures.by_name`.
     """
     axes, found = {"tensor": "tp ", "context": "cp ", "pipeline": ""}, dict[str, int]()
     for move, links in _collect(setup, stage).values():
@@ -84,14 +84,14 @@ def expected_rows_bytes(setup: Setup) -> int:
     return round(sum(term.value for term in traffic_of(setup).collectives if term.purpose == "expert"))
 
 
-Collected = dict[str, tuple[Transfer, dict[str, float]]]
+Collected = dict[str, tuple[UnitTransfer, dict[str, float]]]
 """By name: one of the transfers, and bytes of all of them by link."""
 
 
 def _collect(setup: Setup, stage: int) -> Collected:
     found: Collected = {}
 
-    def add(move: Transfer, times: float) -> None:
+    def add(move: UnitTransfer, times: float) -> None:
         links = found.setdefault(f"{move.kind} {move.what}", (move, {}))[1]
         links[move.link] = links.get(move.link, 0) + move.sent_bytes * times
 
@@ -123,7 +123,7 @@ def repetitions(setup: Setup) -> dict[str, int]:
 # -- data parallelism ------------------------------------------------------------------------------------------
 
 
-def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Transfer, ...]:
+def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[UnitTransfer, ...]:
     """The data-parallel collectives of one unit, in the engine's order. The root unit is not gathered twice."""
     network, found = Network(setup.cluster.device), []
     for bucket in buckets(unit, placement):
@@ -133,25 +133,27 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Tra
                 group = _group(setup, move.over, bucket.ranks[move.over].size)
                 if group.size > 1 or move.kind != "all_reduce":
                     link = network.link(group)
-                    found.append(Transfer(move.kind, move.what, "data", when, move.sent_bytes, group, link, messages))
+                    found.append(
+                        UnitTransfer(move.kind, move.what, "data", when, move.sent_bytes, group, link, messages)
+                    )
     return tuple(found)
 
 
-def _group(setup: Setup, axis: str, size: int) -> Group:
+def _group(setup: Setup, axis: str, size: int) -> RankGroup:
     """`size` ranks of an axis: of experts' tensors, what expert parallelism leaves of it."""
     whole = group_of(setup.mesh, axis)
-    return Group(axis, size, whole.stride * whole.size // size)
+    return RankGroup(axis, size, whole.stride * whole.size // size)
 
 
-def unit_copies(unit: UnitShape, placement: Placement) -> tuple[Transfer, ...]:
-    """What comes and goes between the device, the host's memory and its disks for one unit, by `when` as in `Transfer`.
+def unit_copies(unit: UnitShape, placement: Placement) -> tuple[UnitTransfer, ...]:
+    """What comes and goes between the device, the host's memory and its disks for a unit, `when` as in `UnitTransfer`.
 
     The root unit's weights are not fetched twice.
     """
     if placement.tiers == ON_DEVICE:
         return ()
     return tuple(
-        Transfer(move.kind, move.what, "offload", when, move.sent_bytes, None, move.over)
+        UnitTransfer(move.kind, move.what, "offload", when, move.sent_bytes, None, move.over)
         for bucket in buckets(unit, placement)
         for when in When
         for move in copies(bucket, when)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["EVERY", "Probe"]
+__all__ = ["EVERY", "ScriptProbe"]
 
 EVERY = 10
 """Steps of a record, behind the first, which has one of its own: it holds what is done once."""
@@ -33,7 +33,7 @@ _MOST_WORKS = 10_000
 _now = time.monotonic_ns
 
 
-class Probe:
+class ScriptProbe:
     """One process. It writes nothing before its first step: launchers and workers never come to that.
 
     Args:

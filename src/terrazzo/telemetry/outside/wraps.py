@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from terrazzo.telemetry.outside.probe import Probe
+    from terrazzo.telemetry.outside.probe import ScriptProbe
 
 __all__ = ["begin"]
 
@@ -33,7 +33,7 @@ _KINDS = {
 }
 
 
-def begin(probe: Probe) -> None:
+def begin(probe: ScriptProbe) -> None:
     """Have the probe look at this process, and at its forks, from now on."""
     os.register_at_fork(after_in_child=probe.begin)
     atexit.register(probe.flush)
@@ -41,7 +41,7 @@ def begin(probe: Probe) -> None:
     _wrap_exchanges(probe)
 
 
-def _wrap_torch(probe: Probe) -> None:
+def _wrap_torch(probe: ScriptProbe) -> None:
     from torch.nn.utils import clip_grad
     from torch.optim import optimizer
     from torch.utils.data import dataloader
@@ -58,7 +58,7 @@ def _wrap_torch(probe: Probe) -> None:
     _wrap((torch.amp.autocast_mode.autocast,), "__enter__", lambda call: _noting(probe, "autocasts", call))
 
 
-def _wrap_exchanges(probe: Probe) -> None:
+def _wrap_exchanges(probe: ScriptProbe) -> None:
     if not dist.is_available():
         return
     for kind, names in _KINDS.items():
@@ -100,7 +100,7 @@ def _within(entering: Callable[[], Any], call: Any) -> Any:
     return wrapped
 
 
-def _noting(probe: Probe, name: str, call: Any) -> Any:
+def _noting(probe: ScriptProbe, name: str, call: Any) -> Any:
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -110,7 +110,7 @@ def _noting(probe: Probe, name: str, call: Any) -> Any:
     return wrapped
 
 
-def _exchanging(probe: Probe, kind: str, call: Any) -> Any:
+def _exchanging(probe: ScriptProbe, kind: str, call: Any) -> Any:
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -120,7 +120,7 @@ def _exchanging(probe: Probe, kind: str, call: Any) -> Any:
     return wrapped
 
 
-def _read(probe: Probe, call: Any) -> Any:
+def _read(probe: ScriptProbe, call: Any) -> Any:
     """`iter(loader)`, which starts workers."""
 
     @functools.wraps(call)
@@ -133,7 +133,7 @@ def _read(probe: Probe, call: Any) -> Any:
     return wrapped
 
 
-def _made(probe: Probe, call: Any) -> Any:
+def _made(probe: ScriptProbe, call: Any) -> Any:
     """A DDP model: its sums begin and end in C++, which tells of them on a CPU, and would wait on CUDA."""
 
     @functools.wraps(call)
@@ -147,7 +147,7 @@ def _made(probe: Probe, call: Any) -> Any:
     return wrapped
 
 
-def _buffers(probe: Probe, call: Any) -> Any:
+def _buffers(probe: ScriptProbe, call: Any) -> Any:
     @functools.wraps(call)
     def wrapped(model: Any) -> None:
         probe.exchange("broadcast", lambda *, group: call(model), (), {"group": model.process_group})

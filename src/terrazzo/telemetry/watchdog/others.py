@@ -27,7 +27,7 @@ class Others:
 
     def __init__(self, wardens: Wardens, patience: Patience) -> None:
         self._wardens, self._patience = wardens, patience
-        self.system = _Elsewhere()
+        self.system = _OtherMachines()
         self._seen: dict[int, int] = {}  # when each machine had said what is known
         self._began, self._said = time.monotonic(), False
 
@@ -82,7 +82,7 @@ class Others:
             self._wardens.leave(message, "ended")
 
 
-class _Elsewhere(System):
+class _OtherMachines(System):
     """What there is to ask about processes here, and, by negative numbers, about ranks that wardens tell of."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from terrazzo.engine.links.label import RUN_THE_SAME
 from terrazzo.errors import listed
 from terrazzo.telemetry.watchdog.standing import Key, Standing
-from terrazzo.telemetry.watchdog.wardens import Place
+from terrazzo.telemetry.watchdog.wardens import RunMachine
 
 __all__ = ["GONE", "Cause", "Fact", "Stall", "cut_off", "find_stall"]
 
@@ -161,7 +161,7 @@ def _apart(ranks: Mapping[int, Standing], now: int) -> Stall:
     return Stall("lost", everyone, f"{text} See the network between them.")
 
 
-def cut_off(place: Place, silent_s: float, here: Mapping[int, Standing], now: int, stall_s: float) -> Stall | None:
+def cut_off(place: RunMachine, silent_s: float, here: Mapping[int, Standing], now: int, stall_s: float) -> Stall | None:
     """The stall of ranks here that wait for ranks on a machine which is silent; None while none has done so for long.
 
     Args:

@@ -33,7 +33,7 @@ from terrazzo.telemetry.watchdog.others import Others
 from terrazzo.telemetry.watchdog.recording import ASK, Recording
 from terrazzo.telemetry.watchdog.stall import GONE, Stall
 from terrazzo.telemetry.watchdog.ward import ASKED, END, TOLD
-from terrazzo.telemetry.watchdog.wardens import Place, Wardens
+from terrazzo.telemetry.watchdog.wardens import RunMachine, Wardens
 
 __all__ = ["Warden"]
 
@@ -247,7 +247,7 @@ def _main() -> None:
         others = None
         if "places" in told:
             ears = socket.socket(fileno=told["ears"])
-            places = [Place(*each) for each in told["places"]]
+            places = [RunMachine(*each) for each in told["places"]]
             others = Wardens(places, told["own"], told["key"], ears)
         Warden(told["ranks"], Patience(*told["patience"]), others).run()
 

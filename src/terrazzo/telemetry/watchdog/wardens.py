@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["SILENT_S", "Heard", "Place", "Wardens"]
+__all__ = ["SILENT_S", "Heard", "RunMachine", "Wardens"]
 
 _EVERY_S = 1.0
 _PATIENCE_S = 2.0
@@ -26,7 +26,7 @@ _LONGEST = 64 << 20
 """Bytes of a line."""
 
 
-class Place(NamedTuple):
+class RunMachine(NamedTuple):
     """A machine of the run: its name, where its warden listens, and its ranks."""
 
     host: str
@@ -62,7 +62,7 @@ class Wardens:
         others: all machines but this one, by number.
     """
 
-    def __init__(self, places: Sequence[Place], own: int, key: str, ears: socket.socket) -> None:
+    def __init__(self, places: Sequence[RunMachine], own: int, key: str, ears: socket.socket) -> None:
         self.others = {number: place for number, place in enumerate(places) if number != own}
         self._own, self._key, self._ears = own, key, ears
         self._heard: dict[int, Heard] = {}
@@ -132,13 +132,13 @@ class Wardens:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._ears.close()
 
-    def _speak(self, place: Place) -> None:
+    def _speak(self, place: RunMachine) -> None:
         while not self._ended.is_set():
             with contextlib.suppress(OSError):
                 self._speak_to(place)
             self._ended.wait(_EVERY_S)
 
-    def _speak_to(self, place: Place) -> None:
+    def _speak_to(self, place: RunMachine) -> None:
         ended = False
         with socket.create_connection((place.address, place.port), _PATIENCE_S) as mouth:
             while not ended:

@@ -11,7 +11,7 @@ from pathlib import Path
 from terrazzo.config import Config, load_config
 from terrazzo.errors import BadInput, TerrazzoError
 from terrazzo.exit_codes import BAD_INPUT
-from terrazzo.planner import Setup, Time
+from terrazzo.planner import Setup, TimeFigures
 from terrazzo.planner.timing.calibration import Calibration, Software, processor, run_of
 from terrazzo.planner.timing.compute import step_flops
 from terrazzo.planner.timing.measured import computation_s, fitted_pace
@@ -63,7 +63,7 @@ def record_of(config: Config, ranks: int, trials: Sequence[Trial]) -> Calibratio
     setups = [setup_of(_with_length(config, trial.sequence_length), ranks) for trial in trials]
     first, setup, work = trials[0], setups[0], [step_flops(setup) for setup in setups]
     busy, pace = [trial.step_s - (trial.wait_s or 0.0) for trial in trials], None
-    if isinstance(time_of(setup), Time):  # the device's figures are known
+    if isinstance(time_of(setup), TimeFigures):  # the device's figures are known
         pace, overhead_s = fitted_pace(setups, busy, waits=first.wait_s is None)
         rate = work[0] / computation_s(setup) / pace
     else:
@@ -92,7 +92,7 @@ def record_of(config: Config, ranks: int, trials: Sequence[Trial]) -> Calibratio
 def _explains(record: Calibration, setup: Setup) -> bool:
     """Whether the steps that a record was made of follow from it."""
     time = time_of(setup, calibration=record)
-    return isinstance(time, Time) and abs(time.step_s / record.step_s - 1) <= CALIBRATED_BAND
+    return isinstance(time, TimeFigures) and abs(time.step_s / record.step_s - 1) <= CALIBRATED_BAND
 
 
 def _with_length(config: Config, sequence_length: int) -> Config:

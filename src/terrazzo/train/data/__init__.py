@@ -12,7 +12,7 @@ Example:
     step = loader.next_step()          # step.micro_batches: this rank's; step.valid_tokens: of all ranks
 """
 
-from terrazzo.train.data.chat import Asked, load_chat
+from terrazzo.train.data.chat import Prompt, load_chat
 from terrazzo.train.data.load import TokenData, load_data
 from terrazzo.train.data.loader import (
     Cursor,
@@ -31,7 +31,6 @@ from terrazzo.train.data.tokenizer import ByteTokenizer, load_tokenizer
 __all__ = [
     "IGNORED",
     "PYTHON_STDLIB",
-    "Asked",
     "Batch",
     "ByteTokenizer",
     "Cursor",
@@ -40,6 +39,7 @@ __all__ = [
     "Indices",
     "Loader",
     "PairDataset",
+    "Prompt",
     "SequenceDataset",
     "TokenData",
     "evaluated",

@@ -29,7 +29,7 @@ from terrazzo.train.data.records import ASSISTANT, Document, Message
 from terrazzo.train.data.rendering import Failed, render
 from terrazzo.train.data.tokenizer import BYTES, MAX_BYTES, TokenArray, Tokenizer, check_files, missing_extra
 
-__all__ = ["Asked", "Chat", "Rendered", "chat_fingerprint", "load_chat", "text_completion"]
+__all__ = ["Chat", "Prompt", "Rendered", "chat_fingerprint", "load_chat", "text_completion"]
 
 LossOn = Literal["assistant", "all"]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -57,7 +57,7 @@ class Rendered:
     span_bytes: int
 
 
-class Asked(NamedTuple):
+class Prompt(NamedTuple):
     """A user's message in tokens, up to where the assistant begins to write, and the tokens that end what it writes."""
 
     tokens: list[int]
@@ -67,7 +67,7 @@ class Asked(NamedTuple):
 class Chat(Protocol):
     """Renders conversations one by one."""
 
-    def ask(self, question: str) -> Asked:
+    def ask(self, question: str) -> Prompt:
         """Raises: `BadInput` where the template does not take a user's message."""
 
     def render(self, document: Document) -> Rendered:
@@ -159,11 +159,11 @@ class _PlainChat:
     def __init__(self, tokenizer: Tokenizer, loss_on: LossOn) -> None:
         self.tokenizer, self.loss_on = tokenizer, loss_on
 
-    def ask(self, question: str) -> Asked:
+    def ask(self, question: str) -> Prompt:
         end, asked = self.tokenizer.end_of_document, _asked_by_user(question)
         prompt = self.render(Document("train.sample_chat", messages=asked)).tokens.tolist()
         (head,) = self.tokenizer.encode([f"<|{ASSISTANT}|>\n"])
-        return Asked([*prompt, *head.tolist()], [end])
+        return Prompt([*prompt, *head.tolist()], [end])
 
     def render(self, document: Document) -> Rendered:
         messages = document.messages or []
@@ -203,7 +203,7 @@ class _TemplateChat:
     origin: str
     end_of_document: int
 
-    def ask(self, question: str) -> Asked:
+    def ask(self, question: str) -> Prompt:
         """An answer ends with the end of a document, or with the special token that follows it in a conversation."""
         answer = "An answer."
         messages = [*_asked_by_user(question), {"role": ASSISTANT, "content": answer}]
@@ -212,7 +212,7 @@ class _TemplateChat:
         following = turn.tokens_of(turn.text.rpartition(answer)[2])
         added = self.tokenizer.added_tokens_decoder
         ends = [token for token in following[:1] if token in added and added[token].special]
-        return Asked(turn.tokens_of(turn.rendered(messages[:1], prompt=True)), [*ends, self.end_of_document])
+        return Prompt(turn.tokens_of(turn.rendered(messages[:1], prompt=True)), [*ends, self.end_of_document])
 
     def render(self, document: Document) -> Rendered:
         turn = _Conversation(self, document, self.template_for(document))

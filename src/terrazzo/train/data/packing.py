@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from terrazzo.train.data.cache import TokenCache
 
-__all__ = ["Packing", "Rows", "TooLong", "arrange", "learns_within"]
+__all__ = ["PackedRows", "Packing", "TooLong", "arrange", "learns_within"]
 
 Packing = Literal["stream", "whole", "single"]
 TooLong = Literal["truncate", "drop"]
@@ -19,7 +19,7 @@ Integers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Documents, or their beginnings, in rows: `[starts[i], stops[i])` of the cache, in the order of the rows.
 
     Row `r` holds those numbered `[bounds[r], bounds[r + 1])`. `cut` of them lost their end, `dropped` documents are in
@@ -36,18 +36,20 @@ class Rows:
     cut_equal: int = 0
 
 
-def arrange(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int, packing: Packing, too_long: TooLong) -> Rows:
+def arrange(
+    cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int, packing: Packing, too_long: TooLong
+) -> PackedRows:
     """The rows of the `chosen` documents, none of more than `room` tokens; none at all where nothing fits."""
     starts = np.concatenate(([0], cache.ends[:-1]))[chosen]
     stops = cache.ends[chosen]
     long = stops - starts > room
     if too_long == "drop":
-        rows = Rows(starts[~long], stops[~long], np.zeros(1, np.int64), dropped=int(long.sum()))
+        rows = PackedRows(starts[~long], stops[~long], np.zeros(1, np.int64), dropped=int(long.sum()))
     else:
         stops = np.minimum(stops, starts + room)
         learns = _first_learnt(cache, starts) < stops
         unlearnt = int((~learns).sum())
-        rows = Rows(starts[learns], stops[learns], np.zeros(1, np.int64), int((long & learns).sum()), 0, unlearnt)
+        rows = PackedRows(starts[learns], stops[learns], np.zeros(1, np.int64), int((long & learns).sum()), 0, unlearnt)
     if not len(rows.starts):
         return rows
     if packing == "single":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.train.data.cache import TokenCache
-from terrazzo.train.data.packing import Rows, TooLong, arrange, learns_within
+from terrazzo.train.data.packing import PackedRows, TooLong, arrange, learns_within
 from terrazzo.train.data.sequences import NO_SEQUENCE, Batch, Indices, SequenceDataset, held_out_whole
 
 __all__ = ["PairDataset", "arrange_pairs", "held_out_pairs"]
@@ -22,7 +22,7 @@ def held_out_pairs(cache: TokenCache, fraction: float) -> npt.NDArray[np.bool_]:
     return np.repeat(held_out_whole(replace(cache, ends=ends, name_hashes=cache.name_hashes[::2]), fraction), 2)
 
 
-def arrange_pairs(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int, too_long: TooLong) -> Rows:
+def arrange_pairs(cache: TokenCache, chosen: npt.NDArray[np.bool_], room: int, too_long: TooLong) -> PackedRows:
     """A row for each of the `chosen` documents whose pair fits: both, or with `truncate` a part of both completions.
 
     Pairs that would be cut to two equal texts are left out: nothing is preferred there.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.train.data.cache import TokenCache
-from terrazzo.train.data.packing import Rows
+from terrazzo.train.data.packing import PackedRows
 from terrazzo.train.data.tokenizer import TokenArray
 
 __all__ = [
@@ -178,7 +178,7 @@ class SequenceDataset:
         split: Split,
         sequence_length: int,
         end_of_document: int,
-        rows: Rows | None = None,
+        rows: PackedRows | None = None,
         apart: bool = False,
     ) -> None:
         self.cache, self.split, self.rows, self.apart = cache, split, rows, apart

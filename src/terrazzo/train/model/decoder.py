@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from terrazzo import parallel
 from terrazzo.errors import BadInput
 from terrazzo.parallel import AttentionMask, Context, Style
-from terrazzo.train.model.experts import ExpertsConfig, MixtureOfExperts
+from terrazzo.train.model.experts import MixtureConfig, MixtureOfExperts
 
 __all__ = ["Block", "Decoder", "DecoderConfig"]
 
@@ -47,7 +47,7 @@ class DecoderConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     dropout: float = 0.0
-    experts: ExpertsConfig | None = None
+    experts: MixtureConfig | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -99,7 +99,7 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
 
 
-class Embedding(nn.Embedding):
+class TokenEmbedding(nn.Embedding):
     """Token embeddings with the model's initial standard deviation."""
 
     def reset_parameters(self) -> None:
@@ -243,7 +243,7 @@ class Block(nn.Module):
         return out
 
 
-def _feed_forward_plan(experts: ExpertsConfig | None) -> dict[str, Style]:
+def _feed_forward_plan(experts: MixtureConfig | None) -> dict[str, Style]:
     """How ranks share the feed-forwards' matrices. Those of experts are whole: each rank computes its own tokens."""
     prefix = "blocks.*.feed_forward"
     if experts is not None:
@@ -276,7 +276,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = Embedding(config.vocab_size, config.dim)
+        self.embedding = TokenEmbedding(config.vocab_size, config.dim)
         self.rotary = RotaryTable(config)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)

@@ -24,8 +24,8 @@ from terrazzo.parallel import Experts, permuted
 from terrazzo.train.model.expert_load import Load, counters_of, load_of
 
 __all__ = [
-    "ExpertsConfig",
     "GroupedFeedForward",
+    "MixtureConfig",
     "MixtureOfExperts",
     "Router",
     "auxiliary_loss",
@@ -35,7 +35,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class ExpertsConfig:
+class MixtureConfig:
     """How a `Decoder` mixes experts.
 
     Attributes:
@@ -93,7 +93,7 @@ class Router(nn.Module):
     load: Tensor
     entropy: Tensor
 
-    def __init__(self, dim: int, config: ExpertsConfig, std: float) -> None:
+    def __init__(self, dim: int, config: MixtureConfig, std: float) -> None:
         super().__init__()
         self.config, self.std = config, std
         self.weight = nn.Parameter(torch.empty(config.count, dim))
@@ -153,7 +153,7 @@ class GroupedFeedForward(nn.Module):
 
     experts: Experts | None = None
 
-    def __init__(self, dim: int, config: ExpertsConfig, std: float, out_std: float) -> None:
+    def __init__(self, dim: int, config: MixtureConfig, std: float, out_std: float) -> None:
         super().__init__()
         self._stds = {"gate": std, "up": std, "down": out_std}
         self.gate = nn.Parameter(torch.empty(config.count, config.ffn_dim, dim))
@@ -213,7 +213,7 @@ class MixtureOfExperts(nn.Module):
         shared: computes every token, and is added; None for none.
     """
 
-    def __init__(self, dim: int, config: ExpertsConfig, shared: nn.Module | None, std: float, out_std: float) -> None:
+    def __init__(self, dim: int, config: MixtureConfig, shared: nn.Module | None, std: float, out_std: float) -> None:
         super().__init__()
         self.config = config
         self.router = Router(dim, config, std)

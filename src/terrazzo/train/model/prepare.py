@@ -8,7 +8,7 @@ from terrazzo.config import Config
 from terrazzo.engine import checkpoint_activations, compile_units
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 from terrazzo.train.model.decoder import DecoderConfig
-from terrazzo.train.model.experts import ExpertsConfig
+from terrazzo.train.model.experts import MixtureConfig
 from terrazzo.train.model.head_loss import take_targets
 from terrazzo.train.model.objectives import objective_of
 
@@ -39,10 +39,10 @@ def decoder_config(config: Config, tokenizer: Tokenizer | None = None) -> Decode
     )
 
 
-def _experts_config(config: Config, ffn_dim: int) -> ExpertsConfig | None:
+def _experts_config(config: Config, ffn_dim: int) -> MixtureConfig | None:
     """How the decoder mixes experts; None where it has none."""
     values = config.model.experts.model_dump()
-    return None if values["count"] is None else ExpertsConfig(**values | {"ffn_dim": values["ffn_dim"] or ffn_dim})
+    return None if values["count"] is None else MixtureConfig(**values | {"ffn_dim": values["ffn_dim"] or ffn_dim})
 
 
 def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Module:

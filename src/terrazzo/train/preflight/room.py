@@ -14,7 +14,7 @@ from terrazzo.config import Config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.files import gib_text
-from terrazzo.planner import Framework, Memory, Setup, objections
+from terrazzo.planner import Framework, MemoryFigures, Setup, objections
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.closed_form import closed_form
@@ -73,7 +73,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
     return [f"plan: {note}" for note in notes]
 
 
-def _lacks_room(config: Config, setup: Setup, memory: Memory, there: Available | None) -> str | None:
+def _lacks_room(config: Config, setup: Setup, memory: MemoryFigures, there: Available | None) -> str | None:
     """Why the device, its host or the host's disks are too small; None where they are not, or nothing is known."""
     if there is not None:
         certain = sum(term.value for term in memory.near_terms if term.name in CERTAIN)
@@ -116,7 +116,7 @@ def _setup(config: Config, world_size: int) -> Setup | None:
         return None
 
 
-def _too_large(config: Config, setup: Setup, memory: Memory, there: Available) -> str:
+def _too_large(config: Config, setup: Setup, memory: MemoryFigures, there: Available) -> str:
     largest = sorted(memory.near_terms, key=lambda term: -term.value)[:3]
     return (
         f"This run needs about {_both(memory.near_bytes)} on each rank, {memory.limiting_rank}, and {there.what} is "

@@ -11,7 +11,7 @@ from terrazzo.config import Config
 from terrazzo.engine.offload.disk_file import left_behind_bytes
 from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder, is_memory
 from terrazzo.files import gib_text
-from terrazzo.planner import Memory
+from terrazzo.planner import MemoryFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
 from terrazzo.train.folders import is_own, swap_folders
@@ -29,7 +29,7 @@ def check_folders(config: Config) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def host_lacks_room(config: Config, memory: Memory, world_size: int) -> str | None:
+def host_lacks_room(config: Config, memory: MemoryFigures, world_size: int) -> str | None:
     """Why the host or its disks cannot hold what is offloaded; None where they can, or nothing is known against it.
 
     On a CPU the host's memory is the device's, and what is kept there is counted with it elsewhere.
@@ -40,7 +40,7 @@ def host_lacks_room(config: Config, memory: Memory, world_size: int) -> str | No
     return _too_much_on_disk(config, swap_folders(config), needed)
 
 
-def offload_notes(config: Config, memory: Memory, world_size: int) -> list[str]:
+def offload_notes(config: Config, memory: MemoryFigures, world_size: int) -> list[str]:
     """How much a run wears drives off, and what to know of host memory that is to be page-locked."""
     notes = []
     if written := ranks_here(world_size) * sum(term.value for term in memory.disk_writes):
@@ -68,7 +68,7 @@ def _existing(config: Config, folder: Path) -> Path:
     return next(place for place in (folder, *folder.resolve().parents) if place.exists())
 
 
-def _too_much_on_host(memory: Memory, world_size: int) -> str | None:
+def _too_much_on_host(memory: MemoryFigures, world_size: int) -> str | None:
     ranks, free = ranks_here(world_size), available_host_bytes()
     needed = ranks * sum(term.value for term in memory.host)
     if free is None or needed <= free:

@@ -14,7 +14,7 @@ from terrazzo.config import Config
 from terrazzo.engine import Traffic, find_units
 from terrazzo.parallel import VocabularyLoss, leave_vocabulary, share_sequences
 from terrazzo.parallel.paper import PaperContext, cut_on_paper
-from terrazzo.planner import Cluster, Estimate, Memory, Setup, estimate
+from terrazzo.planner import Cluster, Estimate, MemoryFigures, Setup, estimate
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
@@ -62,7 +62,7 @@ def _of_frozen(setup: Setup) -> tuple[str, ...]:
     return (f"Some weights are frozen, and traffic along tp and cp is given as if all were trained: {where}.",)
 
 
-def traced_memory(config: Config, setup: Setup) -> Memory | None:
+def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
     """From the model's own operators.
 
     None where these are compiled, or depend on values, which a trace does not have, or where the units are not those of

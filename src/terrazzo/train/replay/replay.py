@@ -16,7 +16,7 @@ from terrazzo.exchange import gather_json
 from terrazzo.planner.timing.calibration import processor
 from terrazzo.train.micro_batches import learnt
 from terrazzo.train.model.experts import forget_load
-from terrazzo.train.replay.verdict import Answer, finding_of
+from terrazzo.train.replay.verdict import RankAnswer, finding_of
 from terrazzo.train.session import Session
 
 __all__ = ["Replay"]
@@ -70,12 +70,12 @@ class Replay:
             " they fail."
         )
 
-    def _answers(self, offsets: Sequence[int]) -> list[Answer]:
+    def _answers(self, offsets: Sequence[int]) -> list[RankAnswer]:
         """Of all ranks: what each has made of the micro-batches of those that many places before it. Collective."""
         with self._unnoticed():
             own = [self._answer(offset) for offset in offsets]
         return [
-            Answer(rank, tuple(of), tuple(units), tuple(tuple(each) for each in units.values()))
+            RankAnswer(rank, tuple(of), tuple(units), tuple(tuple(each) for each in units.values()))
             for rank, told in enumerate(gather_json(own))
             for of, units in told
         ]

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from terrazzo.errors import listed
 
-__all__ = ["Answer", "Finding", "finding_of"]
+__all__ = ["Disagreement", "RankAnswer", "finding_of"]
 
 
-class Answer(NamedTuple):
+class RankAnswer(NamedTuple):
     """What a rank has made of a micro-batch.
 
     Attributes:
@@ -27,7 +27,7 @@ class Answer(NamedTuple):
     digests: tuple[tuple[int, ...], ...]
 
 
-class Finding(NamedTuple):
+class Disagreement(NamedTuple):
     """Answers that are not as they should be.
 
     Attributes:
@@ -39,13 +39,13 @@ class Finding(NamedTuple):
     of_kernels: bool = False
 
 
-def finding_of(answers: Sequence[Answer]) -> Finding | None:
+def finding_of(answers: Sequence[RankAnswer]) -> Disagreement | None:
     """What is wrong with the answers of all ranks; None where all that should be equal is.
 
     An answer is right if more than half of the ranks that were asked have given it. With two ranks there is none where
     they disagree, unless one does with itself.
     """
-    asked: defaultdict[tuple[int, ...], list[Answer]] = defaultdict(list)
+    asked: defaultdict[tuple[int, ...], list[RankAnswer]] = defaultdict(list)
     for answer in answers:
         asked[answer.of].append(answer)
     apart = {of: given for of, given in asked.items() if len({each.digests for each in given}) > 1}
@@ -54,7 +54,9 @@ def finding_of(answers: Sequence[Answer]) -> Finding | None:
     ranks = {answer.rank for answer in answers}
     wavering = {rank for rank in ranks for given in apart.values() if _disagrees_with_itself(rank, given)}
     if len(ranks) > 1 and 2 * len(wavering) > len(ranks):
-        return Finding(f"{_named(wavering)} each computed one micro-batch twice, with two results.", of_kernels=True)
+        return Disagreement(
+            f"{_named(wavering)} each computed one micro-batch twice, with two results.", of_kernels=True
+        )
     wrong, undecided = Counter[int](), set[int]()
     for given in apart.values():
         if (right := _right(given)) is None:
@@ -62,16 +64,16 @@ def finding_of(answers: Sequence[Answer]) -> Finding | None:
         else:
             wrong.update(each.rank for each in given if each.digests != right)
     if wrong:
-        return Finding(" ".join(_of_rank(rank, count, answers, apart) for rank, count in sorted(wrong.items())))
+        return Disagreement(" ".join(_of_rank(rank, count, answers, apart) for rank, count in sorted(wrong.items())))
     if wavering:
-        return Finding(" ".join(_transient(rank, apart) for rank in sorted(wavering)))
-    return Finding(
+        return Disagreement(" ".join(_transient(rank, apart) for rank in sorted(wavering)))
+    return Disagreement(
         f"Inconclusive: {_named(undecided)} compute the gradients of {_unit(*apart.values())} differently from the same"
         " micro-batch, and each does so again. One of them is wrong, and two cannot tell which: a third would."
     )
 
 
-def _right(given: Sequence[Answer]) -> tuple[tuple[int, ...], ...] | None:
+def _right(given: Sequence[RankAnswer]) -> tuple[tuple[int, ...], ...] | None:
     """What more than half of these ranks, of which there are several, have answered."""
     by = defaultdict(set)
     for each in given:
@@ -81,11 +83,13 @@ def _right(given: Sequence[Answer]) -> tuple[tuple[int, ...], ...] | None:
     return digests if 2 * len(ranks) > len(asked) > 1 else None
 
 
-def _disagrees_with_itself(rank: int, given: Sequence[Answer]) -> bool:
+def _disagrees_with_itself(rank: int, given: Sequence[RankAnswer]) -> bool:
     return len({each.digests for each in given if each.rank == rank}) > 1
 
 
-def _of_rank(rank: int, count: int, answers: Sequence[Answer], apart: dict[tuple[int, ...], list[Answer]]) -> str:
+def _of_rank(
+    rank: int, count: int, answers: Sequence[RankAnswer], apart: dict[tuple[int, ...], list[RankAnswer]]
+) -> str:
     """What a rank has done that most others have not."""
     own = [each for each in answers if each.rank == rank]
     about = [given for of, given in apart.items() if any(each.rank == rank for each in apart[of])]
@@ -97,12 +101,12 @@ def _of_rank(rank: int, count: int, answers: Sequence[Answer], apart: dict[tuple
     )
 
 
-def _transient(rank: int, apart: dict[tuple[int, ...], list[Answer]]) -> str:
+def _transient(rank: int, apart: dict[tuple[int, ...], list[RankAnswer]]) -> str:
     about = [given for given in apart.values() if _disagrees_with_itself(rank, given)]
     return f"Rank {rank} computed the gradients of {_unit(*about)} twice from one micro-batch, with two results."
 
 
-def _unit(*asked: Sequence[Answer]) -> str:
+def _unit(*asked: Sequence[RankAnswer]) -> str:
     """The first unit, in the order of backward, in which answers differ: what comes behind follows from it."""
     first = asked[0][0]
     for number, unit in enumerate(first.units):

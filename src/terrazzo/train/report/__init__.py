@@ -9,7 +9,7 @@ files   what is written
 gauge   the numbers of a log step
 """
 
-from terrazzo.train.report.gauge import Measured
-from terrazzo.train.report.report import Report
+from terrazzo.train.report.gauge import StepsMeasured
+from terrazzo.train.report.report import RunReport
 
-__all__ = ["Measured", "Report"]
+__all__ = ["RunReport", "StepsMeasured"]

@@ -16,11 +16,11 @@ from terrazzo.train.promise.as_setup import matmul_format
 from terrazzo.train.promise.summary import utilised
 from terrazzo.train.session import Session
 
-__all__ = ["Gauge", "Measured"]
+__all__ = ["Gauge", "StepsMeasured"]
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepsMeasured:
     """What the loop measured since the previous log step, on this rank; losses and load are of the newest step."""
 
     loss: float
@@ -70,7 +70,7 @@ class Gauge:
         }
         return {name for name, is_there in has.items() if is_there}
 
-    def metrics(self, measured: Measured) -> StepMetrics:
+    def metrics(self, measured: StepsMeasured) -> StepMetrics:
         """Those of the log step that has just ended."""
         session = self._session
         flops = session.flops_per_s(measured.steps, measured.total_s)

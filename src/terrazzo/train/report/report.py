@@ -23,14 +23,14 @@ from terrazzo.train.model.objectives import Validation
 from terrazzo.train.plan import mesh_shape
 from terrazzo.train.promise.summary import Pace, bytes_line, summarize
 from terrazzo.train.report.files import Files
-from terrazzo.train.report.gauge import Gauge, Measured
+from terrazzo.train.report.gauge import Gauge, StepsMeasured
 from terrazzo.train.report.voice import Voice
 from terrazzo.train.session import Session
 
-__all__ = ["Report"]
+__all__ = ["RunReport"]
 
 
-class Report:
+class RunReport:
     """Everything that is said and written. Every rank has one; only rank 0's has a screen and files."""
 
     def __init__(self, session: Session, command: Command) -> None:
@@ -70,7 +70,7 @@ class Report:
         session = self._session
         return {"ranks": session.ranks.world_size, "same_evaluation": session.origin.same_evaluation}
 
-    def log_step(self, measured: Measured) -> None:
+    def log_step(self, measured: StepsMeasured) -> None:
         """A log step."""
         self._pace.add(measured.steps, measured.tokens, measured.total_s)
         self._peak_bytes = measured.peak_memory_bytes

@@ -13,7 +13,7 @@ __all__: list[str] = []
 _HERE = Path(__file__).resolve().parent
 
 
-class _Finder:
+class _TorchFinder:
     """Finds torch as others do, and has the probe begin behind it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -60,4 +60,4 @@ def _import_hidden() -> None:
 
 _import_hidden()
 if "TERRAZZO_PROFILE" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _TorchFinder())
