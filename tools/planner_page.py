@@ -23,7 +23,7 @@ from terrazzo.planner.report.formulas import FORMULAS
 from terrazzo.planner.report.picture import save_picture
 
 MODELS = (
-    "Report", "SetupReport", "MemoryReport", "RoomReport", "TimeReport", "TrafficReport", "CollectiveReport",
+    "PlanReport", "SetupReport", "MemoryReport", "RoomReport", "TimeReport", "TrafficReport", "CollectiveReport",
     "TermReport", "FindingReport", "FrontierRow", "RefusedRow", "SizingReport", "SizingRow", "StatesReport",
     "StatesRow", "PerRank", "ExplainedReport", "ExplainedTerm",
 )  # fmt: skip
