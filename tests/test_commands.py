@@ -22,12 +22,12 @@ from terrazzo import cli
 from terrazzo.config import load_config
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train import run
-from terrazzo.train.command import Command, folded, program
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import TrainingLoop
-from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
+from terrazzo.train.session.opening import open_session
+from terrazzo.train.settings.command import Command, folded, program
 from tests.helpers.threads import run_in_threads
 
 ROOT = Path(__file__).parents[1]

@@ -302,7 +302,7 @@ MUTATIONS = [
     # -- training
     Mutation(
         "the first step of a warm-up learns nothing",
-        "train/optimizer.py",
+        "train/settings/optimizer.py",
         "return (step + 1) / config.warmup_steps",
         "return step / config.warmup_steps",
         "train/test_schedule.py",

@@ -12,9 +12,9 @@ from terrazzo.config import BatchConfig, Config, MeshConfig, OptimizerConfig, co
 from terrazzo.config.files import load
 from terrazzo.errors import BadInput
 from terrazzo.train.checkpoints.resume import resume_from
-from terrazzo.train.optimizer import check_settings, optimizer_class
-from terrazzo.train.plan import build_plan, empty_rows, filling_note, mesh_shape, micro_batches_per_rank
 from terrazzo.train.preflight import check
+from terrazzo.train.settings.optimizer import check_settings, optimizer_class
+from terrazzo.train.settings.plan import build_plan, empty_rows, filling_note, mesh_shape, micro_batches_per_rank
 
 JARGON = ("pydantic", "validation error", "extra_forbidden", "input_value", "type=", "Extra inputs")
 

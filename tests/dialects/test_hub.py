@@ -20,7 +20,7 @@ from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.plan import place
 from terrazzo.errors import BadInput
-from terrazzo.train.plan import build_plan, build_precision
+from terrazzo.train.settings.plan import build_plan, build_precision
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 HUB = Terrazzo()

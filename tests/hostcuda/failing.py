@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from terrazzo.config import config_from_dict
-from terrazzo.train.divergence import DivergenceWatch
-from terrazzo.train.parts import DataShare
+from terrazzo.train.session.share import DataShare
+from terrazzo.train.steps.divergence import DivergenceWatch
 from tests.hostcuda.cases import WIDTH, Block, Case, mesh_of
 
 __all__ = ["Failed", "diverges", "fails_and_goes_on", "overflows_and_goes_on"]

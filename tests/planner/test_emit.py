@@ -19,14 +19,14 @@ from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.traffic.volumes import traffic_of
-from terrazzo.train.folders import swap_folders
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.optimizer import check_settings
-from terrazzo.train.plan import build_plan, build_precision
 from terrazzo.train.preflight.axes import check_axes
 from terrazzo.train.preflight.swap import check_folders
 from terrazzo.train.promise.as_setup import optimizer_recipe, setup_of
+from terrazzo.train.settings.folders import swap_folders
+from terrazzo.train.settings.optimizer import check_settings
+from terrazzo.train.settings.plan import build_plan, build_precision
 from tests.helpers import programs
 
 TINY = {

@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader, Dataset
 mode, looked_at = sys.argv[1:]
 if looked_at != "none":
     from pathlib import Path
-    from terrazzo.telemetry.outside.probe import Probe
+    from terrazzo.telemetry.outside.probe import ScriptProbe
     from terrazzo.telemetry.outside.wraps import begin
-    begin(Probe(Path(looked_at)))
+    begin(ScriptProbe(Path(looked_at)))
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 

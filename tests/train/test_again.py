@@ -227,15 +227,15 @@ def test_ranks_that_are_started_again_go_on_from_what_is_on_the_machine(tmp_path
 
 CRASHES = """
 import os, runpy, signal, sys
-from terrazzo.train.loop import Trainer
+from terrazzo.train.loop import TrainingLoop
 
-step = Trainer.train_step
+step = TrainingLoop.train_step
 def train_step(self):
     if self.session.step == 7:
         os.kill(os.getpid(), signal.SIGSEGV)
     step(self)
 
-Trainer.train_step = train_step
+TrainingLoop.train_step = train_step
 sys.argv[0] = "terrazzo"
 runpy.run_module("terrazzo", run_name="__main__", alter_sys=True)
 """

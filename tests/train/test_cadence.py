@@ -13,8 +13,8 @@ import pytest
 
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
-from terrazzo.train import cadence
-from terrazzo.train.cadence import Choice, optimal_interval_s
+from terrazzo.train.steps import cadence
+from terrazzo.train.steps.cadence import Choice, optimal_interval_s
 from tests.train.test_session import config_in, trained
 
 

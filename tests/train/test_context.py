@@ -15,8 +15,8 @@ import torch
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.data import IGNORED, Batch
-from terrazzo.train.parts import DataShare
 from terrazzo.train.preflight import check
+from terrazzo.train.session.share import DataShare
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 from tests.train.test_loop import environment

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.planner.text.words import count_text, setup_text
-from terrazzo.train.mesh_picture import mesh_picture
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight.axes import check_axes
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
+from terrazzo.train.report.mesh_picture import mesh_picture
 from tests.train.test_preferences import lines, train
 from tests.train.test_tensor import on_mesh, run_folder
 

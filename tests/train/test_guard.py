@@ -15,12 +15,12 @@ from torch import Tensor
 from terrazzo.checkpoint import latest, open_source
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import PREEMPTED
-from terrazzo.train import reference
-from terrazzo.train.guard import spike_above
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import DPO, NextToken, Validation
-from terrazzo.train.plan import build_offload
 from terrazzo.train.report.voice import Voice
+from terrazzo.train.session import reference
+from terrazzo.train.settings.plan import build_offload
+from terrazzo.train.steps.guard import spike_above
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in, equal, final_state, metrics, trained
 

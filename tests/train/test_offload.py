@@ -21,12 +21,9 @@ from terrazzo.engine.offload.settings import Offload
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.telemetry import allowed_bytes, memory
-from terrazzo.train.folders import make_swap_folders, swap_folders
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import TrainingLoop
-from terrazzo.train.opening import open_session
-from terrazzo.train.plan import build_offload, build_plan
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight import room as fit
 from terrazzo.train.preflight import swap as offload
@@ -35,6 +32,9 @@ from terrazzo.train.preflight.swap import check_folders, host_lacks_room, offloa
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned
 from terrazzo.train.promise.summary import bytes_line, summary_lines
+from terrazzo.train.session.opening import open_session
+from terrazzo.train.settings.folders import make_swap_folders, swap_folders
+from terrazzo.train.settings.plan import build_offload, build_plan
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 

@@ -25,9 +25,9 @@ from terrazzo.errors import BadInput, Corrupted
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
-from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
 from terrazzo.train.replay.verdict import RankAnswer, finding_of
+from terrazzo.train.session.opening import open_session
 from tests.helpers.processes import Pool
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in

@@ -25,20 +25,22 @@ from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import ModelState
 from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import INTERRUPTED
-from terrazzo.train import loop, opening
-from terrazzo.train.command import Command, program
+from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, SequenceDataset
 from terrazzo.train.data import load as load_module
-from terrazzo.train.evaluate import evaluate
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import Notices, StopRequest
-from terrazzo.train.loop import TrainingLoop, step_on
+from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
-from terrazzo.train.opening import open_session
-from terrazzo.train.plan import build_precision, scaled_for_sums
 from terrazzo.train.preflight import check
 from terrazzo.train.run import _cut_short
-from terrazzo.train.session import Session
+from terrazzo.train.session import opening
+from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.session import Session
+from terrazzo.train.settings.command import Command, program
+from terrazzo.train.settings.plan import build_precision, scaled_for_sums
+from terrazzo.train.steps.evaluate import evaluate
+from terrazzo.train.steps.step import step_on
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
@@ -161,7 +163,7 @@ def test_a_batch_that_does_not_divide_is_the_same_on_any_number_of_ranks(tmp_pat
         for _ in range(3):
             batch = session.loader.next_step()
             total, norm = step_on(session, batch)
-            found.append((float(session.parts.total(total.clone())) / batch.samples, float(norm)))
+            found.append((float(session.share.total(total.clone())) / batch.samples, float(norm)))
         return found
 
     def found_on(count: int) -> list[list[tuple[float, float]]]:

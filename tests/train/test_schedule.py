@@ -9,7 +9,7 @@ import torch
 
 from terrazzo.config import OptimizerConfig, ScheduleConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.optimizer import build_optimizer, build_schedule, check_no_decay, learning_rate_share
+from terrazzo.train.settings.optimizer import build_optimizer, build_schedule, check_no_decay, learning_rate_share
 
 
 def shares(config: ScheduleConfig, steps: int) -> list[float]:

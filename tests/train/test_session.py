@@ -20,16 +20,16 @@ from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import Config, config_from_dict, load_config
 from terrazzo.errors import BadInput, Damaged, Diverged, SaveFailed
-from terrazzo.train import opening
 from terrazzo.train.data import ByteTokenizer, load_data
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.objectives import NextToken
-from terrazzo.train.opening import open_session
-from terrazzo.train.optimizer import learning_rate_share
 from terrazzo.train.preflight import check
+from terrazzo.train.session import opening
+from terrazzo.train.session.opening import open_session
+from terrazzo.train.settings.optimizer import learning_rate_share
 from tests.helpers.threads import run_in_threads
 
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -22,8 +22,8 @@ from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.lora import add_adapters, with_adapters
-from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
+from terrazzo.train.session.opening import open_session
 from tests.helpers.chat import CHATML, MARKED, Messages, conversations, save_tokenizer, turns, write_records
 from tests.helpers.processes import Pool
 

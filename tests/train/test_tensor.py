@@ -20,10 +20,10 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel import VocabularyLoss
 from terrazzo.train.data.sequences import SequenceDataset
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.mesh_picture import mesh_picture
-from terrazzo.train.opening import open_session
-from terrazzo.train.parts import DataShare
 from terrazzo.train.preflight import check
+from terrazzo.train.report.mesh_picture import mesh_picture
+from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.share import DataShare
 from tests.checkpoint.documented import read_as_documented
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads

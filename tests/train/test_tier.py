@@ -16,9 +16,9 @@ from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.checkpoints.tier import noted_run, survivors, tier_folder
 from terrazzo.train.loop import TrainingLoop
-from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
 from terrazzo.train.run import _again
+from terrazzo.train.session.opening import open_session
 from tests.helpers.threads import run_in_threads
 from tests.train.test_session import ALONE, StopAfter, config_in
 

@@ -42,9 +42,8 @@ INNER_LAYERS = {
         *("assemble", "choice", "report", CORE, ""),
     ),
     "train": (
-        *("command", "mesh_picture", "plan", "optimizer", "folders", "launch", "data", "parts", "model", "first_use"),
-        *("checkpoints", "reference", "session", "promise", "preflight", "opening", "micro_batches", "evaluate"),
-        *("replay", "guard", "divergence", "cadence", "sizing", "look", "report", "loop", "calibration", "run", ""),
+        *("settings", "launch", "data", "model", "checkpoints", "session", "promise", "preflight", "steps", "replay"),
+        *("look", "report", "calibration", CORE, ""),
     ),
 }
 

@@ -42,8 +42,8 @@ def profile(
 
 def _said(folder: Path, steps: int, code: int) -> list[str]:
     from terrazzo.errors import counted
-    from terrazzo.train.command import program
-    from terrazzo.train.look import Look  # the trainer, which other verbs do without
+    from terrazzo.train.look.look import Look  # the trainer, which other verbs do without
+    from terrazzo.train.settings.command import program
 
     if not steps:
         return [

@@ -60,7 +60,7 @@ def _ranks_of(target: str, arguments: list[str]) -> tuple[int | None, list[str]]
             raise BadInput(f"{_RANKS} is '{text}', expected a whole number above 0.")
         return int(text), rest
     if any(argument.partition("=")[0] == _RANKS for argument in arguments):
-        from terrazzo.train.command import program
+        from terrazzo.train.settings.command import program
 
         raise BadInput(
             f"{_RANKS} stands among the arguments of '{target}': write `{program()} run {_RANKS} N {target} ...`, and"

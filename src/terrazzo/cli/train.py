@@ -33,8 +33,8 @@ def train(
     starts all ranks again from the newest checkpoint, N times at most. When nobody reads its lines any more (`| head`),
     it goes on, and log.folder has them.
     """
-    from terrazzo.train.command import program
     from terrazzo.train.run import train_command  # the trainer, which other verbs do without
+    from terrazzo.train.settings.command import program
 
     if config.suffix == ".py":
         raise BadInput(f"'{config}' is a script, and no configuration: write {program()} run {config}.")

@@ -18,7 +18,7 @@ def verdict(run: Run, as_json: Annotated[bool, typer.Option("--json", help="prin
     """
     from terrazzo.cli.shared.terminal import columns, say, say_json
     from terrazzo.errors import BadInput
-    from terrazzo.train.look import Look  # the trainer, which other verbs do without
+    from terrazzo.train.look.look import Look  # the trainer, which other verbs do without
 
     look = Look(run)
     found, sizing = look.verdict(), look.sizing()

@@ -133,7 +133,7 @@ def _shown(
 
 
 def _verdict(run: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
-    from terrazzo.train.look import Look
+    from terrazzo.train.look.look import Look
 
     found = Look(run, lines).verdict() if lines else None
     return None if found is None else str(found)

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-from torch import Tensor
-
-import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import PeakMemory, StepRecorder, Stopwatch
-from terrazzo.train.cadence import Cadence
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
-from terrazzo.train.command import Command
-from terrazzo.train.data import GlobalBatch
-from terrazzo.train.divergence import DivergenceWatch
-from terrazzo.train.evaluate import evaluate, sample_text
-from terrazzo.train.guard import StepGuard
 from terrazzo.train.launch.stop import StopRequest
-from terrazzo.train.micro_batches import learnt
 from terrazzo.train.model.expert_load import Load
 from terrazzo.train.model.experts import balance_experts, forget_load
-from terrazzo.train.reference import is_known
 from terrazzo.train.replay.checks import Checks
 from terrazzo.train.report import RunReport, StepsMeasured
-from terrazzo.train.session import Session
+from terrazzo.train.session.reference import is_known
+from terrazzo.train.session.session import Session
+from terrazzo.train.settings.command import Command
+from terrazzo.train.steps.cadence import Cadence
+from terrazzo.train.steps.divergence import DivergenceWatch
+from terrazzo.train.steps.evaluate import evaluate, sample_text
+from terrazzo.train.steps.guard import StepGuard
+from terrazzo.train.steps.step import backward_on, update
 
-__all__ = ["TrainingLoop", "step_on"]
+__all__ = ["TrainingLoop"]
 
 
 class TrainingLoop:
@@ -218,29 +213,6 @@ class TrainingLoop:
             with self.phases.during("evaluate"), self.cadence.apart():
                 text = sample_text(session)
             self.report.sample(text)
-
-
-def step_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
-    """One optimizer step, which returns what `backward_on` does."""
-    total, norm = backward_on(session, batch)
-    update(session)
-    return total, norm
-
-
-def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
-    """Forward and backward of every micro-batch, and clipping; `update` follows.
-
-    Returns this rank's sum of the losses of all samples, and the gradients' global norm before clipping.
-    """
-    engine_of(session.model).traffic.reset()
-    total = learnt(session, batch.micro_batches, denominator=max(1, batch.samples))
-    return total, tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
-
-
-def update(session: Session) -> None:
-    """The optimizer's step."""
-    session.optimizer.step()
-    session.optimizer.zero_grad()
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -24,7 +24,6 @@ from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.standing import LEFT
 from terrazzo.telemetry.watchdog.ward import look_after
 from terrazzo.train.checkpoints.tier import noted_run, survivors
-from terrazzo.train.command import Command
 from terrazzo.train.launch.again import Again, Ended, Saved, Start, refuse_restarts, told_of_restart
 from terrazzo.train.launch.failure import announce_claim, announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
@@ -34,8 +33,9 @@ from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_again, l
 from terrazzo.train.launch.stop import Notices, StopRequest, say_now
 from terrazzo.train.launch.telling import REPORT
 from terrazzo.train.loop import TrainingLoop
-from terrazzo.train.opening import open_session
 from terrazzo.train.preflight import check
+from terrazzo.train.session.opening import open_session
+from terrazzo.train.settings.command import Command
 
 __all__ = ["train_command"]
 

@@ -20,8 +20,8 @@ from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Frontier, Request
 from terrazzo.planner.api import compare
 from terrazzo.planner.choice.emit import TrainFiles, train_config
-from terrazzo.train.command import program
 from terrazzo.train.preflight import check
+from terrazzo.train.settings.command import program
 
 __all__ = ["write"]
 

@@ -27,7 +27,7 @@ from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.request import build_cluster
 from terrazzo.planner.text.blocks import Block, TextLine, show
-from terrazzo.train.command import program
+from terrazzo.train.settings.command import program
 
 __all__ = ["run"]
 

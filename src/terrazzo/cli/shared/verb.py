@@ -73,7 +73,7 @@ def as_setting(option: str, value: str, words: list[str]) -> str | None:
 def in_the_file(option: str, value: str, words: list[str]) -> str | None:
     """For `init`: what it writes has all settings."""
     if option in _FILES:
-        from terrazzo.train.command import program  # the trainer, which other verbs do without
+        from terrazzo.train.settings.command import program  # the trainer, which other verbs do without
 
         return f"the file that it writes stands without one: {program()} init {value or 'FILE'}."
     settings = _settings(option, value)

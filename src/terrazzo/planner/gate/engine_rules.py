@@ -158,7 +158,7 @@ ENGINE_RULES = (
         lambda setup, _: setup.optimizer.torch_class is None,
         lambda it: f"`terrazzo train` takes optimizers of torch.optim and tz.optim, which have no {it.optimizer}.",
         "Use adamw, or pass an elementwise optimizer of your own to tz.shard.",
-        "terrazzo.train.optimizer.optimizer_class",
+        "terrazzo.train.settings.optimizer.optimizer_class",
     ),
     Rule(
         "loss without all logits, in fp16",

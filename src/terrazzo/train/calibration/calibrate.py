@@ -18,12 +18,12 @@ from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
 from terrazzo.tether import tethered
 from terrazzo.train.calibration.trial import Trial
-from terrazzo.train.folders import make_swap_folders
 from terrazzo.train.launch.scratch import Scratch
 from terrazzo.train.launch.starting import ranks_to_start
 from terrazzo.train.preflight import check
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned
+from terrazzo.train.settings.folders import make_swap_folders
 
 __all__ = ["calibrate", "record_of"]
 

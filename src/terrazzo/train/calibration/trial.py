@@ -25,9 +25,9 @@ from terrazzo.telemetry import PeakMemory
 from terrazzo.train.launch.failure import announce_ready, run_rank
 from terrazzo.train.launch.ranks import join
 from terrazzo.train.launch.starting import is_rank, launch_ranks, ranks_to_start
-from terrazzo.train.loop import step_on
-from terrazzo.train.opening import open_session
-from terrazzo.train.session import Session
+from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.session import Session
+from terrazzo.train.steps.step import step_on
 
 __all__ = ["Trial"]
 

@@ -11,8 +11,8 @@ from terrazzo.checkpoint import clear, latest, open_source, step_path, suspects
 from terrazzo.config import Config, flatten, without_passwords
 from terrazzo.errors import BadInput, Damaged, TerrazzoError, counted, listed
 from terrazzo.train.checkpoints.tier import survivors
-from terrazzo.train.command import program
 from terrazzo.train.data.source_file import SourceFile
+from terrazzo.train.settings.command import program
 
 __all__ = [
     "clear_checkpoints",

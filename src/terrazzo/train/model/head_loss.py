@@ -22,7 +22,7 @@ from terrazzo.train.model.causal_lm import logits_of
 from terrazzo.train.model.decoder import Decoder, TiedHead
 from terrazzo.train.model.huggingface import one_sequence_per_row
 from terrazzo.train.model.parallel import name_of_head
-from terrazzo.train.plan import build_precision
+from terrazzo.train.settings.plan import build_precision
 
 __all__ = ["TARGETS", "gives_loss", "has_loss_without_logits", "take_targets"]
 

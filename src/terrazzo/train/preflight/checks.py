@@ -14,15 +14,6 @@ from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.huggingface import check_cuts_attention, read_config, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import decoder_config
-from terrazzo.train.optimizer import check_settings
-from terrazzo.train.plan import (
-    build_offload,
-    build_plan,
-    build_precision,
-    filling_note,
-    mesh_shape,
-    micro_batches_per_rank,
-)
 from terrazzo.train.preflight.axes import check_axes
 from terrazzo.train.preflight.folders import check_written
 from terrazzo.train.preflight.guarded import check_guard
@@ -31,6 +22,15 @@ from terrazzo.train.preflight.local import check_local
 from terrazzo.train.preflight.named import check_named
 from terrazzo.train.preflight.room import check_plan
 from terrazzo.train.preflight.swap import check_folders
+from terrazzo.train.settings.optimizer import check_settings
+from terrazzo.train.settings.plan import (
+    build_offload,
+    build_plan,
+    build_precision,
+    filling_note,
+    mesh_shape,
+    micro_batches_per_rank,
+)
 
 __all__ = ["check"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.train.plan import build_plan
+from terrazzo.train.settings.plan import build_plan
 
 __all__ = ["check_guard"]
 

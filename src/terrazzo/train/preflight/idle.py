@@ -16,8 +16,8 @@ from terrazzo.config import Config, flatten
 from terrazzo.engine import Offload
 from terrazzo.train.data.sources import PYTHON_STDLIB, without_records
 from terrazzo.train.data.tokenizer import BYTES
-from terrazzo.train.optimizer import optimizer_class
-from terrazzo.train.plan import build_plan
+from terrazzo.train.settings.optimizer import optimizer_class
+from terrazzo.train.settings.plan import build_plan
 
 __all__ = ["idle_notes"]
 

@@ -7,7 +7,7 @@ from terrazzo.engine import find_units
 from terrazzo.errors import BadInput
 from terrazzo.train.data.tokenizer import Tokenizer
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.optimizer import check_no_decay
+from terrazzo.train.settings.optimizer import check_no_decay
 
 __all__ = ["check_named"]
 

@@ -23,8 +23,8 @@ from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import leaves_logits_apart
 from terrazzo.train.model.prepare import decoder_config
-from terrazzo.train.optimizer import optimizer_class
-from terrazzo.train.plan import (
+from terrazzo.train.settings.optimizer import optimizer_class
+from terrazzo.train.settings.plan import (
     build_offload,
     build_plan,
     build_precision,

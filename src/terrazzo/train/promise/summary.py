@@ -10,7 +10,7 @@ from terrazzo.engine import engine_of
 from terrazzo.planner import Estimate
 from terrazzo.planner.traffic.volumes import expected_rows_bytes
 from terrazzo.train.promise.planned import exchanges_of, planned
-from terrazzo.train.session import Session
+from terrazzo.train.session.session import Session
 
 __all__ = ["Pace", "bytes_line", "summarize", "summary_lines", "utilised"]
 

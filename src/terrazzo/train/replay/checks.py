@@ -9,7 +9,7 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import Corrupted, counted, listed
 from terrazzo.train.replay.memory import MemoryLooks
 from terrazzo.train.replay.replay import Replay
-from terrazzo.train.session import Session
+from terrazzo.train.session.session import Session
 
 __all__ = ["Checks"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.engine import HeldUnit, engine_of
 from terrazzo.errors import CopiesDiffer, Corrupted, counted, listed
 from terrazzo.exchange import gather_json
-from terrazzo.train.session import Session
+from terrazzo.train.session.session import Session
 
 __all__ = ["MemoryLooks"]
 

@@ -14,10 +14,10 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Corrupted
 from terrazzo.exchange import gather_json
 from terrazzo.planner.timing.calibration import processor
-from terrazzo.train.micro_batches import learnt
 from terrazzo.train.model.experts import forget_load
 from terrazzo.train.replay.verdict import RankAnswer, finding_of
-from terrazzo.train.session import Session
+from terrazzo.train.session.session import Session
+from terrazzo.train.steps.step import learnt
 
 __all__ = ["Replay"]
 
@@ -49,7 +49,7 @@ class Replay:
 
     def check(self) -> None:
         """Raises `Corrupted` on all ranks where one computes wrongly. Collective."""
-        readers = self._session.parts.readers
+        readers = self._session.share.readers
         answers = self._answers([0, 1] if readers > 1 else [0, 0])
         if finding_of(answers) is None:
             return
@@ -83,7 +83,7 @@ class Replay:
     def _answer(self, offset: int) -> tuple[list[int], dict[str, list[int]]]:
         """Of which micro-batch it is, for ranks with the same part of it, and the digests. Collective."""
         session, mesh = self._session, self._session.config.plan.mesh
-        reader = (session.parts.reader - offset) % session.parts.readers
+        reader = (session.share.reader - offset) % session.share.readers
         place = session.ranks.rank % mesh.ranks_per_batch
         torch.manual_seed(session.config.train.seed + 1_000_003 * session.step + 1_009 * reader + place // mesh.tp)
         batch = session.loader.first_of(reader)

@@ -11,10 +11,10 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import StepMetrics
 from terrazzo.train.model.expert_load import Load, counters_of
-from terrazzo.train.plan import build_precision
-from terrazzo.train.promise.as_setup import matmul_format
+from terrazzo.train.promise.as_setup import executed_share, matmul_format
 from terrazzo.train.promise.summary import utilised
-from terrazzo.train.session import Session
+from terrazzo.train.session.session import Session
+from terrazzo.train.settings.plan import build_precision
 
 __all__ = ["Gauge", "StepsMeasured"]
 
@@ -51,6 +51,7 @@ class Gauge:
     def __init__(self, session: Session) -> None:
         self._session, self._engine = session, engine_of(session.model)
         self._on_cuda = devices.is_cuda(session.ranks.device)
+        self._executed = executed_share(session.config, session.ranks.world_size, session.flops_per_token)
         self.peak_flops = peak_flops(session.config) if self._on_cuda else None
         self.known = self._known()
         self._usage = self._engine.store.usage()  # of memory and files beside the device, at the last log step
@@ -88,7 +89,7 @@ class Gauge:
             peak_memory_bytes=measured.peak_memory_bytes,
             grad_norm=measured.grad_norm,
             tflops=flops / 1e12 if flops else None,
-            **utilised(flops, session.executed, self.peak_flops),
+            **utilised(flops, self._executed, self.peak_flops),
             loss_scale=session.optimizer.loss_scale if fp16 else None,
             skipped_steps=session.optimizer.skipped_steps if fp16 else None,
             dropped_rows=0 if measured.load else None,

@@ -15,17 +15,17 @@ from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import counted
 from terrazzo.telemetry import duration, restart_text
-from terrazzo.train.cadence import Choice
-from terrazzo.train.command import Command, program
-from terrazzo.train.look import Look
-from terrazzo.train.mesh_picture import mesh_picture
+from terrazzo.train.look.look import Look
 from terrazzo.train.model.objectives import Validation
-from terrazzo.train.plan import mesh_shape
 from terrazzo.train.promise.summary import Pace, bytes_line, summarize
 from terrazzo.train.report.files import Files
 from terrazzo.train.report.gauge import Gauge, StepsMeasured
+from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.report.voice import Voice
-from terrazzo.train.session import Session
+from terrazzo.train.session.session import Session
+from terrazzo.train.settings.command import Command, program
+from terrazzo.train.settings.plan import mesh_shape
+from terrazzo.train.steps.cadence import Choice
 
 __all__ = ["RunReport"]
 

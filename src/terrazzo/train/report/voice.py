@@ -7,7 +7,7 @@ from collections.abc import Collection
 from terrazzo.config import without_passwords
 from terrazzo.errors import printable
 from terrazzo.telemetry import Console, StepMetrics, StepTable
-from terrazzo.train.command import folded
+from terrazzo.train.settings.command import folded
 
 __all__ = ["Voice"]
 

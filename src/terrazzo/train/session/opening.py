@@ -30,8 +30,6 @@ from terrazzo.train.checkpoints.resume import (
 )
 from terrazzo.train.data import Loader, Prompt, TokenData, evaluated, load_chat, load_data
 from terrazzo.train.data.sources import named_sources
-from terrazzo.train.first_use import load_kernels
-from terrazzo.train.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
 from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.expert_load import count_rows
@@ -39,9 +37,13 @@ from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.optimizer import build_optimizer, build_schedule
-from terrazzo.train.parts import parts_of
-from terrazzo.train.plan import (
+from terrazzo.train.session.first_use import load_kernels
+from terrazzo.train.session.reference import Due, check_same_initial, compute_reference, initial_model, reference_due
+from terrazzo.train.session.session import Origin, Sampling, Session
+from terrazzo.train.session.share import share_of
+from terrazzo.train.settings.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
+from terrazzo.train.settings.optimizer import build_optimizer, build_schedule
+from terrazzo.train.settings.plan import (
     build_offload,
     build_plan,
     build_precision,
@@ -49,9 +51,6 @@ from terrazzo.train.plan import (
     mesh_shape,
     scaled_for_sums,
 )
-from terrazzo.train.promise.as_setup import executed_share
-from terrazzo.train.reference import Due, check_same_initial, compute_reference, initial_model, reference_due
-from terrazzo.train.session import Origin, Sampling, Session
 
 __all__ = ["open_session"]
 
@@ -105,7 +104,7 @@ def _begin(config: Config, ranks: Ranks) -> _BeforeModel:
         config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=_saying(ranks)
     )
     agree_on_data(data.described, named_sources(config.data))
-    limit = evaluation_limit(config, parts_of(config, ranks).readers)
+    limit = evaluation_limit(config, share_of(config, ranks).readers)
     _check_validation(data, limit)
     asked = on_first(lambda: _asked(config, data), BadInput)
     saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
@@ -131,8 +130,8 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _BeforeModel, no
             " router_logits"
         )
     parallelize_model(model, config, mesh)
-    parts = parts_of(config, ranks, context_of(model))
-    loader = Loader(begin.data.train, config, parts.reader, parts.readers, parts.of)
+    share = share_of(config, ranks, context_of(model))
+    loader = Loader(begin.data.train, config, share.reader, share.readers, share.of)
     make_swap_folders(config)
     optimizer = build_optimizer(config.optimizer, model)
     base_bytes = _base_bytes(config) if ranks.device.type == "cpu" else 0  # the model is still without memory
@@ -150,7 +149,7 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _BeforeModel, no
         session = Session(
             config=config,
             ranks=ranks,
-            parts=parts,
+            share=share,
             data=begin.data,
             loader=loader,
             model=model,
@@ -159,7 +158,6 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _BeforeModel, no
             keeper=keeper,
             sampling=sampling,
             flops_per_token=flops_per_token,
-            executed=executed_share(config, ranks.world_size, flops_per_token),
             base_bytes=base_bytes,
             notes=notes,
             origin=Origin(initial=initial_model(config, begin.saved)),
@@ -180,7 +178,7 @@ def _fill(session: Session, begin: _BeforeModel) -> None:
     if begin.due:
         if (say := _saying(session.ranks)) is not None:
             say(f"computing the reference of {sum(len(part.pairs) for part in begin.due):,} pairs ...")
-        compute_reference(begin.due, model, config, session.parts, session.ranks.device)
+        compute_reference(begin.due, model, config, session.share, session.ranks.device)
     torch.manual_seed(session.seed_from(0))  # dropout must differ between data
     if begin.newest:
         _resume(session)

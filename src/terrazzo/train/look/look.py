@@ -25,10 +25,10 @@ from terrazzo.telemetry import (
     tables_of,
     verdict_of,
 )
-from terrazzo.train.plan import empty_rows
+from terrazzo.train.look.rank_count import RankCount, sizing_of
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
-from terrazzo.train.sizing import RankCount, sizing_of
+from terrazzo.train.settings.plan import empty_rows
 
 __all__ = ["Look"]
 

@@ -8,11 +8,11 @@ import torch
 
 from terrazzo.parallel import whole_sequences
 from terrazzo.train.data import Prompt, evaluation_batches
-from terrazzo.train.micro_batches import measured
 from terrazzo.train.model.causal_lm import generate
 from terrazzo.train.model.objectives import Validation, objective_of
-from terrazzo.train.plan import evaluation_limit
-from terrazzo.train.session import Session
+from terrazzo.train.session.session import Session
+from terrazzo.train.settings.plan import evaluation_limit
+from terrazzo.train.steps.step import measured
 
 __all__ = ["evaluate", "sample_text"]
 
@@ -29,19 +29,19 @@ def evaluate(session: Session) -> Validation | None:
     dataset, batch = session.data.validation, session.config.batch
     if dataset is None:
         return None
-    parts, objective = session.parts, objective_of(session.config)
-    limit = evaluation_limit(session.config, parts.readers)
+    share, objective = session.share, objective_of(session.config)
+    limit = evaluation_limit(session.config, share.readers)
     undecided = session.step == 0 and session.config.objective.kind.against_initial
     total = torch.zeros(3, dtype=torch.float64)
     session.model.eval()
-    batches = map(parts.of, evaluation_batches(dataset, batch.micro_batch, parts.reader, parts.readers, limit))
+    batches = map(share.of, evaluation_batches(dataset, batch.micro_batch, share.reader, share.readers, limit))
     at_once = [[*batches]] if session.config.plan.mesh.pp > 1 else ([part] for part in batches)
     for some in at_once:
         loss, right = measured(session, some)
         samples = sum(each.samples for each in some)
         total += torch.tensor([float(loss), samples, samples / 2 if undecided else right], dtype=torch.float64)
     session.model.train()
-    loss_sum, samples, right_sum = parts.total(total).tolist()  # samples: more than 0, `open_session` has seen to it
+    loss_sum, samples, right_sum = share.total(total).tolist()  # samples: more than 0, `open_session` has seen to it
     return objective.validation(loss_sum / samples, right_sum / samples, dataset.bytes_per_token)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from terrazzo.errors import Diverged
-from terrazzo.train.session import Session
+from terrazzo.train.session.session import Session
 
 __all__ = ["FEWEST", "StepGuard", "spike_above"]
 
@@ -53,7 +53,7 @@ class StepGuard:
             return None
         judged = self._session.judged
         both = (
-            ("loss", float(self._session.parts.total(loss.detach().clone())), judged.losses),
+            ("loss", float(self._session.share.total(loss.detach().clone())), judged.losses),
             ("gradients' norm", float(norm), judged.norms),
         )
         for what, value, before in both:

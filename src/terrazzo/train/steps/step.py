@@ -1,19 +1,44 @@
-"""What the model makes of micro-batches: to learn from them, or to measure it."""
+"""An optimizer step, and what the model makes of micro-batches: to learn from them, or to measure it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 import terrazzo as tz
-from terrazzo.train.data import Batch
+from terrazzo.engine import engine_of
+from terrazzo.train.data import Batch, GlobalBatch
 from terrazzo.train.model.experts import auxiliary_loss
 from terrazzo.train.model.objectives import objective_of
-from terrazzo.train.session import Session
+from terrazzo.train.session.session import Session
 
-__all__ = ["learnt", "measured"]
+__all__ = ["backward_on", "learnt", "measured", "step_on", "update"]
+
+
+def step_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
+    """One optimizer step, which returns what `backward_on` does."""
+    total, norm = backward_on(session, batch)
+    update(session)
+    return total, norm
+
+
+def backward_on(session: Session, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
+    """Forward and backward of every micro-batch, and clipping; `update` follows.
+
+    Returns this rank's sum of the losses of all samples, and the gradients' global norm before clipping.
+    """
+    engine_of(session.model).traffic.reset()
+    total = learnt(session, batch.micro_batches, denominator=max(1, batch.samples))
+    return total, tz.clip_grad_norm_(session.model, session.config.train.clip or math.inf)
+
+
+def update(session: Session) -> None:
+    """The optimizer's step."""
+    session.optimizer.step()
+    session.optimizer.zero_grad()
 
 
 def learnt(session: Session, batches: Sequence[Batch], denominator: float) -> Tensor:

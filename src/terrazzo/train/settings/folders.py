@@ -9,7 +9,7 @@ from pathlib import Path
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.train.plan import build_offload, build_plan
+from terrazzo.train.settings.plan import build_offload, build_plan
 
 __all__ = ["absent_folders", "is_own", "make_log_folder", "make_swap_folders", "remove_empty", "swap_folders"]
 

@@ -19,10 +19,10 @@ from terrazzo.train.checkpoints.resume import data_changes, stamps
 from terrazzo.train.data import Loader, Prompt, TokenData
 from terrazzo.train.launch.again import Restart
 from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.optimizer import resume_schedule
-from terrazzo.train.parts import DataShare
-from terrazzo.train.plan import empty_rows, micro_batches_per_rank
-from terrazzo.train.reference import reference_state
+from terrazzo.train.session.reference import reference_state
+from terrazzo.train.session.share import DataShare
+from terrazzo.train.settings.optimizer import resume_schedule
+from terrazzo.train.settings.plan import empty_rows, micro_batches_per_rank
 
 __all__ = ["Judged", "Origin", "Restored", "Sampling", "Session", "Validations"]
 
@@ -99,7 +99,6 @@ class Session:
 
     Attributes:
         flops_per_token: floating-point operations of training on a token; 0 where they are not known.
-        executed: what the device computes as a multiple of that, recomputation included; None where it is not known.
         base_bytes: what was resident before the model took memory, on a CPU.
         notes: what is to be said of it before the first step, in lines.
         step: finished optimizer steps.
@@ -112,7 +111,7 @@ class Session:
 
     config: Config
     ranks: Ranks
-    parts: DataShare
+    share: DataShare
     data: TokenData
     loader: Loader
     model: nn.Module
@@ -121,7 +120,6 @@ class Session:
     keeper: Keeper
     sampling: Sampling
     flops_per_token: int
-    executed: float | None
     base_bytes: int
     notes: list[str]
     origin: Origin
@@ -156,7 +154,7 @@ class Session:
 
     def seed_from(self, step: int) -> int:
         """For what ranks draw each for itself from `step` on; those along tp draw alike, as `DataShare.drawer` says."""
-        return self.config.train.seed + 1 + self.parts.drawer + step * 1_000_003
+        return self.config.train.seed + 1 + self.share.drawer + step * 1_000_003
 
     def save(self) -> str:
         """Save a checkpoint of the current step; returns its path. Collective."""

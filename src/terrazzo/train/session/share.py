@@ -14,7 +14,7 @@ from terrazzo.parallel import Context
 from terrazzo.train.data import IGNORED, Batch
 from terrazzo.train.launch.ranks import Ranks
 
-__all__ = ["DataShare", "parts_of"]
+__all__ = ["DataShare", "share_of"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DataShare:
         return totals, [rest[i : i + len(numbers)] for i in range(0, len(rest), max(1, len(numbers)))]
 
 
-def parts_of(config: Config, ranks: Ranks, context: Context | None = None) -> DataShare:
+def share_of(config: Config, ranks: Ranks, context: Context | None = None) -> DataShare:
     """What this rank reads: neighbouring ranks share sequences, as `context` says, and matrices; stages read alike."""
     mesh = config.plan.mesh
     drawer, place = divmod(ranks.rank, mesh.tp)

@@ -11,8 +11,8 @@ from torch import Tensor
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.errors import Diverged
-from terrazzo.train.folders import swap_folders
-from terrazzo.train.session import Session
+from terrazzo.train.session.session import Session
+from terrazzo.train.settings.folders import swap_folders
 
 __all__ = ["DivergenceWatch"]
 
@@ -84,7 +84,7 @@ class DivergenceWatch:
             Diverged: at the first that is not finite, in its loss or its norm: a NaN gradient leaves NaN weights behind
                 a finite loss.
         """
-        values, everyone = self._session.parts.total_beside(torch.stack(self._losses), numbers)
+        values, everyone = self._session.share.total_beside(torch.stack(self._losses), numbers)
         norms: list[float] = torch.stack(self._norms).tolist()
         steps = self._steps
         self._losses, self._norms, self._steps = [], [], []
