@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "exit_codes", "lazy", "tether"),
     ("ending", "files", "nn", "optim"),
     ("engine",),
-    ("config", "exchange", "parallel"),
+    ("config", "exchange", "hosts", "parallel"),
     ("checkpoint", "dialects", "planner", "telemetry"),
     ("",),
     ("train", "integrations"),

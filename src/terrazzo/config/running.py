@@ -15,10 +15,19 @@ __all__ = ["CheckpointConfig", "LaunchConfig"]
 
 
 class LocalConfig(Section):
-    """Further checkpoints in memory, or on a drive, of the machine, for a run that is started again there."""
+    """Further checkpoints in memory, or on a drive, of each host, for a run that is started again there."""
 
-    folder: str | None = Field(None, description="such as /dev/shm, or a folder on an NVMe drive; null: none are taken")
+    folder: str | None = Field(
+        None,
+        description="such as /dev/shm, or a folder on an NVMe drive; $NAME is as each host's environment has it; null: "
+        "none are taken",
+    )
     every: int = Field(10, gt=0, description="steps between them; there is one at a time")
+    partner: Literal["auto", "required", "none"] = Field(
+        "auto",
+        description="copies of each host's part on another host, so that one may be lost: `auto`: where there are "
+        "several; `required`: refuse one host; `none`: take none",
+    )
 
 
 class CheckpointConfig(Section):

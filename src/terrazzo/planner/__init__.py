@@ -22,6 +22,7 @@ Open to other packages:
     api, formulas                              questions and their answers, and what a figure is a sum of
     machine                                    devices, and how ranks lie on them
     memory.peak, memory.replay, memory.trace   the memory of a run whose model is there
+    memory.states                              what is kept of it between steps
     model                                      shapes of models, and how they are read
     choice, report, setup, text                questions and answers of the command line
     timing.calibration                         what was measured

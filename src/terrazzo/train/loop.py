@@ -208,7 +208,9 @@ class TrainingLoop:
             if self.divergence.has_unseen:
                 self.divergence.check()
             with self.phases.during("save"), self.cadence.apart():
-                session.save_locally()
+                copied = session.save_locally()
+            if copied is not None:
+                self.report.copied(copied)
         if session.sampling.prompt and (finished or _due(session.step, train.sample_every)):  # nothing is lost to it
             with self.phases.during("evaluate"), self.cadence.apart():
                 text = sample_text(session)

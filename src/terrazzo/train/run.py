@@ -23,7 +23,7 @@ from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.standing import LEFT
 from terrazzo.telemetry.watchdog.ward import look_after
-from terrazzo.train.checkpoints.tier import noted_run, survivors
+from terrazzo.train.checkpoints.local import local_checkpoints, noted_run
 from terrazzo.train.launch.again import Again, Ended, Saved, Start, refuse_restarts, told_of_restart
 from terrazzo.train.launch.failure import announce_claim, announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
@@ -91,7 +91,7 @@ def _again(config: Config, words: list[str]) -> Again:
             path = None
         if path is None and before is not None and not anew:
             raise BadInput(f"'{folder}' held a checkpoint when this run began, and holds none now: put it back")
-        local = [] if path is None and anew and noted_run(config) == noted else survivors(config, path)
+        local = [] if path is None and anew and noted_run(config) == noted else local_checkpoints(config, path)
         path = next(reversed(local), path)
         return Saved() if path is None else Saved(step_of(path.rpartition("/")[2]) or 0, str(without_passwords(path)))
 

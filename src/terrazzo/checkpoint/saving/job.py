@@ -91,8 +91,12 @@ class SaveJob:
 
     def conclude(self, draft: CheckpointDraft) -> None:
         """Make the checkpoint of all ranks' records visible. Raises `SaveFailed` for elements missing or twice."""
-        manifest = self._manifest(draft).model_dump_json().encode()
+        manifest = self.manifest(draft)
         draft.commit(manifest, seal_of(manifest))
+
+    def manifest(self, draft: CheckpointDraft) -> bytes:
+        """Of all ranks' records. Raises `SaveFailed` for elements missing or twice."""
+        return self._manifest(draft).model_dump_json().encode()
 
     def _manifest(self, draft: CheckpointDraft) -> Manifest:
         assert self.common is not None

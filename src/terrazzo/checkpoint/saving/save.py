@@ -8,12 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from terrazzo.checkpoint.format.seal import seal_of
 from terrazzo.checkpoint.optimizers import Optimizers
+from terrazzo.checkpoint.saving.job import SaveJob, record_name
 from terrazzo.checkpoint.saving.snapshot import Snapshot, take
+from terrazzo.checkpoint.storage.store import CheckpointDraft
 from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.exchange import on_first, together
+from terrazzo.exchange import gather_json, on_first, together
+from terrazzo.hosts import Hosts
 
-__all__ = ["save", "save_as_first"]
+__all__ = ["save", "save_as_first", "save_spread"]
 
 
 def save(
@@ -55,20 +59,58 @@ def save_as_first(
     _write(take(path, model, optimizer, extra, "", alike=False))
 
 
-def _write(snapshot: Snapshot) -> None:
+def save_spread(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    extra: dict[str, Any],
+    hosts: Hosts,
+    *,
+    run: str,
+) -> None:
+    """`save` to a folder of each host's own: the files of its ranks, and the manifest of all. Collective.
+
+    Args:
+        path: of this host; its name is the same on all.
+        hosts: ranks that see the same folder.
+    """
+    _write(take(path, model, optimizer, extra, run), hosts)
+
+
+def _write(snapshot: Snapshot, hosts: Hosts | None = None) -> None:
     job = snapshot.job
     draft = job.draft()
     expected: tuple[type[Exception], ...] = (SaveFailed,)
     try:
-        on_first(draft.begin)  # before anyone writes into it
+        if hosts is None:
+            on_first(draft.begin)  # before anyone writes into it
+        else:
+            hosts.on_firsts(draft.begin, SaveFailed)
         expected = (SaveFailed, BadInput)  # what is wrong from here on is what was written
         together(lambda: job.write(draft, snapshot.data), SaveFailed)
-        on_first(lambda: job.conclude(draft))
+        if hosts is None:
+            on_first(lambda: job.conclude(draft))
+        else:
+            _conclude_on_each(job, draft, hosts)
     except BaseException as error:
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 if hosts is None else hosts.is_first:
             draft.abandon()
         if not isinstance(error, expected):
             raise
         raise SaveFailed(
             f"The checkpoint '{job.where}' was not saved: {error} Earlier ones are as they were."
         ) from None
+
+
+def _conclude_on_each(job: SaveJob, draft: CheckpointDraft, hosts: Hosts) -> None:
+    """The first rank makes the manifest of all ranks' records, and each host has it."""
+    records = gather_json(draft.noted(record_name(job.rank)).decode())
+
+    def manifest_of_all() -> str:
+        for rank, record in enumerate(records):
+            if rank not in hosts.here:
+                draft.note(record_name(rank), record.encode())
+        return job.manifest(draft).decode()
+
+    manifest = on_first(manifest_of_all).encode()
+    hosts.on_firsts(lambda: draft.commit(manifest, seal_of(manifest)), SaveFailed)

@@ -99,18 +99,18 @@ class LocalFolder(Folder):
             return None
 
     def _size_bytes(self, file: str) -> int:
-        with self._opened(file) as descriptor:
+        with self.opened(file) as descriptor:
             return os.fstat(descriptor).st_size
 
     def _read_each(self, file: str, parts: Sequence[tuple[int, memoryview]]) -> list[int]:
-        with self._opened(file) as descriptor:
+        with self.opened(file) as descriptor:
             return [_read(descriptor, offset, buffer) for offset, buffer in parts]
 
     def _has(self, file: str) -> bool:
         return _is_there(self.path / file)
 
     @contextlib.contextmanager
-    def _opened(self, file: str) -> Iterator[int]:
+    def opened(self, file: str) -> Iterator[int]:
         """A descriptor of a plain file."""
         path, descriptor = self.path / file, -1
         try:  # a pipe would block without O_NONBLOCK

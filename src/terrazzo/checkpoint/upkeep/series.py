@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.checkpoint.storage.places import open_store, store_and_name
-from terrazzo.checkpoint.storage.store import CheckpointStore, step_name, step_of
+from terrazzo.checkpoint.storage.store import CheckpointStore, Folder, step_name, step_of
 from terrazzo.errors import BadInput, Damaged, Misuse
 from terrazzo.exchange import gather_json, on_first, patiently, together
 
@@ -199,7 +199,7 @@ def load_newest(
     optimizer: Optimizers,
     *,
     cast: bool = False,
-    besides: Sequence[str] = (),
+    besides: Mapping[str, Folder] | None = None,
 ) -> Resumed | None:
     """Restore the newest checkpoint that is whole, going back past damaged ones; None where there is none. Collective.
 
@@ -211,18 +211,20 @@ def load_newest(
     nothing.
 
     Args:
-        besides: the paths of checkpoints in other folders; of one step that in `folder` comes first. Rank 0's count.
+        besides: by its path, how each of further checkpoints is read, which are the same on every rank; of one step
+            that in `folder` comes first.
 
     Raises:
         Damaged: there are checkpoints, and none is whole; the message has the reason for each.
         BadInput: the newest whole one does not fit, or one cannot be read, which proves no damage.
     """
-    found = together(lambda: [*complete_checkpoints(folder), *besides], BadInput)
+    beside = besides or {}
+    found = together(lambda: [*complete_checkpoints(folder), *beside], BadInput)
     paths: Sequence[str] = gather_json(found)[0]  # the first rank decides: others may lag
     refused: dict[str, str] = {}
     for path in sorted(paths, key=lambda path: step_of(path) or 0, reverse=True):
         try:
-            opened = _open_together(path)
+            opened = _open_beside(beside[path]) if path in beside else _open_together(path)
             restore(opened, model, optimizer, cast=cast)
         except Damaged as error:
             refused[path] = str(error)
@@ -239,6 +241,10 @@ def load_newest(
 def _names(store: CheckpointStore) -> list[str]:
     found = {step: name for name in store.names() if (step := step_of(name)) is not None}
     return [found[step] for step in sorted(found)]
+
+
+def _open_beside(folder: Folder) -> Checkpoint:
+    return together(lambda: Checkpoint(folder), Misuse)
 
 
 def _open_together(path: str) -> Checkpoint:
@@ -260,14 +266,17 @@ def _set_refused_aside(refused: dict[str, str]) -> dict[str, str]:
     is_first = dist.get_rank() == 0
 
     def work() -> dict[str, str]:
-        return {path: f"{why} {_moved(path)}" for path, why in refused.items()} if is_first else {}
+        return {path: f"{why} {_moved(path)}".rstrip() for path, why in refused.items()} if is_first else {}
 
     told: dict[str, str] = gather_json(patiently(work, Misuse))[0] if refused else {}  # some stores copy to rename
     return told
 
 
 def _moved(path: str) -> str:
+    store, name = store_and_name(path)
     try:
+        if not store.occupied(name):  # its parts are on other hosts
+            return ""
         return f"It is '{set_aside(path)}' now."
     except Exception as error:  # of whatever kind the store has: a run that only reads may go on
         return f"It was left under its name ({error}): rename it before anything is saved or removed here."

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
-import ipaddress
 import json
 import os
 import platform
@@ -29,6 +28,7 @@ from terrazzo.ending import Ending, start_thread
 from terrazzo.engine.runtime.system import birth_of, boot_id
 from terrazzo.exchange import gather_json
 from terrazzo.exit_codes import STALLED
+from terrazzo.hosts import listening, own_address
 from terrazzo.telemetry.flight.folder import BlackBox
 from terrazzo.telemetry.flight.recorder import Recorded
 from terrazzo.telemetry.watchdog.looking import Patience
@@ -67,7 +67,7 @@ def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
     starts = ranks[0]["rank"] == rank
     told, ears = {"ranks": ranks, "patience": patience}, None
     if len(machines) > 1:
-        ears = _ears() if starts else None
+        ears = listening() if starts else None
         told |= _places(everyone, machines, ears)
     start = functools.partial(_start, told, ears) if starts else None
     soon_s = min(_SOONEST_S, patience.stall_s / 4)
@@ -75,19 +75,11 @@ def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
     return Ending(box, functools.partial(_leave, here, box.recorder))
 
 
-def _ears() -> socket.socket:
-    """A socket that listens, on which this machine's warden hears those of others."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # the kernel has it, and no interface
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
 def _places(
     everyone: Sequence[Mapping[str, Any]], machines: Sequence[str], ears: socket.socket | None
 ) -> dict[str, Any]:
     """Where wardens find each other, and the key that they know each other by. Collective."""
-    own = None if ears is None else [_address(), ears.getsockname()[1], secrets.token_hex(16)]
+    own = None if ears is None else [own_address(), ears.getsockname()[1], secrets.token_hex(16)]
     found = gather_json(own)
     places = []
     for machine in machines:
@@ -95,19 +87,6 @@ def _places(
         address, port, _ = found[ranks[0]]
         places.append([everyone[ranks[0]]["host"], address, port, ranks])
     return {"places": places, "key": found[0][2], "own": machines.index(_machine())}
-
-
-def _address() -> str:
-    """How other machines reach this one: as it reaches the first rank's, and the first rank's as all others do."""
-    master = os.environ.get("MASTER_ADDR", "localhost")
-    with contextlib.suppress(OSError):
-        family, kind, _, _, where = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(where)
-            found = str(probe.getsockname()[0])
-            if not ipaddress.ip_address(found).is_loopback:
-                return found
-    return master
 
 
 class _Here:

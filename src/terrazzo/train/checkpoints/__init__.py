@@ -1,7 +1,7 @@
 """What a run saves, keeps, goes on from, and exports at its end.
 
 keeping  who may write to the folder, saving, and which checkpoints stay
-tier     further checkpoints in memory, or on a drive, of the machine
+local    further checkpoints in memory, or on a drive, of each host
 resume   what a run goes on from, and what differs from it
 export   the trained model as a Hugging Face folder
 """

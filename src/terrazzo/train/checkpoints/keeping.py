@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,12 +13,15 @@ from torch import nn
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import Resumed, Saver
+from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.storage.store import Folder
+from terrazzo.checkpoint.upkeep.partners import Copied
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, FolderLost, Misuse
 from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.files import GIB
+from terrazzo.train.checkpoints.local import LocalCheckpoints
 from terrazzo.train.checkpoints.resume import saying_what_differs
-from terrazzo.train.checkpoints.tier import Tier, survivors
 from terrazzo.train.launch.ranks import Ranks
 
 __all__ = ["Keeper", "refuse_lost"]
@@ -45,7 +49,7 @@ class Keeper:
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
-        self._config, self._tier = config, Tier(config)
+        self._config, self._local = config, LocalCheckpoints(config)
         self._settings, self.folder, self.is_first = config.checkpoint, config.checkpoint_folder, ranks.is_first
         self._patience_s = config.launch.timeout_s
         self.run: str = gather_json(os.urandom(6).hex())[0]
@@ -53,8 +57,26 @@ class Keeper:
         self._saving_step = self.saved_step = 0
         self._local_step = self._durable_step = 0  # the newest of each; of durable ones, one under way included
         self.sure_step: int | None = None
+        self._found: Mapping[str, Folder] | None = None
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
         self._claim = together(lambda: checkpoint.claim(self.folder, who) if self.is_first else None, Misuse)
+
+    def find_local(self) -> Mapping[str, Folder]:
+        """How each local checkpoint is read that is newer than the durable ones, by its path; oldest first. Collective.
+
+        The next `resume` takes these.
+        """
+        self._found = self._local.find(on_first(lambda: checkpoint.latest(self.folder)))
+        return self._found
+
+    def extra_of(self, path: str) -> dict[str, Any]:
+        """The extra values of a durable checkpoint, or of one of those that `find_local` has found.
+
+        Raises:
+            TerrazzoError: it cannot be read.
+        """
+        local = (self._found or {}).get(path)
+        return checkpoint.open_source(path).extra if local is None else Checkpoint(local).extra
 
     def resume(self, model: nn.Module, optimizer: Any, needed: Collection[str]) -> Resumed:
         """Have model and optimizer be those of the newest whole checkpoint, which there was a moment ago. Collective.
@@ -65,7 +87,7 @@ class Keeper:
         Raises:
             BadInput: there is none any more, or it does not fit, or it is not one of a run.
         """
-        local = on_first(lambda: survivors(self._config, checkpoint.latest(self.folder)))
+        local, self._found = self.find_local() if self._found is None else self._found, None
         with saying_what_differs(self._config, self.folder):
             resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast, besides=local)
         if resumed is None:  # nothing else has given the model its weights
@@ -79,13 +101,13 @@ class Keeper:
                 f" {', '.join(missing)}. Go on with it by tz.checkpoint.load in a loop of your own, or use another"
                 " checkpoint.folder."
             )
-        self._tier.resumed(resumed.path)
-        self.run, self.saved_step = resumed.run, resumed.extra["step"]
         is_local = resumed.path in local
+        self._local.resumed(resumed.path if is_local else None)
+        self.run, self.saved_step = resumed.run, resumed.extra["step"]
         self._local_step = self.saved_step if is_local else 0
         self._durable_step = 0 if is_local else self.saved_step  # an older one is not looked for
         self.sure_step = resumed.extra.get("sure")
-        return resumed
+        return replace(resumed, refused={**self._local.damaged, **resumed.refused})
 
     def save(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> str:
         """Save, in the background where that is asked for, and remove what is not to be kept. Collective."""
@@ -108,22 +130,23 @@ class Keeper:
 
     def begin_anew(self) -> None:
         """Nothing that is here is of this run. Collective."""
-        self._tier.begin_anew()
+        self._local.begin_anew()
 
     def local_due(self, step: int) -> bool:
-        """Whether a checkpoint on the machine is to be taken after a step."""
-        return self._tier.due(step)
+        """Whether a local checkpoint is to be taken after a step."""
+        return self._local.due(step)
 
-    def save_locally(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> None:
-        """Save on the machine, in the place of the one before. Collective."""
+    def save_locally(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> Copied | None:
+        """Save on each host, in the place of the one before; what partners have copied of that one. Collective."""
         refuse_lost(self.lost())
-        self._tier.save(model, optimizer, extra, self.run)
+        copied = self._local.save(model, optimizer, extra, self.run)
         self._local_step = extra["step"]
+        return copied
 
     def suspect(self) -> list[str]:
         """Put aside what was saved since all was known to be right; returns the new names. Collective."""
         self.wait()
-        self._tier.clear()
+        self._local.clear()
         self._local_step = 0
         after = self.sure_step or 0
         names = on_first(lambda: checkpoint.suspect(self.folder, after=after, run=self.run))
@@ -163,7 +186,7 @@ class Keeper:
             self._saver = None
             self._prune()
         if not self.lacks(self._local_step):
-            self._tier.clear()
+            self._local.clear()
         self._release()
 
     def abandon(self) -> None:
@@ -173,6 +196,7 @@ class Keeper:
         self._release()
 
     def _release(self) -> None:
+        self._local.close()
         if self._claim is not None:
             self._claim.drop()
 

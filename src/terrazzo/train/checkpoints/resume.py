@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from terrazzo.checkpoint import clear, latest, open_source, step_path, suspects
 from terrazzo.config import Config, flatten, without_passwords
 from terrazzo.errors import BadInput, Damaged, TerrazzoError, counted, listed
-from terrazzo.train.checkpoints.tier import survivors
+from terrazzo.train.checkpoints.local import local_checkpoints
 from terrazzo.train.data.source_file import SourceFile
 from terrazzo.train.settings.command import program
 
@@ -32,11 +32,15 @@ BUILT = ("model", "lora", "objective", "data.tokenizer", "optimizer.name")
 PLACES = ("data.cache", "model.path", "model.weights")  # where things are, and how they were before the first step
 
 
-def resume_from(config: Config) -> str | None:
-    """The checkpoint to continue from, or None for a new run; raises `BadInput` as `checkpoint.resume` demands."""
+def resume_from(config: Config, local: Collection[str] | None = None) -> str | None:
+    """The checkpoint to continue from, or None for a new run; raises `BadInput` as `checkpoint.resume` demands.
+
+    Args:
+        local: newer ones than the durable ones, oldest first; default: those that are on this host.
+    """
     folder = config.checkpoint_folder
     newest = latest(folder)
-    newest = next(reversed(survivors(config, newest)), newest)
+    newest = [newest, *(local_checkpoints(config, newest) if local is None else local)][-1]
     if config.checkpoint.resume == "required" and newest is None:
         raise BadInput(
             f"checkpoint.resume is 'required', but '{folder}' holds no complete checkpoint: correct"

@@ -11,6 +11,7 @@ from pathlib import Path
 from terrazzo.config import Config, DataConfig, without_passwords
 from terrazzo.errors import BadInput
 from terrazzo.files import read_json
+from terrazzo.train.checkpoints.local import noted_run
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.data.datasets_folder import folder_of_source
 from terrazzo.train.data.source_file import is_url, is_visible, plain_part
@@ -51,7 +52,8 @@ def check_written(config: Config) -> None:
         file = config.log.folder / name
         if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
             raise BadInput(f"'{file}', which the run writes, is no file that can be written to: move it away.")
-    is_new = resume_from(config) is None  # a run that goes on puts its own earlier one aside
+    on_others = config.checkpoint.local.folder is not None and noted_run(config)  # such as a host that has been lost
+    is_new = not on_others and resume_from(config) is None  # a run that goes on puts its own earlier one aside
     if config.checkpoint.save_format == "hf" and (config.log.folder / "hf").exists() and is_new:
         raise BadInput(
             f"checkpoint.save_format is 'hf', and '{config.log.folder / 'hf'}' exists already: move it away."

@@ -209,7 +209,7 @@ _RULES = (
         "set guard.action=skip",
     ),
     _Rule(
-        "checkpoint.local.every",
+        "checkpoint.local.every checkpoint.local.partner",
         lambda config: config.checkpoint.local.folder is None,
         "checkpoint.local.folder is null, so none are taken",
         "set checkpoint.local.folder=/dev/shm",

@@ -1,15 +1,21 @@
-"""Whether the machine's own tier of checkpoints can be had: `checkpoint.local`."""
+"""Whether local checkpoints can be had: `checkpoint.local`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from terrazzo.config import Config
+from terrazzo.engine import Plan
+from terrazzo.engine.offload.disk_folder import free_bytes, is_memory
 from terrazzo.errors import BadInput
-from terrazzo.train.checkpoints.tier import tier_folder
+from terrazzo.files import gib_text
+from terrazzo.planner import Setup
+from terrazzo.planner.memory.states import state_terms
+from terrazzo.train.checkpoints.local import ONE_HOST, host_folder, local_folder
 from terrazzo.train.launch.here import ranks_here
 
-__all__ = ["check_local"]
+__all__ = ["check_local", "local_room"]
 
 
 def check_local(config: Config, world_size: int) -> list[str]:
@@ -22,11 +28,34 @@ def check_local(config: Config, world_size: int) -> list[str]:
             f"checkpoint.local.folder is '{settings.folder}', and is to be on the machine: use /dev/shm or a folder on"
             " a drive of its own. checkpoint.folder may be a URL."
         )
-    if (here := ranks_here(world_size)) != world_size:
-        raise BadInput(
-            f"checkpoint.local.folder is '{settings.folder}', which {here} of {world_size} ranks share: all ranks have"
-            " to be on one machine for it. Set checkpoint.local.folder=null, and save more often with checkpoint.every."
-        )
-    if not Path(settings.folder).is_dir():
-        raise BadInput(f"checkpoint.local.folder is '{settings.folder}', which is no folder: make it, or use another.")
-    return [f"local: a checkpoint every {settings.every} steps in {tier_folder(config)}, until the run ends"]
+    if settings.partner == "required" and ranks_here(world_size) == world_size:
+        raise BadInput(f"checkpoint.local.partner is 'required', and {ONE_HOST}")
+    if not Path(here := host_folder(config)).is_dir():
+        raise BadInput(f"checkpoint.local.folder is '{here}', which is no folder: make it, or use another.")
+    return [f"local: a checkpoint every {settings.every} steps in {local_folder(config)}, {_kept(config, world_size)}"]
+
+
+def _kept(config: Config, world_size: int) -> str:
+    """Where else it is, and how long it stays."""
+    if ranks_here(world_size) == world_size:
+        return "until the run ends"
+    if config.checkpoint.local.partner == "none":
+        return "each host's own part and no copy of it, until the run ends: with a host it is lost"
+    return "each host's own part and a copy of another's, until the run ends"
+
+
+def local_room(config: Config, setup: Setup, world_size: int) -> list[str]:
+    """A line that says what local checkpoints take of each host, which nothing else counts; none where there are none.
+
+    Two of them while one is replaced, and two of another host's part where copies are kept.
+    """
+    if config.checkpoint.local.folder is None:
+        return []
+    folder, here = Path(host_folder(config)), ranks_here(world_size)
+    split = state_terms(replace(setup, plan=Plan.named("zero3")))  # each element is saved by one rank
+    values = {term.name: term.value for term in split}
+    times = 4 if here < world_size and config.checkpoint.local.partner != "none" else 2
+    needed = here * times * ((values["master"] or values["weights"]) + values["moments"])
+    free, what = free_bytes(folder), "this host's memory" if is_memory(folder) else "its drive"
+    there = f"of which {gib_text(free)} are free" + (": it may not fit" if needed > free else "")
+    return [f"checkpoint.local takes up to {gib_text(needed)} of {what}, {there}"]

@@ -21,6 +21,7 @@ from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
 from terrazzo.train.launch.here import ranks_here, resolve_device
 from terrazzo.train.model.huggingface import read_config
+from terrazzo.train.preflight.local import local_room
 from terrazzo.train.preflight.swap import host_lacks_room, offload_notes
 from terrazzo.train.promise.as_setup import setup_of
 
@@ -61,7 +62,7 @@ def check_plan(config: Config, world_size: int) -> list[str]:
     if refusal is not None and not config.launch.ignore_planner:
         raise BadInput(f"{refusal} To start it all the same: launch.ignore_planner=true.")
     notes = [str(objection) for objection in found if objection.severity == "warn" and objection.rule != WEAR]
-    notes += offload_notes(config, memory, world_size)
+    notes += [*offload_notes(config, memory, world_size), *local_room(config, setup, world_size)]
     if config.cuts_attention and config.plan.mesh.cp == 1:
         mask_bytes = config.batch.micro_batch * config.batch.sequence_length**2
         notes.append(f"the mask of data.attention 'document', {_both(mask_bytes)}, is not in the estimate of memory")

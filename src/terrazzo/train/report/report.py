@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from terrazzo.checkpoint.upkeep.partners import Copied
 from terrazzo.config import Config
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
@@ -108,6 +109,10 @@ class RunReport:
         """How often checkpoints are saved from now on."""
         self._files.log("cadence", asdict(choice))
         self._remark(str(choice))
+
+    def copied(self, copied: Copied) -> None:
+        """Hosts have copies of each other's part of a local checkpoint."""
+        self._files.log("partner", copied.as_dict())
 
     def left_out(self, done: str, entry: dict[str, Any]) -> None:
         """The guard has left a step out."""

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import terrazzo as tz
-from terrazzo import checkpoint
 from terrazzo.config import Config
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError, listed
@@ -70,7 +69,7 @@ def open_session(
         keeper = Keeper(config, ranks)
         try:
             claimed()
-            begin = _begin(config, ranks)
+            begin = _begin(config, ranks, keeper)
             return _build(config, ranks, keeper, begin, list(notes or ()))
         except BaseException:
             keeper.abandon()
@@ -97,8 +96,9 @@ class _BeforeModel:
     due: list[Due]
 
 
-def _begin(config: Config, ranks: Ranks) -> _BeforeModel:
-    found = together(lambda: resume_from(config) or "", BadInput)
+def _begin(config: Config, ranks: Ranks, keeper: Keeper) -> _BeforeModel:
+    local = keeper.find_local()
+    found = together(lambda: resume_from(config, local) or "", BadInput)
     newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
     data = load_data(
         config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=_saying(ranks)
@@ -107,7 +107,7 @@ def _begin(config: Config, ranks: Ranks) -> _BeforeModel:
     limit = evaluation_limit(config, share_of(config, ranks).readers)
     _check_validation(data, limit)
     asked = on_first(lambda: _asked(config, data), BadInput)
-    saved = gather_json(_saved_with_reference(newest) if newest and ranks.is_first else {})[0]
+    saved = gather_json(_saved_with_reference(keeper, newest) if newest and ranks.is_first else {})[0]
     due = reference_due(config, data, limit, saved)
     check_same_initial(due, config, saved)
     return _BeforeModel(newest, data, None if asked is None else Prompt(*asked), saved, due)
@@ -250,10 +250,10 @@ def _prompt(config: Config, data: TokenData, asked: Prompt | None) -> list[int]:
     return found or [data.tokenizer.end_of_document]
 
 
-def _saved_with_reference(path: str) -> dict[str, Any]:
+def _saved_with_reference(keeper: Keeper, path: str) -> dict[str, Any]:
     """A checkpoint's extra values; nothing where it has no reference, or cannot be read, which `resume` tells of."""
     try:
-        found = checkpoint.open_source(path).extra
+        found = keeper.extra_of(path)
     except TerrazzoError:
         return {}
     return found if found.get("reference") and "config" in found else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from terrazzo.checkpoint import clear, complete_checkpoints
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed
+from terrazzo.train.checkpoints.local import local_checkpoints, local_folder, noted_run
 from terrazzo.train.checkpoints.resume import resume_from
-from terrazzo.train.checkpoints.tier import noted_run, survivors, tier_folder
 from terrazzo.train.loop import TrainingLoop
+from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight import check
 from terrazzo.train.run import _again
 from terrazzo.train.session.opening import open_session
@@ -59,7 +61,7 @@ def crashed(config: Config, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def names(config: Config) -> list[str]:
     """Of what is on the machine."""
-    folder = tier_folder(config)
+    folder = local_folder(config)
     assert folder is not None
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
@@ -89,13 +91,13 @@ def test_a_run_goes_on_from_what_survives_to_the_same_bits(
     crashed(config, 7, monkeypatch)
     assert names(config) == ["step-00000006"], "one at a time"
     again = _again(config, ["words"])
-    assert (again._newest().step, again._newest().path) == (6, f"{tier_folder(config)}/step-00000006")
+    assert (again._newest().step, again._newest().path) == (6, f"{local_folder(config)}/step-00000006")
     header(capsys)
     assert trained(config) == 0
-    assert f"resumed at step 6, from {tier_folder(config)}/step-00000006" in header(capsys)
+    assert f"resumed at step 6, from {local_folder(config)}/step-00000006" in header(capsys)
     assert losses(tmp_path / "crashed") == losses(tmp_path / "whole")
     assert state(tmp_path / "crashed") == state(tmp_path / "whole")
-    assert names(config) == [] and not os.path.exists(str(tier_folder(config))), "the run has ended"
+    assert names(config) == [] and not os.path.exists(str(local_folder(config))), "the run has ended"
 
 
 def test_an_older_one_is_not_preferred(
@@ -116,7 +118,7 @@ def test_one_that_is_torn_is_not_used_and_its_step_is_taken_again(
 ) -> None:
     config = local_in(tmp_path, every=3)
     crashed(config, 5, monkeypatch)
-    (torn,) = survivors(config, f"{config.checkpoint_folder}/step-00000003")
+    (torn,) = local_checkpoints(config, f"{config.checkpoint_folder}/step-00000003")
     file = Path(torn) / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -135,10 +137,10 @@ def test_those_of_another_run_are_not_used(
 ) -> None:
     config = local_in(tmp_path)
     crashed(config, 7, monkeypatch)
-    assert noted_run(config) and survivors(config, None) == [resume_from(config)]
+    assert noted_run(config) and local_checkpoints(config, None) == [resume_from(config)]
     note = Path(config.checkpoint_folder) / ".run"
     note.unlink()  # as when somebody has removed all checkpoints, to begin anew
-    assert survivors(config, None) == []
+    assert local_checkpoints(config, None) == []
     crashed(config, 1, monkeypatch)
     assert "resumed" not in header(capsys)
     assert names(config) == [], "what was left of the other run is gone"
@@ -160,11 +162,11 @@ def test_a_run_that_begins_anew_goes_on_from_its_own_alone(tmp_path: Path, monke
 
 def test_a_strangers_folder_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = local_in(tmp_path)
-    folder = str(tier_folder(config))
+    folder = str(local_folder(config))
     os.symlink(tmp_path, folder)
     with pytest.raises(SaveFailed, match=r"it is a link, or others can write to it\. Use another checkpoint\.local"):
         trained(config)
-    assert survivors(config, None) == []
+    assert local_checkpoints(config, None) == []
     clear(config.checkpoint_folder)
     assert complete_checkpoints(tmp_path) == []
 
@@ -185,7 +187,7 @@ def test_a_full_folder_ends_the_run_and_says_what_it_needs(tmp_path: Path, monke
     [
         ("s3://bucket/a", 1, r"is to be on the machine: use /dev/shm"),
         ("FOLDER/none", 1, r"which is no folder: make it, or use another"),
-        ("FOLDER", 2, r"which 1 of 2 ranks share: all ranks have to be on one machine for it"),
+        ("$NO_SUCH_DISK/a", 1, r"NO_SUCH_DISK is not in the environment: set it on every host"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -194,10 +196,31 @@ def test_what_cannot_be_is_refused(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     folder = local.replace("FOLDER", str(tmp_path))
-    with pytest.raises(BadInput, match=rf"checkpoint\.local\.folder is '.*', {said}|{said}"):
+    with pytest.raises(BadInput, match=rf"checkpoint\.local\.folder is '.*', (and )?{said}"):
         check(config_in(tmp_path, checkpoint={"local": {"folder": folder}}, batch={"global_batch": 4}), ranks)
+
+
+def test_a_partner_is_refused_where_there_is_one_host(tmp_path: Path) -> None:
+    config = local_in(tmp_path, local={"folder": str(tmp_path), "partner": "required"})
+    with pytest.raises(BadInput, match=r"checkpoint\.local\.partner is 'required', and there is one host, and nobody"):
+        check(config, 1)
 
 
 def test_the_header_says_where_they_are(tmp_path: Path) -> None:
     config = local_in(tmp_path)
-    assert f"local: a checkpoint every 2 steps in {tier_folder(config)}, until the run ends" in check(config, 1)
+    assert f"local: a checkpoint every 2 steps in {local_folder(config)}, until the run ends" in check(config, 1)
+
+
+@pytest.mark.parametrize(("partner", "times"), [("auto", 4), ("none", 2)])
+def test_what_they_take_of_a_host_is_said(
+    partner: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps, of the host's own part and of its copy: half each of weights and two moments, in fp32."""
+    local = {"folder": str(tmp_path), "partner": partner}
+    config = config_in(tmp_path, model={"dim": 1024, "layers": 4}, checkpoint={"local": local})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    said = next(note for note in check(config, 2) if "checkpoint.local takes" in note)
+    numel = sum(parameter.numel() for parameter in prepare_model(config).parameters())
+    found = re.search(r"takes up to ([\d.]+) GiB of its drive, of which", said)
+    assert found is not None, said
+    assert float(found[1]) == pytest.approx(times * numel * 12 / 2 / 2**30, abs=0.01)

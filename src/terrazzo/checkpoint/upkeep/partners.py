@@ -1,0 +1,250 @@
+"""Local checkpoints of several hosts: each has the files of its own ranks, and a copy of those of the host before it.
+
+So one host may be lost: what it had is on its partner. A copy is taken in the background, in blocks, and becomes
+visible file by file once it has been read back under the digests that the files were written with.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from terrazzo.checkpoint.format.manifest import BLOCK_BYTES, MANIFEST, SEAL, File, blocks_of
+from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.storage.blocks import DigestBlock
+from terrazzo.checkpoint.storage.local import LocalDraft, LocalFolder
+from terrazzo.checkpoint.storage.shard import file_name
+from terrazzo.checkpoint.storage.spread import Giver, Giving, SpreadFolder
+from terrazzo.checkpoint.storage.store import Folder, step_name, step_of
+from terrazzo.checkpoint.upkeep.series import complete_checkpoints
+from terrazzo.ending import start_thread
+from terrazzo.errors import BadInput, Damaged, SaveFailed, TerrazzoError
+from terrazzo.exchange import gather_json, patiently
+from terrazzo.files import sync_folder
+from terrazzo.hosts import Hosts, listening, own_address
+
+__all__ = ["Copied", "Partners"]
+
+
+class Copied(NamedTuple):
+    """What all hosts have taken of each other of one step.
+
+    Attributes:
+        seconds: that the slowest has taken.
+    """
+
+    step: int
+    hosts: int
+    count_bytes: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it is logged; the bandwidth is that of one host, in bytes per second."""
+        rate = self.count_bytes / self.hosts / self.seconds if self.seconds else 0.0
+        return {"copied": self.step, "bytes": self.count_bytes, "seconds": self.seconds, "bytes_s": rate}
+
+
+class Partners:
+    """Several hosts, each with a folder `root` of its own. Collective to make.
+
+    Args:
+        label: how all ranks call these folders, whose paths may differ between hosts.
+
+    Attributes:
+        damaged: what `find` has refused, and why.
+    """
+
+    def __init__(self, root: str, label: str, hosts: Hosts) -> None:
+        self._root, self._label, self._hosts = Path(root), label, hosts
+        self.damaged: dict[str, str] = {}
+        key, ears = secrets.token_hex(16), listening() if hosts.is_first else None
+        told = gather_json(None if ears is None else [own_address(), ears.getsockname()[1], key])
+        self._givers = [Giver(*told[ranks[0]]) for ranks in hosts.ranks]
+        self._giving = None if ears is None else Giving(self._root, key, ears)
+        self._copying: _Copying | None = None
+        self._step: int | None = None  # that is being copied
+        self._reading: list[SpreadFolder] = []
+
+    # -- what there is ---------------------------------------------------------------------------------------------
+
+    def find(self, run: str, since: int) -> dict[str, Folder]:
+        """How each checkpoint of `run` is read that is newer than step `since`, and that the hosts have all files of.
+
+        By path; oldest first. Every byte that is there is read once, by the ranks of its host, and what is not as it
+        was written is as if it were not there. Collective.
+        """
+        self.done_reading()
+        told = gather_json(list(self._have(run, since)))
+        found: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
+        self.damaged = {}
+        for host, ranks in enumerate(self._hosts.ranks):
+            for part in (part for rank in ranks for part in told[rank]):
+                found.setdefault((part["name"], part["identity"]), []).append((host, part))
+                self.damaged |= {f"{self._label}/{part['name']}": why for why in part["damaged"]}
+        whole = {key: holders for key, parts in found.items() if (holders := _holders(parts)) is not None}
+        return {f"{self._label}/{name}": self._folder(name, whole[name, identity]) for name, identity in sorted(whole)}
+
+    def _have(self, run: str, since: int) -> Iterator[dict[str, Any]]:
+        """Of each such checkpoint this rank's share of the files that are on this host."""
+        position, count = self._hosts.here.index(dist.get_rank()), len(self._hosts.here)
+        for path in complete_checkpoints(self._root) if self._root.is_dir() else ():
+            folder = LocalFolder(Path(path))
+            try:
+                opened = Checkpoint(folder, sizes=False)
+            except TerrazzoError:
+                continue
+            if opened.manifest.run != run or (step_of(path) or 0) <= since:
+                continue
+            there, blocks = [file for file in opened.manifest.files if folder.has(file.name)], opened.blocks()
+            problems = {file.name: _damage(folder, file, blocks[file.name]) for file in there[position::count]}
+            yield {
+                "name": folder.path.name,
+                "identity": opened.identity,
+                "wanted": [file.name for file in opened.manifest.files],
+                "files": [file for file, problem in problems.items() if not problem],
+                "damaged": [problem for problem in problems.values() if problem],
+            }
+
+    def _folder(self, name: str, holders: Mapping[str, Sequence[int]]) -> SpreadFolder:
+        here = [file for file, hosts in holders.items() if self._hosts.own in hosts]
+        mine = (LocalFolder(self._root / name), here) if here else None
+        givers = {file: self._givers[hosts[0]] for file, hosts in holders.items() if file not in here}
+        self._reading.append(SpreadFolder(f"{self._label}/{name}", name, mine, givers))
+        return self._reading[-1]
+
+    def done_reading(self) -> None:
+        """What `find` has found is read no more."""
+        while self._reading:
+            self._reading.pop().close()
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def copy(self, step: int) -> None:
+        """Begin to take what the host before has of a checkpoint that all hosts have just saved."""
+        self._step = step
+        if self._hosts.is_first:
+            before = self._hosts.before
+            self._copying = _Copying(self._root, step_name(step), self._givers[before], self._hosts.ranks[before])
+
+    def wait(self) -> Copied | None:
+        """Until every host has its copy; None where none was begun since. Collective.
+
+        Raises:
+            SaveFailed: one could not be had.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            return None
+        copying, self._copying = self._copying, None
+        done = patiently(lambda: None if copying is None else copying.result(), SaveFailed)
+        taken = [each for each in gather_json(done) if each is not None]
+        return Copied(step, len(taken), sum(nbytes for nbytes, _ in taken), max(seconds for _, seconds in taken))
+
+    def abandon(self) -> None:
+        """Take no more of a copy that is under way."""
+        self._step, copying, self._copying = None, self._copying, None
+        if copying is not None:
+            copying.cancel()
+
+    def close(self) -> None:
+        """Nobody is given anything any more."""
+        self.abandon()
+        self.done_reading()
+        if self._giving is not None:
+            self._giving.close()
+
+
+class _Copying:
+    """A thread that takes files of `ranks` from another host into a folder beside, and puts them where they belong."""
+
+    def __init__(self, root: Path, name: str, giver: Giver, ranks: Sequence[int]) -> None:
+        self._root, self._name, self._giver, self._ranks = root, name, giver, ranks
+        self._cancelled, self._problem, self._taken = threading.Event(), "", (0, 0.0)
+        self._thread = start_thread("terrazzo-partner", self._work, self._cancelled.set)
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        self._thread.join()
+
+    def result(self) -> tuple[int, float]:
+        """Bytes, and seconds that they have taken. Raises `SaveFailed`."""
+        self._thread.join()
+        if self._problem:
+            raise SaveFailed(
+                f"The copy of another host's part of '{self._root / self._name}' was not saved: {self._problem}. Where"
+                " room is short: checkpoint.local.partner=none keeps none."
+            )
+        return self._taken
+
+    def _work(self) -> None:
+        start = time.perf_counter()
+        try:
+            count_bytes = self._copy()
+        except (OSError, BadInput, Damaged) as error:
+            self._problem = str(error)
+        else:
+            self._taken = (count_bytes, time.perf_counter() - start)
+
+    def _copy(self) -> int:
+        opened = Checkpoint(LocalFolder(self._root / self._name), sizes=False)
+        names, blocks = [file_name(rank) for rank in self._ranks], opened.blocks()
+        files = [file for file in opened.manifest.files if file.name in names]
+        there = SpreadFolder(f"the host before's {self._name}", self._name, None, dict.fromkeys(names, self._giver))
+        draft = LocalDraft(self._root, self._name, secrets.token_hex(4))
+        draft.begin()
+        try:
+            for file in files:
+                self._take(there, draft, file)
+                if self._cancelled.is_set():
+                    return 0
+                if problem := _damage(draft.folder(), file, blocks[file.name]):
+                    raise Damaged(problem)
+                os.rename(draft.folder().path / file.name, self._root / self._name / file.name)
+            sync_folder(self._root / self._name)
+        finally:
+            there.close()
+            draft.abandon()
+        return sum(file.size_bytes for file in files)
+
+    def _take(self, there: Folder, draft: LocalDraft, file: File) -> None:
+        buffer, sink = memoryview(bytearray(BLOCK_BYTES)), draft.create(file.name, file.size_bytes)
+        try:
+            for first, last in blocks_of(file.size_bytes):
+                if self._cancelled.is_set():
+                    break
+                there.read_into(file.name, first, buffer[: last - first])
+                sink.write(buffer[: last - first])
+        except BaseException:
+            sink.abandon()
+            raise
+        sink.finish()
+
+
+def _damage(folder: LocalFolder, file: File, blocks: Sequence[DigestBlock]) -> str:
+    """Why a file is not what was written; empty where it is."""
+    buffer = memoryview(bytearray(max(block.count_bytes for block in blocks)))
+    try:
+        if (size := folder.size_bytes(file.name)) != file.size_bytes:
+            return f"'{folder.where}/{file.name}' has {size} bytes and was written with {file.size_bytes}."
+        for block in blocks:
+            block.check(folder, buffer)
+    except (Damaged, BadInput) as error:
+        return str(error)
+    return ""
+
+
+def _holders(parts: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, list[int]] | None:
+    """By file the hosts that have it, the manifest and the seal included; None where one is nowhere."""
+    holders: dict[str, list[int]] = {file: [] for file in parts[0][1]["wanted"]}
+    for host, part in parts:
+        for file in part["files"]:
+            holders[file].append(host)
+    hosts = list(dict.fromkeys(host for host, _ in parts))
+    return {**holders, MANIFEST: hosts, SEAL: hosts} if all(holders.values()) else None
