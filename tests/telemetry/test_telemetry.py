@@ -30,7 +30,7 @@ from terrazzo.telemetry import (
     TensorBoard,
     duration,
 )
-from terrazzo.telemetry import metrics as metrics_module
+from terrazzo.telemetry.steps import metrics as metrics_module
 from tests.helpers.threads import run_in_threads
 
 METRICS = StepMetrics(

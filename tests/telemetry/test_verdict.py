@@ -19,7 +19,7 @@ from terrazzo import cli
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
-from terrazzo.telemetry.tables import tables_of
+from terrazzo.telemetry.shown.tables import tables_of
 from terrazzo.train.look import look
 from tests.helpers.processes import Pool
 from tests.telemetry.test_steps import trained

@@ -20,7 +20,8 @@ from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.settings import Offload
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
-from terrazzo.telemetry import allowed_bytes, memory
+from terrazzo.telemetry import allowed_bytes
+from terrazzo.telemetry.steps import memory
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.loop import TrainingLoop

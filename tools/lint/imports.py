@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
-# The same inside five packages: folders, modules that are in none as CORE, "" for `__init__`.
+# The same inside six packages: folders, modules that are in none as CORE, "" for `__init__`.
 CORE = "(core)"
 INNER_LAYERS = {
     "checkpoint": ("format", "storage", CORE, "importers", "saving", "loading", "exporters", "upkeep", ""),
@@ -41,6 +41,7 @@ INNER_LAYERS = {
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),
         *("assemble", "choice", "report", CORE, ""),
     ),
+    "telemetry": ("log", "steps", "flight", "shown", "watchdog", "outside", CORE, ""),
     "train": (
         *("settings", "launch", "data", "model", "checkpoints", "session", "promise", "preflight", "steps", "replay"),
         *("look", "report", "calibration", CORE, ""),

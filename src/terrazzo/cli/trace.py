@@ -28,9 +28,10 @@ def trace(
     from terrazzo.cli.shared.terminal import say
     from terrazzo.errors import BadInput
     from terrazzo.telemetry import flights_of, trace_of
+    from terrazzo.telemetry.log.run_folder import RunFolder
 
     found = trace_of(flights_of(run), steps)
-    path = out or run / "trace.json"
+    path = out or RunFolder(run).trace
     try:
         path.write_text(json.dumps(found), encoding="utf-8")
     except OSError as error:

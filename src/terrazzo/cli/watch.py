@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,10 +88,11 @@ def _as_lines(run: Path, width: int) -> None:
 def _failed(run: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
     """How a run has ended that wrote no summary, in a line; None where it goes on, or is about to be started again."""
     from terrazzo.telemetry import has_ended
-    from terrazzo.telemetry.exit_note import EXIT_NOTE, exit_of
+    from terrazzo.telemetry.log.exit_note import exit_of
+    from terrazzo.telemetry.log.run_folder import RunFolder
 
     try:
-        age_s = time.time() - (run / EXIT_NOTE).stat().st_mtime
+        age_s = time.time() - RunFolder(run).exit_note.stat().st_mtime
     except OSError:
         return None
     if has_ended(lines) or age_s < _FAILED_S or (note := exit_of(run)) is None:
@@ -149,11 +149,15 @@ def _stamp(run: Path) -> tuple[int, int] | None:
 
 def _steps(run: Path) -> int | None:
     """Of the whole run, as its configuration says; None for a loop of one's own."""
+    from terrazzo.telemetry.log.run_folder import RunFolder
+
     try:
-        return int(json.loads((run / "config.json").read_text())["train"]["steps"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int((RunFolder(run).settings() or {})["train"]["steps"])
+    except (ValueError, KeyError, TypeError):
         return None
 
 
 def _metrics(run: Path) -> Path:
-    return run / "metrics.jsonl" if run.is_dir() else run
+    from terrazzo.telemetry.log.run_folder import RunFolder
+
+    return RunFolder(run).metrics if run.is_dir() else run

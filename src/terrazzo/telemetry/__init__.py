@@ -1,32 +1,39 @@
 """Where the time and the memory of a run went: metrics of a step, and the places they are written to.
 
+Each folder imports from those before it in this list, and `attach`, for a loop of one's own, from all:
+
+    log        what a run writes into its folder, and how it is read back
+    steps      what is measured of a step
+    flight     what each rank has recorded, exchange by exchange
+    shown      a run shown by its records
+    watchdog   ranks that stand still
+    outside    a script of somebody else's, looked at while it runs
+
 Open to other packages:
 
-    exit_note   how a run has ended
-    flight      what each rank has recorded
-    outside     a script of somebody else's, looked at while it runs
-    watchdog    whether ranks stand still, for whoever has started them
+    log        the files of a run's folder, and how it has ended
+    flight     what each rank has recorded
+    outside    a script of somebody else's
+    watchdog   whether ranks stand still, for whoever has started them
 """
 
 from terrazzo.telemetry.attach import Telemetry, attach
 from terrazzo.telemetry.flight.folder import BlackBox, flights_of, save_flight
 from terrazzo.telemetry.flight.trace import trace_of
-from terrazzo.telemetry.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
-from terrazzo.telemetry.metrics import StepMetrics, Stopwatch
+from terrazzo.telemetry.log.records import lines_of, of_newest_start, restart_text, run_lines, steps_of
+from terrazzo.telemetry.log.sinks import Console, JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.outside.advice import advice_for
-from terrazzo.telemetry.outside.merging import FACTS
-from terrazzo.telemetry.page import VERDICT, ReportPage, page_of
-from terrazzo.telemetry.records import lines_of, of_newest_start, restart_text, run_lines, steps_of
-from terrazzo.telemetry.screen import has_ended, rows_of, screen_of
-from terrazzo.telemetry.sinks import Console, JsonLines, Sink, TensorBoard
-from terrazzo.telemetry.step_table import StepTable, duration
-from terrazzo.telemetry.steps import StepRecorder
-from terrazzo.telemetry.tables import Table, table_of_units, tables_of
-from terrazzo.telemetry.verdict import Verdict, verdict_of
+from terrazzo.telemetry.shown.page import VERDICT, ReportPage, page_of
+from terrazzo.telemetry.shown.screen import has_ended, rows_of, screen_of
+from terrazzo.telemetry.shown.step_table import StepTable, duration
+from terrazzo.telemetry.shown.tables import Table, table_of_units, tables_of
+from terrazzo.telemetry.shown.verdict import Verdict, verdict_of
+from terrazzo.telemetry.steps.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
+from terrazzo.telemetry.steps.metrics import StepMetrics, Stopwatch
+from terrazzo.telemetry.steps.step_recorder import StepRecorder
 from terrazzo.telemetry.watchdog.whereabouts import Whereabouts
 
 __all__ = [
-    "FACTS",
     "VERDICT",
     "BlackBox",
     "Console",

@@ -14,10 +14,11 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import timeout_s, together
 from terrazzo.telemetry.flight.folder import BlackBox
-from terrazzo.telemetry.records import METRICS, lines_of, steps_of
-from terrazzo.telemetry.sinks import JsonLines, Sink, TensorBoard
-from terrazzo.telemetry.steps import StepRecorder
-from terrazzo.telemetry.verdict import Verdict, verdict_of
+from terrazzo.telemetry.log.records import lines_of, steps_of
+from terrazzo.telemetry.log.run_folder import RunFolder
+from terrazzo.telemetry.log.sinks import JsonLines, Sink, TensorBoard
+from terrazzo.telemetry.shown.verdict import Verdict, verdict_of
+from terrazzo.telemetry.steps.step_recorder import StepRecorder
 from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.telemetry.watchdog.ward import look_after
 
@@ -138,9 +139,9 @@ def attach(  # structure: signature fixed by what the records of a run have
         raise BadInput(f"tz.telemetry.attach was given stall_s={stall_s}: use seconds above 0, or None for no limit.")
     if first_step < 0:
         raise BadInput(f"tz.telemetry.attach was given first_step={first_step}: use 0 or more.")
-    path = Path(folder) / METRICS
-    events = path.parent / "tensorboard" if tensorboard else None
-    sinks = together(lambda: _sinks(path, events, first_step) if dist.get_rank() == 0 else [], BadInput)
+    there = RunFolder(Path(folder))
+    events = there.tensorboard if tensorboard else None
+    sinks = together(lambda: _sinks(there.metrics, events, first_step) if dist.get_rank() == 0 else [], BadInput)
     box = BlackBox(dist.get_rank(), dist.get_world_size())
     box.follow(engine, Path(folder))
     leave = look_after(box, Patience(stall_s, timeout_s(), own_loop=True)) if stall_s is not None else None

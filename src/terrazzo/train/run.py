@@ -18,7 +18,7 @@ from terrazzo.errors import BadInput, TerrazzoError, counted
 from terrazzo.exchange import on_first, together
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import Console
-from terrazzo.telemetry.exit_note import ExitNote, exit_of, forget_exit, leave_exit
+from terrazzo.telemetry.log.exit_note import ExitNote, exit_of, forget_exit, leave_exit
 from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.standing import LEFT

@@ -17,10 +17,9 @@ from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput
 from terrazzo.telemetry.flight.recorder import Recorded
 from terrazzo.telemetry.flight.ring import FIELDS, Flight, Ring, Tail, read_flight
+from terrazzo.telemetry.log.run_folder import RunFolder
 
 __all__ = ["BlackBox", "flights_of", "save_flight", "tails_of"]
-
-_FOLDER = "flight"
 
 
 class BlackBox:
@@ -87,7 +86,7 @@ def flights_of(run: Path) -> list[Flight]:
         BadInput: there is nothing.
     """
     found = {}
-    for path in sorted((run / _FOLDER).glob("rank-*.*")):
+    for path in sorted(RunFolder(run).flight.glob("rank-*.*")):
         with contextlib.suppress(OSError):
             if path.suffix == ".live":
                 flight = _read_live(path)
@@ -109,7 +108,7 @@ def flights_of(run: Path) -> list[Flight]:
 def tails_of(run: Path) -> dict[int, Tail]:
     """By rank, what the ranks of a run write to that go on now, on this machine."""
     found = {}
-    for path in sorted((run / _FOLDER).glob("rank-*.live")):
+    for path in sorted(RunFolder(run).flight.glob("rank-*.live")):
         with _of_others(), contextlib.suppress(OSError):
             if (memory := _memory(path)) is not None and memory.is_file():
                 with memory.open("rb") as file:
@@ -140,8 +139,9 @@ def _of_others() -> AbstractContextManager[None]:
 
 def _clear(folder: Path, table: Mapping[str, Any]) -> None:
     """Remove what this rank has left in an earlier run; the first one does so of ranks that there are no more."""
-    (folder / _FOLDER).mkdir(parents=True, exist_ok=True)
-    for path in (folder / _FOLDER).glob("rank-*.*"):
+    flight = RunFolder(folder).flight
+    flight.mkdir(parents=True, exist_ok=True)
+    for path in flight.glob("rank-*.*"):
         number = path.stem.removeprefix("rank-")
         if number.isdecimal() and (
             int(number) == table["rank"] or (table["rank"] == 0 and int(number) >= table["world"])
@@ -150,8 +150,8 @@ def _clear(folder: Path, table: Mapping[str, Any]) -> None:
 
 
 def _live(folder: Path, rank: int) -> Path:
-    return folder / _FOLDER / f"rank-{rank:05}.live"
+    return RunFolder(folder).flight / f"rank-{rank:05}.live"
 
 
 def _ended(folder: Path, rank: int) -> Path:
-    return folder / _FOLDER / f"rank-{rank:05}.ended"
+    return RunFolder(folder).flight / f"rank-{rank:05}.ended"

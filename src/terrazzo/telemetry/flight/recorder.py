@@ -14,8 +14,22 @@ from terrazzo.engine.links.label import Label
 from terrazzo.engine.links.recorder import Doing, Recorder
 from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.runtime.system import boot_id
-from terrazzo.telemetry.flight.ring import LAST, Ring, What, now_ns, pack
-from terrazzo.telemetry.memory import resident_bytes
+from terrazzo.telemetry.flight.ring import (
+    BEGINS,
+    DONE,
+    ENDS,
+    ISSUED,
+    LAST,
+    MOVED,
+    PHASE,
+    STEP,
+    WAITED,
+    WAITS,
+    Ring,
+    now_ns,
+    pack,
+)
+from terrazzo.telemetry.steps.memory import resident_bytes
 
 __all__ = ["Recorded"]
 
@@ -23,8 +37,6 @@ _MOST_TRACKS = 255
 _16 = 0xFFFF
 _RESIDENT_NS = 10**9
 """Resident bytes are read once in so long: the system takes a hundred times as long for them as a record does."""
-
-ISSUED, DONE, WAITS, WAITED, PHASE, BEGINS, ENDS, MOVED, STEP = map(int, What)  # plain ones are packed sooner
 
 
 class Recorded(Recorder):

@@ -66,6 +66,10 @@ class What(IntEnum):
     STEP = 9
 
 
+ISSUED, DONE, WAITS, WAITED, PHASE, BEGINS, ENDS, MOVED, STEP = map(int, What)
+"""The same as plain numbers, which are packed and compared sooner."""
+
+
 class Told(NamedTuple):
     """One event of a rank. Times are nanoseconds of CLOCK_MONOTONIC, which ranks of a machine share.
 

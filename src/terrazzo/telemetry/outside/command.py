@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from terrazzo.errors import BadInput
-from terrazzo.telemetry.outside.merging import FACTS, Merged
-from terrazzo.telemetry.records import METRICS
-from terrazzo.telemetry.sinks import JsonLines
+from terrazzo.telemetry.log.run_folder import RunFolder
+from terrazzo.telemetry.log.sinks import JsonLines
+from terrazzo.telemetry.outside.merging import Merged
 
 __all__ = ["Profiled", "profile"]
 
@@ -47,12 +47,12 @@ def profile(command: Sequence[str], folder: Path) -> Profiled:
     """
     if shutil.which(command[0]) is None:
         raise BadInput(f"There is no command '{command[0]}': write what starts the script, such as python train.py.")
-    ranks = folder.absolute() / "ranks"
-    if (folder / METRICS).exists():
+    there, ranks = RunFolder(folder), folder.absolute() / "ranks"
+    if there.metrics.exists():
         raise BadInput(f"'{folder}' has records of an earlier run: name another folder by --out, or remove it.")
     try:
         ranks.mkdir(parents=True, exist_ok=True)
-        sink = JsonLines(folder / METRICS)
+        sink = JsonLines(there.metrics)
     except OSError as error:
         raise BadInput(f"'{folder}' cannot be written ({error.strerror or error}): name another by --out.") from error
     merged = Merged(ranks)
@@ -64,7 +64,7 @@ def profile(command: Sequence[str], folder: Path) -> Profiled:
     code = _run(command, {"TERRAZZO_PROFILE": str(ranks)}, merge)
     merge(at_end=True)
     sink.close()
-    (folder / FACTS).write_text(json.dumps(merged.facts))
+    there.script.write_text(json.dumps(merged.facts))
     own = merged.facts.get("own")
     return Profiled(code, merged.made, Path(own) if own else None)
 

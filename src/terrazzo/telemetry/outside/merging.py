@@ -15,12 +15,9 @@ from typing import Any
 
 from terrazzo.engine.links.times import Times
 from terrazzo.telemetry.outside.probe import EVERY
-from terrazzo.telemetry.steps import PHASES, Spent, causes_of
+from terrazzo.telemetry.steps.step_recorder import PHASES, Spent, causes_of
 
-__all__ = ["FACTS", "Merged"]
-
-FACTS = "script.json"
-"""In the folder of the records: what the script was seen to use."""
+__all__ = ["Merged"]
 
 Line = Mapping[str, Any]
 

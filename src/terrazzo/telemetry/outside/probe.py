@@ -271,7 +271,7 @@ class _Sharded:
     record: Any
 
     def __init__(self, engine: Any) -> None:
-        from terrazzo.telemetry.steps import StepRecorder
+        from terrazzo.telemetry.steps.step_recorder import StepRecorder
 
         table = getattr(engine.tally.recorder, "table", None)
         self.own = table and table.get("folder")

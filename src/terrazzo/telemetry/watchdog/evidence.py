@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from terrazzo.engine.runtime.system import text_of
 from terrazzo.exit_codes import STALLED
-from terrazzo.telemetry.exit_note import ExitNote, leave_exit
 from terrazzo.telemetry.flight.ring import Flight, What
 from terrazzo.telemetry.flight.spans import Names
+from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit
+from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.watchdog.recording import Recording
 from terrazzo.telemetry.watchdog.stall import Stall
 
 __all__ = ["Suspect", "keep_evidence"]
 
-_FOLDER = "stall"
 _ANSWER_S = 3.0
 """For a rank to write where its threads are: the interpreter's own handler does so, whatever holds its lock."""
 
@@ -52,7 +52,7 @@ def keep_evidence(suspects: Sequence[Suspect], stall: Stall, code: int = STALLED
     step = next((each.recording.step for each in suspects if each.rank == (stall.rank or 0)), None)
     leave_exit(Path(table["folder"]), ExitNote(code, stall.text, stall.rank, step), replace=True)
     _await([each.recording for each in suspects if each.ask()])
-    target = Path(table["folder"]) / _FOLDER
+    target = RunFolder(Path(table["folder"])).stall
     try:
         target.mkdir(exist_ok=True)
         _clear(target, table["world"])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from terrazzo.engine.links.label import Purpose
-from terrazzo.telemetry.flight.ring import Told, What
+from terrazzo.telemetry.flight.ring import BEGINS, DONE, ENDS, ISSUED, PHASE, STEP, WAITED, WAITS, Told
 from terrazzo.telemetry.flight.spans import Names
 
 __all__ = ["LEFT", "Key", "Standing"]
@@ -18,7 +18,6 @@ LEFT = "end"
 Key = tuple[str, str, bool, int]
 """An exchange: axis, kind, whether modules exchange, ordinal. Ranks of an axis mean the same by it."""
 
-ISSUED, DONE, WAITS, WAITED, PHASE, BEGINS, ENDS, _, STEP = map(int, What)  # plain ones are compared sooner
 _KEPT = 64
 """Exchanges of a track that are remembered: more than can be under way."""
 

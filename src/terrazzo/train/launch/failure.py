@@ -24,7 +24,7 @@ from typing import NoReturn, Protocol
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, Corrupted, Diverged, FolderLost, Misuse, SaveFailed, SwapFailed
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
-from terrazzo.telemetry.exit_note import ExitNote, leave_exit, went_well
+from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, went_well
 from terrazzo.tether import PARENT
 from terrazzo.train.launch.preempted import leave_note
 from terrazzo.train.launch.scratch import Scratch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from terrazzo.config import flatten, load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner import estimate
 from terrazzo.telemetry import (
-    FACTS,
     VERDICT,
     Table,
     Verdict,
@@ -25,6 +23,7 @@ from terrazzo.telemetry import (
     tables_of,
     verdict_of,
 )
+from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.look.rank_count import RankCount, sizing_of
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
@@ -50,7 +49,7 @@ class Look:
         self.run = run
         self.lines: Lines = run_lines(run) if lines is None else lines
         self.records = steps_of(self.lines)
-        self._config = run / "config.json"
+        self._folder = RunFolder.of(run)
 
     @property
     def ranks(self) -> int:
@@ -64,14 +63,14 @@ class Look:
         An edit is named only if its configuration is valid, and by the planner's formulas fits and has nothing against
         it.
         """
-        settings = _text(self._config)
+        settings = self._folder.settings()
         if settings is None:
-            return _of_script(verdict_of(self.records), _text(self.run / FACTS))
-        return verdict_of(self.records, json.loads(settings), self._admits)
+            return _of_script(verdict_of(self.records), self._folder.read(self._folder.script))
+        return verdict_of(self.records, settings, self._admits)
 
     def _admits(self, edit: str) -> bool:
         try:
-            config = load_config(self._config, [edit])
+            config = load_config(self._folder.config, [edit])
             if empty_rows(config.batch, self.ranks, config.plan.mesh):
                 return False
             found = estimate(setup_of(config, self.ranks))
@@ -83,7 +82,8 @@ class Look:
         """What half and twice as many ranks would do, by the planner and the run's pace; None for a loop of one's own,
         and before a log step.
         """
-        return sizing_of(self._config, self.lines, self.ranks) if self._config.is_file() else None
+        config = self._folder.config
+        return sizing_of(config, self.lines, self.ranks) if config.is_file() else None
 
     def tables(self) -> list[Table]:
         """Where the time of a step goes, and what was exchanged; by unit on the first rank that has recorded any, of
@@ -117,10 +117,10 @@ class Look:
         details |= {} if other is None else self._compared(other)
         if summary := next((line for line in reversed(self.lines) if line["kind"] == "summary"), None):
             details["Promised and measured"] = _summary(summary)
-        for heading, name in (("Plan", "plan.txt"), ("Configuration", "config.json")):
-            if (text := _text(self.run / name)) is not None:
+        for heading, file in (("Plan", self._folder.plan), ("Configuration", self._folder.config)):
+            if (text := _text(file)) is not None:
                 details[heading] = text
-        path = (self.run if self.run.is_dir() else self.run.parent) / "report.html"
+        path = self._folder.page
         page = page_of(self.run.name, self.lines, details, () if other is None else other.lines, tables)
         try:
             path.write_text(page, encoding="utf-8")
@@ -131,10 +131,10 @@ class Look:
 
     def _compared(self, other: Look) -> dict[str, str]:
         """What the other run says of itself, and settings that differ."""
-        texts, verdict = [_text(look.run / "config.json") for look in (self, other)], other.verdict()
+        settings, verdict = [look._folder.settings() for look in (self, other)], other.verdict()
         found = {f"{VERDICT} of {other.run}": str(verdict)} if verdict is not None else {}
-        if None not in texts:
-            one, theirs = (flatten(json.loads(text or "{}")) for text in texts)
+        if None not in settings:
+            one, theirs = (flatten(each or {}) for each in settings)
             keys = [key for key in {**one, **theirs} if one.get(key) != theirs.get(key)]
             said = [f"{key}: {one.get(key)} | {theirs.get(key)}" for key in keys]
             found[f"Settings here, and of {other.run}"] = "\n".join(said) or "the same"
@@ -148,11 +148,11 @@ def _summary(summary: Mapping[str, Any]) -> str:
         return f"This run was written by another version of Terrazzo, whose summary has no {missing}."
 
 
-def _of_script(verdict: Verdict | None, facts: str | None) -> Verdict | None:
+def _of_script(verdict: Verdict | None, facts: Mapping[str, Any] | None) -> Verdict | None:
     """In words of what a script uses, if `terrazzo profile` has looked at one."""
     if verdict is None or facts is None:
         return verdict
-    return replace(verdict, edit=advice_for(verdict.bound, json.loads(facts)))
+    return replace(verdict, edit=advice_for(verdict.bound, facts))
 
 
 def _text(path: Path) -> str | None:

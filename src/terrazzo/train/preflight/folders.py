@@ -10,7 +10,7 @@ from pathlib import Path
 
 from terrazzo.config import Config, DataConfig, without_passwords
 from terrazzo.errors import BadInput
-from terrazzo.files import read_json
+from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.checkpoints.local import noted_run
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.data.datasets_folder import folder_of_source
@@ -19,11 +19,10 @@ from terrazzo.train.data.sources import PYTHON_STDLIB, named_sources
 
 __all__ = ["check_written"]
 
-WRITTEN = ("config.json", "metrics.jsonl")
-"""Files of every run, in log.folder."""
+_LOG = RunFolder(Path())
 FILES = {
     "log.folder": (
-        *(*WRITTEN, "plan.txt", "report.html", "tensorboard/events.out.tfevents.0"),
+        *map(str, (_LOG.config, _LOG.metrics, _LOG.plan, _LOG.page, _LOG.tensorboard / "events.out.tfevents.0")),
         *("hf/config.json", "hf/model.safetensors", "hf/merges.txt", "hf/chat_template.jinja"),
     ),
     "checkpoint.folder": tuple(
@@ -48,8 +47,8 @@ def check_written(config: Config) -> None:
             raise BadInput(f"{key} is '{folder}', which cannot be made: {error.strerror}. Use another.") from None
     if config.data.cache is not None:
         _check_writable("data.cache", config.data.cache.expanduser())
-    for name in WRITTEN:
-        file = config.log.folder / name
+    log = RunFolder(config.log.folder)
+    for file in (log.config, log.metrics):
         if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
             raise BadInput(f"'{file}', which the run writes, is no file that can be written to: move it away.")
     on_others = config.checkpoint.local.folder is not None and noted_run(config)  # such as a host that has been lost
@@ -100,13 +99,12 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 def _check_metrics(config: Config) -> None:
     """A new run empties what a log folder holds: never of another run, which is known by where its checkpoints are."""
     folder, own = config.log.folder, without_passwords(config.checkpoint_folder)
-    metrics = folder / "metrics.jsonl"
+    metrics, written = RunFolder(folder).metrics, RunFolder(folder).settings()
     if not metrics.exists() or not metrics.stat().st_size:
         return
     try:
-        written = read_json(folder / "config.json", 1 << 20)
-        theirs = str(written["checkpoint"]["folder"] or folder / "checkpoints")
-    except (OSError, BadInput, KeyError, TypeError):
+        theirs = None if written is None else str(written["checkpoint"]["folder"] or folder / "checkpoints")
+    except (KeyError, TypeError):
         theirs = None
     if theirs is not None and os.path.realpath(theirs) == os.path.realpath(own):  # its own, before it had saved
         return

@@ -8,6 +8,7 @@ from typing import Any
 from terrazzo.config import without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.telemetry import JsonLines, ReportPage, Sink, TensorBoard, lines_of
+from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.promise.summary import summary_lines
 from terrazzo.train.session.session import Session
@@ -30,19 +31,20 @@ class Files:
             self._open()
 
     def _open(self) -> None:
-        session, log, engine = self._session, self._session.config.log, engine_of(self._session.model)
+        session, engine = self._session, engine_of(self._session.model)
+        log, folder = session.config.log, RunFolder(session.config.log.folder)
         config = without_passwords(session.config.model_dump(mode="json"))
         text = json.dumps(config, indent=2, ensure_ascii=False)
-        (log.folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        folder.config.write_text(text + "\n", encoding="utf-8")
         bill = engine.promise.memory(session.micro_batches)
         plan = without_passwords(f"{engine.describe()}\n\nmemory of each rank:\n{bill.table()}")
-        (log.folder / "plan.txt").write_text(plan + "\n", encoding="utf-8")
-        self._metrics = JsonLines(log.folder / "metrics.jsonl", session.step)
+        folder.plan.write_text(plan + "\n", encoding="utf-8")
+        self._metrics = JsonLines(folder.metrics, session.step)
         details = {"Plan": plan, "Configuration": text}
-        page = ReportPage(log.folder / "report.html", self._metrics.path, self._title, details, summary_lines)
+        page = ReportPage(folder.page, self._metrics.path, self._title, details, summary_lines)
         self._sinks += [self._metrics, page]
         if log.tensorboard:
-            self._sinks.append(TensorBoard(log.folder / "tensorboard", session.step))
+            self._sinks.append(TensorBoard(folder.tensorboard, session.step))
 
     def __bool__(self) -> bool:
         return bool(self._sinks)

@@ -16,6 +16,7 @@ from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import counted
 from terrazzo.telemetry import duration, restart_text
+from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.look.look import Look
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.promise.summary import Pace, bytes_line, summarize
@@ -163,7 +164,7 @@ class RunReport:
             self._voice.row("verdict", str(verdict))
         if self._last_sample and not stopped:
             self._voice.row("sample", self._voice.on_one_line(self._last_sample))
-        self._voice.row("report", str(session.config.log.folder / "report.html"))
+        self._voice.row("report", str(RunFolder(session.config.log.folder).page))
         if session.config.log.note and not stopped:
             self._voice.say(session.config.log.note.rstrip("\n").replace("{terrazzo}", program()))
         self.leave()

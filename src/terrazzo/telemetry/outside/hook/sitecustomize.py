@@ -33,7 +33,7 @@ class _TorchFinder:
 
 
 def _begin() -> None:
-    probe = _load("probe").Probe(Path(os.environ["TERRAZZO_PROFILE"]))
+    probe = _load("probe").ScriptProbe(Path(os.environ["TERRAZZO_PROFILE"]))
     _load("wraps").begin(probe)
 
 

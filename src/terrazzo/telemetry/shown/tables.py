@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from terrazzo.telemetry.flight.ring import Flight
 from terrazzo.telemetry.flight.units import UnitTimes, unit_times
-from terrazzo.telemetry.records import of_these_ranks, weighted
+from terrazzo.telemetry.log.records import of_these_ranks, weighted
 
 __all__ = ["Table", "table_of_units", "tables_of"]
 

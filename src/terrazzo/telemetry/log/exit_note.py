@@ -12,13 +12,10 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from terrazzo.errors import BadInput
 from terrazzo.exit_codes import PREEMPTED
-from terrazzo.files import read_json
+from terrazzo.telemetry.log.run_folder import RunFolder
 
-__all__ = ["EXIT_NOTE", "ExitNote", "exit_of", "forget_exit", "leave_exit", "went_well"]
-
-EXIT_NOTE = "exit.json"
+__all__ = ["ExitNote", "exit_of", "forget_exit", "leave_exit", "went_well"]
 
 
 class ExitNote(NamedTuple):
@@ -48,7 +45,8 @@ def leave_exit(folder: Path, note: ExitNote, *, replace: bool = False) -> None:
 
     Nothing is raised: whoever calls this is about to end, and has said why.
     """
-    target, part = folder / EXIT_NOTE, folder / f".{EXIT_NOTE}.{os.getpid()}"
+    target = RunFolder(folder).exit_note
+    part = folder / f".{target.name}.{os.getpid()}"
     with contextlib.suppress(OSError):
         part.write_text(json.dumps(note._asdict(), ensure_ascii=False) + "\n", encoding="utf-8")
         if replace or not target.exists():
@@ -59,12 +57,13 @@ def leave_exit(folder: Path, note: ExitNote, *, replace: bool = False) -> None:
 
 def exit_of(folder: Path) -> ExitNote | None:
     """The note that is there; None where there is none that can be read."""
+    there = RunFolder(folder)
     try:
-        return ExitNote(**read_json(folder / EXIT_NOTE, 1 << 20))
-    except (OSError, BadInput, TypeError):
+        return ExitNote(**(there.read(there.exit_note) or {}))
+    except TypeError:
         return None
 
 
 def forget_exit(folder: Path) -> None:
     """A run has begun there, or goes on."""
-    (folder / EXIT_NOTE).unlink(missing_ok=True)
+    RunFolder(folder).exit_note.unlink(missing_ok=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from terrazzo.errors import BadInput, counted
+from terrazzo.telemetry.log.run_folder import RunFolder
 
 __all__ = [
-    "METRICS",
     "all_steps_of",
     "lines_of",
     "of_newest_start",
@@ -20,8 +20,6 @@ __all__ = [
     "steps_of",
     "weighted",
 ]
-
-METRICS = "metrics.jsonl"
 
 
 def run_lines(run: Path) -> list[dict[str, Any]]:
@@ -33,7 +31,7 @@ def run_lines(run: Path) -> list[dict[str, Any]]:
     Raises:
         BadInput: there is no such file, or nothing in it.
     """
-    path = run / METRICS if run.is_dir() else run
+    path = RunFolder(run).metrics if run.is_dir() else run
     try:
         lines = lines_of(path)
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from terrazzo.engine import Engine
 from terrazzo.engine.links.times import Times
 from terrazzo.engine.runtime import device as devices
-from terrazzo.telemetry.memory import PeakMemory
+from terrazzo.telemetry.steps.memory import PeakMemory
 
 __all__ = ["CAUSES", "CAUSE_OF", "PHASES", "Spent", "StepRecorder", "causes_of"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from terrazzo.files import GIB
-from terrazzo.telemetry.metrics import StepMetrics
+from terrazzo.telemetry.steps.metrics import StepMetrics
 
 __all__ = ["StepTable", "duration"]
 

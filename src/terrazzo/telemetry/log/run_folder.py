@@ -1,0 +1,87 @@
+"""The folder of a run, which `log.folder` of its configuration names, and its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from terrazzo.errors import BadInput
+from terrazzo.files import read_json
+
+__all__ = ["RunFolder"]
+
+_MOST_BYTES = 1 << 20
+"""Of a configuration or a note; more is somebody else's file."""
+
+
+class RunFolder(NamedTuple):
+    """Where each file of a run is. A loop of one's own has no configuration and no plan."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, run: Path) -> RunFolder:
+        """Of a run that is named by its folder, or by its `metrics.jsonl`."""
+        return cls(run if run.is_dir() else run.parent)
+
+    @property
+    def metrics(self) -> Path:
+        """A line for each thing that is measured or happens."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        """The configuration of the newest start, without passwords."""
+        return self.path / "config.json"
+
+    @property
+    def plan(self) -> Path:
+        """The plan, and the bill of its memory, as text."""
+        return self.path / "plan.txt"
+
+    @property
+    def page(self) -> Path:
+        """Curves, tables and all of the above, in one file."""
+        return self.path / "report.html"
+
+    @property
+    def tensorboard(self) -> Path:
+        """A folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def exit_note(self) -> Path:
+        """How the run has ended."""
+        return self.path / "exit.json"
+
+    @property
+    def flight(self) -> Path:
+        """A folder of what each rank has recorded, exchange by exchange."""
+        return self.path / "flight"
+
+    @property
+    def trace(self) -> Path:
+        """The same on one line of time, once somebody has asked for it."""
+        return self.path / "trace.json"
+
+    @property
+    def stall(self) -> Path:
+        """A folder of what ranks were doing that stood still."""
+        return self.path / "stall"
+
+    @property
+    def script(self) -> Path:
+        """Of a script that was only looked at: what it uses."""
+        return self.path / "script.json"
+
+    def settings(self) -> dict[str, Any] | None:
+        """The configuration as it was written; None where there is none that can be read."""
+        return self.read(self.config)
+
+    def read(self, file: Path) -> dict[str, Any] | None:
+        """A JSON object of one of its files; None where there is none that can be read."""
+        try:
+            found = read_json(file, _MOST_BYTES)
+        except (OSError, BadInput):
+            return None
+        return found if isinstance(found, dict) else None

@@ -1,0 +1,10 @@
+"""A run shown by its records.
+
+tables      where the time of a step goes
+edits       the edit that would help against what bounds a step
+verdict     what bounds it, with that edit
+step_table  log steps as rows of a terminal
+screen      a run that goes on, as a screen of text
+picture     seconds of a step over a run
+page        `report.html`
+"""
