@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -95,8 +96,11 @@ class _Letter:
     def __init__(self, store: dist.Store, key: str, into: Tensor) -> None:
         self._store, self._key, self._into = store, key, into
 
-    def wait(self) -> None:
+    def wait(self, patience: timedelta | None = None) -> None:
+        until = None if patience is None else time.monotonic() + patience.total_seconds()
         while not self._store.check([self._key]):
+            if until is not None and time.monotonic() > until:
+                raise RuntimeError("gloo/transport: it has not come in time")
             if ProcessLocalGroup._terminate.is_set():
                 sys.exit("another rank has failed")
             with turns.waiting(), contextlib.suppress(dist.DistStoreError):  # it has not come in this time

@@ -67,7 +67,7 @@ def test_what_one_rank_refuses_of_a_step_is_raised_on_those_of_other_stages():
 
     others, own = run_in_threads(2, body, timeout_s=10.0)
     assert own.startswith("BadInput: tz.step was given []")
-    assert others.startswith("RanksApart: Another rank of the pipeline refuses")
+    assert others.startswith("BadInput: Rank 1 has failed first: tz.step was given []")
 
 
 def test_rows_given_by_name_in_a_mapping_of_ones_own_are_told_apart():

@@ -326,7 +326,7 @@ def test_an_error_in_a_stages_own_module_is_raised():
         model, _ = sharded(nn.Sequential(*layers(3), Broken(4, 4)))
         tz.step(model, [(torch.ones(2, 4), torch.ones(2, 4))] * 2, F.mse_loss)
 
-    with pytest.raises(ValueError, match="in a stage"):
+    with pytest.raises((ValueError, ConnectionError), match="in a stage"):
         run_in_threads(2, body, timeout_s=3.0)
 
 

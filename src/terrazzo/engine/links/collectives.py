@@ -14,6 +14,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -113,11 +114,21 @@ class Collectives(ABC):
         yield from self._all_to_all(sent, sent_numels, received, received_numels)
         return received
 
-    def maximum(self, values: Tensor) -> Tensor:
-        """The elementwise maximum over the ranks, for small control data; blocks."""
+    def maximum(self, values: Tensor, patience_s: float | None = None) -> Tensor:
+        """The elementwise maximum over the ranks, for small control data; blocks.
+
+        Args:
+            patience_s: how long to wait for the others, in place of the group's own time.
+
+        Raises:
+            RuntimeError: where they have not come in that time; the group is of no use then.
+        """
         self.traffic.record("control", values.nbytes, axis=self.axis)
         with self._meeting("control"):
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group_for(values))
+            group, ends = self._group_for(values), patience_s is not None
+            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=ends)
+            if patience_s is not None:
+                work.wait(timedelta(seconds=patience_s))
         return values
 
     def gather_rows(self, values: Tensor) -> Tensor:
@@ -148,6 +159,9 @@ class Collectives(ABC):
     def _standing_still(self) -> Iterable[str]:
         """What there is to say of ranks that stand still, as far as this one can see."""
         return ()
+
+    def break_off(self) -> None:  # noqa: B027
+        """This rank exchanges nothing on this axis any more: others are to hear that at once, where a backend can."""
 
     def open_routes(self, routes: Sequence[MessageRoute], device: torch.device) -> None:  # noqa: B027
         """Make ready for messages of a device's memory on these routes, and on no others. Collective."""

@@ -59,8 +59,8 @@ class GlooCollectives(Collectives):
         if self._columns is not None and self._columns.width == 1:
             self._near = {}
         self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
-        break_off = functools.partial(_break_off, self._near, group)
-        self._workers = {kind: Worker(f"terrazzo-{kind}", break_off=break_off) for kind in kinds}
+        self.break_off = functools.partial(_break_off, self._near, group)  # type: ignore[method-assign]
+        self._workers = {kind: Worker(f"terrazzo-{kind}", break_off=self.break_off) for kind in kinds}
         self._counts = dict.fromkeys(kinds, 0)
         self._model = _models[group.group_name] = _models[group.group_name] + 1
 
@@ -228,12 +228,13 @@ def _name_of(rank: int, of_job: int) -> str:
 
 
 def _break_off(near: Mapping[int, Neighbour], group: dist.ProcessGroup) -> None:
-    """This process exits: nothing is waited for any more. gloo's way to say so is a message that comes too late."""
+    """Nothing is waited for any more, as where this process exits. gloo says so by a message that comes too late."""
     for neighbour in near.values():
         neighbour.hang_up()
-    other = (group.rank() + 1) % group.size()
-    with contextlib.suppress(RuntimeError):
-        group.recv([torch.empty(1)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+    for other in range(group.size()):  # from one that has ended it comes as an error, which nobody else is told of
+        if other != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 _NEVER_SENT = (1 << 30) + 1

@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -63,15 +64,22 @@ class Handle:
         self._works, self._keep, self._times, self._moments, self.queued = works, keep, times, moments, queued
         self._ordinal = times.ordinal if times is not None else 0
 
-    def wait(self) -> None:
-        """Return once the results may be used: by the host for gloo, by the current stream for NCCL."""
+    def wait(self, patience_s: float | None = None) -> None:
+        """Return once the results may be used: by the host for gloo, by the current stream for NCCL.
+
+        Args:
+            patience_s: how long to wait, in place of the group's own time.
+
+        Raises:
+            RuntimeError: where that was too short; the group is of no use then.
+        """
         times, start = self._times, time.perf_counter()
         stands = times is not None and not self.queued and (self._moments is None or self._moments.done is None)
         if times is not None and stands:
             times.recorder.waits(times.track, self._ordinal)
         for work in self._works:
             if work is not None:
-                work.wait()
+                work.wait(*(() if patience_s is None else (timedelta(seconds=patience_s),)))
         self._works, self._keep = (), ()
         if times is not None:
             times.waited(start, time.perf_counter(), self._moments)

@@ -176,10 +176,14 @@ class Axes:
         """Whether this rank is the first on each of the axes."""
         return all(self._collectives[axis].rank == 0 for axis in axes)
 
-    def maximum(self, values: Tensor, axes: Iterable[str] | None = None) -> Tensor:
-        """The elementwise maximum over all ranks of the axes, by default `every`, in place; blocks."""
+    def maximum(self, values: Tensor, axes: Iterable[str] | None = None, patience_s: float | None = None) -> Tensor:
+        """The elementwise maximum over all ranks of the axes, by default `every`, in place; blocks.
+
+        Args:
+            patience_s: as for `Collectives.maximum`, along each axis.
+        """
         for axis in self.live(self.every if axes is None else axes):
-            self.along(axis).maximum(values)
+            self.along(axis).maximum(values, patience_s)
         return values
 
     def rows(self, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""That ranks of all stages were given the same step, before any of them begins to work on it."""
+"""That all ranks were given the same step, before any of them begins to work on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, form_of_inputs, values_of_inputs
-from terrazzo.parallel.pipeline.messages import Messages
+from terrazzo.parallel.pipeline.staged import Ways
 
 __all__ = ["Given", "begin_alike"]
 
@@ -32,10 +32,11 @@ class Given:
     has_auxiliary: bool
 
 
-def begin_alike(axes: Axes, messages: Messages, given: Callable[[], Given]) -> Given:
-    """Compare what ranks along `pp` were given, and forget what was still under way of steps that were given up.
+def begin_alike(axes: Axes, ways: Ways, given: Callable[[], Given]) -> Given:
+    """Compare what ranks were given, and forget what was still under way of steps that were given up.
 
-    Values are compared where the host has not to wait for them, and else once. Collective along `pp`.
+    Ranks along `pp` were given the same inputs, others as many. Values are compared where the host has not to wait for
+    them, and else once. Collective over the whole mesh.
 
     Args:
         given: what this rank was given; raises what it refuses.
@@ -44,29 +45,32 @@ def begin_alike(axes: Axes, messages: Messages, given: Callable[[], Given]) -> G
         What that is.
 
     Raises:
-        RanksApart: where they differ, or another rank refuses.
-        Exception: what `given` raises here.
+        RanksApart: where they differ.
+        Exception: what `given` raises here, or on the first rank that refuses.
     """
+    messages, failures = ways
     problem, here = None, Given((), 1.0, False)
+    failures.begin()
     try:
         here = given()
     except Exception as error:
         problem = error
+        failures.leave(error)
     looks = axes.device.type == HOST.type or not messages.values_compared
     rows = [_row(inputs, looks) for inputs in here.inputs]
-    told = [len(rows), torch.is_grad_enabled(), here.denominator, here.has_auxiliary, form_of_inputs(rows)]
-    least, most = _ends(axes, [*told, problem is not None, messages.given_up])
-    messages.begin(int(most[-1]))
-    if problem is not None:
-        raise problem
-    if most[-2]:
-        raise RanksApart("Another rank of the pipeline refuses what tz.step was given: its own message has the edit.")
-    if least[:-2] != most[:-2]:
-        alike = least[0] == most[0]  # then the forms and values of as many micro-batches can be compared
-        found = [*_differing(here, least, most), *(_differing_inputs(axes, here, rows) if alike else ())]
+    (low,), (high,) = _ends(axes, [form_of_inputs(rows)])
+    numbers = [len(rows), int(torch.is_grad_enabled()), here.denominator, int(here.has_auxiliary)]
+    told = [*numbers, *(-each for each in numbers), int(low != high), messages.given_up]
+    *ends, any_apart, given_up = failures.meet(told, problem)
+    messages.begin(int(given_up))
+    found = _differing(here, [-each for each in ends[len(numbers) :]], ends)
+    if any_apart and not found:  # as many everywhere: their forms and values can be compared
+        found = _differing_inputs(axes, here, rows) if low != high else ["other inputs for the same data elsewhere"]
+    if found:
         raise RanksApart(
-            "The stages of a pipeline have not been told the same. On the ranks along pp tz.step was given "
-            f"{', and '.join(found)}. Give all of them the same: batches are {DRAWN_BY_DATA_RANK}"
+            "The stages of a pipeline have not been told the same. On the mesh's ranks tz.step was given "
+            f"{', and '.join(found)}. Give those along pp the same inputs, and all of them as much: batches are "
+            f"{DRAWN_BY_DATA_RANK}"
         )
     messages.values_compared = True
     return here
@@ -94,7 +98,7 @@ def _differing(here: Given, least: Sequence[float], most: Sequence[float]) -> li
 
 
 def _differing_inputs(axes: Axes, here: Given, rows: Sequence[tuple[int, int]]) -> list[str]:
-    """The first micro-batch whose inputs are not the same. Collective: all have as many."""
+    """The first micro-batch whose inputs are not the same. Collective along `pp`: all have as many."""
     least, most = _ends(axes, [number for row in rows for number in row])
     for place, (low, high) in enumerate(zip(least, most, strict=True)):
         if low != high:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +17,10 @@ from terrazzo.engine.links.transfer import Handle
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput
+from terrazzo.parallel.pipeline.failures import LostRank
 from terrazzo.parallel.pipeline.order import Action, Kind
 
-__all__ = ["Form", "Messages", "form_of"]
+__all__ = ["Form", "Messages", "NothingSent", "form_of"]
 
 Form = tuple[Any, ...]
 """Shapes and dtypes of a micro-batch's inputs: those of equal form make activations of equal shapes."""
@@ -27,6 +30,14 @@ def form_of(inputs: Any, trains: bool) -> Form:
     """The form of a micro-batch's inputs."""
     leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     return (trains, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
+
+
+Arrival = Callable[..., Tensor]
+"""Waits for a message and returns it, maybe only so many seconds."""
+
+
+class NothingSent(Exception):
+    """The stage before has failed, and has nothing to send."""
 
 
 class Messages:
@@ -61,7 +72,7 @@ class Messages:
         self.values_compared = False
         self._known: dict[tuple[int, Form], tuple[tuple[int, ...], torch.dtype]] = {}
         self._sent: dict[tuple[Action, bool], Handle] = {}
-        self._asked: dict[Action, Callable[[], Tensor]] = {}
+        self._asked: dict[Action, Arrival] = {}
 
     def ask_for(self, action: Action, like: Tensor | Form) -> None:
         """Start receiving what an action begins with, if it is not under way.
@@ -76,7 +87,7 @@ class Messages:
         elif (known := self._known.get((action.stage, like))) is not None:
             self._asked[action] = self._receive(action, *known)
         else:
-            self._asked[action] = lambda: self._receive_new(action, like)
+            self._asked[action] = functools.partial(self._receive_new, action, like)
 
     def take(self, action: Action) -> Tensor:
         """What has been asked for; waits. A gradient tells that the activations which it is of have come."""
@@ -88,6 +99,31 @@ class Messages:
                     sent.wait()
         return values
 
+    def pass_over(self, action: Action, form: Form, patience_s: float | None) -> None:
+        """Receive and drop what an action begins with, in a step that has failed."""
+        if action not in self._asked:
+            if action.kind is Kind.FORWARD:
+                self.ask_for(action, form)
+            elif (known := self._known.get((action.stage + 1, form))) is not None:
+                self._asked[action] = self._receive(action, *known)
+            else:  # the forward had nothing to send either
+                return
+        with contextlib.suppress(NothingSent):
+            self._asked.pop(action)(patience_s)
+
+    def send_nothing(self, action: Action, form: Form) -> None:
+        """In the place of `send` in a step that has failed: zeros, so that nobody waits for ever.
+
+        Of activations whose shape nobody knows yet, the message that would say it says this.
+        """
+        forward = action.kind is Kind.FORWARD
+        if (known := self._known.get((action.stage if forward else action.stage + 1, form))) is not None:
+            shape, dtype = known
+            self.send(action, torch.zeros(shape, dtype=dtype, device=self._device))
+        elif forward:
+            header = torch.full((_HEADER,), _NOTHING, device=HOST)
+            self._sent[action, True] = self._collectives.send(header, self._route_of(action), self._tag(action, True))
+
     def send(self, action: Action, values: Tensor, form: Form | None = None) -> None:
         """Start sending what an action of another rank begins with; it is kept until it is known to have come.
 
@@ -97,9 +133,9 @@ class Messages:
         values, route = values.contiguous(), self._route_of(action)
         if form is not None:
             here = tuple(values.shape), values.dtype
-            known = self._known.setdefault((action.stage, form), here)
-            if known is here:
+            if (known := self._known.get((action.stage, form))) is None:
                 header = _written(*here)
+                self._known[action.stage, form] = here
                 self._sent[action, True] = self._collectives.send(header, route, self._tag(action, header=True))
             elif known != here:
                 raise BadInput(
@@ -109,10 +145,10 @@ class Messages:
                 )
         self._sent[action, False] = self._collectives.send(values, route, self._tag(action))
 
-    def finish(self) -> None:
+    def finish(self, patience_s: float | None = None) -> None:
         """Wait until all that was sent has been."""
         for handle in self._sent.values():
-            handle.wait()
+            handle.wait(patience_s)
         self._sent.clear()
 
     def abandon(self) -> None:
@@ -130,21 +166,23 @@ class Messages:
             self._begun = self.given_up = given_up
             self._known.clear()
 
-    def _receive(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
+    def _receive(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> Arrival:
         into, route = torch.empty(shape, dtype=dtype, device=self._device), self._route_of(action)
         handle = self._collectives.receive(into, route, self._tag(action))
 
-        def arrived() -> Tensor:
-            self._wait(handle, route.source)
+        def arrived(patience_s: float | None = None) -> Tensor:
+            self._wait(handle, route.source, patience_s)
             return into
 
         return arrived
 
-    def _receive_new(self, action: Action, form: Form) -> Tensor:
+    def _receive_new(self, action: Action, form: Form, patience_s: float | None = None) -> Tensor:
         header, route = torch.empty(_HEADER, dtype=torch.int64, device=HOST), self._route_of(action)
-        self._wait(self._collectives.receive(header, route, self._tag(action, header=True)), route.source)
+        self._wait(self._collectives.receive(header, route, self._tag(action, header=True)), route.source, patience_s)
+        if header[0] == _NOTHING:
+            raise NothingSent
         known = self._known[action.stage, form] = _read(header.tolist())
-        return self._receive(action, *known)()
+        return self._receive(action, *known)(patience_s)
 
     def _route_of(self, action: Action) -> MessageRoute:
         """On which comes what an action begins with."""
@@ -155,13 +193,14 @@ class Messages:
         """Those of activations and of gradients between a stage and the next one."""
         return self._route_of(Action(stage + 1, Kind.FORWARD, 0)), self._route_of(Action(stage, Kind.BACKWARD, 0))
 
-    def _wait(self, handle: Handle, source: int) -> None:
+    def _wait(self, handle: Handle, source: int, patience_s: float | None = None) -> None:
         try:
-            handle.wait()
+            handle.wait(patience_s)
         except RuntimeError as error:
             rank = dist.get_global_rank(self._collectives.group, source)
-            raise ConnectionError(
-                f"Rank {rank}, from whose stage a message was to come, has ended or failed: its own error is the first."
+            raise LostRank(
+                f"Rank {rank}, from whose stage a message was to come, has ended without a word, killed perhaps: see "
+                "who ends processes there, and start all ranks again."
             ) from error
 
     def _tag(self, action: Action, header: bool = False) -> int:
@@ -174,7 +213,7 @@ _OF_A_STEP, _STEPS = 2**20, 2**9
 """Tags, and for how many steps that were given up there are others."""
 
 
-_HEADER, _DIMS = 10, 8
+_HEADER, _DIMS, _NOTHING = 10, 8, -1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
