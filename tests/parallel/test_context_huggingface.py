@@ -92,6 +92,7 @@ def test_every_type_of_model_that_is_taken(model_type: str) -> None:
         ),
         ({"model_type": "llama", "attention_dropout": 0.1}, "gather", "attention_dropout 0.1.*to 0"),
         ({"model_type": "gpt2", "attn_pdrop": 0.1}, "gather", "attn_pdrop 0.1"),
+        ({"model_type": "mixtral", "output_router_logits": True}, "gather", "routers' loss of a part.*to false"),
         ({"model_type": "gpt2", "reorder_and_upcast_attn": True}, "gather", "reorder_and_upcast_attn"),
     ],
 )

@@ -398,6 +398,8 @@ def test_a_plan_is_checked_by_what_the_model_returns() -> None:
         tz.parallel.check(base, mesh, [TOKENS[0]], tensor={**PLAN, "head": "column"})
         with pytest.raises(tz.BadInput, match="meta device"):
             tz.parallel.check(nn.Linear(8, 8, device="meta"), mesh, [x])
+        with pytest.raises(tz.RanksApart, match="was given other inputs on ranks along tp"):
+            tz.parallel.check(blocks[0], mesh, [x + rank], tensor=MIXING)
 
     run_in_threads(2, body)
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.engine import record_of
 from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.runtime.private_torch import tree_leaves
-from terrazzo.errors import BadInput, TerrazzoError
+from terrazzo.errors import BadInput, RanksApart, TerrazzoError
 from terrazzo.parallel.face import parallelize
+from terrazzo.parallel.given import described, inputs_in_number
 from terrazzo.parallel.tensor.ranks import TensorRanks, tensor_ranks
 from terrazzo.parallel.tensor.reading import TensorPlan
 
@@ -49,6 +50,7 @@ def check(
             gradient as a share of its largest one, or of a thousandth of the model's.
 
     Raises:
+        RanksApart: on every rank along `tp`: these were given other inputs.
         BadInput: on every rank along `tp`: both return other values, or have other gradients; a model without weights;
             as of `tz.parallelize`.
     """
@@ -60,6 +62,12 @@ def check(
     whole, cut = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
     parallelize(cut, mesh, tensor=tensor, sequence=sequence, context=None)
     ranks = tensor_ranks(mesh)
+    given = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
+    if not ranks.equal(inputs_in_number(given)):
+        raise RanksApart(
+            f"tz.parallel.check was given other inputs on ranks along tp (here {described(given)}), and each computes "
+            "a part of the same: give all of them the same, drawn from one seed."
+        )
     with torch.set_grad_enabled(any(parameter.requires_grad for parameter in model.parameters())):
         wanted = tree_leaves(_called(whole, inputs))
         found = all_or_none(ranks.axes, lambda: tree_leaves(_tried(lambda: _called(cut, inputs))))

@@ -57,6 +57,11 @@ def check_config(values: Mapping[str, Any], mode: str, ranks: int) -> None:
             "The model's config has reorder_and_upcast_attn, for which transformers has attention of its own. Set it"
             " to false to share sequences over ranks (cp)."
         )
+    if values.get("output_router_logits"):
+        raise BadInput(
+            f"The model's config has output_router_logits, and ranks that share a sequence (cp {ranks}) would each"
+            " compute the routers' loss of a part of it. Set it to false, or cp 1."
+        )
     for name in _DROPOUTS:
         if values.get(name):
             raise BadInput(
