@@ -16,7 +16,8 @@ from terrazzo.parallel.context.context import MODES, Context, Mode
 from terrazzo.parallel.context.registry import attention_heads, check_config
 from terrazzo.parallel.context.sharing import context_of, share_sequences, whole_sequences
 from terrazzo.parallel.context.tiles import AttentionMask
-from terrazzo.parallel.expert.ranks import ExpertRanks, Experts, permuted
+from terrazzo.parallel.expert.ranks import ExpertRanks, Experts
+from terrazzo.parallel.expert.rows import RowOrder
 from terrazzo.parallel.expert.sharing import check_experts
 from terrazzo.parallel.expert.stacked import stacked_experts
 from terrazzo.parallel.face import parallelize
@@ -45,6 +46,7 @@ __all__ = [
     "Mode",
     "Pipeline",
     "Row",
+    "RowOrder",
     "SplitSequence",
     "Style",
     "TensorPlan",
@@ -63,7 +65,6 @@ __all__ = [
     "mesh_sizes",
     "own_plan",
     "parallelize",
-    "permuted",
     "share_sequences",
     "stacked_experts",
     "step",

@@ -17,15 +17,15 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
-from terrazzo.parallel.exchanges import Peers, exchange
+from terrazzo.parallel.exchanges import GroupRanks, exchange
+from terrazzo.parallel.expert.rows import RowOrder
 
-__all__ = ["ExpertRanks", "Experts", "RowRoute", "permuted"]
+__all__ = ["ExpertRanks", "Experts", "RowRoute"]
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,16 @@ class RowRoute:
     Attributes:
         counts: rows that have arrived for each of this rank's experts.
         going, coming: rows to, and from, each rank.
-        order: of the rows sorted by expert, where each was when it arrived; int64 on the device.
-        inverse: the reverse.
+        order: of the rows that have arrived, on their device.
     """
 
     counts: Tensor
     going: list[int]
     coming: list[int]
-    order: Tensor
-    inverse: Tensor
+    order: RowOrder
 
 
-class ExpertRanks(Peers):
+class ExpertRanks(GroupRanks):
     """The ranks along `ep`, and this one's place among them. Each has a run of the experts of every module, as many.
 
     Args:
@@ -159,13 +157,9 @@ class Experts:
         here = table[:, self.local]
         coming = here.sum(dim=1).tolist()
         expert = torch.arange(own).repeat(ranks.size).repeat_interleave(here.flatten())
-        order = expert.argsort(stable=True)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order))
-        order, inverse = (each.to(rows.device, non_blocking=True) for each in (order, inverse))
-        route = RowRoute(here.sum(dim=0), going, coming, order, inverse)
+        route = RowRoute(here.sum(dim=0), going, coming, RowOrder.by(expert).to(rows.device))
         arrived = exchange(rows, lambda x: ranks.deal(x, going, coming), lambda grad: ranks.deal(grad, coming, going))
-        return permuted(arrived, order, inverse), route
+        return route.order.sort(arrived), route
 
     def _combine(self, outputs: Tensor, route: RowRoute) -> Tensor:
         """Bring what has come of arrived rows back to where they are from. Collective.
@@ -182,26 +176,4 @@ class Experts:
             ranks.return_through(module)
             return ranks.deal(grad, going, coming)
 
-        there = permuted(outputs, route.inverse, route.order)
-        return exchange(there, lambda x: ranks.deal(x, coming, going), back)
-
-
-class _Permuted(torch.autograd.Function):
-    """Rows in another order; no two are one, so that gradients are moved and not added up."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows[order]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (inverse,) = ctx.saved_tensors
-        return grad[inverse], None, None
-
-
-def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """`rows[order]`, of a permutation and its inverse."""
-    moved: Tensor = _Permuted.apply(rows, order, inverse)  # type: ignore[no-untyped-call]
-    return moved
+        return exchange(route.order.restore(outputs), lambda x: ranks.deal(x, coming, going), back)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.parallel.expert.ranks import Experts, permuted
+from terrazzo.parallel.expert.ranks import Experts
+from terrazzo.parallel.expert.rows import RowOrder
 
 __all__ = ["StackedExperts", "looks_like_experts", "stacked_experts"]
 
@@ -81,16 +82,13 @@ class _SharedForward:
 
     def _mix(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         top_k, expert = chosen.shape[-1], chosen.reshape(-1)
-        order = expert.argsort(stable=True)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        count = self.experts.count
+        order, count = RowOrder.by(expert), self.experts.count
         counts = torch.bincount(expert, minlength=count)[:count].cpu()
-        rows = permuted(tokens.repeat_interleave(top_k, dim=0), order, inverse)
+        rows = order.sort(tokens.repeat_interleave(top_k, dim=0))
         arrived, route = self.experts.dispatch(rows[: int(counts.sum())], counts)
         back = self.experts.combine(self._own(arrived, route.counts), route)
         back = torch.cat([back, back.new_zeros(len(rows) - len(back), *back.shape[1:])])
-        each = permuted(back, inverse, order) * weights.reshape(-1, 1)
+        each = order.restore(back) * weights.reshape(-1, 1)
         mixed: Tensor = each.unflatten(0, (len(tokens), top_k)).sum(dim=1)
         return mixed.to(tokens.dtype)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine import engine_of, inside_backward
 from terrazzo.errors import BadInput
-from terrazzo.parallel import Experts, permuted
+from terrazzo.parallel import Experts, RowOrder
 from terrazzo.train.model.expert_load import Load, counters_of, load_of
 
 __all__ = [
@@ -223,14 +223,11 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         weights, chosen, counts = self.router(tokens)
-        expert = chosen.flatten()
-        order = expert.argsort(stable=True)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
+        order = RowOrder.by(chosen.flatten())
         each = weights.flatten().unsqueeze(-1).to(tokens.dtype)
         rows = tokens.repeat_interleave(self.config.top_k, dim=0) if self.config.top_k > 1 else tokens
         rows = rows * each if self.config.apply == "before" else rows
-        rows = permuted(self.experts(permuted(rows, order, inverse), counts), inverse, order)
+        rows = order.restore(self.experts(order.sort(rows), counts))
         rows = rows * each if self.config.apply == "after" else rows
         mixed: Tensor = rows.unflatten(0, (-1, self.config.top_k)).sum(dim=1).view_as(x)
         return mixed if self.shared is None else mixed + self.shared(x)
