@@ -16,7 +16,7 @@ from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.traffic import Ledger, Traffic
 from terrazzo.engine.links.transfer import Handle, Transfer
 
-__all__ = ["Move", "Peers", "exchange"]
+__all__ = ["GroupRanks", "Move", "exchange"]
 
 Move = Callable[[Tensor], Tensor]
 
@@ -43,7 +43,7 @@ class _Exchange(torch.autograd.Function):
         return ctx.back(grad), None, None
 
 
-class Peers:
+class GroupRanks:
     """The ranks that share sequences, or experts, and this one's place among them.
 
     Attributes:

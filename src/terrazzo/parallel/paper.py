@@ -18,7 +18,7 @@ from terrazzo.engine.links.transfer import Handle, Moves
 from terrazzo.parallel.context.chunks import Run
 from terrazzo.parallel.context.context import Context
 from terrazzo.parallel.context.tiles import AttentionMask
-from terrazzo.parallel.exchanges import Peers
+from terrazzo.parallel.exchanges import GroupRanks
 from terrazzo.parallel.tensor.cut import cut_matrices
 from terrazzo.parallel.tensor.plans import own_plan
 from terrazzo.parallel.tensor.ranks import TensorRanks
@@ -37,7 +37,7 @@ class PaperContext(Context):
     on_paper = True
 
     def __init__(self, ranks: int, mode: str, balance: str, documents: bool) -> None:
-        super().__init__(_PaperPeers(ranks), mode, balance)
+        super().__init__(_PaperRanks(ranks), mode, balance)
         self._documents = documents
 
     def mask(self, positions: Tensor | None, tokens: int, window: int | None = None) -> AttentionMask:
@@ -50,7 +50,7 @@ class PaperContext(Context):
         return AttentionMask.unknown(runs, positions.new_zeros((positions.shape[0], held)))
 
 
-class _PaperPeers(Peers):
+class _PaperRanks(GroupRanks):
     def __init__(self, size: int) -> None:
         self.size, self.rank, self.traffic = size, 0, Traffic()
         self._collectives = _PaperCollectives(size)

@@ -24,7 +24,7 @@ from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
 from terrazzo.parallel.context.chunks import BALANCES, Chunks, Run
 from terrazzo.parallel.context.modes import Shared, by_gathering, by_heads, by_ring
 from terrazzo.parallel.context.tiles import AttentionMask
-from terrazzo.parallel.exchanges import Peers
+from terrazzo.parallel.exchanges import GroupRanks
 from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, inputs_in_number
 
 __all__ = ["MODES", "Context", "Mode"]
@@ -55,12 +55,12 @@ class Context:
     on_paper = False
 
     def __init__(
-        self, group: dist.ProcessGroup | Peers, mode: str = "gather", balance: str = "head_tail", tp: int = 1
+        self, group: dist.ProcessGroup | GroupRanks, mode: str = "gather", balance: str = "head_tail", tp: int = 1
     ) -> None:
-        self._peers = group if isinstance(group, Peers) else Peers(group)
+        self._ranks = group if isinstance(group, GroupRanks) else GroupRanks(group)
         self.mode: Mode = _one_of("context mode", mode, MODES)
-        self.chunks = Chunks(self._peers.size, _one_of("context balance", balance, BALANCES))
-        self.rank, self.size, self._tp = self._peers.rank, self._peers.size, tp
+        self.chunks = Chunks(self._ranks.size, _one_of("context balance", balance, BALANCES))
+        self.rank, self.size, self._tp = self._ranks.rank, self._ranks.size, tp
         self._is_split = True
         self._last: tuple[weakref.ref[Tensor], tuple[object, ...], AttentionMask] | None = None
         self._placed: tuple[weakref.ref[Tensor], int, Tensor] | None = None
@@ -122,7 +122,7 @@ class Context:
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent."""
-        return self._peers.traffic
+        return self._ranks.traffic
 
     @property
     def is_split(self) -> bool:
@@ -183,7 +183,7 @@ class Context:
         self._compare_first(query.device)
         if self.mode == "ulysses":
             self.check_heads(query.shape[1] * self._tp)
-        shared = Shared(self._peers, self.chunks, tokens * self.size)
+        shared = Shared(self._ranks, self.chunks, tokens * self.size)
         return _COMPUTED[self.mode](query, key, value, shared, mask, scale)
 
     def _compare_first(self, device: torch.device) -> None:
@@ -191,7 +191,7 @@ class Context:
         if torch.compiler.is_compiling() or self._is_compared:
             return
         number, words = self._first or (0, "none by context.split")
-        if not self._peers.equal(number, device):
+        if not self._ranks.equal(number, device):
             raise RanksApart(
                 f"The ranks along cp were given other sequences (here {words}), and each has a part of the same ones:"
                 f" give all of them the same batches, {DRAWN_BY_DATA_RANK}"
@@ -236,7 +236,7 @@ class Context:
         if self.is_split and self.mode == "ulysses":
             self._compare_first(begins.device)
             runs = [Run(0, 0, tokens * self.size)]
-            begins = self.chunks.in_order(self._peers.gathered(begins), dim=1)
+            begins = self.chunks.in_order(self._ranks.gathered(begins), dim=1)
         told = begins.cpu() if (known := self._known(positions)) is None else known
         if bool(((told < 0) | (told > _places(runs))).any()):
             raise Misuse(

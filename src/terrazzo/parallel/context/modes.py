@@ -22,16 +22,16 @@ from torch.autograd.function import once_differentiable
 from terrazzo.parallel.context.chunks import Chunks, Run
 from terrazzo.parallel.context.kernels import Result
 from terrazzo.parallel.context.tiles import AttentionMask, Outputs, TileGradients
-from terrazzo.parallel.exchanges import Peers, exchange
+from terrazzo.parallel.exchanges import GroupRanks, exchange
 
 __all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Sequences of `length` tokens that `peers` share; None where one rank has them alone."""
+    """Sequences of `length` tokens that `ranks` share; None where one rank has them alone."""
 
-    peers: Peers | None
+    ranks: GroupRanks | None
     chunks: Chunks
     length: int
 
@@ -87,8 +87,8 @@ class _Gathering(torch.autograd.Function):
         totals = torch.zeros_like(both, dtype=gradients.of_query.dtype)
         gradients.add(_halves(both, key), _halves(totals, key), ctx.mask, [Run(0, 0, shared.length)])
         del both
-        if shared.peers is not None:
-            totals = shared.peers.summed(shared.chunks.by_rank(totals, dim=2), query.dtype)
+        if shared.ranks is not None:
+            totals = shared.ranks.summed(shared.chunks.by_rank(totals, dim=2), query.dtype)
         return _given(query, key, gradients.of_query, totals)
 
 
@@ -96,10 +96,10 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         query, key, value, shared, mask, scale = args
-        peers, outputs, both = shared.peers, Outputs(query, scale), torch.cat((key, value), dim=-1)
-        for step in range(peers.size):
-            arriving = peers.pass_on(both) if step < peers.size - 1 else None
-            outputs.add(*_halves(both, key), mask, shared.runs(_owner(peers, step)))
+        ranks, outputs, both = shared.ranks, Outputs(query, scale), torch.cat((key, value), dim=-1)
+        for step in range(ranks.size):
+            arriving = ranks.pass_on(both) if step < ranks.size - 1 else None
+            outputs.add(*_halves(both, key), mask, shared.runs(_owner(ranks, step)))
             both = arriving() if arriving else both
         return _keep(ctx, args, outputs)
 
@@ -109,28 +109,28 @@ class _Ring(torch.autograd.Function):
         """Keys and values go round once more, and behind them their gradients, which end where they belong."""
         (query, key, value, *_), gradients = _kept(ctx, grad)
         shared: Shared = ctx.shared
-        peers, both, totals = shared.peers, torch.cat((key, value), dim=-1), None
-        assert peers is not None
-        for step in range(peers.size):
-            arriving = peers.pass_on(both) if step < peers.size - 1 else None
+        ranks, both, totals = shared.ranks, torch.cat((key, value), dim=-1), None
+        assert ranks is not None
+        for step in range(ranks.size):
+            arriving = ranks.pass_on(both) if step < ranks.size - 1 else None
             own = torch.zeros_like(both, dtype=gradients.of_query.dtype)
-            gradients.add(_halves(both, key), _halves(own, key), ctx.mask, shared.runs(_owner(peers, step)))
+            gradients.add(_halves(both, key), _halves(own, key), ctx.mask, shared.runs(_owner(ranks, step)))
             if totals is not None:
                 own += totals()
-            totals = peers.pass_on(own)
+            totals = ranks.pass_on(own)
             both = arriving() if arriving else both
         assert totals is not None
         return _given(query, key, gradients.of_query, totals())
 
 
-def _owner(peers: Peers, step: int) -> int:
+def _owner(ranks: GroupRanks, step: int) -> int:
     """Whose keys and values are here after so many steps."""
-    return (peers.rank - step) % peers.size
+    return (ranks.rank - step) % ranks.size
 
 
 def _whole(own: Tensor, shared: Shared) -> Tensor:
     """What all ranks have, in the order of the sequence."""
-    return own if shared.peers is None else shared.chunks.in_order(shared.peers.gathered(own), dim=2)
+    return own if shared.ranks is None else shared.chunks.in_order(shared.ranks.gathered(own), dim=2)
 
 
 def _halves(both: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,13 +159,13 @@ def _given(query: Tensor, key: Tensor, of_query: Tensor, of_both: Tensor) -> tup
 
 def _to_heads(shared: Shared, tokens: Tensor) -> Tensor:
     """This rank's tokens of all heads to all tokens of its share of the heads."""
-    assert shared.peers is not None
+    assert shared.ranks is not None
     shares = tokens.unflatten(1, (shared.chunks.ranks, -1)).movedim(1, 0)
-    return shared.chunks.in_order(shared.peers.swap(shares), dim=2)
+    return shared.chunks.in_order(shared.ranks.swap(shares), dim=2)
 
 
 def _to_tokens(shared: Shared, heads: Tensor) -> Tensor:
     """The inverse of `_to_heads`."""
-    assert shared.peers is not None
-    parts = shared.peers.swap(shared.chunks.by_rank(heads, dim=2))
+    assert shared.ranks is not None
+    parts = shared.ranks.swap(shared.chunks.by_rank(heads, dim=2))
     return parts.movedim(0, 1).flatten(1, 2)
