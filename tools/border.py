@@ -98,20 +98,20 @@ ACTS: Mapping[str, Act] = {
     ),
     "freeze": Act("p.requires_grad_(False)", "l", "l", "buckets/edits"),
     "replace": Act("module.weight = nn.Parameter(...)", "l", "l", "buckets/edits"),
-    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "traces/tree", note="On several ranks."),
+    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "traces/module_tree", note="On several ranks."),
     "add": Act(
         "model.block = nn.Sequential(model.block, adapter)",
-        *("l", "l", "traces/tree"),
+        *("l", "l", "traces/module_tree"),
         note="On several ranks. Modules that are moved or wrapped: a warning, since names in state dicts stay.",
     ),
     "give-grad": Act(
         "p.grad = tensor",
-        *("ddlddd", "ddlddd", "border/gradients", _DONE),
+        *("ddlddd", "ddlddd", "border/shown", _DONE),
         "Before a backward, which adds to it, as in PyTorch; but in fp16, or with a gradient denominator, that raises.",
     ),
     "drop-grad": Act(
         "p.grad = None",
-        *("d", "d", "border/gradients"),
+        *("d", "d", "border/shown"),
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
     "change-grad": Act(

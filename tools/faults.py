@@ -22,7 +22,7 @@ MUTATIONS = [
     Mutation(
         "backward reads weights that are still on their way",
         "engine/schedule/backward.py",
-        "self._straying.ask_for(unit, self)\n        unit.wait()",
+        "self._straying.ask_for(unit, self)\n        unit.weights.wait()",
         "self._straying.ask_for(unit, self)",
         "engine/test_parity_processes.py",
     ),
@@ -35,7 +35,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what is kept until backward is a view of memory that goes",
-        "engine/buckets/bucket.py",
+        "engine/buckets/full.py",
         "Buffer(self.space, kept.axes, kept.data.clone())",
         "Buffer(self.space, kept.axes, kept.data)",
         "engine/test_parity.py",
@@ -264,7 +264,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights on other ranks stay as they were after loading",
-        "engine/states/state.py",
+        "engine/states/model_state.py",
         "        self._engine.publish()\n",
         "",
         "checkpoint/test_save_load.py",

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.offload.turns import Others, attempt, in_fresh_process, seconds, take_turns
 from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.host import HostArena
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 
 KINDS = ("read", "write")
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # malloc asks for them by madvise, as the engine does

@@ -188,8 +188,10 @@ def gradients_of(model: nn.Module) -> dict[str, list[Fragment]]:
         own = bucket.master.range
         for slot, seen in zip(bucket.slots, bucket.gradient.seen, strict=True):
             held = own.intersect(slot.range)
-            if seen and bucket.gradient.finished is not None and held.numel:
-                grads[slot.name] = [(held.start - slot.offset, bucket.gradient.whole()[held.within(own)].clone())]
+            if seen and bucket.gradient.finished.exists and held.numel:
+                grads[slot.name] = [
+                    (held.start - slot.offset, bucket.gradient.finished.whole()[held.within(own)].clone())
+                ]
     return grads
 
 

@@ -179,7 +179,7 @@ def test_a_way_that_opens_later_is_refused_and_right_from_then_on(kind: type[Way
         model.zero_grad()
         only_the_lists(model, batch()).backward()
         for bucket in engine_of(model).trainable():
-            found = bucket.gradient.whole()
+            found = bucket.gradient.finished.whole()
             for member, slot in zip(bucket.members, bucket.slots, strict=True):
                 wanted = dict(base.named_parameters())[member.name].grad
                 part = bucket.space.range(bucket.optim_axes).intersect(slot.range)
@@ -399,7 +399,7 @@ def test_two_backwards_of_one_forward() -> None:
         loss.backward()
         for bucket in engine_of(model).trainable():
             for index, member in enumerate(bucket.members):
-                slot, held = bucket.slots[index], bucket.gradient.finished.data
+                slot, held = bucket.slots[index], bucket.gradient.finished.sum.data
                 part = held.range.intersect(slot.range)
                 wanted = dict(base.named_parameters())[member.name].grad.flatten()
                 torch.testing.assert_close(held.part(part), wanted[part.start - slot.offset : part.stop - slot.offset])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import terrazzo as tz
-from terrazzo.engine.sharding import checks
+from terrazzo.engine.sharding import compared
 from tests.engine.toys import Net, adamw, assert_close, assert_equal, batch, full_parameters, loss_of, on_ranks, step
 from tests.helpers.fake import fake_group
 
@@ -129,20 +129,20 @@ def test_code_that_is_not_installed_shards_too(monkeypatch: pytest.MonkeyPatch) 
     def version(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr(checks, "version", version)
-    monkeypatch.setattr(checks, "_own_version", checks._own_version.__wrapped__)  # as where nobody has asked yet
-    assert checks.versions()["terrazzo version"] == "source"
+    monkeypatch.setattr(compared, "version", version)
+    monkeypatch.setattr(compared, "_own_version", compared._own_version.__wrapped__)  # as where nobody has asked yet
+    assert compared.versions()["terrazzo version"] == "source"
     with fake_group(1):
         tz.shard(Net(), adamw, "zero2")
 
 
 def test_versions_that_differ_between_ranks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, ranks = checks.versions, {}
+    own, ranks = compared.versions, {}
 
     def versions() -> dict[str, object]:
         return own() | {"torch version": f"2.{ranks[threading.get_ident()]}"}
 
-    monkeypatch.setattr(checks, "versions", versions)
+    monkeypatch.setattr(compared, "versions", versions)
     base = Net()
 
     def body(rank: int) -> str:

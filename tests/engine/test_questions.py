@@ -114,8 +114,8 @@ def test_the_unit_of_a_module_and_its_weights_by_hand() -> None:
         units.gather(engine, block)()
         assert torch.equal(block.up.weight, base.blocks[1].up.weight)
         units.put_back(engine, block)
-        assert not unit.present
+        assert not unit.weights.present
         units.gather(engine, block.up)()  # no unit of its own: nothing is gathered
-        assert not unit.present
+        assert not unit.weights.present
 
     on_ranks(2, run)

@@ -122,7 +122,7 @@ def train(case: Case, folder: str | None, rank: int):
     for step in range(STEPS):
         batches = [micro_batch(step, data_rank, micro) for micro in range(case.micro_batches)]
         loss = tz.step(model, batches, loss_of, denominator=10.0).item()
-        grads = own_parts(model, lambda bucket: bucket.gradient.whole())
+        grads = own_parts(model, lambda bucket: bucket.gradient.finished.whole())
         norm = tz.clip_grad_norm_(model, float("inf")).item()
         optimizer.step()
         optimizer.zero_grad()
@@ -385,7 +385,7 @@ def test_an_overflow_in_one_stage_skips_the_step_in_all():
         before = own_parts(model, masters)
         tz.step(model, [micro_batch(0, 0, micro) for micro in range(2)], loss_of, denominator=10.0)
         if rank == 1:
-            gradient = engine_of(model).trainable()[-1].gradient
+            gradient = engine_of(model).trainable()[-1].gradient.finished
             gradient.change(0, lambda part: part.fill_(float("inf")))
         optimizer.step()
         engine_of(model).settle()

@@ -17,7 +17,7 @@ from terrazzo.checkpoint import latest, open_source
 from terrazzo.config import Config, config_from_dict
 from terrazzo.engine import Plan
 from terrazzo.engine.offload.disk import Disk
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.telemetry import allowed_bytes

@@ -18,7 +18,7 @@ from torch import Tensor
 from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.engine import engine_of
-from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.states import held
 from terrazzo.engine.states.pieces import held_pieces
 from terrazzo.errors import BadInput, Corrupted
@@ -222,15 +222,15 @@ def test_a_bit_that_flips_between_two_updates_is_found_under_zero3(tmp_path: Pat
 
 
 def test_weights_that_a_rank_has_gathered_otherwise_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Bucket.install
+    real = FullWeights.install
 
-    def install(bucket: Bucket) -> None:
-        fresh = not bucket.present
-        real(bucket)
-        if fresh and dist.get_rank() == 2 and bucket.members[0].name.startswith("embedding"):
-            flip(bucket.full.data)
+    def install(full: FullWeights) -> None:
+        fresh = not full.present
+        real(full)
+        if fresh and dist.get_rank() == 2 and full.space.layout.slots[0].name.startswith("embedding"):
+            flip(full.data)
 
-    monkeypatch.setattr(Bucket, "install", install)
+    monkeypatch.setattr(FullWeights, "install", install)
     said = on_ranks_of_a_run(3, config_of(tmp_path, 3, None, guard_={"memory_every": 1}), run)
     assert "In step 1 rank 2 computed with other weights of the root unit than 2 other ranks" in said[0]
 

@@ -42,10 +42,10 @@ from terrazzo.engine.border.unattached import on_unattached_step
 from terrazzo.engine.buckets.parameter import Zeros
 from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.model.accumulation import accumulate
-from terrazzo.engine.model.engine import Engine, engine_of
+from terrazzo.engine.model.engine import Engine, engine_of, is_sharded
 from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
 from terrazzo.engine.model.unused import UnusedGradients, unused_gradients
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.plan.axes import data_mesh, named_mesh
@@ -65,17 +65,17 @@ from terrazzo.engine.plan.precision import (
     preset_named,
 )
 from terrazzo.engine.plan.rectangles import Rectangle
-from terrazzo.engine.schedule.stages import StagedSchedule
+from terrazzo.engine.schedule.staged import StagedSchedule
 from terrazzo.engine.sharding.attach import attach
 from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.states.ema import EMA
 from terrazzo.engine.states.held import HeldUnit
 from terrazzo.engine.states.listing import Listed, listing
+from terrazzo.engine.states.model_state import ModelState, ParameterInfo
 from terrazzo.engine.states.optimizer_states import OptimizerStates
 from terrazzo.engine.states.pieces import Piece
 from terrazzo.engine.states.restore import Read
-from terrazzo.engine.states.state import ModelState, ParameterInfo
 from terrazzo.engine.states.state_dict import whole_state_dict
 from terrazzo.engine.states.whole import collect_buffers, whole_weights
 from terrazzo.engine.traces.listeners import inside_backward
@@ -137,6 +137,7 @@ __all__ = [
     "gathered",
     "give_up",
     "inside_backward",
+    "is_sharded",
     "leave_record",
     "listing",
     "named_mesh",

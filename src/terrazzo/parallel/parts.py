@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from terrazzo.engine import Record, record_of
-from terrazzo.engine.buckets.parameter import has_hooks, link_of
+from terrazzo.engine.buckets.parameter import has_hooks, note_of
 from terrazzo.engine.states.materialize import successor
 from terrazzo.errors import BadInput, Misuse
 
@@ -73,7 +73,7 @@ def _cut_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *others: 
     """Torch has made `state` a mapping of its own."""
     for attribute, own in module._parameters.items():
         record, given = record_of(module, attribute), state.get(f"{prefix}{attribute}")
-        if record is None or given is None or own is None or link_of(own) is not None:
+        if record is None or given is None or own is None or note_of(own) is not None:
             continue  # a sharded model takes whole tensors itself
         if tuple(given.shape) == record.box.shape and not record.box.is_all:
             state[f"{prefix}{attribute}"] = record.box.of(given)

@@ -18,7 +18,7 @@ from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.columns import ROUNDS, Columns, columns_of
 from terrazzo.engine.links.gloo import GlooCollectives
 from terrazzo.engine.links.label import Label, Stamp
-from terrazzo.engine.links.peers import Memory, find_neighbours
+from terrazzo.engine.links.neighbours import Memory, find_neighbours
 from terrazzo.engine.links.traffic import Ledger, Traffic
 from terrazzo.engine.links.transfer import Transfer
 from tests.engine.links.test_collectives import check_everything

@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrazzo.engine.links import peers, rendezvous
+from terrazzo.engine.links import neighbours as peers
+from terrazzo.engine.links import rendezvous
 from terrazzo.engine.links.label import Label
-from terrazzo.engine.links.peers import Neighbour, find_neighbours
+from terrazzo.engine.links.neighbours import Neighbour, find_neighbours
 from tests.helpers.threads import in_threads
 
 KINDS = ("gather", "reduce")

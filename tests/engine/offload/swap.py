@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from terrazzo.engine.offload.disk import Disk, page_aligned
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.layout import PAGE_BYTES
 
 

@@ -50,7 +50,7 @@ def a_step(model: Any, optimizer: Any, micro_batches: int = 1, local: bool | Non
 def landed(model: Any) -> None:
     """Finished gradients are where they rest."""
     for bucket in engine_of(model).trainable():
-        bucket.gradient.finished.wait()
+        bucket.gradient.finished.sum.wait()
 
 
 def check_states(kind: type[nn.Module], plan: str, tiers: str, precision: Any, folder: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from terrazzo.engine.offload import disk as disk_module
 from terrazzo.engine.offload.disk import Disk, DiskTraffic, page_aligned
 from terrazzo.engine.offload.disk_folder import free_bytes, inspect_folder
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.layout import PAGE_BYTES
 from terrazzo.errors import Misuse
 from tests.engine.offload.swap import at_page, disk_in, mounted, random_pages, read_back, supports_direct

@@ -388,7 +388,7 @@ def test_units_are_updated_while_backward_runs() -> None:
         units = engine_of(model).units
 
         def watch(module: nn.Module, args: Any, output: Tensor) -> None:
-            output.register_hook(lambda grad: begun.append([unit.updating for unit in units]))
+            output.register_hook(lambda grad: begun.append([unit.weights.updating for unit in units]))
 
         model.embed.register_forward_hook(watch)
         a_step(model, optimizer, rank)

@@ -14,7 +14,7 @@ import torch
 
 from terrazzo.engine.offload import store, topology
 from terrazzo.engine.offload.host import HostArena
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.topology import (
     allowed_cpus,
     bind_to,

@@ -16,6 +16,8 @@ from torch import nn
 from terrazzo.engine.accord.progress import Denominator
 from terrazzo.engine.buckets import gradient
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.finished import FinishedGradient
+from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.loop.backward_hooks import BackwardHooks
 from terrazzo.engine.optim import driver
@@ -37,7 +39,7 @@ def a_rank_is_left_out_of_a_sum(patch: pytest.MonkeyPatch) -> None:
 
 def a_gather_is_stale(patch: pytest.MonkeyPatch) -> None:
     """Every second gather brings what the one before it brought."""
-    gather = Bucket.gather
+    gather = FullWeights.gather
 
     def gathered(self: Any, from_rest: bool = False) -> Any:
         full = yield from gather(self, from_rest)
@@ -47,7 +49,7 @@ def a_gather_is_stale(patch: pytest.MonkeyPatch) -> None:
                 full.copy_(before)
         return full
 
-    patch.setattr(Bucket, "gather", gathered)
+    patch.setattr(FullWeights, "gather", gathered)
 
 
 def the_denominator_is_wrong_by_a_percent(patch: pytest.MonkeyPatch) -> None:
@@ -91,8 +93,8 @@ def an_earlier_micro_batch_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def clipping_misses_a_unit(patch: pytest.MonkeyPatch) -> None:
-    scale = Gradient.scale
-    patch.setattr(Gradient, "scale", lambda self, factor: None if _struck(self) else scale(self, factor))
+    scale = FinishedGradient.scale
+    patch.setattr(FinishedGradient, "scale", lambda self, factor: None if _struck(self) else scale(self, factor))
 
 
 def an_edit_is_lost(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from terrazzo.checkpoint.importers.parts.state_dict import StateDictSource
 from terrazzo.checkpoint.importers.parts.values import Values
 from terrazzo.checkpoint.loading.load import open_source
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
-from terrazzo.engine import as_one, listing, parameter_names, persistent_buffers
+from terrazzo.engine import as_one, is_sharded, listing, parameter_names, persistent_buffers
 from terrazzo.errors import BadInput
 from terrazzo.exchange import together
 
@@ -46,7 +46,7 @@ def weights_for(
     Raises:
         BadInput: as of `open_source`, and for parts of a tensor that have different dtypes.
     """
-    sharded = hasattr(model, "_terrazzo")
+    sharded = is_sharded(model)
     source = together(lambda: open_source(path), BadInput) if sharded else open_source(path)
     with as_one(model):
         groups = parameter_names(model) + [buffer.names for buffer in persistent_buffers(model)]
@@ -60,7 +60,7 @@ def weights_for(
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of whole tensors, by all of their names."""
-    if hasattr(model, "_terrazzo"):
+    if is_sharded(model):
         found = {name: each.shape for each in listing(model) for name in each.names}
     else:
         found = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}

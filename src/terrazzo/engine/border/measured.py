@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameter import Refusing, link_of
+from terrazzo.engine.buckets.parameter import Refusing, note_of
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.runtime.overrides import by_torch_names, function_name
@@ -32,8 +32,8 @@ def let_measure(engine: Engine) -> None:
     """From now on, parameters can be measured while their values are split."""
     for number, bucket in enumerate(engine.buckets()):
         for index, member in enumerate(bucket.members):
-            if (link := link_of(member.parameter)) is not None:
-                link.measure = weakly(engine, _measure, number, index)
+            if (note := note_of(member.parameter)) is not None:
+                note.measure = weakly(engine, _measure, number, index)
 
 
 def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -65,12 +65,12 @@ def measured_gradient(engine: Engine, bucket: Bucket, index: int, func: Any, *re
     """
     member, axes = bucket.members[index], engine.axes
     name = f"{member.name}.grad"
-    if (finished := bucket.gradient.finished) is None:
+    if (finished := bucket.gradient.finished.sum) is None:
         raise Misuse(
             f"{name!r} was measured after it had been forgotten, by zero_grad() say. Measure it between backward() and "
             "zero_grad()."
         )
-    part = bucket.gradient.contribution(index)
+    part = bucket.gradient.finished.contribution(index)
     part = torch.empty(0, dtype=finished.data.dtype) if part is None else part
     spread = Spread(axes, engine.sharding.contributed_over, math.prod(member.shape))
     whole = MeasuredGradient.of(part.to(axes.device), member.parameter, name, spread)
@@ -126,7 +126,7 @@ class Measured(Refusing):
 
     def with_part(self, part: Tensor, said: str) -> Self:
         """Another value for each element, of the same parameter."""
-        made = self.of(part, self, self.terrazzo_link.name, self.spread)
+        made = self.of(part, self, self.terrazzo_note.name, self.spread)
         made.said = said
         return made
 
@@ -154,14 +154,14 @@ class Measured(Refusing):
             with torch.no_grad():
                 asked = first.with_part(first.part, first.asked(func, args[1:]))
                 number = _MEASURES[func](asked, *args[1:], **by_torch_names(named))
-            return _ungraded(number, first.terrazzo_link.name) if first.tracked else number
+            return _ungraded(number, first.terrazzo_note.name) if first.tracked else number
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def _refusal(cls, touched: Refusing | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
-            f"{touched.terrazzo_link.name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
+            f"{touched.terrazzo_note.name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
             "mean, std, var, norm, min, max, any, all, count_nonzero, histc. For anything else read it "
             f"{cls.otherwise}."
         )
@@ -227,7 +227,7 @@ def _refuse(name: str, value: Measured, **given: Any) -> None:
     asked = ", ".join(f"{key}={each!r}" for key, each in given.items() if each is not None and each is not False)
     if asked:
         raise Misuse(
-            f"{name}({asked}) of {value.terrazzo_link.name!r}, whose values are sharded over ranks: it can be measured "
+            f"{name}({asked}) of {value.terrazzo_note.name!r}, whose values are sharded over ranks: it can be measured "
             f"as a whole, by {name}() alone. Take single rows {value.otherwise}."
         )
 
@@ -292,7 +292,7 @@ def _matrix_norm(value: Measured, ord: Any = None, *rest: Any, **named: Any) -> 
     """The norm that `torch.linalg.norm` takes, where it is one of all elements: with `ord` it is of rows or columns."""
     if value.dim() != 1 and ord not in (None, "fro"):
         raise Misuse(
-            f"torch.linalg.norm(ord={ord!r}) of {value.terrazzo_link.name!r}, whose values are sharded over ranks, is "
+            f"torch.linalg.norm(ord={ord!r}) of {value.terrazzo_note.name!r}, whose values are sharded over ranks, is "
             f"no norm of all elements: take torch.linalg.vector_norm, or that of the matrix {value.otherwise}."
         )
     return _norm(value, ord, *rest, **named)

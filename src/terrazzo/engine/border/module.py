@@ -19,7 +19,7 @@ from terrazzo.engine.model.names import PersistentBuffer, extra_state, extra_sta
 from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.model.wrappers import refuse_class
 from terrazzo.engine.states.materialize import replace_buffers
-from terrazzo.engine.states.state import ModelState
+from terrazzo.engine.states.model_state import ModelState
 from terrazzo.engine.states.state_dict import shows_all, whole_state_dict
 from terrazzo.errors import BadInput, Misuse, listed
 

@@ -77,7 +77,7 @@ class StandIn(Refusing):
     def _refusal(cls, touched: Refusing | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
-            f"{touched.terrazzo_link.name!r}, a gradient of a sharded model, whose elements are not all on this rank. "
+            f"{touched.terrazzo_note.name!r}, a gradient of a sharded model, whose elements are not all on this rank. "
             "It can be measured as a whole (norm, sum, abs().max(), isfinite().all() and the like), multiplied, "
             "divided, clamped, zeroed and set to None. Clip with "
             "tz.clip_grad_norm_(model, max_norm); fp16 is precision='fp16', without a GradScaler."
@@ -86,7 +86,7 @@ class StandIn(Refusing):
 
 def _found(grad: StandIn) -> tuple[Gradients, Key]:
     if (owner := grad.owner()) is None:
-        raise model_gone(f"The gradient {grad.terrazzo_link.name!r}")
+        raise model_gone(f"The gradient {grad.terrazzo_note.name!r}")
     return owner, owner.keys[grad.number]
 
 

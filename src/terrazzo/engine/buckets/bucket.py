@@ -5,15 +5,14 @@ Which of them exist, and which share memory, its description says: see `BucketSp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
-from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, copy_changed, differ, view
-from terrazzo.engine.buckets.edits import Edits, Watched, adopt_data
+from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, copy_changed, differ
+from terrazzo.engine.buckets.edits import adopt_data
+from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.buckets.gradient import Gradient
-from terrazzo.engine.buckets.parameter import Guard, Link
 from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.links.transfer import Moves
 from terrazzo.engine.plan.family import Box
@@ -22,10 +21,7 @@ from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import BucketSpec, Pass
-from terrazzo.engine.runtime.calls import do_all
-from terrazzo.engine.runtime.pages import use_large_pages, with_room
 from terrazzo.engine.runtime.private_torch import plainly
-from terrazzo.errors import Misuse, listed
 
 __all__ = ["Bucket", "adopt_displaced"]
 
@@ -42,17 +38,13 @@ class Bucket(BucketSpec):
         gradient: of its parameters.
         moments: what the optimizer keeps for each element away from the device, by its own names.
         changes: counts those of the weights.
-        pinned: whether the full weights are for the user to read, whatever else is done: `release` keeps them.
         weight, master: at rest, from `build` on; one memory, or part of one, where the description says so.
         full: the weights that the parameters are views of, from `build` on.
-        edits: what users do to the parameters, from `build` on.
     """
 
     weight: Resting
     master: Resting
-    full: Buffer
-    edits: Edits
-    _guard: Guard
+    full: FullWeights
 
     def __init__(
         self,
@@ -81,11 +73,7 @@ class Bucket(BucketSpec):
         self.moments: dict[str, Resting] = {}
         self._boxes = {member.name: member.box for member in members}
         self.changes = 0
-        self.pinned = False
         self._moment_homes: list[Resting] = []
-        self._between: Buffer | None = None
-        self._present = True
-        self._storages: dict[int, int] = {}
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -122,18 +110,7 @@ class Bucket(BucketSpec):
             self.gradient.build(store)
         for slot, member in zip(self.slots, self.members, strict=True):
             self._fill(slot, member.parameter.detach())
-        resident = self.weight if self.resident else None
-        self.full = resident if isinstance(resident, Buffer) else self.space.empty((), self.compute_dtype)
-        for slot, member in zip(self.slots, self.members, strict=True):
-            member.parameter.data = view(self.full.data, slot)
-        links = [(member.parameter, Link(member.name, split=not self.resident)) for member in self.members]
-        self._guard = Guard(links)
-        pairs = zip(self.members, self.slots, strict=True)
-        watched = [Watched(m.name, m.parameter, m.registered, view(self.full.data, slot)) for m, slot in pairs]
-        self.edits = Edits(watched, self.full.data, self.resident)
-        if not self.resident:
-            self.ledger.acquire(self.full.data.nbytes)
-            self.release()
+        self.full = FullWeights(self.members, self, self.space, self.weight, self.ledger)
 
     def build_moments(self, store: Homes, names: Iterable[str]) -> None:
         """Room for what the optimizer will keep for each element away from the device: what an earlier one has left
@@ -161,7 +138,7 @@ class Bucket(BucketSpec):
     def note_change(self) -> None:
         """The weights have other values: a backward of what was computed from those before must not read them."""
         self.changes += 1
-        self.edits.outdate()
+        self.full.edits.outdate()
 
     def _fill(self, slot: Slot, value: Tensor) -> None:
         flat = value.reshape(-1)
@@ -177,26 +154,21 @@ class Bucket(BucketSpec):
         lower precision loses nothing.
         """
         self.note_change()
-        self.edits.forget_written()
+        self.full.edits.forget_written()
         if not self.resident:
-            copy_changed(self.weight, self.full)
+            copy_changed(self.weight, self.full.buffer)
         if self.has_own_master:
             copy_changed(self.master, self.weight)
 
     def adopt_edits(self) -> None:
         """Take over what has been written into whole weights, after `adopt_displaced`."""
-        if not (self.resident and self._present):
+        if not (self.resident and self.full.present):
             return
-        has_master = self.has_own_master
-        if self.edits.take_written() or (has_master and self.edits.asked and differ(self.master, self.weight)):
+        has_master, edits = self.has_own_master, self.full.edits
+        if edits.take_written() or (has_master and edits.asked and differ(self.master, self.weight)):
             self.note_change()
             if has_master:
                 copy_changed(self.master, self.weight)
-
-    def drop_edits(self) -> None:
-        """What has been written into gathered weights ends with them; whole ones keep it."""
-        if not self.resident:
-            self.edits.forget_written()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
@@ -205,121 +177,6 @@ class Bucket(BucketSpec):
             with plainly():
                 for member in self.members:
                     member.parameter.grad = None
-
-    # -- weights -----------------------------------------------------------------------------------------------
-
-    @property
-    def present(self) -> bool:
-        """Whether modules can read the full weights now."""
-        return self._present
-
-    def gather(self, from_rest: bool = False) -> Moves[Tensor]:
-        """Bring the full weights to this rank.
-
-        Args:
-            from_rest: from where they rest, even if more of them is kept between forward and backward.
-        """
-        if not from_rest and self._present and self.between_axes != self.weight_axes and not self.keeps_full:
-            self._hold()  # as ranks that have put them down did
-        source: Resting = self.weight if from_rest or self._between is None else self._between
-        storage = self.full.data.untyped_storage()
-        if storage.size() == 0:
-            storage.resize_(with_room(self.full.data.nbytes, self.full.data.device))
-            use_large_pages(self.full.data)
-            self.ledger.acquire(self.full.data.nbytes)
-        return (yield from self.full.gather(source))
-
-    def install(self) -> None:
-        """Let modules read the gathered weights."""
-        if not self._present:
-            self._present = True
-            self._drop_held()
-            self._guard.open()
-            self.edits.bring_back()
-
-    def rest_between(self) -> None:
-        """Keep from forward to backward the part of the full weights that the plan's `between` names."""
-        if self.resident or not self._present or self.keeps_full:
-            return
-        if self.between_axes != self.weight_axes:
-            self._hold()
-        self.release()
-
-    def _hold(self) -> None:
-        if self._between is None:
-            kept = self.full.narrow(self.between_axes)
-            self._between = Buffer(self.space, kept.axes, kept.data.clone())
-            self.ledger.acquire(kept.data.nbytes)
-
-    def release(self) -> None:
-        """Give back the memory of the full weights."""
-        if self.resident or self.pinned:
-            return
-        try:
-            if self._present:
-                self.refuse_lost_edits()
-        finally:
-            storage = self.full.data.untyped_storage()
-            if not storage.resizable():  # numpy has it
-                self.free_storage()
-            elif storage.size():
-                self.ledger.release(self.full.data.nbytes)
-                storage.resize_(0)
-            if self._present:
-                self._present = False
-                self.edits.put_away()
-                self._guard.close()
-
-    def refuse_lost_edits(self) -> None:
-        """Refuse what has been written into gathered weights, or views of them, since they were last taken over.
-
-        Raises:
-            Misuse: there.
-        """
-        if not self.resident and (written := self.edits.take_written()):
-            raise Misuse(
-                f"{listed([*map(repr, written)])} written to while the weights were gathered: this would be lost. "
-                "Write inside 'with tz.gathered(model, write=True):'; a forward that changes its own weights needs a "
-                "plan that keeps them whole, such as zero2."
-            )
-
-    def free_storage(self) -> None:
-        """Let go of the memory of the full weights, which stays with whoever has views of it: the next have another."""
-        if self.resident or not self.full.data.untyped_storage().size():
-            return
-        self.ledger.release(self.full.data.nbytes)
-        with torch.inference_mode(False), plainly():
-            left, fresh = self.full.data.untyped_storage(), torch.empty_like(self.full.data)
-            self.full.data.data = fresh
-            self.edits.move()
-            fresh.untyped_storage().resize_(0)
-        if left._cdata in self._storages:
-            self.list_storage(self._storages, self._storages.pop(left._cdata))
-
-    def list_storage(self, storages: dict[int, int], unit: int) -> None:
-        """Have `storages` say, by address, that the full weights of `unit` are in this bucket's, which may change."""
-        self._storages = storages
-        storages[self.full.data.untyped_storage()._cdata] = unit
-
-    def rest(self) -> None:
-        """Release everything that is not `weight`'s own place: the weights have changed or the step is over."""
-        do_all((self.release, self._drop_held))
-
-    def _drop_held(self) -> None:
-        if self._between is not None:
-            self.ledger.release(self._between.data.nbytes)
-            self._between = None
-
-    def hide(self, arrive: Callable[[], None] | None = None) -> None:
-        """The weights are being updated elsewhere: they must not be read before `publish` and `install`.
-
-        Args:
-            arrive: does so, before whatever touches them; None: that raises.
-        """
-        if self.resident and self._present:
-            self._present = False
-            self.edits.put_away()
-            self._guard.close(arrive)
 
     def publish(self, copied: bool = False) -> Moves[None]:
         """Bring the weights at rest in line with the master weights, after an update.
@@ -357,6 +214,6 @@ def adopt_displaced(buckets: Iterable[Bucket]) -> None:
         Misuse: for parameters that have been frozen, unfrozen or replaced, and for `data` that cannot be taken over.
     """
     known = list(buckets)
-    if displaced := [each for bucket in known for each in bucket.edits.displaced(bucket.present)]:
-        own = [state.data for b in known for state in (b.full, b.weight, b.master) if isinstance(state, Buffer)]
-        adopt_data(displaced, [bucket.edits for bucket in known], own)
+    if displaced := [each for bucket in known for each in bucket.full.edits.displaced(bucket.full.present)]:
+        own = [state.data for b in known for state in (b.weight, b.master) if isinstance(state, Buffer)]
+        adopt_data(displaced, [bucket.full.edits for bucket in known], [*own, *(bucket.full.data for bucket in known)])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from terrazzo.engine.buckets.aliases import leave_memory
-from terrazzo.engine.buckets.parameter import link_of, plain_data
+from terrazzo.engine.buckets.parameter import note_of, plain_data
 from terrazzo.engine.runtime.private_torch import set_versions
 from terrazzo.errors import Misuse
 
@@ -70,8 +70,8 @@ class Edits:
         self._trainable = members[0].parameter.requires_grad
         self.asked: set[str] = set()
         for watched in members:
-            if (link := link_of(watched.parameter)) is not None:
-                link.alias = functools.partial(_note_asked, self.asked, watched.name) if resident else Tensor.detach
+            if (note := note_of(watched.parameter)) is not None:
+                note.alias = functools.partial(_note_asked, self.asked, watched.name) if resident else Tensor.detach
         self._views = [watched.parameter for watched in members]
         self._ahead = 0  # by how much their versions are, while they are put away
         self._versions = self._current()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,7 +13,6 @@ from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.links.sums import multiply
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.sharding import ShardingSpec
-from terrazzo.engine.plan.spec import Sums
 
 __all__ = ["FinishedGradient"]
 
@@ -22,33 +21,36 @@ class FinishedGradient:
     """What can be done with it, and with none.
 
     Args:
-        sums: how it is summed over ranks.
+        axes: over which it is split.
         tier: where it rests.
 
     Attributes:
-        seen: for each parameter, whether it has got a gradient since the last `zero`; on any rank, once they agreed.
-        finished: if there is a finished gradient, be it still on its way to its tier.
-        changes: counts those of the finished gradient.
+        sum: the gradient, be it still on its way to its tier; None where there is none.
+        changes: counts those of the gradient.
     """
 
     _store: Homes  # from `build` on
     _home: Resting | None  # None on the device: each finished gradient is a tensor of its own
 
-    def __init__(self, space: Space, sharding: ShardingSpec, sums: Sums, tier: str) -> None:
-        self.space, self.sharding, self.sums, self.tier = space, sharding, sums, tier
-        self.seen = [False] * len(space.layout.slots)
-        self.finished: SummedGradient | None = None
+    def __init__(self, space: Space, sharding: ShardingSpec, axes: tuple[str, ...], tier: str) -> None:
+        self.space, self._sharding, self._axes, self._tier = space, sharding, axes, tier
+        self.sum: SummedGradient | None = None
         self.changes = 0
 
     def build(self, store: Homes) -> None:
         """Allocate what lies elsewhere than on the device."""
         self._store = store
-        dtype = self.sharding.precision.accumulate
-        self._home = None if self.tier == "device" else store.state(self.space, self.sums.last.axes, dtype, self.tier)
+        dtype = self._sharding.precision.accumulate
+        self._home = None if self._tier == "device" else store.state(self.space, self._axes, dtype, self._tier)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is one."""
+        return self.sum is not None
 
     def land(self, data: Buffer) -> None:
         """Bring a finished gradient to its tier, or add it to the one that is there."""
-        there = self.finished
+        there = self.sum
         self.changes += 1
         if there is not None:
             there.apply_factor()
@@ -57,36 +59,35 @@ class FinishedGradient:
                 with resting.opened(part, "change") as sums:
                     sums.add_(data.part(part).to(sums.device))
         elif self._home is None:
-            self.finished = SummedGradient(data)
+            self.sum = SummedGradient(data)
         else:
-            self.finished = SummedGradient(self._home, self._store.commit(self._home, data))
+            self.sum = SummedGradient(self._home, self._store.commit(self._home, data))
 
-    def handed_over(self, stepped: Sequence[Range]) -> SummedGradient:
+    def handed_over(self, stepped: Sequence[Range], seen: Iterable[Range]) -> SummedGradient:
         """The finished gradient for an update, which waits for it, and scales in place what it finds in memory.
 
         Args:
-            stepped: what the update uses. If other parameters have gradients too, which later micro-batches may add
+            stepped: what the update uses.
+            seen: parameters that have gradients. If the update leaves any of these, which later micro-batches may add
                 to, all are scaled now.
         """
-        assert self.finished is not None, "no gradient is finished"
-        if self.finished.factor is not None and not self._all_in(stepped):
-            self.finished.apply_factor()
-        handed_over = replace(self.finished)
-        if isinstance(self.finished.data, Buffer):
-            self.finished.factor = None
+        assert self.sum is not None, "no gradient is finished"
+        if self.sum.factor is not None and not self._all_in(stepped, seen):
+            self.sum.apply_factor()
+        handed_over = replace(self.sum)
+        if isinstance(self.sum.data, Buffer):
+            self.sum.factor = None
         return handed_over
 
-    def _all_in(self, ranges: Sequence[Range]) -> bool:
-        """Whether `ranges` hold all that this rank steps of parameters that have gradients."""
-        own = self.space.range(self.sharding.plan.optim.axes)
-        parts = [
-            own.intersect(slot.range) for slot, seen in zip(self.space.layout.slots, self.seen, strict=True) if seen
-        ]
+    def _all_in(self, ranges: Sequence[Range], seen: Iterable[Range]) -> bool:
+        """Whether `ranges` hold all that this rank steps of `seen`."""
+        own = self.space.range(self._sharding.plan.optim.axes)
+        parts = [own.intersect(each) for each in seen]
         return all(sum(part.intersect(each).numel for each in ranges) == part.numel for part in parts)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the finished gradient; away from the device, once it is used."""
-        finished = self.finished
+        finished = self.sum
         self.changes += 1
         if finished is None:
             return
@@ -109,7 +110,7 @@ class FinishedGradient:
 
         Each element is given by one rank of these, however many hold it. Arguments as of `whole`.
         """
-        axes, optim = self.sharding.axes, self.sums.last.axes
+        axes, optim = self._sharding.axes, self._axes
         rest = axes.names if axes.has_experts else axes.summed_beside
         own = self.space.range((*optim, *(axis for axis in rest if axis not in optim)))
         return self._read(self._range_of(index).intersect(own))
@@ -119,7 +120,7 @@ class FinishedGradient:
 
     def _read(self, wanted: Range) -> Tensor | None:
         """What this rank has of `wanted`, scaled; None for nothing."""
-        finished = self.finished
+        finished = self.sum
         if finished is None:
             return None
         resting = finished.wait()
@@ -131,15 +132,27 @@ class FinishedGradient:
 
     def is_finite(self) -> Tensor | None:
         """Whether every element is, 0-d bool where it rests, scaled or not; None without a finished gradient."""
-        if self.finished is None:
+        if self.sum is None:
             return None
-        resting = self.finished.wait()
+        resting = self.sum.wait()
         with resting.opened(resting.range) as data:
             return torch.isfinite(data).all()
 
     def change(self, index: int, change: Callable[[Tensor], object]) -> None:
         """Change this rank's elements of one parameter's finished gradient in memory."""
         self.changes += 1
-        if self.finished is not None:
-            self.finished.apply_factor()
-            self.finished.change(change, self.space.layout.slots[index].range)
+        if self.sum is not None:
+            self.sum.apply_factor()
+            self.sum.change(change, self.space.layout.slots[index].range)
+
+    def forget(self) -> None:
+        """There is none any more."""
+        self.changes += 1
+        self.sum = None
+
+    def zero(self) -> None:
+        """An optimizer still steps on it."""
+        self.changes += 1
+        if self.sum is not None:
+            self.sum.factor = None  # put off: it would meet the next gradient, and 0 times NaN is NaN
+            self.sum.change(Tensor.zero_)

@@ -16,7 +16,7 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.buffer import Buffer, Space
+from terrazzo.engine.buckets.buffer import Buffer, Homes, Space
 from terrazzo.engine.buckets.finished import FinishedGradient
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.buckets.unreduced import UnreducedGradient
@@ -25,6 +25,7 @@ from terrazzo.engine.links.sums import divide
 from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.links.transfer import Moves, Released, branching, converted, for_computation, further
 from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import MoveBytes, Reduction, Sums
@@ -37,26 +38,39 @@ _TAGS = {"tied": 2**30, "control": 2**30 + 1}
 """Of what stages send each other of gradients, and of which there are: above the tags of activations."""
 
 
-class Gradient(FinishedGradient):
-    """Summed and divided for every parameter of a flat space; here is how it comes to be finished.
+class Gradient:
+    """Of every parameter of a flat space, at each stage of that way.
 
     Args:
         members: the parameters.
         ledger: of transient memory.
-        sums, tier: as for `FinishedGradient`.
+        sums: how it is summed over ranks.
+        tier: where sums rest.
+
+    Attributes:
+        seen: for each parameter, whether it has got a gradient since the last `zero`; on any rank, once they agreed.
+        finished: what the last micro-batch has made of it.
     """
+
+    _store: Homes  # from `build` on
 
     def __init__(
         self, space: Space, sharding: ShardingSpec, members: Sequence[Member], ledger: Ledger, sums: Sums, tier: str
     ) -> None:
-        super().__init__(space, sharding, sums, tier)
-        self.ledger = ledger
+        self.space, self.sharding, self.ledger, self._sums, self._tier = space, sharding, ledger, sums, tier
+        self.seen = [False] * len(members)
+        self.finished = FinishedGradient(space, sharding, sums.last.axes, tier)
         self._numels = [math.prod(member.shape) for member in members]
         first = sharding.axes.is_first(sharding.axes.summed_beside)
         self._counts = [first or member.record is None or not member.record.replicated for member in members]
         self._unreduced: UnreducedGradient | None = None
         self._partial: SummedGradient | None = None
         self._partial_home: Buffer | None = None
+
+    def build(self, store: Homes) -> None:
+        """Allocate what lies elsewhere than on the device."""
+        self._store = store
+        self.finished.build(store)
 
     # -- within a micro-batch ----------------------------------------------------------------------------------
 
@@ -138,7 +152,7 @@ class Gradient(FinishedGradient):
             denominator: divides the finished sum on the last micro-batch; None on earlier ones, whose sums stay at the
                 plan's `grad` place.
         """
-        ledger, reduction = self.ledger, self.sums.of(last=denominator is not None)
+        ledger, reduction = self.ledger, self._sums.of(last=denominator is not None)
         pending, lent = self._take_unreduced(self.sharding.precision.reduce)
         held_bytes = pending.nbytes
         data = yield from self._sum(pending, reduction.partial)
@@ -148,7 +162,7 @@ class Gradient(FinishedGradient):
             held_bytes = 0
         elif not lent and self._partial is not None:
             for_computation(lambda: pending)  # held: it is added, beside, to what earlier micro-batches have left
-        partial_bytes = self._partial.data.nbytes if self._partial is not None and self.tier == "device" else 0
+        partial_bytes = self._partial.data.nbytes if self._partial is not None and self._tier == "device" else 0
         data = self._add_partial(data)
         if denominator is None:
             self._keep_partial(Buffer(self.space, reduction.axes, data), partial_bytes)
@@ -158,7 +172,7 @@ class Gradient(FinishedGradient):
             with branching():
                 if reduction.partial and reduction.partial_axes == reduction.axes:
                     further()  # nothing that is used has to be given back
-                data = yield from self._finish(data, reduction, denominator)
+                data = yield from self._complete(data, reduction, denominator)
             yield Released(ledger, reduction.beside_bytes)
         yield Released(ledger, held_bytes, lent=True)
         return data
@@ -169,14 +183,14 @@ class Gradient(FinishedGradient):
             return data
         partial, self._partial = for_computation(self._partial.wait), None  # held: its memory is
         with partial.opened(partial.range) as sums:
-            if self.tier != "device":
+            if self._tier != "device":
                 return data.add_(sums.to(data.device, non_blocking=True))  # pinned, and written again behind this copy
             return sums.add_(data)
 
     def _keep_partial(self, sums: Buffer, counted_bytes: int) -> None:
         """Sums of micro-batches that are not the last go no further than the host's memory."""
         sums = replace(sums, data=converted(sums.data, self.sharding.precision.accumulate))
-        if self.tier == "device":
+        if self._tier == "device":
             self._partial = SummedGradient(sums)
             self.ledger.acquire(sums.nbytes - counted_bytes)
             return
@@ -185,13 +199,13 @@ class Gradient(FinishedGradient):
             self._partial_home = Buffer(self.space, sums.axes, home)
         self._partial = SummedGradient(self._partial_home, self._store.commit(self._partial_home, sums))
 
-    def _finish(self, partial: Tensor, reduction: Reduction, denominator: float) -> Moves[Tensor]:
+    def _complete(self, partial: Tensor, reduction: Reduction, denominator: float) -> Moves[Tensor]:
         """Sum what is left to sum over, divide once, and bring the gradient to its tier."""
         summed = yield from self._sum(partial, reduction.finish, denominator)
         data = converted(summed, self.sharding.precision.accumulate)
         if not any(move.divides for move in reduction.finish):
             data = divide(data, denominator)
-        self.land(Buffer(self.space, reduction.axes, data))
+        self.finished.land(Buffer(self.space, reduction.axes, data))
         return data
 
     def _sum(self, data: Tensor, moves: Iterable[MoveBytes], denominator: float = 1) -> Moves[Tensor]:
@@ -220,10 +234,15 @@ class Gradient(FinishedGradient):
         self.ledger.release(dropped.data.nbytes)
         return dropped.complete()
 
+    def handed_over(self, stepped: Sequence[Range]) -> SummedGradient:
+        """The finished gradient for an update of `stepped`; see `FinishedGradient`."""
+        slots = self.space.layout.slots
+        return self.finished.handed_over(stepped, (slot.range for slot in compress(slots, self.seen)))
+
     @property
     def exists(self) -> bool:
         """Whether there is one, finished or not."""
-        return self.finished is not None or self.unfinished
+        return self.finished.exists or self.unfinished
 
     @property
     def unfinished(self) -> bool:
@@ -233,7 +252,7 @@ class Gradient(FinishedGradient):
     def drop_unfinished(self) -> None:
         """Forget gradients of a step that was abandoned or has been consumed."""
         unreduced = self._unreduced.data if self._unreduced is not None else None
-        partial = self._partial.data if self._partial is not None and self.tier == "device" else None
+        partial = self._partial.data if self._partial is not None and self._tier == "device" else None
         for part in (unreduced, partial):
             if part is not None:
                 self.ledger.release(part.nbytes)
@@ -242,13 +261,11 @@ class Gradient(FinishedGradient):
     def zero(self, set_to_none: bool) -> None:
         """Forget every gradient, finished or not; or set finished ones to zero, which an optimizer still steps on."""
         self.drop_unfinished()
-        self.changes += 1
-        if set_to_none or self.finished is None:
-            self.finished = None
+        if set_to_none or not self.finished.exists:
+            self.finished.forget()
             self.seen = [False] * len(self.seen)
         else:
-            self.finished.factor = None  # put off: it would meet the next gradient, and 0 times NaN is NaN
-            self.finished.change(Tensor.zero_)
+            self.finished.zero()
 
     def zero_some(self, indices: Iterable[int], set_to_none: bool = True) -> None:
         """Do as `zero` does, for some of the parameters: the others keep theirs."""
@@ -258,7 +275,7 @@ class Gradient(FinishedGradient):
                 self._unreduced.forget(index)
             if self._partial is not None:
                 self._partial.change(Tensor.zero_, slots[index].range)
-            self.change(index, Tensor.zero_)  # behind the factor, for 0 times NaN is NaN
+            self.finished.change(index, Tensor.zero_)  # behind the factor, for 0 times NaN is NaN
             if set_to_none:
                 self.seen[index] = False
         if not any(self.seen) and not self.unfinished:

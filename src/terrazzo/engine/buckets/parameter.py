@@ -25,12 +25,12 @@ __all__ = [
     "Arriving",
     "AtRest",
     "Guard",
-    "Link",
+    "Note",
     "OnDrive",
     "Refusing",
     "Zeros",
     "has_hooks",
-    "link_of",
+    "note_of",
     "plain_data",
     "register_hearer",
     "register_last",
@@ -39,7 +39,7 @@ __all__ = [
 
 
 @dataclass(eq=False)
-class Link:
+class Note:
     """What the engine has noted on a parameter, or on what stands in for one: its one attribute there.
 
     Attributes:
@@ -62,40 +62,40 @@ class Link:
     hearer: int | None = None
 
 
-def link_of(tensor: Tensor) -> Link | None:
+def note_of(tensor: Tensor) -> Note | None:
     """What the engine has noted on a tensor; None on one that is not its own."""
-    link: Link | None = vars(tensor).get("terrazzo_link")
-    return link
+    note: Note | None = vars(tensor).get("terrazzo_note")
+    return note
 
 
 def _register_before_ours(self: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
     """In place of a parameter's own method: the engine's hook, which takes the gradient away, stays the last."""
     handle = Tensor.register_post_accumulate_grad_hook(self, hook)  # type: ignore[no-untyped-call]
-    if (link := link_of(self)) is not None and link.taker is not None:
+    if (note := note_of(self)) is not None and note.taker is not None:
         with plainly():
             hooks: Any = self._post_accumulate_grad_hooks
-            hooks[link.taker] = hooks.pop(link.taker)  # torch goes by the order of entering
+            hooks[note.taker] = hooks.pop(note.taker)  # torch goes by the order of entering
     return handle
 
 
 def register_last(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     """Register a hook that stays behind those that are registered later: it takes the gradient away."""
-    link = link_of(parameter)
-    assert link is not None, "a parameter of a bucket that has been built"
-    link.taker = Tensor.register_post_accumulate_grad_hook(parameter, hook).id  # type: ignore[no-untyped-call]
+    note = note_of(parameter)
+    assert note is not None, "a parameter of a bucket that has been built"
+    note.taker = Tensor.register_post_accumulate_grad_hook(parameter, hook).id  # type: ignore[no-untyped-call]
 
 
 def register_hearer(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
     """Register a hook that hears of a gradient before autograd adds it up."""
-    link = link_of(parameter)
-    assert link is not None, "a parameter of a bucket that has been built"
-    link.hearer = parameter.register_hook(hook).id
+    note = note_of(parameter)
+    assert note is not None, "a parameter of a bucket that has been built"
+    note.hearer = parameter.register_hook(hook).id
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether anybody but the engine has registered a hook that looks at gradients."""
-    link = link_of(parameter)
-    ours = () if link is None else (link.taker, link.hearer)
+    note = note_of(parameter)
+    ours = () if note is None else (note.taker, note.hearer)
     with plainly():
         hooks: Any = [*(parameter._backward_hooks or ()), *(parameter._post_accumulate_grad_hooks or ())]
     return any(each not in ours for each in hooks)
@@ -104,7 +104,7 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 class Refusing(nn.Parameter):
     """A tensor without values here: it answers questions, and whatever would touch its values raises `Misuse`."""
 
-    terrazzo_link: Link
+    terrazzo_note: Note
     register_post_accumulate_grad_hook = _register_before_ours
 
     @classmethod
@@ -113,7 +113,7 @@ class Refusing(nn.Parameter):
         with plainly():
             one = torch.zeros((), dtype=like.dtype if dtype is None else dtype, device=like.device)
             made: Self = as_class(cls, one.expand(like.shape), False)
-        made.terrazzo_link = Link(name)
+        made.terrazzo_note = Note(name)
         return made
 
     @classmethod
@@ -148,20 +148,20 @@ class AtRest(Refusing):
     """A parameter whose values are not on this rank now."""
 
     def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        link = self.terrazzo_link
-        if link.reach is not None and link.reach():  # inside the model's forward: it is here now
+        note = self.terrazzo_note
+        if note.reach is not None and note.reach():  # inside the model's forward: it is here now
             return func(*args, **kwargs)
-        measure = link.measure if link.split else None
+        measure = note.measure if note.split else None
         if measure is not None and (measured := measure(func, args, kwargs)) is not None:
             return measured
         if func is torch.zeros_like and type(self) is AtRest:
-            return Zeros.blank(self, link.name)
+            return Zeros.blank(self, note.name)
         return NotImplemented
 
     @classmethod
     def _refusal(cls, touched: Refusing | None) -> str:
-        name = touched.terrazzo_link.name if touched is not None else "a parameter"
-        if touched is not None and not touched.terrazzo_link.split:
+        name = touched.terrazzo_note.name if touched is not None else "a parameter"
+        if touched is not None and not touched.terrazzo_note.split:
             return (
                 f"{name!r}, which is being updated in the background until its unit's next forward. Read or write it "
                 "inside 'with tz.gathered(model):', or use tz.Offload(step='synchronous')."
@@ -183,7 +183,7 @@ class Zeros(Refusing):
     def _refusal(cls, touched: Refusing | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
-            f"zeros_like({touched.terrazzo_link.name!r}), which stands in for a full tensor on every rank, since that "
+            f"zeros_like({touched.terrazzo_note.name!r}), which stands in for a full tensor on every rank, since that "
             "parameter is sharded. If you want one, write torch.zeros(p.shape, dtype=p.dtype, device=p.device)."
         )
 
@@ -199,7 +199,7 @@ class OnDrive(Refusing):
     def _refusal(cls, touched: Refusing | None) -> str:
         assert touched is not None, "torch calls this for an argument of the class"
         return (
-            f"{touched.terrazzo_link.name!r}, which the optimizer keeps in files on a drive: it cannot be read or "
+            f"{touched.terrazzo_note.name!r}, which the optimizer keeps in files on a drive: it cannot be read or "
             "changed by hand. Place it in host memory, as plan 'zero3@cpu' does, or load a checkpoint without "
             "the optimizer's state to begin anew."
         )
@@ -218,7 +218,7 @@ class Arriving(AtRest):
     ) -> Any:
         if func not in HARMLESS:
             for parameter in [arg for arg in arguments(args, kwargs) if isinstance(arg, cls)]:
-                arrive = parameter.terrazzo_link.arrive
+                arrive = parameter.terrazzo_note.arrive
                 assert arrive is not None, "it would not be of this class"
                 arrive()  # it is of its own class again
             if func is Tensor.data.__get__:  # type: ignore[attr-defined]
@@ -229,31 +229,31 @@ class Arriving(AtRest):
 
 def sharded_name(parameter: Tensor) -> str | None:
     """What a trainable parameter of a sharded model is called; None for any other tensor."""
-    link = link_of(parameter) if parameter.requires_grad else None
-    return None if link is None else link.name
+    note = note_of(parameter) if parameter.requires_grad else None
+    return None if note is None else note.name
 
 
 class Guard:
     """Lets the parameters of a bucket be read, or not; all at once, because it happens for every unit twice a pass.
 
     Args:
-        links: the parameters, and what is noted on them from now on.
+        notes: the parameters, and what is noted on them from now on.
     """
 
-    def __init__(self, links: Sequence[tuple[nn.Parameter, Link]]) -> None:
-        self._links = [link for _, link in links]
-        for parameter, link in links:
-            parameter.terrazzo_link = link  # type: ignore[attr-defined]
+    def __init__(self, notes: Sequence[tuple[nn.Parameter, Note]]) -> None:
+        self._notes = [note for _, note in notes]
+        for parameter, note in notes:
+            parameter.terrazzo_note = note  # type: ignore[attr-defined]
             parameter.__class__ = _linked(type(parameter))
-        self._classes = [(parameter, type(parameter)) for parameter, _ in links]
+        self._classes = [(parameter, type(parameter)) for parameter, _ in notes]
 
     def close(self, arrive: Callable[[], None] | None = None) -> None:
         """From now on, reading a value raises an error with the parameter's name; or calls `arrive`, which opens."""
         kind = AtRest if arrive is None else Arriving
         for parameter, _ in self._classes:
             parameter.__class__ = kind
-        for link in self._links if arrive is not None else ():
-            link.arrive = arrive
+        for note in self._notes if arrive is not None else ():
+            note.arrive = arrive
 
     def open(self) -> None:
         """The parameters are ordinary ones again, of the classes they had."""
@@ -274,10 +274,10 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     def data(self: nn.Parameter) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             return self.detach()  # the same to a graph, which cannot hold what follows; writing into it leaves a trace
-        link, caller = link_of(self), calling_module(beyond=__name__)  # here it is what touched it while it arrived
-        if link is None or link.alias is None or is_of_compiler(caller):
+        note, caller = note_of(self), calling_module(beyond=__name__)  # here it is what touched it while it arrived
+        if note is None or note.alias is None or is_of_compiler(caller):
             return plain_data(self)
-        return link.alias(self)
+        return note.alias(self)
 
     def set_data(self: nn.Parameter, value: Tensor) -> None:
         tensor_data.__set__(self, value)
@@ -285,7 +285,7 @@ def _linked(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     def pickled(self: nn.Parameter, protocol: Any) -> Any:
         """As an ordinary parameter, with what else users have noted on it."""
         plain = nn.Parameter(self.detach().clone(), self.requires_grad)  # alone: not all of its unit
-        vars(plain).update({name: value for name, value in vars(self).items() if name != "terrazzo_link"})
+        vars(plain).update({name: value for name, value in vars(self).items() if name != "terrazzo_note"})
         return plain.__reduce_ex__(protocol)
 
     def text(self: nn.Parameter) -> str:

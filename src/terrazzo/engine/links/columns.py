@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrazzo.engine.links.label import Label, Stamp
-from terrazzo.engine.links.peers import Memory, Neighbour
+from terrazzo.engine.links.neighbours import Memory, Neighbour
 
 __all__ = ["MANY_FAR", "ROUNDS", "Columns", "columns_of"]
 

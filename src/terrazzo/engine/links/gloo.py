@@ -18,7 +18,7 @@ from torch import Tensor
 from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.columns import columns_of
 from terrazzo.engine.links.label import Stamp, moving
-from terrazzo.engine.links.peers import Memory, Neighbour, find_neighbours
+from terrazzo.engine.links.neighbours import Memory, Neighbour, find_neighbours
 from terrazzo.engine.links.sums import add_in_order, divide
 from terrazzo.engine.links.times import Moments, Times
 from terrazzo.engine.links.traffic import Ledger, Traffic
@@ -42,7 +42,7 @@ _models: Counter[str] = Counter()
 class GlooCollectives(Collectives):
     """Each chunk goes straight from its source memory to its place in the result, or into the sum.
 
-    Ranks on one machine read each other's memory (see `peers`). Between machines gloo's point-to-point carries the
+    Ranks on one machine read each other's memory (see `neighbours`). Between machines gloo's point-to-point carries the
     chunks; its own all-gather goes through a hidden full copy and its reduce-scatter through a full all-reduce
     (docs/decisions.md). Over many machines exchanges go by `columns`. Gathers and reductions have a thread each, which
     reads and sums while the rank computes.

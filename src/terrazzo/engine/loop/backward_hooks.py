@@ -23,7 +23,20 @@ from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
-__all__ = ["BackwardHooks"]
+__all__ = ["BackwardHooks", "GradientListener"]
+
+
+class GradientListener:
+    """Hears of the gradients of one model. This one does nothing of it."""
+
+    def begin_backward(self) -> None:
+        """A backward begins: no gradient of it is there."""
+
+    def end_backward(self) -> None:
+        """It has ended: all are there."""
+
+    def before_use(self) -> None:
+        """Gradients are about to be clipped, or taken by the optimizer."""
 
 
 class BackwardHooks:
@@ -32,6 +45,7 @@ class BackwardHooks:
     A backward begins at the first sign of it, whichever that is, and ends when autograd says so.
 
     Attributes:
+        listener: told of each backward.
         recover: ends optimizer steps that have raised, before a forward or a backward uses weights.
         surprised: whether backward has come to a unit unannounced, or may do so.
     """
@@ -48,7 +62,7 @@ class BackwardHooks:
         self.units, self.schedule, self._progress = units, schedule, progress
         self.agreement, self._exchanges = agreement, exchanges
         self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
-        self.tell_of_gradients(begun=do_nothing, ended=do_nothing)
+        self.listener = GradientListener()
         self.recover: Callable[[], None] = do_nothing
         self.surprised = False
 
@@ -61,10 +75,6 @@ class BackwardHooks:
                     hook = while_kept(self, told, repr(member.name), unit.index, number, index)
                     register_last(member.parameter, hook)
 
-    def tell_of_gradients(self, begun: Callable[[], None], ended: Callable[[], None]) -> None:
-        """Call these for each backward, before any gradient is there and when all are."""
-        self._begun, self._ended = begun, ended
-
     # -- it begins ---------------------------------------------------------------------------------------------
 
     def start(self) -> BackwardPass:
@@ -73,7 +83,7 @@ class BackwardHooks:
             return self.schedule.backward
         self.recover()
         self._phases.begin("backward")
-        self._begun()
+        self.listener.begin_backward()
         trainable = (bucket for unit in self.units for bucket in unit.trainable())
         self._progress.begin_backward(any(bucket.gradient.exists for bucket in trainable))
         backward = self.schedule.begin_backward()
@@ -83,19 +93,20 @@ class BackwardHooks:
     def may_surprise(self) -> None:
         """Nothing may announce the backward of what runs in a forward now."""
         self.surprised = True  # what holds it ends with any backward, be it another forward's
-        self._begun()  # nothing else may tell of it
+        self.listener.begin_backward()  # nothing else may tell of it
 
     # -- it comes to units -------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit, generation: int, forward: int | None) -> None:
-        """Backward comes to a call of `unit`, which ran in that forward, when its weights were of `generation`."""
+    def enter(self, index: int, generation: int, forward: int | None) -> None:
+        """Backward comes to a call of a unit, which ran in that forward, when its weights were of `generation`."""
         self.recover()
-        if unit.generation != generation:
+        unit = self.units[index]
+        if unit.weights.generation != generation:
             raise Misuse(
                 f"Backward came to {unit.title}, whose weights have been changed since its forward, by "
                 "optimizer.step() or by writing into them. Run the forward again, or step after its backward."
             )
-        if torch.is_grad_enabled() and unit.transient:
+        if torch.is_grad_enabled() and unit.weights.transient:
             raise Misuse(
                 f"Backward with create_graph=True came to {unit.title}, whose weights are not kept for a second "
                 "backward. Use a plan that keeps them whole: zero0, zero1 or zero2 in fp32."
@@ -114,7 +125,7 @@ class BackwardHooks:
     def use_saved(self, index: int) -> None:
         """A part of backward is about to read the weights of a unit."""
         unit = self.units[index]
-        if not unit.present:
+        if not unit.weights.present:
             self.surprised = True
             self.start().enter(unit, forward=0)
 
@@ -130,7 +141,7 @@ class BackwardHooks:
                 grad, parameter.grad = parameter.grad, None  # which was not there before this backward
                 backward = self.start()
                 parameter.grad = grad
-        if not bucket.present or torch.is_grad_enabled():
+        if not bucket.full.present or torch.is_grad_enabled():
             self._refuse(unit, bucket, index)
         self._progress.denominator.loss_scale.check_gradient(bucket.members[index].name)
         dtype = bucket.pending_dtype(backward.this_pass)
@@ -139,7 +150,7 @@ class BackwardHooks:
 
     def _refuse(self, unit: Unit, bucket: Bucket, index: int) -> NoReturn:
         """A gradient came where it cannot be taken."""
-        if not bucket.present:
+        if not bucket.full.present:
             self.surprised = True
             raise Misuse(
                 f"A gradient came for {bucket.members[index].name!r} while the weights of {unit.title} were not "
@@ -155,16 +166,16 @@ class BackwardHooks:
     # -- it ends -----------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Autograd has come to the end of a backward: finish gradients, and hear of other ranks'. Collective."""
+        """Autograd has come to the end of a backward. Collective."""
         if (backward := self.schedule.backward) is not None:
             self._exchanges.before_end(backward.end_label)
             backward.end()
-            self.finish(backward)
+            self.complete(backward)
 
-    def finish(self, backward: BackwardPass) -> None:
-        """It has run the program to its end: agree on its gradients, and wait for them. Collective."""
-        self.agreement.on_gradients(backward)
-        self.schedule.finish()
+    def complete(self, backward: BackwardPass) -> None:
+        """The sums of all its gradients have been started. Collective."""
+        self.agreement.on_gradients(backward)  # which may start those of late ones once more
+        self.schedule.end_backward()
         self._progress.denominator.loss_scale.end_backward()
-        self._ended()
+        self.listener.end_backward()
         self._phases.begin("other")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from terrazzo.engine.accord.loss_scale import LossScale
 from terrazzo.engine.accord.progress import Progress
 from terrazzo.engine.accord.row_exchanges import RowExchanges
-from terrazzo.engine.buckets.parameter import link_of
+from terrazzo.engine.buckets.full import Storages
+from terrazzo.engine.buckets.parameter import note_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.links.label import Purpose
 from terrazzo.engine.loop.backward_hooks import BackwardHooks
@@ -26,9 +27,9 @@ from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.traces.announce import Announcements
 from terrazzo.engine.traces.copies import Copies
 from terrazzo.engine.traces.listeners import eager, inside_backward, on_backward
-from terrazzo.engine.traces.regions import Regions, is_differentiated
+from terrazzo.engine.traces.module_tree import ModuleTree
+from terrazzo.engine.traces.recomputed import Regions, is_differentiated
 from terrazzo.engine.traces.saved import SavedWeights
-from terrazzo.engine.traces.tree import ModuleTree
 from terrazzo.errors import Misuse
 
 __all__ = ["ForwardHooks"]
@@ -59,10 +60,10 @@ class ForwardHooks:
         self._compute, self._alone = sharding.precision.compute, sharding.axes.size() == 1
         self.refuse(None)
         self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
-        storages: dict[int, int] = {}
+        storages = Storages()
         for unit in units:
-            for bucket in (bucket for bucket in unit.buckets if not bucket.resident):
-                bucket.list_storage(storages, unit.index)
+            for bucket in unit.buckets:
+                bucket.full.list_in(storages, unit.index)
         self._saved = SavedWeights(storages, weakly(backward, BackwardHooks.use_saved))
         self._copies, self._announcements, self._regions = Copies(storages), Announcements(units), Regions()
 
@@ -76,8 +77,8 @@ class ForwardHooks:
                 unit.module.register_forward_pre_hook(eager(before), prepend=True)
                 unit.module.register_forward_hook(eager(after))
             for member in (member for bucket in unit.buckets for member in bucket.members):
-                if (link := link_of(member.parameter)) is not None:
-                    link.reach = weakly(self, ForwardHooks.reach, unit.index)
+                if (note := note_of(member.parameter)) is not None:
+                    note.reach = weakly(self, ForwardHooks.reach, unit.index)
         members = [member for unit in self._units for bucket in unit.buckets for member in bucket.members]
         lets_in = self._alone and not self._loss_scale.scales
         self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, lets_in)
@@ -187,7 +188,7 @@ class ForwardHooks:
         unit = self._units[index]
         if not self._runs_here(unit, module):
             return
-        if self._refusal is not None and unit.transient:
+        if self._refusal is not None and unit.weights.transient:
             raise Misuse(self._refusal)
         if inside_backward():
             self._backward.recompute(unit)
@@ -233,7 +234,7 @@ class ForwardHooks:
         return (module is None or module is unit.module) and self._schedule.program.has(unit.index)
 
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
-        tell = on_backward(self._backward, unit.index, unit.generation, self._schedule.forward_number)
+        tell = on_backward(self._backward, unit.index, unit.weights.generation, self._schedule.forward_number)
         return self._announcements.watch(unit, output, tell)
 
     def _keep_until_backward_ends(self, unit: Unit) -> None:
@@ -255,4 +256,4 @@ class ForwardHooks:
         forward.enter(unit)
         if torch.is_grad_enabled():
             self._keep_until_backward_ends(unit)
-        return unit.present
+        return unit.weights.present

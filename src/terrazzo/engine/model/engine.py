@@ -19,9 +19,9 @@ from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.loop.hooks import Hooks
 from terrazzo.engine.model.average import KeptAverage
+from terrazzo.engine.model.blocks import GatheredBlocks, Write
 from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
-from terrazzo.engine.model.gathered import GatheredBlocks, Write
 from terrazzo.engine.model.gradients import ModelGradients
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.paper.bill import MemoryBill
@@ -35,7 +35,7 @@ from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
-__all__ = ["Engine", "engine_of"]
+__all__ = ["Engine", "engine_of", "is_sharded"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -186,7 +186,7 @@ class Engine:
 
     def _finish_publishing(self) -> None:
         for unit in self.units:
-            unit.finish_publishing()
+            unit.weights.finish_publishing()
 
     def publish(self, among: Collection[Bucket] | None = None) -> None:
         """Bring resting compute weights in line with the master weights; those that are being updated follow later.
@@ -195,8 +195,8 @@ class Engine:
             among: the buckets whose masters have changed; all if None.
         """
         self.schedule.rest()
-        for unit in (unit for unit in self.units if not unit.updating):
-            unit.publish(among)
+        for unit in (unit for unit in self.units if not unit.weights.updating):
+            unit.weights.publish(among)
         if self.axes.side is None:
             self._finish_publishing()
         self.blocks.show_changed()
@@ -224,3 +224,8 @@ def engine_of(model: nn.Module) -> Engine:
     if not isinstance(engine, Engine):
         raise Misuse(f"This {type(model).__name__} is not sharded. Call tz.shard(model, optimizer, plan=...) first.")
     return engine
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether it is a sharded model: not of one inside of that."""
+    return hasattr(module, "_terrazzo")

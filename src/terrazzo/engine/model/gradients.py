@@ -38,7 +38,7 @@ class ModelGradients:
     @property
     def finished(self) -> bool:
         """Whether there is a gradient that a step would take."""
-        return any(bucket.gradient.finished is not None for bucket in self.buckets)
+        return any(bucket.gradient.finished.exists for bucket in self.buckets)
 
     def zero(self, set_to_none: bool) -> None:
         """Forget every gradient, or set finished ones to zero."""
@@ -71,6 +71,6 @@ class ModelGradients:
         self.hooks.before_use()
         self.progress.note(f"tz.clip_grad_norm_(model, {float(max_norm)}, {float(norm_type)})")
         for driver in self.drivers:
-            driver.prepare_clipping(max_norm)
+            driver.background.prepare_clipping(max_norm)
         with self.sharding.axes.tally.phases.during("clip"):
             return clip_grad_norm(self.buckets, self.sharding, max_norm, norm_type, error_if_nonfinite)

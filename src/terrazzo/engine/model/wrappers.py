@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from terrazzo.engine.model.engine import is_sharded
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["check_unwrapped", "refuse_class", "watch_wrapping"]
@@ -55,7 +56,7 @@ def refuse_class(kind: type) -> None:
 def _before_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if child is None or (kind := _kind(type(parent))) is None or kind == "FSDPModule":  # which holds what it did before
         return
-    if any(hasattr(module, "_terrazzo") for module in child.modules()):
+    if any(map(is_sharded, child.modules())):
         raise _wrapped(kind, type(child).__name__, _INSTEAD[kind])
 
 

@@ -8,8 +8,9 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.offload.settings import StepMode
+from terrazzo.engine.offload.options import StepMode
 from terrazzo.engine.offload.update import Updater
+from terrazzo.engine.optim.protocols import OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.schedule.schedule import Schedule
@@ -18,7 +19,7 @@ from terrazzo.errors import Misuse
 __all__ = ["Background"]
 
 
-class Background:
+class Background(OffDeviceUpdates):
     """Starts the updates of one model's units, and waits for them.
 
     Args:
@@ -35,16 +36,12 @@ class Background:
         first: int,
         segments: Callable[[], Iterable[Segment] | None],
     ) -> None:
-        self.units, self.schedule, self.mode = units, schedule, mode
+        self.units, self.schedule, self.mode, self.steps_in_backward = units, schedule, mode, mode == "backward"
         self._updater, self._first, self._segments = updater, first, segments
         self._off_device = [unit for unit in units if any(bucket.updated_off_device for bucket in unit.buckets)]
         self._early: Stepper | None = None
         self._begun: set[int] = set()
         self._torn = False
-
-    @property
-    def steps_in_backward(self) -> bool:
-        return self.mode == "backward"
 
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished: update it at once, where that may be, and every parameter has one."""
@@ -60,7 +57,7 @@ class Background:
             if self._early is None:
                 self._early = Stepper(optimizer, self._first)
             self._begun.add(index)
-            unit.catch_up()
+            unit.weights.catch_up()
             self._begin(unit, self._early)
 
     def begin(self, optimizer: Optimizer) -> None:
@@ -79,7 +76,7 @@ class Background:
         order = dict.fromkeys([*self.schedule.order.forward, *range(len(self.units))])
         for unit in (self.units[index] for index in order if index not in begun):
             if unit in self._off_device:
-                unit.catch_up()
+                unit.weights.catch_up()
                 self._begin(unit, stepper)
 
     def end_step(self) -> None:
@@ -118,22 +115,22 @@ class Background:
         for segment in self._segments() or ():
             if segment.bucket in buckets:
                 segments.setdefault(segment.bucket, []).append(segment)
-        unit.begin_update(self._updater.begin(segments, stepper))
+        unit.weights.begin_update(self._updater.begin(segments, stepper))
 
     def catch_up(self) -> None:
         """Wait for every update, bring all weights at rest in line, and let everything be written."""
         for unit in self.units:
-            unit.catch_up()
+            unit.weights.catch_up()
         self._updater.flush().wait()
 
     def await_states(self) -> None:
         """Wait until no update writes what the optimizer keeps; weights at rest follow later. Not collective."""
-        if any(unit.updating for unit in self._off_device):
+        if any(unit.weights.updating for unit in self._off_device):
             self._updater.flush().wait()
 
     def await_scaling(self) -> None:
         """Wait until no update scales what it was handed; those in backward take it as it is."""
-        if not self.steps_in_backward and any(unit.updating for unit in self._off_device):
+        if not self.steps_in_backward and any(unit.weights.updating for unit in self._off_device):
             self.catch_up()
 
     def prepare_clipping(self, max_norm: float) -> None:

@@ -25,7 +25,7 @@ from terrazzo.ending import Ending, leaves_to_parent, require_own
 from terrazzo.engine.links.recorder import SILENT, Recorder
 from terrazzo.engine.offload.disk_file import SwapFile, lost, sweep
 from terrazzo.engine.offload.disk_folder import mount_of
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.layout import PAGE_BYTES, padded_bytes
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job, Worker, again

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.plan.layout import padded_bytes
 from terrazzo.engine.plan.spec import BucketSpec

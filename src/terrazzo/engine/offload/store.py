@@ -21,8 +21,8 @@ from terrazzo.engine.offload.disk import Disk
 from terrazzo.engine.offload.drive import Drive, DriveBuffer
 from terrazzo.engine.offload.host import HostArena
 from terrazzo.engine.offload.needs import SENDS, Need, disk_bytes, host_bytes, staging_count
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.sending import Sending
-from terrazzo.engine.offload.settings import Offload
 from terrazzo.engine.offload.topology import bound_to, ranks_here, step_threads
 from terrazzo.engine.plan.layout import padded_bytes
 from terrazzo.engine.runtime.device import Stream

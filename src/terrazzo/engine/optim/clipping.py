@@ -1,4 +1,4 @@
-"""Norms of finished gradients over all ranks, and clipping by the global one."""
+"""Norms of finished gradients over all ranks, clipping by the global one, and whether any is not finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import Diverged
 
-__all__ = ["clip_grad_norm", "norms", "stacked"]
+__all__ = ["clip_grad_norm", "norms", "overflowed"]
 
 
 def clip_grad_norm(
@@ -29,9 +29,9 @@ def clip_grad_norm(
     Raises:
         Diverged: with nothing scaled, for a norm that is not finite if `error_if_nonfinite`.
     """
-    finished = [bucket for bucket in buckets if bucket.gradient.finished is not None]
-    gradients = [bucket.gradient for bucket in finished]
-    given = [(bucket.gradient.contribution() for bucket in finished if bucket.is_primary)]
+    finished = [bucket for bucket in buckets if bucket.gradient.finished.exists]
+    gradients = [bucket.gradient.finished for bucket in finished]
+    given = [(bucket.gradient.finished.contribution() for bucket in finished if bucket.is_primary)]
     wide = torch.promote_types(sharding.precision.accumulate, torch.float32)  # than which torch's factor is no wider
     total = norms(given, sharding, norm_type, beside=sharding.axes.stages)[0].to(wide)
     if error_if_nonfinite and not math.isfinite(total):
@@ -52,7 +52,7 @@ def norms(
     """The p-norm of each group of tensors over all ranks, fp64 [number of groups]. Collective.
 
     Args:
-        groups: what this rank gives of each, as `Gradient.contribution`, None for nothing; one after the other.
+        groups: what this rank gives of each, as `FinishedGradient.contribution`, None for nothing; one after the other.
         kind: the p; infinity for the maximum.
         beside: axes whose ranks give other parameters to the same groups.
     """
@@ -68,7 +68,7 @@ def _power(parts: Iterable[Tensor | None], kind: float, device: torch.device) ->
     local = [_norm(part, kind) for part in parts if part is not None]
     if not local:
         return torch.zeros((), dtype=torch.float64, device=device)
-    every = stacked(local, device)
+    every = _stacked(local, device)
     return every.max() if kind == float("inf") else (every**kind).sum()
 
 
@@ -87,7 +87,15 @@ def _norm(part: Tensor, kind: float) -> Tensor:
     return norms_of(torch.cat(parts).double(), kind)  # type: ignore[no-any-return]
 
 
-def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
+def overflowed(buckets: Iterable[Bucket], sharding: ShardingSpec) -> bool:
+    """Whether any rank holds a finished gradient that is not finite. Collective, and the host waits for it."""
+    axes, known = sharding.axes, (bucket.gradient.finished.is_finite() for bucket in buckets)
+    finite = [each for each in known if each is not None]
+    every = _stacked(finite, axes.device).all() if finite else torch.ones((), dtype=torch.bool, device=axes.device)
+    return bool(axes.maximum(every.logical_not().long().view(1), axes.with_stages).item())
+
+
+def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """0-d tensors as one of [len(values)] on `device`; what lies on the host gets there in one copy, and comes last."""
     parts = ([value for value in values if (value.device == device) is there] for there in (True, False))
     return torch.cat([torch.stack(part).to(device) for part in parts if part])

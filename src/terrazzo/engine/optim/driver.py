@@ -9,26 +9,22 @@ optimizers of one model, each has its own parameters, and leaves those of the ot
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.accord.hyper_parameters import HyperParameters
 from terrazzo.engine.accord.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.buffer import Buffer
-from terrazzo.engine.buckets.summed import SummedGradient
-from terrazzo.engine.optim.clipping import stacked
+from terrazzo.engine.optim.clipping import overflowed
 from terrazzo.engine.optim.groups import ParamGroups
-from terrazzo.engine.optim.kept import KeptStates
-from terrazzo.engine.optim.matrices import MatrixSteps
-from terrazzo.engine.optim.protocols import Driven, NoUpdates, OffDeviceUpdates
+from terrazzo.engine.optim.matrix_steps import MatrixSteps
+from terrazzo.engine.optim.on_device import DeviceUpdates
+from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
-from terrazzo.engine.optim.stepper import Stepper, bring_home
 from terrazzo.engine.optim.stock import hyper_parameters, move_step_hooks
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.optim.zeroing import note_zeroed
@@ -53,7 +49,6 @@ class OptimizerDriver:
     Attributes:
         groups: its param groups.
         buckets: those with parameters of its own.
-        segments: what the optimizer steps.
         background: updates away from the device.
         reference: to the optimizer, weak.
         kind: the class that it was of.
@@ -64,45 +59,33 @@ class OptimizerDriver:
         self.units, self.progress, self.schedule = model.units, model.progress, model.schedule
         self.sharding = self.units[0].sharding
         self.groups = ParamGroups(optimizer, first)
-        self._stepping = False
         self._unpublished = False  # from the first change of master weights until the step's end
         self._skipping: Settings | None = None  # a step that overflowed, and what there was before it
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups.numbers)
         self.buckets = list(self._owned)
-        self.segments = segments_of(self.buckets, dict(zip(self.groups.numbers, templates, strict=True)))
+        self.groups.segments = segments_of(self.buckets, dict(zip(self.groups.numbers, templates, strict=True)))
         groups = dict(zip(self.groups.numbers, optimizer.param_groups, strict=True))
         of_matrices = {number: group for number, group in groups.items() if is_matrix_group(optimizer, group)}
-        self._matrices = MatrixSteps(self.buckets, of_matrices)
-        self.background: OffDeviceUpdates = NoUpdates()
+        self._on_device = DeviceUpdates(self.sharding.precision, first, MatrixSteps(self.buckets, of_matrices))
+        self.background = OffDeviceUpdates()
         scaling = self.sharding.precision.loss_scaling
         self.loss_scale = DynamicLossScale(scaling) if scaling else LossScale()
         self.reference, self._retired, self.kind = weakref.ref(optimizer), False, type(optimizer)
-        self._moments_differ = self.sharding.precision.moments != self.sharding.precision.master
         self.progress.hyper_parameters[first] = HyperParameters(hyper_parameters(optimizer))
         before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
         self._step_hooks = (before.id, after.id)
         self.stay_innermost(optimizer)
 
-    def _fill_groups(self) -> None:
-        if self._stepping:
-            self.groups.hold_segments(each for each in self.segments if not self._is_stepped_apart(each))
-        else:
-            self.groups.hold_parameters()
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """What the optimizer steps."""
+        return self.groups.segments
 
     def stay_innermost(self, optimizer: Optimizer) -> None:
         """Have all hooks of others around its own: they see the parameters that the optimizer was built over."""
         before, after = self._step_hooks
         move_step_hooks(optimizer, last_before=before, first_after=after)
-
-    def _turn(self, stepping: bool) -> None:
-        self._stepping = stepping
-        self._fill_groups()
-
-    def _is_stepped_apart(self, segment: Segment) -> bool:
-        """Whether the optimizer's own step is to leave it alone, without a gradient too: it decays all, perhaps."""
-        apart = self._moments_differ or segment.bucket.updated_off_device or self._matrices.has(segment)
-        return self._skipping is not None or apart
 
     @property
     def model(self) -> Driven:
@@ -126,7 +109,7 @@ class OptimizerDriver:
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
 
-    def update_off_device(self, make: Callable[[Callable[[], list[Segment] | None]], OffDeviceUpdates]) -> None:
+    def update_off_device(self, make: Callable[[Callable[[], Sequence[Segment] | None]], OffDeviceUpdates]) -> None:
         """Have segments away from the device updated by what `make` returns; it is given what returns them."""
         self.background = make(weakly(self, lambda driver: driver.segments))
         self.schedule.on_finished(weakly(self, OptimizerDriver._reduced))
@@ -142,17 +125,8 @@ class OptimizerDriver:
 
     def await_states(self) -> None:
         """Return once no update away from the device writes states; a step itself does not wait for those it began."""
-        if not self._stepping:
+        if not self.groups.stepping:
             self.background.await_states()
-
-    def begin_restoring(self) -> None:
-        """All states are about to be restored."""
-        self.background.begin_restoring()
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """Whether parameters are updated while backward runs."""
-        return self.background.steps_in_backward
 
     def state_bytes(self) -> int:
         """What the optimizer keeps on the device, as it lies in memory."""
@@ -160,22 +134,11 @@ class OptimizerDriver:
         kept = [value for parameter in here for value in self.optimizer.state.get(parameter, {}).values()]
         return sum(value.nbytes for value in kept if isinstance(value, Tensor))
 
-    def await_scaling(self) -> None:
-        """Wait until no update scales what it was handed."""
-        self.background.await_scaling()
-
-    def prepare_clipping(self, max_norm: float) -> None:
-        """No update reads or scales gradients from now on; a `max_norm` of infinity only measures them.
-
-        Raises:
-            Misuse: where they have been used already.
-        """
-        self.background.prepare_clipping(max_norm)
-
     def retire(self) -> None:
         """Drive no longer, and let go of the model; nothing may be under way."""
-        self.buckets, self.segments, self.units, self._retired = [], [], (), True
-        self._owned, self.background, self._matrices = {}, NoUpdates(), MatrixSteps((), {})
+        self.buckets, self.groups.segments, self.units, self._retired = [], (), (), True
+        self._owned, self.background = {}, OffDeviceUpdates()
+        self._on_device = DeviceUpdates(self.sharding.precision, 0, MatrixSteps((), {}))
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -183,24 +146,16 @@ class OptimizerDriver:
         if is_inside_own_step(optimizer):
             return
         self._prepare(optimizer, (*args[1:2], kwargs.get("closure")))
-        if self.loss_scale.skips(self._overflowed):
+        if self.loss_scale.skips(lambda: overflowed(self.buckets, self.sharding)):
             self._skipping = Settings(optimizer)
-            self._fill_groups()
+            self.groups.skip_step()
             return
-        self._cut_segments(optimizer)
+        self.groups.recut([segment.cut(segment.seen, optimizer) for segment in self.segments])
         self._unpublished = True
         for bucket in self.buckets:
-            bucket.gradient.changes += 1  # it is in the hands of an optimizer, which may change it in place
+            bucket.gradient.finished.changes += 1  # it is in the hands of an optimizer, which may change it in place
         self.background.begin(optimizer)
-        here = [segment for segment in self.segments if not segment.bucket.updated_off_device]
-        finished = _handed_over([segment for segment in here if segment.due])
-        self._matrices.step(optimizer, here, lambda segment: _give_gradient(segment, finished))
-        here = [segment for segment in here if not self._matrices.has(segment)]
-        if self._moments_differ:
-            self._step_one_by_one(optimizer, here, finished)
-        else:
-            for segment in here:
-                _give_gradient(segment, finished)
+        self._on_device.begin(optimizer, self.segments)
 
     def _prepare(self, optimizer: Optimizer, closures: Iterable[object]) -> None:
         """Have segments in the optimizer's groups, without gradients, and masters and gradients that nobody changes.
@@ -224,15 +179,14 @@ class OptimizerDriver:
         self.groups.check(optimizer)
         self.groups.check_parameters(optimizer)
         self._skipping = None
-        self._turn(stepping=True)
-        self.drop_segment_gradients()
+        self.groups.begin_step(self._on_device.are_apart)
         for unit in self.units:
-            unit.finish_publishing()  # a step behind a step, with no forward between: what is sent is about to change
+            unit.weights.finish_publishing()  # behind a step, with no forward between: what is sent is about to change
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_inside_own_step(optimizer):
             return
-        self.restore_groups()
+        self.groups.end_step()
         if self._skipping is not None:
             self._skipping.put_back(optimizer)  # such as a count of steps: there was nothing to update
         self.progress.end_step()
@@ -253,61 +207,17 @@ class OptimizerDriver:
 
     def recover(self) -> None:
         """A step may have ended without a word, since it raised: weights are those that it has left. Collective."""
-        self.restore_groups()
+        self.groups.end_step()
         self._publish()
-
-    def restore_groups(self) -> None:
-        """A step has ended, be it by raising: the optimizer's groups hold parameters again."""
-        if self._stepping:
-            for segment in self.segments:
-                if isinstance(segment.bucket.master, Buffer):
-                    bring_home(segment.parameter, segment.bucket.master.part(segment.range))
-            self._turn(stepping=False)
-            self.drop_segment_gradients()
-
-    def drop_segment_gradients(self) -> None:
-        """Segments have gradients inside a step alone."""
-        for segment in self.segments:
-            segment.parameter.grad = None
-
-    def _cut_segments(self, optimizer: Optimizer) -> None:
-        self.recut([segment.cut(segment.seen, optimizer) for segment in self.segments])
-
-    def recut(self, parts: list[list[Segment]]) -> None:
-        """Put `parts` in the place of the segments that they were cut from."""
-        segments = [segment for pieces in parts for segment in pieces]
-        if segments != self.segments:
-            self.segments = segments
-            self._fill_groups()
-
-    def _step_one_by_one(
-        self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, SummedGradient]
-    ) -> None:
-        """Moments live in their own dtype: bring one segment's to the master's, step it alone, put them back."""
-        stepper = Stepper(optimizer, self.groups.numbers.start)  # the optimizer's own step is still to come
-        for segment in segments:
-            if segment.due or stepper.is_own:
-                _give_gradient(segment, finished)
-                KeptStates(segment).step(stepper, segment.parameter)
-                segment.parameter.grad = None
 
     @property
     def accumulating(self) -> bool:
         """Whether there are gradients of a step's earlier micro-batches, and not of its last."""
         return self.schedule.backward is not None or any(bucket.gradient.unfinished for bucket in self.buckets)
 
-    def _overflowed(self) -> bool:
-        """Whether any rank holds a non-finite gradient."""
-        axes, known = self.sharding.axes, (bucket.gradient.is_finite() for bucket in self.buckets)
-        finite = [each for each in known if each is not None]
-        every = stacked(finite, axes.device).all() if finite else torch.ones((), dtype=torch.bool, device=axes.device)
-        flag = every.logical_not().long().view(1)
-        overflow = axes.maximum(flag, axes.with_stages)
-        return bool(overflow.item())  # the one number of an fp16 step that the host waits for
-
     def forget(self, set_to_none: bool) -> None:
         """Gradients are about to be forgotten, or set to zero: no update uses them from now on."""
-        self.restore_groups()
+        self.groups.end_step()
         if not set_to_none:
             self.catch_up()  # an update may still read what is going to be zero
         self.background.forget(abandoned=True)
@@ -340,14 +250,3 @@ def _owned(buckets: Iterable[Bucket], groups: Collection[int]) -> dict[Bucket, l
     """By bucket the members that belong to one of `groups`, where there are any."""
     owned = {bucket: [i for i, member in enumerate(bucket.members) if member.group in groups] for bucket in buckets}
     return {bucket: own for bucket, own in owned.items() if own}
-
-
-def _handed_over(due: Sequence[Segment]) -> dict[Bucket, SummedGradient]:
-    """The finished gradients of these segments."""
-    buckets = {segment.bucket: None for segment in due}
-    return {b: b.gradient.handed_over([each.range for each in due if each.bucket is b]) for b in buckets}
-
-
-def _give_gradient(segment: Segment, finished: Mapping[Bucket, SummedGradient]) -> None:
-    if segment.due:
-        segment.parameter.grad = segment.gradient(finished[segment.bucket])

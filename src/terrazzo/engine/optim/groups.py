@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 
 from torch.optim import Optimizer
 
+from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.stepper import bring_home
 from terrazzo.errors import Misuse
 
 __all__ = ["ParamGroups"]
@@ -22,6 +24,8 @@ class ParamGroups:
     Attributes:
         numbers: of them among these.
         given: parameters of each, as the optimizer had them.
+        segments: of all of them; whoever makes these sets them.
+        stepping: whether this is inside of a step.
     """
 
     def __init__(self, optimizer: Optimizer, first: int) -> None:
@@ -29,23 +33,63 @@ class ParamGroups:
         self.numbers = range(first, first + len(self._listed))
         self.given = [tuple(group["params"]) for group in self._listed]
         self._names = [group.get("param_names") for group in self._listed]
+        self.segments: Sequence[Segment] = ()
+        self.stepping = False
+        self._apart: Callable[[Segment], bool] = _is_skipped
 
-    def hold_segments(self, segments: Iterable[Segment]) -> None:
-        """Have each group hold those of `segments` that are of it."""
+    def begin_step(self, apart: Callable[[Segment], bool]) -> None:
+        """Have each group hold its segments, none of which has a gradient.
+
+        Args:
+            apart: whether the optimizer's own step is to leave one alone, without a gradient too: it decays all,
+                perhaps.
+        """
+        self.stepping, self._apart = True, apart
+        self._fill()
+        self._drop_gradients()
+
+    def skip_step(self) -> None:
+        """Have the optimizer's own step leave all alone."""
+        self._apart = _is_skipped
+        self._fill()
+
+    def recut(self, parts: Sequence[Sequence[Segment]]) -> None:
+        """Put `parts` in the place of the segments that they were cut from."""
+        segments = [segment for pieces in parts for segment in pieces]
+        if segments != self.segments:
+            self.segments = segments
+            self._fill()
+
+    def end_step(self) -> None:
+        """A step has ended, be it by raising: groups hold what they were given, and new values are where they rest."""
+        if self.stepping:
+            for segment in self.segments:
+                if isinstance(segment.bucket.master, Buffer):
+                    bring_home(segment.parameter, segment.bucket.master.part(segment.range))
+            self.stepping, self._apart = False, _is_skipped
+            self._fill()
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Segments have gradients inside a step alone."""
+        for segment in self.segments:
+            segment.parameter.grad = None
+
+    def _fill(self) -> None:
+        if not self.stepping:
+            for given, names, group in zip(self.given, self._names, self._listed, strict=True):
+                group["params"] = [*given]
+                if names is not None:
+                    group["param_names"] = names
+            return
         by_group: dict[int, list[Segment]] = {number: [] for number in self.numbers}
-        for segment in segments:
-            by_group[segment.group].append(segment)
+        for segment in self.segments:
+            if not self._apart(segment):
+                by_group[segment.group].append(segment)
         for own, names, group in zip(by_group.values(), self._names, self._listed, strict=True):
             group["params"] = [segment.parameter for segment in own]
             if names is not None:
                 group["param_names"] = [segment.bucket.members[segment.first].name for segment in own]
-
-    def hold_parameters(self) -> None:
-        """Have each group hold what it was given."""
-        for given, names, group in zip(self.given, self._names, self._listed, strict=True):
-            group["params"] = [*given]
-            if names is not None:
-                group["param_names"] = names
 
     def check(self, optimizer: Optimizer) -> None:
         """Refuse groups that have been removed or reordered.
@@ -75,3 +119,8 @@ class ParamGroups:
                     "sharding, which its steps would not follow. Leave the list as it was: a parameter whose .grad is "
                     "None is not stepped, and optimizers are built anew with tz.attach."
                 )
+
+
+def _is_skipped(segment: Segment) -> bool:
+    """Of every segment, outside of a step and in one that is skipped."""
+    return True

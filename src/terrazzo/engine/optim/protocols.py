@@ -12,7 +12,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.schedule.schedule import Schedule
 
-__all__ = ["Driven", "NoUpdates", "OffDeviceUpdates"]
+__all__ = ["Driven", "OffDeviceUpdates"]
 
 
 class Driven(Protocol):
@@ -29,12 +29,14 @@ class Driven(Protocol):
         """Bring compute weights of some buckets in line with updated master weights."""
 
 
-class OffDeviceUpdates(Protocol):
-    """Updates of one model's units, however and when they are made: `Background`, where any state is off the device."""
+class OffDeviceUpdates:
+    """Updates of one model's units, however and when they are made; here none, since no state is off the device.
 
-    @property
-    def steps_in_backward(self) -> bool:
-        """Whether units are updated while backward runs."""
+    Attributes:
+        steps_in_backward: whether units are updated while backward runs.
+    """
+
+    steps_in_backward = False
 
     def unit_reduced(self, index: int, optimizer: Optimizer) -> None:
         """The gradients of a unit are finished."""
@@ -61,32 +63,8 @@ class OffDeviceUpdates(Protocol):
         """Wait until no update scales what it was handed."""
 
     def prepare_clipping(self, max_norm: float) -> None:
-        """No update reads or scales gradients from now on.
+        """No update reads or scales gradients from now on; a `max_norm` of infinity only measures them.
 
         Raises:
             Misuse: where they have been used already.
         """
-
-
-class NoUpdates(OffDeviceUpdates):
-    """Where no state is off the device."""
-
-    steps_in_backward = False
-
-    def unit_reduced(self, index: int, optimizer: Optimizer) -> None: ...
-
-    def begin(self, optimizer: Optimizer) -> None: ...
-
-    def end_step(self) -> None: ...
-
-    def forget(self, abandoned: bool = False) -> None: ...
-
-    def begin_restoring(self) -> None: ...
-
-    def catch_up(self) -> None: ...
-
-    def await_states(self) -> None: ...
-
-    def await_scaling(self) -> None: ...
-
-    def prepare_clipping(self, max_norm: float) -> None: ...

@@ -64,7 +64,7 @@ class Segment:
     @property
     def due(self) -> bool:
         """Whether there is a finished gradient for it on any rank."""
-        return self.bucket.gradient.finished is not None and self.seen[0]
+        return self.bucket.gradient.finished.exists and self.seen[0]
 
     def gradient(self, finished: SummedGradient) -> Tensor:
         """This rank's part of the finished gradient, scaled, in the master's dtype."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.offload.needs import disk_bytes, host_bytes, need_of
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segment import held_range, runs
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.traffic import Traffic
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse

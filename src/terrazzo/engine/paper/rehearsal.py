@@ -22,14 +22,14 @@ from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.links.transfer import Handle, Moves, Released
-from terrazzo.engine.optim.matrices import rehearse_matrices
+from terrazzo.engine.optim.matrix_steps import rehearse_matrices
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.plan.elsewhere import Stages
 from terrazzo.engine.plan.sharding import ShardingSpec
 from terrazzo.engine.plan.spec import BucketSpec, MoveBytes, Pass, When
 from terrazzo.engine.schedule.order import contains
 from terrazzo.engine.schedule.schedule import Schedule
-from terrazzo.engine.schedule.stages import StagedSchedule
+from terrazzo.engine.schedule.staged import StagedSchedule
 
 __all__ = ["PaperStep", "PaperUnit", "parameters_of", "rehearse"]
 
@@ -84,7 +84,7 @@ def rehearse(units: Sequence[Unit], step: PaperStep, templates: Templates = ()) 
             else:
                 _backward(staged, paper)
         staged.end_step()
-        staged.finish()
+        staged.end_backward()
         _record_control(sharding, traffic, flags_numel(units))
     if sharding.precision.loss_scaling:
         _record_control(sharding, traffic, 1)  # overflow
@@ -132,7 +132,7 @@ def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
         coming.sort(key=lambda each: each[0])
     come(until=-1)
     backward.end()
-    schedule.finish()
+    schedule.end_backward()
 
 
 def _meet(sharding: ShardingSpec, traffic: Traffic) -> int:
@@ -184,8 +184,8 @@ class PaperUnit:
     ) -> None:
         self.name, self.index, self.side = name, index, side
         self.buckets = [PaperBucket(bucket, tally) for bucket in buckets]
+        self.weights = PaperWeights(self.buckets)
         self.has_gradients = any(bucket.trainable for bucket in buckets)
-        self.regathered = any(bucket.regathered for bucket in buckets)
         self.fills_gradually = self.has_gradients and not compiled
         self.gradients: list[PaperGradient] = []
         self.last_place: float = math.inf
@@ -215,34 +215,6 @@ class PaperUnit:
     def half_filled(self) -> bool:
         return 2 * self._filled_numel >= sum(gradient.numel for gradient in self.gradients)
 
-    @property
-    def at_hand(self) -> bool:
-        return all(bucket.present for bucket in self.buckets)
-
-    def gather(self, label: Label, from_rest: bool = False) -> None:
-        for bucket in self.buckets:
-            bucket.gather()
-
-    def advance(self) -> None:
-        """Nothing is under way on paper."""
-
-    def wait(self) -> None:
-        for bucket in self.buckets:
-            bucket.drop_held()
-
-    def rest_between(self) -> None:
-        for bucket in self.buckets:
-            bucket.rest_between()
-
-    def release(self) -> None:
-        for bucket in self.buckets:
-            bucket.release()
-
-    def rest(self) -> None:
-        for bucket in self.buckets:
-            bucket.release()
-            bucket.drop_held()
-
     def accumulate_gradients(self, this_pass: Pass) -> None:
         for bucket in self.buckets:
             bucket.accumulate_gradients(this_pass)
@@ -264,6 +236,42 @@ class PaperUnit:
         for bucket in self.buckets:
             if bucket.spec.trainable:
                 yield from bucket.reduce(last=denominator is not None)
+
+
+class PaperWeights:
+    """Those of a unit on paper."""
+
+    def __init__(self, buckets: Sequence[PaperBucket]) -> None:
+        self._buckets = buckets
+        self.regathered = any(bucket.spec.regathered for bucket in buckets)
+
+    @property
+    def at_hand(self) -> bool:
+        return all(bucket.present for bucket in self._buckets)
+
+    def gather(self, label: Label, from_rest: bool = False) -> None:
+        for bucket in self._buckets:
+            bucket.gather()
+
+    def advance(self) -> None:
+        """Nothing is under way on paper."""
+
+    def wait(self) -> None:
+        for bucket in self._buckets:
+            bucket.drop_held()
+
+    def rest_between(self) -> None:
+        for bucket in self._buckets:
+            bucket.rest_between()
+
+    def release(self) -> None:
+        for bucket in self._buckets:
+            bucket.release()
+
+    def rest(self) -> None:
+        for bucket in self._buckets:
+            bucket.release()
+            bucket.drop_held()
 
 
 class PaperBucket:

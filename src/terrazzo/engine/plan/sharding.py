@@ -72,6 +72,7 @@ class ShardingSpec:
     def contributed_over(self) -> tuple[str, ...]:
         """The axes over which what ranks give of gradients is to be added, that each element counts once.
 
-        Where families are split over other groups of ranks, these are all of the mesh: see `Gradient.contribution`.
+        Where families are split over other groups of ranks, these are all of the mesh: see
+        `FinishedGradient.contribution`.
         """
         return self.axes.every if self.axes.has_experts else (*self.plan.optim.axes, *self.axes.beside)

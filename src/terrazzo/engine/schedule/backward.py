@@ -97,9 +97,9 @@ class BackwardPass:
         self._weights.expect_backward(unit)
 
     def _await(self, unit: Runnable) -> None:
-        if not unit.at_hand:
+        if not unit.weights.at_hand:
             self._straying.ask_for(unit, self)
-        unit.wait()
+        unit.weights.wait()
 
     def gradient_came(self, unit: Runnable) -> None:
         """To a parameter of `unit`."""
@@ -109,7 +109,7 @@ class BackwardPass:
             self.late.add(unit.index)
 
     def end(self) -> None:
-        """Autograd is done: run the program to its end. `Schedule.finish` must follow."""
+        """Autograd is done: run the program to its end, and start the last sums, for which `Schedule` waits."""
         self.run_to_end()
         self._straying.serve(self)
         self._weights.end_backward()
@@ -122,7 +122,7 @@ class BackwardPass:
         last = len(self._order.backward) - 1
         if self._cursor <= last:
             self._go_on_to(last)
-            self._weights.units[self._order.backward[last]].wait()
+            self._weights.units[self._order.backward[last]].weights.wait()
 
     def _go_on_to(self, position: int) -> None:
         """Run the program up to `position`: the same calls in the same order on every rank."""
@@ -136,16 +136,16 @@ class BackwardPass:
             running = units[order.backward[step]]
             self._gather(order.backward[step : order.region_ends[step] + 1])
             ahead = order.backward[step + 1 : step + 1 + self._weights.prefetch]
-            ahead = tuple(index for index in ahead if units[index].regathered)
+            ahead = tuple(index for index in ahead if units[index].weights.regathered)
             go_on = self._go_on_in_step if running.side is None else self._go_on_beside
             go_on(running, ended, ahead)
             if step < position:
-                running.wait()
+                running.weights.wait()
         self._cursor = position + 1
 
     def _go_on_beside(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
         """Reductions run beside the computation: gathers of what comes next follow right behind them."""
-        running.wait()  # its gradient's memory comes behind what has had a unit's time, and no more
+        running.weights.wait()  # its gradient's memory comes behind what has had a unit's time, and no more
         self._reductions.advance()
         if self.this_pass is not Pass.DROPS:  # which are not reduced: their memory is the computation's
             running.expect_gradients(self.this_pass)

@@ -47,10 +47,10 @@ class ForwardPass:
         if (position := position_from(self._cursor, self._order.forward, unit.index)) is not None:
             self._pass_by(position)
             self._come_to(position)
-        if not unit.at_hand:
+        if not unit.weights.at_hand:
             self._straying.ask_for(unit, self)
         self._running[unit.index] += 1
-        unit.wait()
+        unit.weights.wait()
 
     def leave(self, unit: Runnable, *, announced: bool = True, recomputed: bool = False) -> None:
         """Forward of `unit` has ended.
@@ -92,7 +92,7 @@ class ForwardPass:
         for skipped in range(self._cursor, position):
             self._come_to(skipped)
             unit = self._weights.units[self._order.forward[skipped]]
-            unit.wait()
+            unit.weights.wait()
             if not self._running[unit.index]:
                 self._weights.put_down(unit, self.backward_follows)
 

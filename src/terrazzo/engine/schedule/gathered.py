@@ -40,10 +40,10 @@ class GatheredWeights:
         """The program comes to these units: start gathering those that it does not have here."""
         for index in indices:
             if index in self.here:
-                self.units[index].advance()
+                self.units[index].weights.advance()
             else:
                 self.here.add(index)
-                self.units[index].gather(self.label(purpose, index, number))
+                self.units[index].weights.gather(self.label(purpose, index, number))
 
     def gather_ahead(self, count: int) -> None:
         """From now on, at least so many units ahead of the running one."""
@@ -73,11 +73,12 @@ class GatheredWeights:
     def put_down(self, unit: Runnable, backward_follows: bool) -> None:
         """A forward of `unit` has ended."""
         if unit.index not in self._until_end:
-            unit.rest_between() if backward_follows else unit.release()
+            unit.weights.rest_between() if backward_follows else unit.weights.release()
 
     def leave_forward(self, left: Iterable[int], backward_follows: bool) -> None:
         """The program has left these units in a forward."""
-        self.here.difference_update(index for index in left if not backward_follows or self.units[index].regathered)
+        put_down = (index for index in left if not backward_follows or self.units[index].weights.regathered)
+        self.here.difference_update(put_down)
 
     def end_forward(self, backward_follows: bool) -> None:
         """A forward has ended everywhere: put down what no announced backward will."""
@@ -89,16 +90,16 @@ class GatheredWeights:
         self.here.clear()
         for unit in (unit for unit in self.units if unit.index not in self._until_end):
             with contextlib.suppress(RuntimeError, OSError):  # a gather that failed does so again
-                unit.release()
+                unit.weights.release()
 
     def leave_backward(self, unit: Runnable, is_over: bool) -> None:
         """The program has left `unit` in a backward; `is_over` if this rank has, too."""
-        if not self._lasts or unit.regathered:
+        if not self._lasts or unit.weights.regathered:
             self.here.discard(unit.index)
         if self._lasts and is_over:
             self.put_down(unit, backward_follows=True)
         elif unit.index not in self._awaited and is_over:
-            unit.rest()
+            unit.weights.rest()
 
     def end_backward(self) -> None:
         """A backward has ended everywhere."""
@@ -122,14 +123,14 @@ class GatheredWeights:
     def rest(self) -> None:
         """A step is over: every unit back to the plan's `weight` place."""
         self._clear()
-        do_all(unit.rest for unit in self.units)
+        do_all(unit.weights.rest for unit in self.units)
 
     def abandon_step(self) -> None:
         """The same where a pass of it raised."""
         self._clear()
         for unit in self.units:
             with contextlib.suppress(RuntimeError, OSError):
-                unit.rest()
+                unit.weights.rest()
 
     def _clear(self) -> None:
         self._lasts = False

@@ -27,7 +27,7 @@ class Reductions:
     """The sums of several units' gradients, oldest first. The schedule alone calls this.
 
     Each is a chain of collectives. Chains start in the order of the program and move on when somebody passes by, at
-    points of the program too, so all ranks issue the same collectives in the same order. `finish` or `abandon` ends a
+    points of the program too, so all ranks issue the same collectives in the same order. `wait` or `abandon` ends a
     backward: no sum outlives it.
 
     Args:
@@ -79,8 +79,8 @@ class Reductions:
         moves = unit.reduce(self._denominator() if last else None)
         self._sums.append(_Sum(unit.index, last, Transfer(moves, label, unit.side)))
 
-    def finish(self) -> None:
-        """Wait for all, oldest first."""
+    def wait(self) -> None:
+        """Return once all have ended, oldest first."""
         for each in self._sums:
             each.transfer.finish()
             self._tell(each)

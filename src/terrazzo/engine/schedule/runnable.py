@@ -12,39 +12,15 @@ from terrazzo.engine.plan.spec import Pass
 __all__ = ["Runnable"]
 
 
-class Runnable(Protocol):
-    """Parameters whose full weights come and go together, and whose gradients are summed together.
+class RunnableWeights(Protocol):
+    """Full weights that come and go together.
 
-    A schedule asks the same of it on every rank, in the same order; what it starts, it ends itself.
+    A schedule asks the same of them on every rank, in the same order; what it starts, it ends itself.
     """
-
-    @property
-    def index(self) -> int:
-        """The unit's place in the order of registration."""
-
-    @property
-    def name(self) -> str:
-        """The name of its module in the model; empty for the root."""
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether any of its parameters is trained."""
 
     @property
     def regathered(self) -> bool:
         """Whether backward gathers weights again that forward has put down."""
-
-    @property
-    def fills_gradually(self) -> bool:
-        """Whether gradients come one after the other while its backward runs, and not all at its end."""
-
-    @property
-    def half_filled(self) -> bool:
-        """Whether gradients for half of its trainable elements, or more, are here."""
-
-    @property
-    def side(self) -> Side | None:
-        """Where its chains of collectives run; None where the host waits for each."""
 
     @property
     def at_hand(self) -> bool:
@@ -71,6 +47,38 @@ class Runnable(Protocol):
 
     def rest(self) -> None:
         """Go back to the plan's `weight` place alone."""
+
+
+class Runnable(Protocol):
+    """Parameters whose weights are gathered together, and whose gradients are summed together."""
+
+    @property
+    def index(self) -> int:
+        """The unit's place in the order of registration."""
+
+    @property
+    def name(self) -> str:
+        """The name of its module in the model; empty for the root."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any of its parameters is trained."""
+
+    @property
+    def weights(self) -> RunnableWeights:
+        """Of all its parameters."""
+
+    @property
+    def fills_gradually(self) -> bool:
+        """Whether gradients come one after the other while its backward runs, and not all at its end."""
+
+    @property
+    def half_filled(self) -> bool:
+        """Whether gradients for half of its trainable elements, or more, are here."""
+
+    @property
+    def side(self) -> Side | None:
+        """Where its chains of collectives run; None where the host waits for each."""
 
     def expect_gradients(self, this_pass: Pass) -> None:
         """Have memory for gradients that its backward, which begins, will bring."""

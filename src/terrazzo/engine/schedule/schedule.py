@@ -42,7 +42,7 @@ class Schedule:
         this_pass: what becomes of the gradients of backwards that begin from now on.
         ends_model: whether what the forward returns is the model's own output, and not what its next stage is given.
         forward: the model's own, while it runs; None in that of a unit which the user calls alone.
-        backward: the one that has begun and not come to `finish`; stays where one raised.
+        backward: the one that has begun and not come to `end_backward`; stays where one raised.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class Schedule:
         )
         return self.backward
 
-    def finish(self) -> None:
-        """The backward has ended: wait for every reduction under way."""
-        self._reductions.finish()
+    def end_backward(self) -> None:
+        """All sums of the backward have been started: wait for them."""
+        self._reductions.wait()
         self.backward = None
 
     @property
@@ -159,9 +159,9 @@ class Schedule:
 
     def enter_alone(self, unit: Runnable) -> None:
         """Every rank calls a unit itself; returns once its weights may be read."""
-        if unit.index not in self._weights.here or not unit.at_hand:
+        if unit.index not in self._weights.here or not unit.weights.at_hand:
             self._gather_outside(unit)
-        unit.wait()
+        unit.weights.wait()
 
     def leave_alone(self, unit: Runnable, announced: bool) -> None:
         """That call has ended; `announced` if its backward will be."""
@@ -180,18 +180,18 @@ class Schedule:
     def put_back(self, unit: Runnable) -> None:
         """The reverse of `gather_early`."""
         self._weights.here.discard(unit.index)
-        unit.rest()
+        unit.weights.rest()
 
     def gather_all(self) -> None:
         """Full weights of every unit, until `rest`."""
         for unit in self.units:
             self._gather_outside(unit)
         for unit in self.units:
-            unit.wait()
+            unit.weights.wait()
 
     def rest(self) -> None:
         """Every unit back to the plan's `weight` place."""
         self._weights.rest()
 
     def _gather_outside(self, unit: Runnable) -> None:
-        unit.gather(self._weights.label(Purpose.OUTSIDE, unit.index), from_rest=True)
+        unit.weights.gather(self._weights.label(Purpose.OUTSIDE, unit.index), from_rest=True)

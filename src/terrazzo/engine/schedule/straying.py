@@ -65,11 +65,11 @@ class Straying:
 
     def _gather_for_others(self, asked: int, during: _Pass) -> None:
         unit = self._weights.units[asked - 1]
-        was_at_hand = unit.at_hand
+        was_at_hand = unit.weights.at_hand
         self._gather(unit)
-        unit.wait()
+        unit.weights.wait()
         if not was_at_hand:
             self._weights.put_down(unit, during.backward_follows)
 
     def _gather(self, unit: Runnable) -> None:
-        unit.gather(self._weights.label(Purpose.STRAY, unit.index), from_rest=True)
+        unit.weights.gather(self._weights.label(Purpose.STRAY, unit.index), from_rest=True)

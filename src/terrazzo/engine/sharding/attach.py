@@ -20,8 +20,9 @@ from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups, choose_kernel
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.runtime import device as devices
-from terrazzo.engine.sharding.checks import check_several, optimizer_facts, state_facts
-from terrazzo.engine.sharding.matrices import check_matrices
+from terrazzo.engine.sharding.checks import check_several
+from terrazzo.engine.sharding.compared import optimizer_facts, state_facts
+from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.states.restore import reading, restore_optimizer
 from terrazzo.errors import Misuse
 

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.aliases import check_views
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameter import link_of
+from terrazzo.engine.buckets.parameter import note_of
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.backends import backend_of
-from terrazzo.engine.model.digest import digest
-from terrazzo.engine.model.together import check_agreement
+from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.model.wrappers import check_unwrapped
-from terrazzo.engine.offload.settings import Offload
-from terrazzo.engine.optim.settings import NOT_HYPER
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.plan.axes import BESIDE, STAGES, Axes
-from terrazzo.engine.plan.partition import UnitSpec
 from terrazzo.engine.plan.place import DATA_AXES, Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.runtime import device as devices
@@ -42,10 +36,6 @@ __all__ = [
     "check_offload",
     "check_precision",
     "check_several",
-    "check_versions",
-    "model_facts",
-    "optimizer_facts",
-    "state_facts",
     "warn_of_unused",
 ]
 
@@ -86,13 +76,13 @@ def check_model(model: nn.Module) -> None:
         BadInput: for what cannot be laid out flat.
     """
     _check_module(model)
-    sharded = [name for name, module in model.named_modules() if hasattr(module, "_terrazzo")]
+    sharded = [name for name, module in model.named_modules() if is_sharded(module)]
     if sharded:
         which = f"Its module {sharded[0]!r}" if sharded[0] else f"This {type(model).__name__}"
         raise Misuse(f"{which} is already sharded. Build a new model to shard it differently.")
     check_unwrapped(model)
     parameters = dict(model.named_parameters())
-    taken = [name for name, parameter in parameters.items() if link_of(parameter) is not None]
+    taken = [name for name, parameter in parameters.items() if note_of(parameter) is not None]
     if taken:
         raise Misuse(
             f"{listed(taken)}: parameters of a model that is sharded already, and only one may gather and step "
@@ -269,37 +259,13 @@ def check_graphs(units: Iterable[Unit], device: torch.device) -> None:
         BadInput: there.
     """
     for unit in units:
-        if devices.is_cuda(device) and unit.captured and unit.transient:
+        if devices.is_cuda(device) and unit.captured and unit.weights.transient:
             raise BadInput(
                 f"{unit.title}: compiled into CUDA graphs (mode 'reduce-overhead' or 'max-autotune'), which read "
                 "weights at fixed addresses, and this plan frees them between uses. "
                 "Compile with mode=None or 'max-autotune-no-cudagraphs', or a plan that keeps weights whole: zero0, "
                 "zero1 or zero2 in fp32."
             )
-
-
-def check_versions(axes: Axes) -> None:
-    """Refuse ranks that run other versions; before anything else is exchanged.
-
-    Raises:
-        BadInput: on every rank.
-    """
-    check_agreement(axes, versions(), "Install the same on every machine.")
-
-
-@functools.cache
-def _own_version() -> str:
-    """What is installed is looked up in its files, which takes as long as some models."""
-    try:
-        return version("terrazzo")
-    except PackageNotFoundError:  # the code is here all the same, on Python's path
-        return "source"
-
-
-def versions() -> dict[str, object]:
-    """The versions that all ranks must have alike."""
-    python = "{}.{}".format(*sys.version_info)
-    return {"terrazzo version": _own_version(), "torch version": torch.__version__, "python version": python}
 
 
 def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -> None:
@@ -353,36 +319,3 @@ def warn_of_unused(plan: Plan, offload: Offload, activations: bool) -> None:
                 f"{plan.name}: {why}. Leave {'them' if len(given) > 1 else 'it'} out, or place states there, as plan "
                 f"'zero3@{tier}' does."
             )
-
-
-def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
-    """The class of an optimizer and the hyper-parameters of its groups, for `check_agreement`."""
-    if optimizer is None:
-        return []
-    plain = (bool, int, float, str, type(None), list, tuple)
-    numbers = [
-        {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
-        for group in optimizer.param_groups
-    ]
-    groups = [{k: v for k, v in g.items() if k not in NOT_HYPER and isinstance(v, plain)} for g in numbers]
-    return [type(optimizer).__name__, *groups]
-
-
-def state_facts(optimizer: Optimizer) -> list[object]:
-    """Digests of what it keeps for each parameter already, for `check_agreement`: each rank goes on with its own."""
-    stepped = [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
-    return [
-        [number, {kind: int(digest(v)) if isinstance(v, Tensor) else v for kind, v in kept.items()}]
-        for number, kept in enumerate(stepped)
-        if kept
-    ]
-
-
-def model_facts(specs: Sequence[UnitSpec]) -> dict[str, list[list[object]]]:
-    """Names, shapes, dtypes and groups of every unit's parameters, for `check_agreement`."""
-    return {
-        spec.name: [
-            [m.name, list(m.shape), str(m.parameter.dtype), m.trainable, m.group, m.family.value] for m in spec.members
-        ]
-        for spec in specs
-    }

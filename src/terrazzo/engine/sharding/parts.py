@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.links.traffic import Traffic
+from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
 from terrazzo.engine.plan.elsewhere import stages_of
 from terrazzo.engine.plan.family import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Family, record_of
@@ -155,7 +156,7 @@ def check_uncut(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         held = (attribute for attribute, _ in module.named_parameters(recurse=False))
-        if hasattr(module, "_terrazzo") or any(record_of(module, attribute) is not None for attribute in held):
+        if is_sharded(module) or any(record_of(module, attribute) is not None for attribute in held):
             raise Misuse(
                 f"tz.parallelize was given a model that has been cut or sharded already (at {name or 'its root'!r}). "
                 "Call it once, before tz.shard, on a model that is whole."

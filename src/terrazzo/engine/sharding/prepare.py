@@ -19,7 +19,7 @@ from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.activations import offloading_of
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.elementwise import check_optimizer
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups
@@ -43,13 +43,10 @@ from terrazzo.engine.sharding.checks import (
     check_offload,
     check_precision,
     check_several,
-    check_versions,
-    model_facts,
-    optimizer_facts,
-    state_facts,
     warn_of_unused,
 )
-from terrazzo.engine.sharding.matrices import check_matrices
+from terrazzo.engine.sharding.compared import check_versions, model_facts, optimizer_facts, state_facts
+from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.parts import check_experts_shared, check_parts, check_sequences, check_stages
 from terrazzo.engine.states.materialize import check_initializable
 from terrazzo.errors import BadInput

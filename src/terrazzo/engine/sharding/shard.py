@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.accord.pass_end import meet, weights_are_split
 from terrazzo.engine.accord.progress import Denominator, Progress
-from terrazzo.engine.border.gradients import show_gradients
 from terrazzo.engine.border.measured import let_measure
 from terrazzo.engine.border.module import make_sharded_module
+from terrazzo.engine.border.shown import show_gradients
 from terrazzo.engine.border.unattached import watch_steps
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.loop.hooks import Hooks
@@ -26,7 +26,7 @@ from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.model.wrappers import watch_wrapping
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import need_of
-from terrazzo.engine.offload.settings import Offload
+from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock import orphans
 from terrazzo.engine.optim.template import Templates
@@ -38,7 +38,7 @@ from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.runtime.pages import keep_freed, return_freed
 from terrazzo.engine.schedule.schedule import Schedule
-from terrazzo.engine.schedule.stages import StagedSchedule
+from terrazzo.engine.schedule.staged import StagedSchedule
 from terrazzo.engine.schedule.straying import Meet
 from terrazzo.engine.sharding.attach import put_on
 from terrazzo.engine.sharding.parts import exchanged_along

@@ -11,7 +11,7 @@ from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.plan.elsewhere import as_one
 from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.engine.states.state import ModelState
+from terrazzo.engine.states.model_state import ModelState
 
 __all__ = ["Listed", "listing"]
 

@@ -204,7 +204,7 @@ class OptimizerStates:
 
         self.engine.settle()
         with torch.no_grad():
-            self._driver.begin_restoring()
+            self._driver.background.begin_restoring()
             restore_optimizer(self._driver, read)
 
     def _check_kinds(self, given: Mapping[str, Mapping[str, Any]]) -> None:

@@ -64,7 +64,7 @@ def restore_optimizer(driver: OptimizerDriver, read: Read) -> None:
     for segment in driver.segments:
         labels = [_label(_read_fixed(slot, segment.template, read)) for slot in _slots(segment)]
         parts.append(segment.cut(labels, optimizer))
-    driver.recut(parts)
+    driver.groups.recut(parts)
     for segment in driver.segments:
         fixed = _read_fixed(_slots(segment)[0], segment.template, read, segment.device)
         if fixed is not None:

@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.traces.asides import put_aside
 from terrazzo.engine.traces.listeners import before_gradient
+from terrazzo.engine.traces.module_tree import modules_inside
 from terrazzo.engine.traces.outputs import PLAIN, leaves_of
-from terrazzo.engine.traces.tree import modules_inside
 
 __all__ = ["Announcements"]
 
@@ -48,11 +48,11 @@ class Announcements:
                 _, earlier = self._on_leaves.get((unit.index, id(leaf)), (0, None))
                 if earlier is not None:
                     earlier.remove()
-                self._on_leaves[unit.index, id(leaf)] = unit.generation, handle
+                self._on_leaves[unit.index, id(leaf)] = unit.weights.generation, handle
         return bool(differentiable), opaque
 
     def leave_leaves(self) -> None:
         """Leaves that a forward has returned, such as a parameter, may be kept: their hooks go as weights change."""
-        changed = [key for key, (was, _) in self._on_leaves.items() if was != self._units[key[0]].generation]
+        changed = [key for key, (was, _) in self._on_leaves.items() if was != self._units[key[0]].weights.generation]
         for key in changed:
             self._on_leaves.pop(key)[1].remove()

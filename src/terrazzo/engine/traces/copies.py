@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from terrazzo.engine.buckets.full import Storages
 from terrazzo.engine.buckets.parameter import Refusing
 from terrazzo.engine.traces.outputs import leaves_of, map_tensors
 from terrazzo.errors import Misuse
@@ -20,10 +19,10 @@ class Copies:
     """Makes copies of gathered weights where somebody may keep them.
 
     Args:
-        storages: addresses of those that gathered weights lie in.
+        storages: that gathered weights lie in.
     """
 
-    def __init__(self, storages: Container[int]) -> None:
+    def __init__(self, storages: Storages) -> None:
         self._storages = storages
         self._latest: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
 
@@ -43,7 +42,7 @@ class Copies:
             value = state.get(prefix + name)
             if isinstance(value, Refusing) and value is not parameter:
                 raise Misuse(
-                    f"state_dict() of a module inside a sharded model: {value.terrazzo_link.name!r} "
+                    f"state_dict() of a module inside a sharded model: {value.terrazzo_note.name!r} "
                     "is split over ranks. Call it inside 'with tz.gathered(model):', or take the names that you want "
                     "out of tz.full_state_dict(model)."
                 )
@@ -56,9 +55,4 @@ class Copies:
                 state[prefix + name] = copy
 
     def _is_view(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, Refusing) or tensor.layout is not torch.strided:
-            return False
-        try:
-            return tensor.untyped_storage()._cdata in self._storages
-        except NotImplementedError:  # inside a transform of torch.func, say: no weight of ours
-            return False
+        return not isinstance(tensor, Refusing) and self._storages.unit_of(tensor) is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -55,13 +55,25 @@ def inside_backward() -> bool:
     return graph_task() != -1
 
 
-def on_backward(hooks: Any, index: int, generation: int, forward: int | None) -> Callable[[Any], None]:
-    """Tells `BackwardHooks`, once per backward, that it has reached one call of a unit, whichever of its outputs first.
+class BackwardListener(Protocol):
+    """Hears of the backwards of one model: its `BackwardHooks`."""
+
+    def start(self) -> object:
+        """The backward that is under way, which may begin with this."""
+
+    def enter(self, index: int, generation: int, forward: int | None) -> None:
+        """It comes to a call of a unit; the rest as of `on_backward`."""
+
+
+def on_backward(listener: BackwardListener, index: int, generation: int, forward: int | None) -> Callable[[Any], None]:
+    """Tells `listener`, once per backward, that it has reached one call of a unit, whichever of its outputs first.
 
     Args:
+        index: of the unit.
+        generation: of its weights at the time of the call.
         forward: number of the model's forward that the call was in.
     """
-    reference = weakref.ref(hooks)
+    reference = weakref.ref(listener)
     told: weakref.ref[Any] | None = None  # the last backward of which it has done so
 
     def backward(grads: Any) -> None:
@@ -71,7 +83,7 @@ def on_backward(hooks: Any, index: int, generation: int, forward: int | None) ->
         under_way = live.start()
         if told is None or told() is not under_way:
             told = weakref.ref(under_way)
-            live.enter(live.units[index], generation, forward)
+            live.enter(index, generation, forward)
 
     return backward
 

@@ -8,12 +8,12 @@ tensor that is kept, which is why it is not done always.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from terrazzo.engine.buckets.full import Storages
 from terrazzo.engine.runtime.private_torch import SavedHooks
 
 __all__ = ["SavedWeights", "others_watch", "packed_by"]
@@ -28,12 +28,12 @@ class SavedWeights:
     """Watches what autograd keeps between `begin` and `end`.
 
     Args:
-        units: index of the unit whose gathered weights lie in a storage, by the storage's address.
+        storages: that gathered weights lie in.
         use: told of a unit whose weights are about to be read; returns when they are there.
     """
 
-    def __init__(self, units: Mapping[int, int], use: Callable[[int], None]) -> None:
-        self._units, self._use = units, use
+    def __init__(self, storages: Storages, use: Callable[[int], None]) -> None:
+        self._storages, self._use = storages, use
         self._outer: Any = None
         self._watching = False
 
@@ -41,7 +41,7 @@ class SavedWeights:
         """Watch from now on, but not inside a region of `torch.utils.checkpoint`: that keeps no weights, and counts all
         that it is given.
         """
-        if not self._units or self._watching or packed_by("_checkpoint_hook") is not None:
+        if not self._storages or self._watching or packed_by("_checkpoint_hook") is not None:
             return
         if SavedHooks.are_on():
             self._outer = _top_hooks(ignore_is_tracing=False)
@@ -54,7 +54,7 @@ class SavedWeights:
             self._outer, self._watching = None, False
 
     def _pack(self, tensor: Tensor) -> _Packed:
-        unit = self._units.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+        unit = self._storages.unit_of(tensor)
         if unit is None and self._outer is not None:
             pack, unpack = self._outer
             return pack(tensor), 0, None, unpack

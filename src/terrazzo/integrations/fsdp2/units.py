@@ -17,7 +17,7 @@ def gather(engine: Engine, module: object) -> Callable[[], None]:
     """
     for unit in (unit for unit in engine.units if unit.module is module):
         engine.schedule.gather_early(unit)
-        return unit.wait
+        return unit.weights.wait
     return lambda: None
 
 

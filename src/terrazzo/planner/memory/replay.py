@@ -170,7 +170,7 @@ class _Player:
                 backward.enter(unit)
             elif event.kind == "end":
                 backward.end()
-                schedule.finish()
+                schedule.end_backward()
             else:
                 unit.accumulate(event.numel, backward.this_pass)
                 backward.gradient_came(unit)

@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
-from terrazzo.engine.links import peers
+from terrazzo.engine.links import neighbours
 from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.gloo import GlooCollectives
-from terrazzo.engine.links.peers import Memory, find_neighbours
+from terrazzo.engine.links.neighbours import Memory, find_neighbours
 from terrazzo.engine.links.traffic import Ledger, Traffic
 from terrazzo.engine.links.transfer import Transfer
 from tests.engine.links.test_collectives import (
@@ -61,7 +61,7 @@ def check_large_and_small() -> None:
 
 def mixed_machines() -> tuple[set[int], int]:
     machine = on_machine_of_its_own(dist.get_rank())
-    with patch.object(peers, "_machine", lambda: machine):
+    with patch.object(neighbours, "_machine", lambda: machine):
         check_large_and_small()
         return near_ranks(), along_world().receive_bytes(3 * (4 << 20))
 
@@ -106,7 +106,7 @@ def test_one_axis_may_span_near_and_far_ranks() -> None:
 
 def test_reads_another_process() -> None:
     code = (
-        "import time, torch; from terrazzo.engine.links import peers; peers._permission.hold();"
+        "import time, torch; from terrazzo.engine.links import neighbours; neighbours._permission.hold();"
         "t = torch.arange(100_000); print(t.data_ptr(), flush=True); time.sleep(60)"
     )
     child = programs.Program("-c", code)

@@ -46,7 +46,7 @@ class GatheredBlocks:
         Raises:
             Misuse: there.
         """
-        if self._inside == "write" and any(unit.transient for unit in self._units):
+        if self._inside == "write" and any(unit.weights.transient for unit in self._units):
             raise Misuse(_INSIDE)
 
     def show_changed(self) -> None:
@@ -67,14 +67,14 @@ class GatheredBlocks:
         outer = self._inside
         members = [member for bucket in self._buckets for member in bucket.members]
         named: dict[str, Tensor] = {name: member.parameter for member in members for name in member.names}
-        if outer is not None and (outer == "write" or not write) and all(unit.present for unit in self._units):
+        if outer is not None and (outer == "write" or not write) and all(unit.weights.present for unit in self._units):
             yield named  # who began takes over what is written
             if write == "first rank":
                 self._agree_on_written(write)
             return
         settle()
         for bucket in self._buckets:
-            bucket.refuse_lost_edits()  # through views that have been kept
+            bucket.full.refuse_lost_edits()  # through views that have been kept
         self._schedule.gather_all()
         self._enter("write" if write else "read")
         try:
@@ -83,7 +83,7 @@ class GatheredBlocks:
                 self._adopt_written(write)
         except BaseException:
             for bucket in self._buckets:
-                bucket.drop_edits()
+                bucket.full.drop_edits()
             if outer is not None:  # whose weights have what was written
                 self._schedule.gather_all()
             raise
@@ -91,7 +91,7 @@ class GatheredBlocks:
             self._enter(outer)
             if outer is None:
                 for bucket in self._buckets:
-                    bucket.free_storage()
+                    bucket.full.free_storage()
             self._schedule.rest()
         if write:
             publish()
@@ -112,4 +112,4 @@ class GatheredBlocks:
         self._inside = inside
         self._hooks.refuse_forwards(_INSIDE if inside == "write" else None)
         for bucket in self._buckets:
-            bucket.pinned = inside == "read"
+            bucket.full.pinned = inside == "read"

@@ -109,12 +109,12 @@ class Owners:
     def gathers(self, among: Collection[Matrix]) -> Iterator[AxisExchange]:
         """Bring the parts of `among`, the same on every rank, to the owners."""
         for depth in range(len(self.split), 0, -1):
-            yield self._stage(depth, among, gathers=True)
+            yield self._exchange(depth, among, gathers=True)
 
     def returns(self, among: Collection[Matrix]) -> Iterator[AxisExchange]:
         """Bring what the owners have back to all that hold elements of it."""
         for depth in range(1, len(self.split) + 1):
-            yield self._stage(depth, among, gathers=False)
+            yield self._exchange(depth, among, gathers=False)
         for number, axis in enumerate(self.copies):
             rank, size = self._place(axis)
             sent: list[list[MatrixPart]] = [[] for _ in range(size)]
@@ -130,7 +130,7 @@ class Owners:
                         sent[other].extend([part] if other != rank else ())
             yield AxisExchange(axis, sent, received)
 
-    def _stage(self, depth: int, among: Collection[Matrix], gathers: bool) -> AxisExchange:
+    def _exchange(self, depth: int, among: Collection[Matrix], gathers: bool) -> AxisExchange:
         """Along the axis that cuts ranges at that depth."""
         axis, inner = self.split[depth - 1], self.split[depth:]
         rank, size = self._place(axis)

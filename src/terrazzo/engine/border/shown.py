@@ -17,6 +17,7 @@ from terrazzo.engine.border.measured import Spread, measured_gradient
 from terrazzo.engine.border.stand_in import Key, StandIn
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameter import register_hearer
+from terrazzo.engine.loop.backward_hooks import GradientListener
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
 from terrazzo.engine.plan.family import Family
@@ -94,7 +95,7 @@ class _Shelf:
                 yield self.bucket.members[index], grad is stand_in
 
 
-class _ShownGradients:
+class _ShownGradients(GradientListener):
     """What stands in for the gradients of one model; its hooks keep this alive."""
 
     def __init__(self, engine: Engine) -> None:
@@ -105,10 +106,10 @@ class _ShownGradients:
         self._shown: list[_Shelf] = []
         self._norms: dict[float, dict[Key, Tensor]] = {}
         self._measured = 0
-        engine.hooks.tell_of_gradients(begun=self.begin_backward, ended=self.show, before_use=self.before_use)
+        engine.hooks.tell_of_gradients(self)
         before = weakly(self, _ShownGradients.begin)  # else autograd would add to a stand-in
         for unit in engine.units:
-            for bucket in unit.trainable() if not unit.regathered else ():  # which nobody reaches without a word before
+            for bucket in unit.trainable() if not unit.weights.regathered else ():  # else somebody says so before
                 for member in bucket.members:
                     register_hearer(member.parameter, before)
 
@@ -118,8 +119,8 @@ class _ShownGradients:
         assert engine is not None, "the model is gone"
         return engine
 
-    def show(self) -> None:
-        """A backward pass has ended: every gradient gets its stand-in."""
+    def end_backward(self) -> None:
+        """Every gradient gets its stand-in."""
         with plainly():
             self._shown = [shelf for shelf in self._all_shelves() if shelf.wanted]
             for shelf in self._shown:
@@ -163,8 +164,8 @@ class _ShownGradients:
 
     def show_again(self, *_: Any) -> None:
         """A forward has ended; one inside backward recomputes a part of it."""
-        if not inside_backward() and any(bucket.gradient.changes for bucket in self._buckets):
-            self.show()
+        if not inside_backward() and any(bucket.gradient.finished.changes for bucket in self._buckets):
+            self.end_backward()
 
     def before_use(self) -> None:
         """Gradients are about to be clipped or taken, which are those of the engine alone.
@@ -208,7 +209,7 @@ class _ShownGradients:
                 "this rank has is not that of the model. Use tz.clip_grad_norm_(model, max_norm), which gives it."
             )
         self._check_finished(_name(key))
-        changes = sum(bucket.gradient.changes for bucket in self._buckets)
+        changes = sum(bucket.gradient.finished.changes for bucket in self._buckets)
         if changes != self._measured:
             self._norms.clear()
             self._measured = changes
@@ -224,13 +225,15 @@ class _ShownGradients:
 
     def _await_scaling(self) -> None:
         for driver in self._engine.drivers:
-            driver.await_scaling()
+            driver.background.await_scaling()
 
     def _measure(self, kind: float) -> dict[Key, Tensor]:
         engine = self._engine
         self._await_scaling()
         Spread(engine.axes, engine.sharding.contributed_over, 0).check(f"the gradients' norms of order {kind:g}")
-        total = norms(([bucket.gradient.contribution(index)] for bucket, index in self.keys), engine.sharding, kind)
+        total = norms(
+            ([bucket.gradient.finished.contribution(index)] for bucket, index in self.keys), engine.sharding, kind
+        )
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
     def change(self, key: Key, what: str, change: Callable[[Tensor], Any]) -> None:
@@ -239,7 +242,7 @@ class _ShownGradients:
         name = bucket.members[index].name
         self._prepare_change(name)
         self._engine.progress.note(f"{name}.grad.{what}")
-        bucket.gradient.change(index, change)
+        bucket.gradient.finished.change(index, change)
 
     def _prepare_change(self, name: str) -> None:
         """Refuse a change of the gradient of `name` where there can be none now.
@@ -249,7 +252,7 @@ class _ShownGradients:
         """
         self._check_finished(name)
         for driver in self._engine.drivers:
-            if driver.steps_in_backward:
+            if driver.background.steps_in_backward:
                 raise Misuse(
                     f"The gradient of {name!r} was changed, but with offload step 'backward' units are "
                     "updated while backward runs. Use tz.Offload(step='overlapped')."

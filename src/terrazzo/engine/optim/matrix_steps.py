@@ -16,7 +16,7 @@ from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Ledger, Traffic
 from terrazzo.engine.links.transfer import Moves, Transfer
 from terrazzo.engine.optim.kept import KeptStates
-from terrazzo.engine.optim.owners import AxisExchange, Matrix, MatrixPart, Owners, owners_of
+from terrazzo.engine.optim.matrix_owners import AxisExchange, Matrix, MatrixPart, Owners, owners_of
 from terrazzo.engine.optim.segment import Segment, held_range, runs
 from terrazzo.engine.optim.template import MatrixNeeds, Templates
 from terrazzo.engine.plan.layout import Range
@@ -28,7 +28,7 @@ Give = Callable[[Segment], None]
 """Gives a segment's parameter its gradient, if there is one."""
 
 
-class MatrixLink(Protocol):
+class MatrixAxis(Protocol):
     """Collectives along one axis, or what only counts them."""
 
     def all_to_all(
@@ -73,20 +73,21 @@ class _Held:
             self.put(MatrixPart(matrix, whole), room)
 
 
-def _exchanged(held: _Held, stage: AxisExchange, link: MatrixLink, keep: bool) -> Moves[None]:
-    """Carry out one stage.
+def _carried_out(held: _Held, exchange: AxisExchange, along: MatrixAxis, keep: bool) -> Moves[None]:
+    """Carry out one exchange.
 
     Args:
         keep: what is sent stays here too.
     """
-    sent, received = ([part for parts in side for part in parts] for side in (stage.sent, stage.received))
+    sides = exchange.sent, exchange.received
+    sent, received = ([part for parts in side for part in parts] for side in sides)
     outgoing = torch.cat([held.of(part) for part in sent]) if sent else _room(held, 0)
     incoming = _room(held, sum(part.range.numel for part in received))
     with held.ledger.holding(outgoing.nbytes + incoming.nbytes):
         for matrix in {part.matrix for part in sent} if not keep else ():
             held.drop(matrix)
-        numels = [[sum(part.range.numel for part in parts) for parts in side] for side in (stage.sent, stage.received)]
-        yield from link.all_to_all(outgoing, numels[0], incoming, numels[1])
+        numels = [[sum(part.range.numel for part in parts) for parts in side] for side in sides]
+        yield from along.all_to_all(outgoing, numels[0], incoming, numels[1])
         held.widen(received)
         for part, values in zip(received, incoming.split([part.range.numel for part in received]), strict=True):
             held.of(part).copy_(values)
@@ -141,8 +142,8 @@ class MatrixSteps:
             give(segment)
             self._prepare(optimizer, segment, [*filter(owners.sends, matrices)], held)
 
-        def run(stage: AxisExchange, keep: bool) -> None:
-            Transfer(_exchanged(held, stage, axes.along(stage.axis), keep), label).finish()
+        def run(exchange: AxisExchange, keep: bool) -> None:
+            Transfer(_carried_out(held, exchange, axes.along(exchange.axis), keep), label).finish()
 
         _update(owners, due, held, run, lambda matrix: self._whole(optimizer, matrix, held))
         for matrix, segment in here:
@@ -182,15 +183,15 @@ def _update(
     whole: Callable[[Matrix], Tensor],
 ) -> None:
     """From what this rank holds of matrices to what it gets of their updates."""
-    for stage in owners.gathers(due):
-        run(stage, False)
+    for exchange in owners.gathers(due):
+        run(exchange, False)
     for matrix in filter(owners.is_here, due):
         held.put(MatrixPart(matrix, matrix.range), whole(matrix))
-    for stage in owners.returns(due):
-        run(stage, True)
+    for exchange in owners.returns(due):
+        run(exchange, True)
 
 
-class _PaperLink:
+class _PaperAxis:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
 
@@ -207,7 +208,7 @@ def rehearse_matrices(buckets: Sequence[Bucket], templates: Templates, tally: Ta
     groups = {number: each.matrices for number, each in enumerate(templates) if each.matrices is not None}
     for owners in owners_of(buckets, groups.keys()):
         needs = groups[owners.group]
-        held, link = _Held(needs.wire, torch.device("meta"), tally.ledger), _PaperLink(tally.traffic)
+        held, along = _Held(needs.wire, torch.device("meta"), tally.ledger), _PaperAxis(tally.traffic)
         due = list(owners.matrices)
         for bucket in {matrix.bucket: None for matrix in due}:
             for first, last in runs(bucket):
@@ -218,8 +219,8 @@ def rehearse_matrices(buckets: Sequence[Bucket], templates: Templates, tally: Ta
                             if owners.sends(matrix) and (part := owners.held(matrix)).numel:
                                 held.put(MatrixPart(matrix, part), _room(held, part.numel))
 
-        def run(stage: AxisExchange, keep: bool, held: _Held = held, link: _PaperLink = link) -> None:
-            for _ in _exchanged(held, stage, link, keep):
+        def run(exchange: AxisExchange, keep: bool, held: _Held = held, along: _PaperAxis = along) -> None:
+            for _ in _carried_out(held, exchange, along, keep):
                 pass
 
         def whole(matrix: Matrix, held: _Held = held, needs: MatrixNeeds = needs) -> Tensor:
@@ -234,7 +235,7 @@ def rehearse_matrices(buckets: Sequence[Bucket], templates: Templates, tally: Ta
 def _is_due(matrix: Matrix) -> bool:
     """Whether there is a finished gradient for it on any rank."""
     gradient = matrix.bucket.gradient
-    return gradient.finished is not None and gradient.seen[matrix.number]
+    return gradient.finished.exists and gradient.seen[matrix.number]
 
 
 def _segment_of(matrix: Matrix, owners: Owners, own: Mapping[Bucket, Collection[Segment]]) -> Segment | None:

@@ -8,7 +8,7 @@ from itertools import chain
 
 from torch import nn
 
-from terrazzo.engine.buckets.parameter import link_of
+from terrazzo.engine.buckets.parameter import note_of
 from terrazzo.errors import Misuse, listed, warn
 
 __all__ = ["ModuleTree", "modules_inside"]
@@ -41,7 +41,7 @@ class ModuleTree:
         self._were = [dict(children) for children in self._children]
         self._registers = [module._parameters for module in modules]
         self._registered = [*chain.from_iterable(map(dict.values, self._registers))]
-        others = (each for each in self._registered if each is not None and link_of(each) is None)
+        others = (each for each in self._registered if each is not None and note_of(each) is None)
         self._frozen = [each for each in others if not each.requires_grad]
 
     def _has_changed(self) -> bool:
@@ -64,7 +64,7 @@ class ModuleTree:
         now: dict[nn.Parameter, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             now.setdefault(parameter, []).append(name)
-        fresh = [held[0] for each, held in now.items() if each.requires_grad and link_of(each) is None]
+        fresh = [held[0] for each, held in now.items() if each.requires_grad and note_of(each) is None]
         if fresh and not self._lets_in:
             raise Misuse(
                 f"{listed([*map(repr, fresh)])} came to the model after tz.shard: on each rank it would be trained on "

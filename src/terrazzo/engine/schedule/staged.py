@@ -52,7 +52,7 @@ class StagedSchedule(Schedule):
         self._weights.begin_step()
 
     def end_step(self) -> BackwardPass:
-        """Every micro-batch has run: start summing what they have added up, as one backward. `finish` must follow."""
+        """Every micro-batch has run: start summing what they have added up, as one backward, which has to be ended."""
         self.rest()
         self.set_pass(Pass.FINISHES)
         backward = self.begin_backward()

@@ -1,0 +1,212 @@
+"""The full weights of a bucket, of which its parameters are views: their memory comes and goes under these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.buckets.buffer import Buffer, Resting, Space, view
+from terrazzo.engine.buckets.edits import Edits, Watched
+from terrazzo.engine.buckets.parameter import Guard, Note
+from terrazzo.engine.links.traffic import Ledger
+from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.plan.partition import Member
+from terrazzo.engine.plan.spec import BucketSpec
+from terrazzo.engine.runtime.calls import do_all
+from terrazzo.engine.runtime.pages import use_large_pages, with_room
+from terrazzo.engine.runtime.private_torch import plainly
+from terrazzo.errors import Misuse, listed
+
+__all__ = ["FullWeights", "Storages"]
+
+
+class Storages:
+    """Which unit's full weights lie in a storage, by its address: only of those that come and go."""
+
+    def __init__(self) -> None:
+        self._units: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._units)
+
+    def add(self, data: Tensor, unit: int) -> None:
+        """The full weights `data` of a unit are in that storage from now on."""
+        self._units[data.untyped_storage()._cdata] = unit
+
+    def move(self, left: torch.UntypedStorage, data: Tensor) -> None:
+        """Full weights that were in the storage `left`, if any were, are in that of `data`."""
+        if (unit := self._units.pop(left._cdata, None)) is not None:
+            self.add(data, unit)
+
+    def unit_of(self, tensor: Tensor) -> int | None:
+        """The unit of whose full weights `tensor` is a view; None for none."""
+        if tensor.layout is not torch.strided:
+            return None
+        try:
+            return self._units.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # inside a transform of torch.func, say: no weight of ours
+            return None
+
+
+class FullWeights:
+    """Full weights of one bucket: gathered and released, or those at rest where these are whole.
+
+    Args:
+        spec: of the bucket.
+        weight: at rest.
+        ledger: of transient memory.
+
+    Attributes:
+        buffer: their memory, of no bytes while they are released.
+        edits: what users do to the parameters.
+        present: whether modules can read them now.
+        pinned: whether they are for the user to read, whatever else is done: `release` keeps them.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], spec: BucketSpec, space: Space, weight: Resting, ledger: Ledger
+    ) -> None:
+        self.space, self._weight, self._ledger, self._resident = space, weight, ledger, spec.resident
+        self._stays = spec.resident or spec.keeps_full
+        self._held_axes = None if self._stays or spec.between_axes == spec.weight_axes else spec.between_axes
+        self._held: Buffer | None = None  # from forward to backward, in place of these
+        self._storages: Storages | None = None
+        self.present, self.pinned = True, False
+        resident = weight if spec.resident else None
+        self.buffer = resident if isinstance(resident, Buffer) else space.empty((), spec.compute_dtype)
+        slots = space.layout.slots
+        for slot, member in zip(slots, members, strict=True):
+            member.parameter.data = view(self.data, slot)
+        self._guard = Guard([(member.parameter, Note(member.name, split=not spec.resident)) for member in members])
+        pairs = zip(members, slots, strict=True)
+        watched = [Watched(m.name, m.parameter, m.registered, view(self.data, slot)) for m, slot in pairs]
+        self.edits = Edits(watched, self.data, spec.resident)
+        if not spec.resident:
+            ledger.acquire(self.data.nbytes)
+            self.release()
+
+    @property
+    def data(self) -> Tensor:
+        """All elements, 1-D."""
+        return self.buffer.data
+
+    def list_in(self, storages: Storages, unit: int) -> None:
+        """Have `storages` say that the full weights of `unit` are these, wherever they go."""
+        if not self._resident:
+            self._storages = storages
+            storages.add(self.data, unit)
+
+    # -- they come ---------------------------------------------------------------------------------------------
+
+    def gather(self, from_rest: bool = False) -> Moves[Tensor]:
+        """Bring them to this rank.
+
+        Args:
+            from_rest: from where weights rest, even if more of them is kept between forward and backward.
+        """
+        if not from_rest and self.present:
+            self._hold()  # as ranks that have put them down did
+        source: Resting = self._weight if from_rest or self._held is None else self._held
+        storage = self.data.untyped_storage()
+        if storage.size() == 0:
+            storage.resize_(with_room(self.data.nbytes, self.data.device))
+            use_large_pages(self.data)
+            self._ledger.acquire(self.data.nbytes)
+        return (yield from self.buffer.gather(source))
+
+    def install(self) -> None:
+        """Let modules read them."""
+        if not self.present:
+            self.present = True
+            self._drop_held()
+            self._guard.open()
+            self.edits.bring_back()
+
+    # -- they go -----------------------------------------------------------------------------------------------
+
+    def rest_between(self) -> None:
+        """Keep from forward to backward the part of them that the plan's `between` names."""
+        if self.present and not self._stays:
+            self._hold()
+            self.release()
+
+    def _hold(self) -> None:
+        if self._held is None and self._held_axes is not None:
+            kept = self.buffer.narrow(self._held_axes)
+            self._held = Buffer(self.space, kept.axes, kept.data.clone())
+            self._ledger.acquire(kept.data.nbytes)
+
+    def _drop_held(self) -> None:
+        if self._held is not None:
+            self._ledger.release(self._held.data.nbytes)
+            self._held = None
+
+    def release(self) -> None:
+        """Give back their memory."""
+        if self._resident or self.pinned:
+            return
+        try:
+            if self.present:
+                self.refuse_lost_edits()
+        finally:
+            storage = self.data.untyped_storage()
+            if not storage.resizable():  # numpy has it
+                self.free_storage()
+            elif storage.size():
+                self._ledger.release(self.data.nbytes)
+                storage.resize_(0)
+            if self.present:
+                self._hide(None)
+
+    def rest(self) -> None:
+        """Release them, and what is kept for backward: weights have changed or the step is over."""
+        do_all((self.release, self._drop_held))
+
+    def free_storage(self) -> None:
+        """Let go of their memory, which stays with whoever has views of it: the next have another."""
+        if self._resident or not self.data.untyped_storage().size():
+            return
+        self._ledger.release(self.data.nbytes)
+        with torch.inference_mode(False), plainly():
+            left, fresh = self.data.untyped_storage(), torch.empty_like(self.data)
+            self.data.data = fresh
+            self.edits.move()
+            fresh.untyped_storage().resize_(0)
+        if self._storages is not None:
+            self._storages.move(left, self.data)
+
+    def hide(self, arrive: Callable[[], None] | None = None) -> None:
+        """Where they are those at rest: these are being updated elsewhere, and must not be read before `install`.
+
+        Args:
+            arrive: does so, before whatever touches them; None: that raises.
+        """
+        if self._resident and self.present:
+            self._hide(arrive)
+
+    def _hide(self, arrive: Callable[[], None] | None) -> None:
+        self.present = False
+        self.edits.put_away()
+        self._guard.close(arrive)
+
+    # -- users write into them ---------------------------------------------------------------------------------
+
+    def refuse_lost_edits(self) -> None:
+        """Refuse what has been written into gathered weights, or views of them, since they were last taken over.
+
+        Raises:
+            Misuse: there.
+        """
+        if not self._resident and (written := self.edits.take_written()):
+            raise Misuse(
+                f"{listed([*map(repr, written)])} written to while the weights were gathered: this would be lost. "
+                "Write inside 'with tz.gathered(model, write=True):'; a forward that changes its own weights needs a "
+                "plan that keeps them whole, such as zero2."
+            )
+
+    def drop_edits(self) -> None:
+        """What has been written into gathered weights ends with them; whole ones keep it."""
+        if not self._resident:
+            self.edits.forget_written()

@@ -1,0 +1,198 @@
+"""The weights of a unit: gathered, released, and brought in line with masters that have been stepped."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computation
+from terrazzo.engine.runtime.calls import do_all
+from terrazzo.engine.runtime.worker import Job
+
+__all__ = ["UnitWeights"]
+
+
+class UnitWeights:
+    """Weights of all buckets of one unit, and the moves that may be under way for them:
+
+        by              weights at rest                 full weights                    until
+        begin_update    behind the masters              none, or not to be read         catch_up, or the next gather
+        publish         on their way from the masters   none, or whoever reads waits    finish_publishing
+        gather          stay as they are                on their way                    wait
+
+    They are `RunnableWeights` of the schedule's: what that says of a method is not said again here.
+
+    Args:
+        names, index: as of `Unit`.
+
+    Attributes:
+        updated: the label of the exchange that brings resting weights in line.
+        once_here: called, once, when full weights are there to be read.
+    """
+
+    def __init__(self, names: tuple[str, ...], index: int, buckets: Sequence[Bucket]) -> None:
+        self._buckets, self._trainable = buckets, [bucket for bucket in buckets if bucket.trainable]
+        self._side = buckets[0].sharding.axes.side
+        self.updated = Label(Purpose.UPDATED, index, names=names)
+        self._gathering: list[Transfer[object]] = []
+        self._publishing: Transfer[None] | None = None
+        self._updates: list[Job] = []  # the one under way, or none; a list, which a chain can empty without these
+        self.once_here: Callable[[], None] | None = None
+
+    @property
+    def transient(self) -> bool:
+        """Whether full weights come and go."""
+        return any(not bucket.resident for bucket in self._buckets)
+
+    @property
+    def regathered(self) -> bool:
+        return any(bucket.regathered for bucket in self._buckets)
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever its weights do."""
+        return sum(bucket.changes for bucket in self._buckets)
+
+    @property
+    def present(self) -> bool:
+        return all(bucket.full.present for bucket in self._buckets)
+
+    @property
+    def at_hand(self) -> bool:
+        arriving = self._publishing is not None
+        here = all(bucket.full.present or (bucket.resident and arriving) for bucket in self._buckets)
+        return bool(self._gathering) or (here and not self._updates)
+
+    def gather(self, label: Label, from_rest: bool = False) -> None:
+        self._finish_gather()
+        if self._updates:
+            publish = _publish_updated(self._buckets, self._updates)
+            self._gathering = [
+                Transfer(_then_gather(publish, self.updated, self._buckets, from_rest), label, self._side)
+            ]
+        else:
+            self._gathering = [Transfer(chain, label, self._side) for chain in _gathers(self._buckets, from_rest)]
+
+    def advance(self) -> None:
+        """Weights on their way from a drive come a step further; those that were updated are brought in line."""
+        if self._gathering:
+            if any(bucket.tiers.weight == "nvme" for bucket in self._buckets):
+                for transfer in self._gathering:
+                    if transfer.in_flight is not None:
+                        transfer.advance()
+        elif self._updates:
+            self._gathering = [Transfer(_publish_updated(self._buckets, self._updates), self.updated, self._side)]
+
+    def wait(self) -> None:
+        self.finish_publishing()
+        self.advance()
+        for transfer in self._gathering:
+            transfer.finish()
+        self._gathering = []
+        for bucket in self._buckets:
+            bucket.full.install()
+        if self.once_here is not None:
+            tell, self.once_here = self.once_here, None
+            tell()
+
+    def begin_update(self, update: Job) -> None:
+        """Note that its master weights change until `update` has ended: weights at rest wait for that."""
+        self._updates[:] = [update]
+        for bucket in self._trainable:
+            bucket.full.hide()
+
+    @property
+    def updating(self) -> bool:
+        """Whether an update is under way, or has ended and the weights at rest are not in line yet."""
+        return bool(self._updates)
+
+    def catch_up(self) -> None:
+        """Wait for the update that is under way, and bring resting weights in line."""
+        self.finish_publishing()
+        if self._gathering:
+            self.wait()
+        elif self._updates:
+            Transfer(_publish_updated(self._buckets, self._updates), self.updated).finish()
+
+    def rest_between(self) -> None:
+        self._finish_gather()
+        do_all(bucket.full.rest_between for bucket in self._buckets)
+
+    def release(self) -> None:
+        self._finish_gather()
+        do_all(bucket.full.release for bucket in self._buckets)
+
+    def rest(self) -> None:
+        self.finish_publishing()
+        self._finish_gather()
+        do_all(bucket.full.rest for bucket in self._buckets)
+
+    def _finish_gather(self) -> None:
+        if self._gathering:
+            self.wait()
+
+    def publish(self, among: Collection[Bucket] | None = None) -> None:
+        """Start bringing resting weights in line with master weights that have been written or stepped on this thread.
+
+        `finish_publishing` must follow, and does where chains run beside the computation: before the unit's next
+        forward, or as soon as anything touches one of its parameters.
+
+        Args:
+            among: the buckets that have been; all if None.
+        """
+        written = [bucket for bucket in self._trainable if among is None or bucket in among]
+        moving = Transfer(_publish_written(written), self.updated, self._side)
+        if moving.done:
+            return
+        self._publishing = moving
+        for bucket in written if self._side is not None else ():
+            bucket.full.hide(functools.partial(_finish_publishing, weakref.ref(self)))
+
+    def finish_publishing(self) -> None:
+        """Return once resting weights are in line with what `publish` found."""
+        publishing, self._publishing = self._publishing, None
+        if publishing is not None:
+            publishing.finish()
+            for bucket in (bucket for bucket in self._buckets if bucket.resident):
+                bucket.full.install()
+
+
+# These hold the moves that are under way for them, and those must not hold these: they would never be freed without the
+# collector where a forward or a backward has left them unfinished.
+
+
+def _finish_publishing(weights: Callable[[], UnitWeights | None]) -> None:
+    if (found := weights()) is not None:
+        found.finish_publishing()
+
+
+def _publish_written(buckets: Sequence[Bucket]) -> Moves[None]:
+    """Bring resting weights in line with master weights that have been written or stepped on this thread."""
+    for bucket in for_computation(lambda: buckets):  # held: their memory is, and the model may be dropped meanwhile
+        yield from bucket.publish()
+
+
+def _gathers(buckets: Sequence[Bucket], from_rest: bool) -> list[Moves[Tensor]]:
+    return [bucket.full.gather(from_rest) for bucket in buckets if not bucket.resident]
+
+
+def _then_gather(publish: Moves[None], updated: Label, buckets: Sequence[Bucket], from_rest: bool) -> Moves[None]:
+    yield from at_once([Transfer(publish, updated)])
+    yield from at_once([Transfer(chain) for chain in _gathers(buckets, from_rest)])
+
+
+def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves[None]:
+    """Bring resting weights in line with masters that are being updated in the background, once that has ended."""
+    if updates:
+        with buckets[0].sharding.axes.tally.traffic.times_of("", "update").waiting():
+            updates[0].wait()
+        updates.clear()
+        for bucket in (bucket for bucket in for_computation(lambda: buckets) if bucket.trainable):
+            yield from bucket.publish(copied=bucket.own_weight is not None)
+            if bucket.resident:
+                bucket.full.install()

@@ -1,0 +1,77 @@
+"""What ranks compare before anything is allocated: their versions, and the model and the optimizers that each has."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from terrazzo.engine.model.digest import digest
+from terrazzo.engine.model.together import check_agreement
+from terrazzo.engine.optim.settings import NOT_HYPER
+from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.partition import UnitSpec
+
+__all__ = ["check_versions", "model_facts", "optimizer_facts", "state_facts"]
+
+
+def check_versions(axes: Axes) -> None:
+    """Refuse ranks that run other versions; before anything else is exchanged.
+
+    Raises:
+        BadInput: on every rank.
+    """
+    check_agreement(axes, versions(), "Install the same on every machine.")
+
+
+@functools.cache
+def _own_version() -> str:
+    """What is installed is looked up in its files, which takes as long as some models."""
+    try:
+        return version("terrazzo")
+    except PackageNotFoundError:  # the code is here all the same, on Python's path
+        return "source"
+
+
+def versions() -> dict[str, object]:
+    """The versions that all ranks must have alike."""
+    python = "{}.{}".format(*sys.version_info)
+    return {"terrazzo version": _own_version(), "torch version": torch.__version__, "python version": python}
+
+
+def optimizer_facts(optimizer: Optimizer | None) -> list[object]:
+    """The class of an optimizer and the hyper-parameters of its groups, for `check_agreement`."""
+    if optimizer is None:
+        return []
+    plain = (bool, int, float, str, type(None), list, tuple)
+    numbers = [
+        {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in group.items()}
+        for group in optimizer.param_groups
+    ]
+    groups = [{k: v for k, v in g.items() if k not in NOT_HYPER and isinstance(v, plain)} for g in numbers]
+    return [type(optimizer).__name__, *groups]
+
+
+def state_facts(optimizer: Optimizer) -> list[object]:
+    """Digests of what it keeps for each parameter already, for `check_agreement`: each rank goes on with its own."""
+    stepped = [optimizer.state.get(each, {}) for group in optimizer.param_groups for each in group["params"]]
+    return [
+        [number, {kind: int(digest(v)) if isinstance(v, Tensor) else v for kind, v in kept.items()}]
+        for number, kept in enumerate(stepped)
+        if kept
+    ]
+
+
+def model_facts(specs: Sequence[UnitSpec]) -> dict[str, list[list[object]]]:
+    """Names, shapes, dtypes and groups of every unit's parameters, for `check_agreement`."""
+    return {
+        spec.name: [
+            [m.name, list(m.shape), str(m.parameter.dtype), m.trainable, m.group, m.family.value] for m in spec.members
+        ]
+        for spec in specs
+    }
