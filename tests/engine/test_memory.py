@@ -196,7 +196,7 @@ def test_frozen_weights_beside_trainable_ones_are_gathered_at_once(plan: str) ->
     def body(rank: int) -> tuple[int, int, set[int]]:
         model, optimizer = sharded(base, plan, 4, units=[type(base.net.blocks[0])])
         unit, flights = engine_of(model).units[2], set()
-        engine_of(model).units[1].module.register_forward_hook(lambda *_: flights.add(len(unit._gathering)))
+        engine_of(model).units[1].module.register_forward_hook(lambda *_: flights.add(len(unit.weights._gathering)))
         return *_peak_and_promise(model, optimizer, 1, None), flights
 
     for peak, promise, flights in on_ranks(4, body):
