@@ -158,7 +158,7 @@ def test_hybrid_sharding_on_a_single_node_is_full_sharding(strategy: str | int, 
     [
         ("bf16", "fp32 bf16 bf16 fp32 fp32 fp32 fp32 fp32"),
         ("fp16", "fp32 fp16 fp16 fp32 fp32 fp32 fp32 fp32"),
-        ("fp8", "fp32 fp8 bf16 fp32 fp32 fp32 fp32 fp32"),
+        ("fp8", "fp32 bf16 bf16 fp32 fp32 fp32 fp32 fp32"),
         ("no", "loaded loaded loaded loaded loaded loaded loaded None"),
     ],
 )

@@ -95,11 +95,14 @@ def assert_promises(found: Dialect, document: dict[str, Any], context: ReadingCo
     return reading
 
 
+NO_DTYPES = ("loss_scaling", "static_loss_scale", "autocast", "linears", "skip")
+
+
 def assert_sound(description: Description, keys: set[str]) -> None:
     """Dtypes are pinned, and every setting of the file names keys of the file."""
     for path, setting in settings_of(description):
         section, _, name = path.partition(".")
-        if section == "precision" and name not in ("loss_scaling", "static_loss_scale", "autocast") and setting.is_set:
+        if section == "precision" and name not in NO_DTYPES and setting.is_set:
             assert setting.value in DTYPES or (setting.value is None and setting.origin == "auto"), (path, setting)
         if setting.origin == "file":
             assert setting.keys, (path, setting)

@@ -104,6 +104,8 @@ OTHER: dict[str, Any] = {
     "precision.accumulate": "fp64",
     "precision.master": "bf16",
     "precision.moments": "bf16",
+    "precision.linears": "fp8-rowwise",
+    "precision.skip": ["*.gate", "head"],
     "objective.name": "dpo",
     "objective.loss": "full",
     "objective.beta": 0.2,
@@ -187,6 +189,7 @@ WITH = {
     "offload.activations": {"train.activation_checkpointing": "full"},
     **{f"objective.{name}": {"objective.name": "dpo"} for name in ("beta", "label_smoothing")},
     "schedule.decay_steps": {"schedule.name": "wsd"},
+    "precision.skip": {"precision.linears": "fp8-rowwise"},
     **{f"plan.{state}": {f"plan.{other}": "D" for other in ("weight", "between", "grad", "optim")} for state in
        ("weight", "between", "grad", "optim")},
 }  # fmt: skip

@@ -347,3 +347,33 @@ def test_compute_alone_is_written(compute: str, kind: str) -> None:
     writing = dialect("torchtitan").write(build("fsdp2", {"precision.compute": Setting(compute)}))
     assert [verdict.kind for verdict in writing.verdicts] == [kind]
     assert ("training" in writing.document) is (compute == "fp32")
+
+
+@pytest.mark.parametrize("section", ["quantize.linear.float8", "float8"])
+def test_float8_of_earlier_versions_is_how_linear_layers_multiply(section: str) -> None:
+    inside: dict[str, Any] = {
+        "recipe_name": "rowwise", "filter_fqns": ["output", "router.gate"], "enable_fsdp_float8_all_gather": True,
+    }  # fmt: skip
+    document: dict[str, Any] = inside
+    for name in reversed(section.split(".")):
+        document = {name: document}
+    conversion = converted("torchtitan", "terrazzo", document)
+    assert conversion.document["precision"]["linears"] == "fp8-rowwise"
+    assert conversion.document["precision"]["skip"] == ["*output*", "*router.gate*"]
+    assert verdicts("torchtitan", document)[f"{section}.recipe_name"].kind == "renamed"
+    assert_lossless("torchtitan", document)
+
+
+@pytest.mark.parametrize(
+    ("inside", "key", "kind"),
+    [
+        ({"recipe_name": "rowwise_with_gw_hp"}, "recipe_name", "lossy"),
+        ({"recipe_name": "blockwise"}, "recipe_name", "refused"),
+        ({"filter_fqns": ["auto_filter_small_kn"]}, "filter_fqns", "lossy"),
+        ({"filter_fqns": "output"}, "filter_fqns", "refused"),
+        ({"typo": 1}, "typo", "refused"),
+    ],
+)
+def test_what_of_float8_is_other_here_is_said(inside: dict[str, Any], key: str, kind: str) -> None:
+    found = verdicts("torchtitan", {"quantize": {"linear": {"float8": inside}}})
+    assert found[f"quantize.linear.float8.{key}"].kind == kind

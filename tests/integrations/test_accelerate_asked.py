@@ -24,6 +24,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
     ParallelismConfig,
+    TERecipeKwargs,
 )
 
 from terrazzo.integrations.accelerate.asked import Asked, hidden
@@ -213,6 +214,16 @@ def test_fp16_scales_as_its_handler_says() -> None:
     assert (scaling.init, scaling.interval, setup.precision.compute) == (1024.0, 10, torch.float32)
 
 
+def test_fp8_is_linear_layers_in_eight_bits_on_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"mixed_precision": "fp8"}
+    found = Asked(given, TerrazzoArguments(), alone=False)
+    assert given["mixed_precision"] == "bf16"  # what Accelerate's own class is told, which would look for torchao
+    assert (found.setup(CPU, 2).float8, asked(mixed_precision="bf16").setup(CPU, 2).float8) == ("tensorwise", None)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    sharded = asked(mixed_precision="fp8", fsdp_plugin=plugin).setup(CPU, 4)
+    assert (sharded.float8, sharded.precision.compute) == ("tensorwise", torch.bfloat16)
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"words": TerrazzoArguments(plan="zero3"), "fsdp_plugin": 1},
@@ -221,7 +232,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"words": TerrazzoArguments(precision="bf16"), "mixed_precision": "bf16"}, "mixed_precision .bf16"),
     ({"words": TerrazzoArguments(plan="zero4")}, "zero4"),
     ({"alone": True, "words": TerrazzoArguments(plan="zero1")}, "setup= says everything"),
-    ({"mixed_precision": "fp8"}, "fp8"),
+    ({"mixed_precision": "fp8", "kwargs_handlers": [TERecipeKwargs.__new__(TERecipeKwargs)]}, "TERecipeKwargs cannot"),
     ({"mixed_precision": "fp16"}, "on a CPU"),
     ({"megatron_lm_plugin": object()}, "megatron_lm_plugin"),
     ({"torch_tp_plugin": object()}, "torch_tp_plugin"),

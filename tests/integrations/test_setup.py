@@ -55,6 +55,17 @@ def test_tiers_go_into_the_plan_and_their_ways_into_offload() -> None:
     assert (setup.offload.path, setup.offload.block_mib, setup.offload.step) == (("/a",), 1.0, "overlapped")
 
 
+def test_linear_layers_are_converted_before_the_model_is_sharded() -> None:
+    def sharded(rank: int) -> list[bool]:
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+        setup = made(precision__linears="fp8-rowwise", precision__skip=("3",))
+        model, _ = setup.shard(model, lambda each: torch.optim.SGD(each, lr=0.1))
+        return ["float8=rowwise" in repr(layer) for layer in model]
+
+    assert run_in_threads(2, sharded) == [[True, True, True, False]] * 2
+    assert (made().float8, made(precision__linears="compute").float8) == (None, None)
+
+
 def test_precision_is_taken_dtype_by_dtype() -> None:
     precision = made(precision__weight="bf16", precision__compute="bf16", precision__reduce="bf16").precision
     assert (precision.weight, precision.compute, precision.reduce) == (torch.bfloat16,) * 3

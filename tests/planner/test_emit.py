@@ -135,6 +135,14 @@ def test_a_run_computes_its_loss_as_was_planned(loss: Any, tmp_path: Path) -> No
         assert setup_of(config, 8).loss == loss
 
 
+@pytest.mark.parametrize(("precision", "linears"), [("fp8", "fp8-tensorwise"), ("fp8-rowwise", "fp8-rowwise")])
+def test_linear_layers_multiply_as_was_planned(precision: str, linears: Any, tmp_path: Path) -> None:
+    config, _ = emitted(tmp_path, precision=precision)
+    assert (config.precision.name, config.precision.linears) == ("bf16", linears)
+    again = setup_of(config, 8, build_setup(Request(TINY, 8, gpu="h100", sequence=64)).cluster)
+    assert (again.matmul, again.row_scales) == ("fp8", linears == "fp8-rowwise")
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_is_emitted_as_one_that_the_engine_takes_or_refused(name: str, tmp_path: Path) -> None:
     if OPTIMIZERS[name].torch_class and OPTIMIZERS[name].elementwise:
@@ -194,7 +202,6 @@ def test_the_built_in_decoder_is_recognised_by_its_tensors(tied: bool, tmp_path:
     ("options", "message"),
     [
         ({"pp": 2}, "planned, not runnable yet: Pipelines have run on CPUs alone yet (pp 2)"),
-        ({"precision": "fp8"}, "no fp8 matrix products"),
         ({"optimizer": "adafactor"}, "does not update each element from its own values alone"),
         ({"model": 7e9}, "There is nothing to train in 7B parameters"),
         (

@@ -152,6 +152,27 @@ class PrecisionConfig(Named):
     accumulate: DtypeName | None = Field(None, description="gradient sums")
     master: DtypeName | None = Field(None, description="weights that the optimizer updates")
     moments: DtypeName | None = Field(None, description="optimizer state")
+    linears: Literal["compute", "fp8-tensorwise", "fp8-rowwise"] = Field(
+        "compute",
+        description="how linear layers multiply: in `compute`, or in 8 bits with a scale for each matrix or each row",
+    )
+    skip: list[str] | None = Field(
+        None, description="globs over names of linear layers that stay in `compute`; null: those outside of the blocks"
+    )
+
+    def _agrees(self) -> None:
+        if self.skip is not None and self.linears == "compute":
+            raise ValueError("skip says which linear layers are not in fp8, and linears is 'compute': remove skip")
+        named = {"fp32": "fp32", "bf16": "bf16", "bf16-pure": "bf16", "fp16": "fp16"}
+        if self.linears != "compute" and (self.compute or named[self.name]) not in ("bf16", "fp32"):
+            raise ValueError(
+                f"linears '{self.linears}' goes with bf16 alone, and on a CPU with fp32: set name to 'bf16'"
+            )
+
+    @property
+    def recipe(self) -> str | None:
+        """Of float8 linear layers, as `tz.nn.float8` takes it; None for none."""
+        return None if self.linears == "compute" else self.linears.removeprefix("fp8-")
 
     @field_validator("name", mode="before")
     @classmethod

@@ -27,9 +27,9 @@ from terrazzo.engine import (
     shard,
 )
 from terrazzo.engine.offload.topology import told_ranks_here
-from terrazzo.engine.sharding.parts import exchanged_along
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
+from terrazzo.integrations.before import check_data_parallel, convert_linears
 from terrazzo.integrations.generation import generate_together
 
 __all__ = ["ActivationSetup", "EngineSetup", "TerrazzoArguments", "setup_for", "trained_dtypes"]
@@ -70,6 +70,8 @@ class EngineSetup:
         accumulation: micro-batches per optimizer step.
         activation_checkpointing: of the units.
         compile: each unit's forward is compiled.
+        float8: the recipe by which linear layers multiply in 8 bits, as for `tz.nn.float8`; None for none. skip: globs
+            over names of those that do not; None: those outside of the blocks.
     """
 
     plan: Plan
@@ -83,6 +85,8 @@ class EngineSetup:
     accumulation: int = 1
     activation_checkpointing: ActivationSetup = ActivationSetup()
     compile: bool = False
+    float8: str | None = None
+    skip: tuple[str, ...] | None = None
 
     def over(self, **given: Any) -> Self:
         """This one with what is given in its place, plan and precision perhaps by name; None leaves what is here."""
@@ -93,14 +97,16 @@ class EngineSetup:
         return replace(self, **kept)
 
     def shard(self, model: M, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None) -> tuple[M, Any]:
-        """Checkpoint activations, compile units and shard, in this order: see `tz.shard`. Both change in place.
+        """Convert linear layers, checkpoint activations, compile units and shard: see `tz.shard`. Both change in place.
 
         Where the model is of transformers, its `generate` runs on all ranks together.
 
         Raises:
             BadInput: with nothing changed, a model that ranks share more of than states.
         """
-        _check_data_parallel(model)
+        check_data_parallel(model)
+        if self.float8 is not None:
+            convert_linears(model, self.float8, self.skip)
         chosen = self.activation_checkpointing
         checkpoint_activations(
             model, chosen.mode, units=self.units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
@@ -119,23 +125,6 @@ class EngineSetup:
         )
         generate_together(model)
         return sharded
-
-
-def _check_data_parallel(model: nn.Module) -> None:
-    """Refuse a model that `tz.parallelize` has given to ranks that see the same batches.
-
-    Other libraries deal out a batch to each rank, and arrange ranks by data axes: their groups would be others.
-
-    Raises:
-        BadInput: there.
-    """
-    if axes := sorted(exchanged_along(model)):
-        raise BadInput(
-            f"The {type(model).__name__} went through tz.parallelize, so ranks along {' and '.join(axes)} have to see "
-            "the same batches, and here each rank is data parallel. Shard it in a loop of your own, by tz.shard(model, "
-            "optimizer, plan, mesh=mesh); or train it with terrazzo train, where plan.mesh says the same; or leave "
-            "tz.parallelize out."
-        )
 
 
 @dataclass(frozen=True)
@@ -187,6 +176,8 @@ def setup_for(description: Description, device: torch.device, loaded: torch.dtyp
         accumulation=description.value("batch.accumulation") or 1,
         activation_checkpointing=_activation_checkpointing(description),
         compile=bool(description.value("training.compile")),
+        float8=_float8(description),
+        skip=tuple(description.value("precision.skip") or ()) or None,
     )
 
 
@@ -277,6 +268,11 @@ def _autocast(description: Description) -> torch.dtype | None:
             "autocast."
         )
     return dtype
+
+
+def _float8(description: Description) -> str | None:
+    linears = str(description.value("precision.linears") or "compute")
+    return linears.removeprefix("fp8-") if linears.startswith("fp8-") else None
 
 
 # -- ranks ---------------------------------------------------------------------------------------------------------

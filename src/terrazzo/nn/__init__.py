@@ -1,8 +1,28 @@
-"""Building blocks for models of one's own that hold fewer bytes than torch's; each works under every plan.
+"""Building blocks for models of one's own that hold fewer bytes than torch's, or multiply fewer; each works under every
+plan.
 
 linear_cross_entropy    the loss of a language model's head, without its logits
+float8                  linear layers whose matrix products are of 8-bit floats
 """
 
+from terrazzo.nn.convert import Converted, float8
+from terrazzo.nn.forwards import replace_forward
 from terrazzo.nn.loss import MANY_LOGITS, PRODUCT_NUMEL, VocabularyParts, chunk_rows, linear_cross_entropy, outside_part
+from terrazzo.nn.products import MULTIPLE, RECIPES, Float8, Float8Linear, product_of
 
-__all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "VocabularyParts", "chunk_rows", "linear_cross_entropy", "outside_part"]
+__all__ = [
+    "MANY_LOGITS",
+    "MULTIPLE",
+    "PRODUCT_NUMEL",
+    "RECIPES",
+    "Converted",
+    "Float8",
+    "Float8Linear",
+    "VocabularyParts",
+    "chunk_rows",
+    "float8",
+    "linear_cross_entropy",
+    "outside_part",
+    "product_of",
+    "replace_forward",
+]

@@ -132,7 +132,10 @@ _TRAINING = (
         "checkpointing",
     ),
     PlanOption(
-        "--precision NAME", "bf16 (default), bf16-pure, fp16, fp32, fp8, fsdp2, zero", "precision", beside=PARAMS
+        "--precision NAME",
+        "bf16 (default), bf16-pure, fp16, fp32, fp8, fp8-rowwise, fsdp2, zero",
+        "precision",
+        beside=PARAMS,
     ),
     PlanOption(
         "--optimizer NAME",

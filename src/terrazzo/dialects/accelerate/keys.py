@@ -154,7 +154,7 @@ SECTIONS = {
     "deepspeed_config": section("", _DEEPSPEED, "harmless"),
     "parallelism_config": section("", _PARALLELISM, "harmless"),
     "dynamo_config": section("", _DYNAMO, "harmless"),
-    "fp8_config": section("", _FP8, "lossy", "how fp8 is scaled"),
+    "fp8_config": section("", _FP8, "lossy", "fp8 is by torchao's recipe tensorwise, gathered in bf16"),
     "mpirun_config": section("", _MPI, "harmless"),
 }
 """Keys of each section."""

@@ -27,6 +27,8 @@ def read(document: Document, context: ReadingContext) -> Reading:
     given |= _engine(source, TYPES[kind.value], half, given) | _compile(source, TYPES[kind.value])
     if kind.origin == "file":
         given = {path: _chosen(path, setting, kind) for path, setting in given.items()}
+    if half.value == "fp8":
+        given["precision.linears"] = Setting("fp8-tensorwise", half.origin, half.key)
     source.keep_rest(fp8=half.value == "fp8")
     return source.finish("accelerate", given)
 
@@ -89,10 +91,7 @@ def _engine(source: AccelerateReader, engine: str, half: Setting[Any], given: Se
 def _precision(source: AccelerateReader, stack: str, half: Setting[Any]) -> Settings:
     """fp8 sits on bf16."""
     under = Setting("bf16" if half.value == "fp8" else half.value, half.origin, half.key)
-    given = stack_precision(stack, under, False, source.context)
-    if half.value == "fp8":
-        given["precision.compute"] = half
-    return given
+    return stack_precision(stack, under, False, source.context)
 
 
 def _compile(source: AccelerateReader, engine: str) -> Settings:

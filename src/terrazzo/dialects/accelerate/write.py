@@ -64,7 +64,9 @@ def _half(pen: Pen, engine: str) -> str | None:
     Weights, masters and compute all in 16 bits are, under FSDP, a model loaded so and no mixed precision.
     """
     compute = pen.value("precision.compute")
-    if compute not in ("bf16", "fp16", "fp8"):
+    if str(linears := pen.value("precision.linears")).startswith("fp8-"):
+        return _fp8(pen, linears)
+    if compute not in ("bf16", "fp16"):
         if pen.is_set("precision.compute"):
             pen.write("mixed_precision", "no")
         return None
@@ -74,6 +76,20 @@ def _half(pen: Pen, engine: str) -> str | None:
         return None
     pen.put("precision.compute", "mixed_precision", compute)
     return str(compute)
+
+
+def _fp8(pen: Pen, linears: str) -> str:
+    """The recipe that torchao has by default, which is the scale of a whole matrix; bf16 lies under it."""
+    code = "Accelerate scales whole matrices: pass AORecipeKwargs(config=Float8LinearConfig.from_recipe_name(...))"
+    pen.put("precision.linears", "mixed_precision", "fp8", *((code, "lossy") if linears == "fp8-rowwise" else ()))
+    pen.write("fp8_config", {"fp8_backend": "AO", "fp8_enable_fsdp_float8_all_gather": False})
+    if pen.value("precision.compute") == "bf16":
+        pen.implied("precision.compute", key="mixed_precision")
+    else:
+        pen.lossy("precision.compute", "fp8 lies on bf16", "mixed_precision")
+    if pen.value("precision.skip"):
+        pen.lossy("precision.skip", "layers are chosen in code: AORecipeKwargs(module_filter_func=...)")
+    return "fp8"
 
 
 def _compile(pen: Pen, engine: str) -> None:

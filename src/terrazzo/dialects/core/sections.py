@@ -130,6 +130,8 @@ class PrecisionSection:
     ] = UNSET
     loss_scaling: Annotated[Setting[LossScaling | None], "dynamic loss scaling"] = UNSET
     static_loss_scale: Annotated[Setting[float | None], "fixed loss scale"] = UNSET
+    linears: Annotated[Setting[str], "how linear layers multiply: compute, fp8-tensorwise or fp8-rowwise"] = UNSET
+    skip: Annotated[Setting[tuple[str, ...]], "globs over names of linear layers that stay in compute"] = UNSET
 
 
 @dataclass(frozen=True)

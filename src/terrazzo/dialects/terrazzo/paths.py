@@ -24,6 +24,8 @@ PATH_OF: Mapping[str, str] = {
     "parallel.pipeline.schedule": "parallel.schedule",
     "parallel.pipeline.chunks": "parallel.chunks",
     "parallel.tensor.sequence": "parallel.sequence",
+    "precision.linears": "precision.linears",
+    "precision.skip": "precision.skip",
     "launch.ranks": "mesh.world",
     "launch.device": "training.device",
     "train.steps": "schedule.total_steps",

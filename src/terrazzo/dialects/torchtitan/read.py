@@ -11,6 +11,7 @@ from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import Reader, derived, given_only
 from terrazzo.dialects.shared.fsdp import offload
 from terrazzo.dialects.shared.rows import row_settings
+from terrazzo.dialects.torchtitan.float8 import read_float8
 from terrazzo.dialects.torchtitan.keys import (
     DEGREES,
     KEYS,
@@ -36,6 +37,7 @@ def read(document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
     given = {
         **_parallelism(reader, context),
         **_precision(reader),
+        **read_float8(reader),
         **_batch(reader),
         **_optimizer(reader),
         **_schedule(reader),

@@ -58,6 +58,9 @@ def _dtypes(pen: Pen) -> None:
     else:
         option(pen, "precision.master", "training.dtype", words)
     _half(pen, words)
+    if not pen.own and pen.value("precision.linears", "compute") != "compute":
+        code = "float8 is chosen in Python there: Float8LinearConverter.Config(recipe_name=..., filter_fqns=[...])"
+        pen.lossy(("precision.linears", "precision.skip"), code)
     if pen.value("precision.reduce", "fp32") == "fp32":
         option(pen, "precision.reduce", "training.mixed_precision_reduce", words)
     elif pen.value("precision.reduce") == LOADED:

@@ -57,6 +57,8 @@ def precisions(description: Description) -> Precisions:
     cells = {column: str(description.value(f"precision.{name}") or "") for column, name in _PATHS.items()}
     if description.value("precision.autocast"):
         cells["compute"] += " autocast"
+    if (linears := description.value("precision.linears")) not in (None, "compute"):
+        cells["compute"] += f", linears {linears}"
     return Precisions(**cells)
 
 

@@ -41,6 +41,8 @@ _UNCLEAR = {
     **dict.fromkeys(("16", "amp", "mixed"), "it may be either of two: say 'bf16' or 'fp16'"),
     **dict.fromkeys(("16-true", "fp16-true", "fp16-pure"), _NO_MASTERS),
     **dict.fromkeys(("fp64", "float64", "double", "64", "64-true"), _DOUBLE),
+    "fp8": "linear layers multiply in it, and nothing is kept in it: say 'bf16', and tz.nn.float8(model), or in a "
+    "configuration precision.linears='fp8-tensorwise'",
     "tf32": "it is a way to multiply fp32: say 'fp32', and torch.set_float32_matmul_precision('high')",
 }
 

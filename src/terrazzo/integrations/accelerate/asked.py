@@ -33,6 +33,7 @@ __all__ = ["Asked", "hidden"]
 
 DEFAULT_PLAN = "zero2"
 """Where nothing names a plan. Weights stay whole, so that what a script for replicas does with them still works."""
+_RECIPES = ("AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs")
 _REFUSED = {
     "megatron_lm_plugin": "it is another engine",
     "torch_tp_plugin": "it splits tensors, and this door trains data-parallel only",
@@ -59,7 +60,8 @@ class Asked:
         alone: nothing else may say anything.
 
     Attributes:
-        mixed: Accelerate's mixed_precision.
+        mixed: Accelerate's mixed_precision; bf16 for fp8.
+        float8: it is fp8: linear layers multiply in 8 bits, on bf16.
         deepspeed: DeepSpeed's configuration is there, which says the precision as well.
 
     Raises: `BadInput` naming the setting that cannot be honoured.
@@ -68,6 +70,9 @@ class Asked:
     def __init__(self, given: dict[str, Any], words: TerrazzoArguments, alone: bool) -> None:
         self.words = words
         self.mixed = str(given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no").lower()
+        self.float8 = self.mixed == "fp8"
+        if self.float8:
+            given["mixed_precision"] = self.mixed = "bf16"
         self.scaling = LossScaling()
         self.document, plugin = launched(os.environ), _one_plugin(given)
         self.plugin = deepspeed_file(self.document, os.environ) if plugin is None else plugin
@@ -84,6 +89,12 @@ class Asked:
 
     def _take(self, handler: Any) -> None:
         """What a kwargs handler asks of the engine that Terrazzo stands in for."""
+        if type(handler).__name__ in _RECIPES:
+            raise BadInput(
+                f"{type(handler).__name__} cannot be honoured: mixed_precision='fp8' is torchao's recipe tensorwise, "
+                "by Terrazzo's own products. Leave it out; or pass mixed_precision='bf16' and call "
+                "tz.nn.float8(model, ...), which has another recipe and a choice of layers, before prepare."
+            )
         hook = getattr(handler, "comm_hook", DDPCommunicationHookType.NO)
         if isinstance(handler, DistributedDataParallelKwargs) and hook != DDPCommunicationHookType.NO:
             raise BadInput(
@@ -102,13 +113,11 @@ class Asked:
             if given.pop(name, None) is not None:
                 raise BadInput(f"{name} cannot be honoured: {why}. Leave it out.")
         lost = os.environ.get("MIXED_PRECISION", "no").lower() if "NPROC" in os.environ else "no"
-        if lost not in ("no", self.mixed):
+        if lost not in ("no", "fp8" if self.float8 else self.mixed):
             raise BadInput(
                 f"notebook_launcher(mixed_precision={lost!r}) does not reach the Accelerator, with Accelerate's own "
                 f"class neither: pass Accelerator(mixed_precision={lost!r})."
             )
-        if self.mixed == "fp8":
-            raise BadInput("mixed_precision is fp8, in which Terrazzo does not train: use bf16.")
         if alone and (engine or self.compile or words != TerrazzoArguments()):
             raise BadInput("setup= says everything by itself: leave out plugins and Terrazzo's other arguments.")
         if words.plan is not None and engine:
@@ -136,7 +145,8 @@ class Asked:
             setup = setup_for(description, device, loaded)
         else:
             setup = EngineSetup(Plan.named(DEFAULT_PLAN), self._of_replicas(loaded, device))
-        return self.words.over(setup).over(compile=self.compile or None)
+        float8 = "tensorwise" if self.float8 else None
+        return self.words.over(setup).over(compile=self.compile or None, float8=float8)
 
     def _of_replicas(self, loaded: torch.dtype, device: torch.device) -> Precision:
         """Of plain replicas: all in the model's dtype, under autocast if `mixed_precision` says so."""

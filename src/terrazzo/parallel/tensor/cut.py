@@ -17,6 +17,7 @@ from terrazzo.parallel.tensor.alike import watch_alike
 from terrazzo.parallel.tensor.direct import watch_direct_use
 from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout
 from terrazzo.parallel.tensor.ranks import TensorRanks
+from terrazzo.parallel.tensor.scales import share_scales
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style
 from terrazzo.parallel.tensor.uses import (
     LocalRows,
@@ -95,6 +96,7 @@ def cut_matrices(cuts: Cuts) -> None:
     here = cuts.here()
     _replace_parameters(here)
     _put_uses(here)
+    share_scales(here.model, here.ranks, here.records, here.rows)
     SHARES_MATRICES.leave(cuts.model, cuts.ranks)
 
 

@@ -14,11 +14,13 @@ from torch import nn
 
 from terrazzo.engine import Box, Family, Record
 from terrazzo.errors import BadInput, did_you_mean, listed
+from terrazzo.nn import Float8Linear
 from terrazzo.parallel.adapters import with_adapters
 from terrazzo.parallel.parts import check_replaceable
 from terrazzo.parallel.tensor.cut import Cuts
 from terrazzo.parallel.tensor.ranks import TensorRanks, runs_of
 from terrazzo.parallel.tensor.regions import check_regions
+from terrazzo.parallel.tensor.scales import check_scales
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, Style, Uncut, style_named
 
 __all__ = ["TensorPlan", "cuts_of", "matching", "style_of"]
@@ -38,6 +40,7 @@ def cuts_of(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bo
     """
     cuts = Cuts(model, ranks, _resolved(model, plan), sequence)
     _read_cuts(cuts)
+    check_scales(model, cuts.records, cuts.rows)
     check_regions(cuts)
     _record_uncut(cuts)
     return cuts
@@ -91,7 +94,7 @@ def _read_cuts(cuts: Cuts) -> None:
     """
     for name, module, style in cuts.named(Column, Row, Embedding):
         wanted = nn.Embedding if isinstance(style, Embedding) else nn.Linear
-        own_forward = type(module).forward is nn.Linear.forward
+        own_forward = type(module).forward in (nn.Linear.forward, Float8Linear.forward)
         if not isinstance(module, wanted) or (isinstance(style, Row) and not own_forward):
             raise BadInput(
                 f"{name!r} is a {type(module).__name__}, and the style {type(style).__name__.lower()} knows "

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.nn import outside_part
+from terrazzo.nn import outside_part, product_of, replace_forward
 from terrazzo.parallel.tensor.ranks import TensorRanks
 
 __all__ = [
@@ -282,7 +281,7 @@ class PartialSums(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         use, splits = vars(self)["terrazzo_use"]
-        summed: Tensor = use.leave(F.linear(input, self.weight), splits)
+        summed: Tensor = use.leave(product_of(self)(input, self.weight), splits)
         return summed if self.bias is None else summed + self.bias
 
 
@@ -292,18 +291,10 @@ class LocalRows(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         start, stop = vars(self)["terrazzo_use"]
         bias = None if self.bias is None else self.bias[start:stop]
-        return F.linear(input, self.weight[start:stop], bias)
+        return product_of(self)(input, self.weight[start:stop], bias)
 
 
 def put_forward(module: nn.Module, forward: type[nn.Linear], use: Any) -> None:
     """Give a linear module another forward, in a class of its own name."""
     vars(module)["terrazzo_use"] = use
-    kind = type(module)
-    if (made := _MADE.get((kind, forward))) is None:
-        namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward.forward}
-        made = _MADE[kind, forward] = type(kind.__name__, (kind,), namespace)
-    module.__class__ = made
-
-
-_MADE: dict[tuple[type, type], type] = {}
-"""One class for all modules of a class and a forward: units are found by classes."""
+    replace_forward(module, forward.forward)

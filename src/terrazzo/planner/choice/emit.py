@@ -53,7 +53,7 @@ def train_config(setup: Setup, model: Model, model_folder: str | Path = "model")
         "plan": _plan(setup),
         **_parallel(setup),
         **_offload(setup),
-        "precision": _precision(setup.precision),
+        "precision": _precision(setup.precision) | _linears(setup),
         "batch": {
             "global_batch": setup.global_batch,
             "micro_batch": setup.micro_batch,
@@ -198,6 +198,12 @@ def _precision(precision: Precision) -> dict[str, Any]:
             return {"name": name}
     base = "fp16" if precision.loss_scaling else "fp32"
     return {"name": base} | {field: DTYPE_NAMES[getattr(precision, field)] for field in DTYPE_FIELDS}
+
+
+def _linears(setup: Setup) -> dict[str, str]:
+    if setup.matmul != "fp8":
+        return {}
+    return {"linears": "fp8-rowwise" if setup.row_scales else "fp8-tensorwise"}
 
 
 def _optimizer(recipe: OptimizerRecipe) -> dict[str, Any]:

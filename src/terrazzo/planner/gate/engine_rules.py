@@ -131,15 +131,6 @@ ENGINE_RULES = (
         "terrazzo.parallel.model_types.SHARED_SEQUENCES",
     ),
     Rule(
-        "fp8 matrix products",
-        ("terrazzo",),
-        "planned",
-        lambda setup, _: setup.matmul == "fp8",
-        "Terrazzo has no fp8 matrix products of its own yet.",
-        "Plan with it, but run with precision bf16.",
-        "terrazzo.engine.plan.precision",
-    ),
-    Rule(
         "optimizer that sees whole matrices",
         ("terrazzo",),
         "refuse",

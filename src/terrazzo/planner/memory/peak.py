@@ -14,6 +14,7 @@ from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
 from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, LOGITS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
+from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["FORMULAS", "fullest_memory", "memory_of", "stage_peak", "stage_terms"]
@@ -176,7 +177,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     for states, unit, count in parts:
         found = block_activations(setup, unit.block) if unit.block else BlockActivations(0.0, 0.0, 0.0, 0.0)
         gradient = 0 if unit.is_root and not is_last else states.largest_grad
-        units.append(StepUnit(states, count, found.stays, found.working + gradient))
+        units.append(StepUnit(states, count, found.stays, found.working + gradient + _cast_bytes(setup, unit)))
     head = head_activations(setup)
     settings = replace(
         plain,
@@ -187,6 +188,20 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         update=_update_bytes(setup, stage),
     )
     return peak_of(units, settings)
+
+
+def _cast_bytes(setup: Setup, unit: UnitShape) -> float:
+    """What a block needs to bring a product's operands to 8 bits: both codes, and eagerly one of them in fp32."""
+    if setup.matmul != "fp8" or unit.block is None:
+        return 0.0
+    rows, parts = setup.tokens / setup.mesh.cp, setup.mesh.tp
+    matrices = [each for each in unit.tensors if each.role == "matrix"]
+    return max((_operand_bytes(setup, each.shape, rows) / parts for each in matrices), default=0.0)
+
+
+def _operand_bytes(setup: Setup, shape: Sequence[int], rows: float) -> float:
+    numels = (shape[-1] * shape[-2], rows * shape[-1], rows * shape[-2])
+    return sum(sorted(numels)[-2:]) + (0 if setup.compile else 4 * max(numels))
 
 
 def _update_bytes(setup: Setup, stage: int) -> float:

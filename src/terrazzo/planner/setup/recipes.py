@@ -16,6 +16,7 @@ __all__ = [
     "RECIPES",
     "STRATEGIES",
     "checkpointing",
+    "has_row_scales",
     "precision",
     "strategy",
 ]
@@ -28,10 +29,12 @@ RECIPES: dict[str, tuple[Precision, str]] = {
     "bf16-pure": (PRECISIONS["bf16-pure"], "bf16"),
     "fp16": (PRECISIONS["fp16"], "fp16"),
     "fp8": (PRECISIONS["bf16"], "fp8"),
+    "fp8-rowwise": (PRECISIONS["bf16"], "fp8"),
     "fsdp2": (Precision(weight=_FP32, compute=_BF16, reduce=_FP32), "bf16"),
     "zero": (Precision(_BF16, _BF16, _BF16, _BF16, _FP32, _FP32), "bf16"),
 }
-"""Dtypes of all states, and the format of matrix products. `fp8` keeps the states of `bf16`; `fsdp2` shards fp32
+"""Dtypes of all states, and the format of matrix products. `fp8`, with one scale for each
+matrix or for each row of one, keeps the states of `bf16`; `fsdp2` shards fp32
 weights and computes in bf16, as FSDP2 and torchtitan do; `zero` is the ZeRO paper's 2 + 2 + 12 bytes (arXiv
 1910.02054)."""
 
@@ -59,14 +62,23 @@ def strategy(name: str) -> Plan:
 
 def precision(name: str) -> tuple[Precision, str]:
     """Dtypes, and the format of matrix products, of that name. Raises: `BadInput` with the nearest name."""
-    key = name.strip().lower().replace("_", "-")
-    key = key if key in RECIPES else preset_named(name)
+    key = _key(name)
     if key not in RECIPES:
         spelled = {spelling: preset for preset, each in PRECISION_SPELLINGS.items() for spelling in each}
         near = did_you_mean(key, (*RECIPES, *spelled))
         synonyms = ", ".join(f"{spelling} = {preset}" for spelling, preset in spelled.items())
         raise BadInput(f"There is no precision {name!r}.{near} Precisions are {', '.join(RECIPES)}; {synonyms}.")
     return RECIPES[key]
+
+
+def has_row_scales(name: str) -> bool:
+    """Whether the precision of that name scales each row of a matrix by itself."""
+    return _key(name) == "fp8-rowwise"
+
+
+def _key(name: str) -> str:
+    key = name.strip().lower().replace("_", "-")
+    return key if key in RECIPES else preset_named(name)
 
 
 def checkpointing(name: str) -> tuple[Checkpointing, int]:

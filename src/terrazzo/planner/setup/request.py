@@ -159,6 +159,7 @@ def build_setup(request: Request) -> Setup:
         micro_batches=_micro_batches(request, mesh, micro_batch),
         precision=precision,
         matmul=matmul,
+        row_scales=recipes.has_row_scales(request.precision or PRECISION),
         optimizer=recipe,
         checkpointing=mode,
         every=every,

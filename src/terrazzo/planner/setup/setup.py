@@ -33,6 +33,7 @@ class Setup:
         sequence: tokens per sequence. `micro_batch`: sequences per forward pass of one data rank.
         micro_batches: forward passes per optimizer step and data rank.
         precision: dtypes of the states; `matmul` is the format that matrix products run in (`bf16`, `fp8`, ...).
+        row_scales: in fp8 each row of a matrix has a scale of its own, rather than each matrix one.
         checkpointing: of activations: `full` keeps a block's input alone; `selective` also the results of its matrix
             products and of attention, under `math` attention all but the scores. With `every` n > 1, one block in n.
         every_second_product: of matrix products selective checkpointing keeps every second, as torchtitan's does.
@@ -65,6 +66,7 @@ class Setup:
     micro_batches: int = 1
     precision: Precision = field(default_factory=Precision)
     matmul: str = "fp32"
+    row_scales: bool = False
     optimizer: OptimizerRecipe = OPTIMIZERS["adamw"]
     checkpointing: Checkpointing = "none"
     every: int = 1

@@ -90,6 +90,8 @@ def axes_text(setup: Setup) -> str:
 
 def precision_name(setup: Setup) -> str:
     """The name that `--precision` knows it by."""
+    if setup.row_scales:
+        return "fp8-rowwise"
     recipe = (setup.precision, setup.matmul)
     return next((name for name, known in RECIPES.items() if known == recipe), "custom")
 

@@ -237,6 +237,7 @@ def _matmul_s(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     mesh, tokens = setup.mesh, setup.tokens / setup.mesh.cp
     own = tokens / mesh.tp if setup.whole_experts and setup.sequence_parallel else tokens
     shares = Shares(tokens, own, mesh.tp, mesh.ep, 1 if setup.whole_experts else mesh.tp)
+    rate *= ROW_SCALES_SHARE if setup.row_scales else 1.0
     return block_products(unit.tensors, block, shares, setup.cluster.device.kind != "cpu") / rate
 
 
@@ -280,6 +281,9 @@ def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     return tokens * per_token + weights
 
 
+ROW_SCALES_SHARE = 0.83
+"""Of the rate with one scale for each matrix: torchao's recipes on Llama 3 8B and 8 H100 gain 10.5 % against 19.5 %
+over bf16 (pytorch/ao#1793); products alone are at 90 to 100 % (pytorch/pytorch#147971)."""
 CAST_BYTES = 4
 """Read and written per element to bring it from 16 bits to 8: once for its largest value, once for the cast."""
 

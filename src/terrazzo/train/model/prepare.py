@@ -10,6 +10,7 @@ from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig
 from terrazzo.train.model.head_loss import take_targets
+from terrazzo.train.model.linears import convert_linears
 from terrazzo.train.model.objectives import objective_of
 
 __all__ = ["decoder_config", "prepare_model"]
@@ -57,6 +58,7 @@ def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Modu
     mode, every = config.train.checkpointing
     ops, offload = config.train.activation_checkpointing_ops, config.offload.activations == "cpu"
     take_targets(model, config)
+    convert_linears(model, config)
     checkpoint_activations(model, mode, units=units, every=every, ops=ops, offload=offload)
     if config.train.compile:
         compile_units(model, units=units)

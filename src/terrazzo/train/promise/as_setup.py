@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from terrazzo.config import Config
-from terrazzo.engine import Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_shape
 from terrazzo.planner.machine.devices import cpu_host, this_machine
@@ -59,7 +58,8 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         micro_batch=config.batch.micro_batch * config.sequences_per_sample,
         micro_batches=micro_batches,
         precision=precision,
-        matmul=matmul_format(precision),
+        matmul=matmul_format(config),
+        row_scales=config.precision.recipe == "rowwise",
         optimizer=optimizer_recipe(config),
         checkpointing=mode,
         every=every,
@@ -166,9 +166,11 @@ def _with_dropout(block: BlockShape | None, dropout: float) -> BlockShape | None
     return block if block is None else replace(block, dropout=dropout > 0)
 
 
-def matmul_format(precision: Precision) -> str:
-    """The format of matrix products of the compute dtype."""
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(precision.compute, "fp32")
+def matmul_format(config: Config) -> str:
+    """The format of matrix products: of the compute dtype, or that of linear layers, which a CPU emulates."""
+    if config.precision.recipe is not None:
+        return "fp8"
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(build_precision(config).compute, "fp32")
 
 
 def optimizer_recipe(config: Config) -> OptimizerRecipe:

@@ -14,7 +14,6 @@ from terrazzo.train.model.expert_load import Load, counters_of
 from terrazzo.train.promise.as_setup import executed_share, matmul_format
 from terrazzo.train.promise.summary import utilised
 from terrazzo.train.session.session import Session
-from terrazzo.train.settings.plan import build_precision
 
 __all__ = ["Gauge", "StepsMeasured"]
 
@@ -37,7 +36,7 @@ class StepsMeasured:
 
 def peak_flops(config: Config) -> float | None:
     """Per second, of this machine's device in the format that the run computes in; None where it is not known."""
-    return this_machine().device.peak_flops.get(matmul_format(build_precision(config)))
+    return this_machine().device.peak_flops.get(matmul_format(config))
 
 
 class Gauge:

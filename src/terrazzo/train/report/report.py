@@ -243,8 +243,9 @@ def _bill_text(session: Session) -> str:
 
 def _precision(config: Config) -> str:
     """Its name, and the dtypes that were given in place of its own."""
-    given = config.precision.model_dump(exclude={"name"}, exclude_none=True)
-    return ", ".join([config.precision.name, *(f"{state} {dtype}" for state, dtype in given.items())])
+    given = config.precision.model_dump(exclude={"name", "linears", "skip"}, exclude_none=True)
+    linears = [f"linears {config.precision.linears}"] if config.precision.recipe else []
+    return ", ".join([config.precision.name, *(f"{state} {dtype}" for state, dtype in given.items()), *linears])
 
 
 def _threads() -> str:

@@ -33,6 +33,7 @@ from terrazzo.train.launch.ranks import Ranks, agree_on_data
 from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.expert_load import count_rows
 from terrazzo.train.model.huggingface import weight_files
+from terrazzo.train.model.linears import linears_note, try_linears
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
@@ -123,7 +124,9 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _BeforeModel, no
     mesh = tz.mesh(**mesh_shape(config.plan.mesh, ranks.world_size), device=ranks.device.type)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
     sampling = Sampling(_prompt(config, begin.data, begin.asked), begin.asked)
+    together(lambda: try_linears(config, ranks.device), BadInput)
     model, flops_per_token = _model(config, begin.data, sampling.prompt)
+    notes += linears_note(model)
     if blind := count_rows(model):
         notes.append(
             f"router_entropy is not said of {listed(blind)}: transformers does not name the module that gives their"

@@ -1,0 +1,64 @@
+"""Sections of torchtitan before 0.3 for linear layers in float8, which Python code builds since."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.reader import Reader
+
+__all__ = ["read_float8"]
+
+_SECTIONS = ("quantize.linear.float8", "float8")
+_SINCE = "torchtitan 0.3 has no such key: there Float8LinearConverter is built in Python"
+_RECIPES = {"tensorwise": "fp8-tensorwise", "rowwise": "fp8-rowwise", "rowwise_with_gw_hp": "fp8-rowwise"}
+_SMALL = "auto_filter_small_kn"
+_OTHERS = {
+    "enable_fsdp_float8_all_gather": "weights are gathered in bf16 here: the same numbers, twice the traffic",
+    "precompute_float8_dynamic_scale_for_fsdp": "a scale is found when a weight is gathered: the same numbers",
+    "force_recompute_fp8_weight_in_bwd": "weights are cast again in backward here, always",
+    "emulate": "a CPU emulates, and a GPU does not",
+    "enable_float8_linear": "it is on where the section is there",
+}
+
+
+def read_float8(reader: Reader) -> Settings:
+    """How linear layers multiply; nothing where no section says so."""
+    return {path: setting for section in _SECTIONS for path, setting in _section(reader, section).items()}
+
+
+def _section(reader: Reader, section: str) -> Settings:
+    inside = [key for key in reader.flat if key.startswith(f"{section}.")]
+    if not inside or reader.get(f"{section}.enable_float8_linear") is False:
+        return {}
+    for name, why in _OTHERS.items():
+        reader.keep(f"{section}.{name}", why, loss="harmless")
+    return _recipe(reader, section, inside[0]) | _names(reader, f"{section}.filter_fqns")
+
+
+def _recipe(reader: Reader, section: str, first: str) -> Settings:
+    key = f"{section}.recipe_name"
+    given = reader.get(key) or "tensorwise"
+    if given not in _RECIPES:
+        reader.refuse(key, f"there is no recipe {given!r} here: use {', '.join(_RECIPES)}")
+        return {}
+    gradient = given == "rowwise_with_gw_hp"
+    reader.say(key, "lossy" if gradient else "renamed", "weights' gradients are in 8 bits, too" if gradient else _SINCE)
+    if key in reader.flat:
+        reader.keep_as(key, reader.flat[key], _SINCE)
+    return {"precision.linears": Setting(_RECIPES[given], "file", key if key in reader.flat else first)}
+
+
+def _names(reader: Reader, key: str) -> Settings:
+    """Parts of names, of layers that are left out."""
+    given: Any = reader.get(key)
+    if given is None:
+        return {}
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        reader.refuse(key, f"it is {given!r}, expected a list of parts of names")
+        return {}
+    small = _SMALL in given
+    reader.say(key, "lossy" if small else "renamed", "small layers are converted as well" if small else _SINCE)
+    reader.keep_as(key, given, _SINCE)
+    globs = tuple(f"*{name}*" for name in given if name != _SMALL)
+    return {"precision.skip": Setting(globs, "file", key)} if globs else {}

@@ -1,0 +1,54 @@
+"""Layers with 8-bit products whose matrices are cut: one scale for the whole of a matrix, which no rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from terrazzo.engine import Record
+from terrazzo.errors import BadInput
+from terrazzo.nn import MULTIPLE, Float8
+from terrazzo.parallel.tensor.ranks import TensorRanks
+
+__all__ = ["check_scales", "share_scales"]
+
+Records = Mapping[tuple[str, str], Record]
+Rows = Mapping[str, tuple[int, int]]
+
+
+def check_scales(model: nn.Module, records: Records, rows: Rows) -> None:
+    """Raise `BadInput` for a layer with 8-bit products of whose matrix a rank's part does not fit the matrix units.
+
+    Args:
+        records: of parameters, by the names of their modules and their own.
+        rows: the half-open interval of outputs that a rank computes of a matrix that it has whole, by module.
+    """
+    for name, module, _ in _converted(model, records, rows):
+        start, stop = rows.get(name, (0, 0))
+        shape = (stop - start, module.in_features) if name in rows else records[name, "weight"].box.local_shape
+        if any(size % MULTIPLE for size in shape):
+            raise BadInput(
+                f"{name!r} multiplies in float8, and of its {module.out_features} x {module.in_features} matrix a rank "
+                f"along tp has {shape[0]} x {shape[1]}, whose sizes are no multiples of {MULTIPLE}: leave it out of "
+                "float8 (skip), or take another tp."
+            )
+
+
+def share_scales(model: nn.Module, ranks: TensorRanks, records: Records, rows: Rows) -> None:
+    """Have the ranks along `tp` find the largest value of a matrix together. No part of compiled graphs."""
+    highest: Any = torch.compiler.disable(ranks.highest)
+    for _, module, float8 in _converted(model, records, rows):
+        vars(module)["terrazzo_float8"] = replace(float8, whole=highest)
+
+
+def _converted(model: nn.Module, records: Records, rows: Rows) -> Iterator[tuple[str, Any, Float8]]:
+    """Layers with 8-bit products of whose matrices ranks have, or use, a part each."""
+    cut = {name for (name, attribute), record in records.items() if attribute == "weight" and not record.box.is_all}
+    for name in sorted(cut | {*rows}):
+        module = model.get_submodule(name)
+        if (float8 := vars(module).get("terrazzo_float8")) is not None:
+            yield name, module, float8
