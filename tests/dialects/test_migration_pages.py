@@ -130,6 +130,7 @@ def losses(path: str) -> list[float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_fsdp1_and_what_it_became_have_the_same_losses(two_processes: Pool) -> None:
     before, after = (two_processes.run(losses, str(path)) for path in pages.SCRIPTS["fsdp1"])

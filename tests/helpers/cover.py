@@ -1,7 +1,7 @@
 """Covers of grids: of all combinations of what a test is parametrized with, those that meet every pair of values.
 
 A test marked `cover` runs over its cover in `make test`, and over the whole grid in `make test-long`: the other cases
-are marked `long`. An axis is an argument of the test, or something of one:
+are marked `long`, and those that are by themselves stay so. An axis is an argument of the test, or something of one:
 
     @pytest.mark.cover                     # any two values of two arguments meet
     @pytest.mark.cover(strength=1)         # any value comes up, where an axis has more of them than another in turns
@@ -19,7 +19,7 @@ import pytest
 
 import terrazzo as tz
 
-__all__ = ["cover", "in_turns", "leave_out_what_is_long", "places"]
+__all__ = ["cover", "in_turns", "leave_out_what_is_long", "mostly_long", "places"]
 
 
 def cover(cases: Sequence[Mapping[str, object]], strength: int = 2) -> list[int]:
@@ -48,6 +48,17 @@ def in_turns(cases: Iterable[Sequence[object]], values: Sequence[object]) -> lis
     ]
 
 
+def mostly_long(cases: Iterable[object], *short: object) -> list[Any]:
+    """Every case, as parameters; all but the short ones are long. Raises: ValueError where a short one is no case."""
+    cases = list(cases)
+    if any(case not in cases for case in short):
+        raise ValueError(f"not all of {short} are among the cases")
+    return [
+        pytest.param(*(case if type(case) is tuple else (case,)), marks=[] if case in short else [pytest.mark.long])
+        for case in cases
+    ]
+
+
 def _met(case: Mapping[str, str], strength: int) -> frozenset[object]:
     return frozenset(combinations(sorted(case.items()), min(strength, len(case))))
 
@@ -64,8 +75,9 @@ def leave_out_what_is_long(metafunc: pytest.Metafunc) -> None:
     if marker := metafunc.definition.get_closest_marker("cover"):
         taken = dict(marker.kwargs)
         strength = taken.pop("strength", 2)
-        chosen = set(cover([_axes(call.params, taken) for call in calls], strength))
-        for index, call in enumerate(calls):
+        among = [call for call in calls if not any(mark.name == "long" for mark in call.marks)]
+        chosen = set(cover([_axes(call.params, taken) for call in among], strength))
+        for index, call in enumerate(among):
             if index not in chosen:
                 call.marks.append(pytest.mark.long.mark)
     if "not long" in metafunc.config.getoption("markexpr"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cover import mostly_long
 from tests.hostcuda.cases import TOLERANCES
 from tests.hostcuda.doors import DOORS, Passage, through
 from tests.hostcuda.ranks import Ranks
@@ -18,7 +19,7 @@ LIBRARIES = {"accelerate": ["accelerate"], "lightning": ["lightning"], "transfor
 """What a door leads to. The others need nothing beside Terrazzo."""
 
 
-@pytest.mark.parametrize("name", DOORS)
+@pytest.mark.parametrize("name", mostly_long(DOORS, "fsdp2", "accelerate"))
 def test_a_door(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
     for library in LIBRARIES.get(name, ()):
         pytest.importorskip(library)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hostcuda.report import FAULTS
+from tests.helpers.cover import mostly_long
 from tests.hostcuda.cases import AXES, TOLERANCES, Case, Comparison, chosen, compare
 from tests.hostcuda.ranks import Ranks
 
@@ -26,6 +27,7 @@ def check(case: Case, ranks: Ranks, folder: Path) -> Sequence[Comparison]:
     return comparisons
 
 
+@pytest.mark.cover(strength=1, case=vars)
 @pytest.mark.parametrize("case", chosen(), ids=lambda case: case.name)
 def test_any_two_settings_meet(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
     check(case, two_ranks, tmp_path)
@@ -51,7 +53,7 @@ def test_any_two_of_the_other_settings_meet_in_every_plan(
 @pytest.mark.parametrize("micro", [2, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "plan",
-    ["hybrid_shard", "hfsdp", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("hybrid_shard_zero2", "hpz"))],
+    mostly_long(["hybrid_shard", "hfsdp", "hybrid_shard_zero2", "hpz"], "hfsdp"),
 )
 @pytest.mark.parametrize("tier", ["", pytest.param("@cpu", marks=pytest.mark.long)])
 def test_two_mesh_axes(plan: str, tier: str, micro: int, four_ranks: Ranks, tmp_path: Path) -> None:
@@ -64,7 +66,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize("case", RESUMED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mostly_long(RESUMED, RESUMED[1]), ids=lambda case: case.name)
 def test_saved_and_resumed(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
     check(case, two_ranks, tmp_path)
 

@@ -12,10 +12,13 @@ from torch import Tensor
 from benchmarks.gpu import checks
 from hostcuda import memory
 from terrazzo.engine.links.collectives import Collectives
+from tests.helpers.cover import mostly_long
 from tests.helpers.processes import RankFailed
 from tests.hostcuda.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
+
+ALONE = ("training", "collectives", "offload", "clipping", "rate", "sanitizer", "syncs", "memory", "compiled")
 
 
 def run(name: str) -> dict[str, float]:
@@ -26,14 +29,8 @@ def run(name: str) -> dict[str, float]:
         memory.end()
 
 
-# Long: the sanitizer looks on real devices alone, compiled units are an axis of `test_engine`.
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("training", "collectives", "offload", "clipping", "rate", "syncs", "memory"),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("sanitizer", "compiled")),
-    ],
-)
+# Long: the sanitizer looks on real devices alone, compiled units and tiers are axes of `test_engine`.
+@pytest.mark.parametrize("name", mostly_long(ALONE, "training", "clipping", "rate", "memory"))
 def test_one_rank_passes(name: str, one_rank: Ranks) -> None:
     (numbers,) = one_rank.run(run, name, timeout_s=170)
     assert all(value <= checks.CLOSE for number, value in numbers.items() if "apart" in number)
@@ -41,14 +38,14 @@ def test_one_rank_passes(name: str, one_rank: Ranks) -> None:
         assert 1.0 < numbers["reserved / allocated"] < 2.0
 
 
+@pytest.mark.long
 def test_two_ranks_pass(two_ranks: Ranks) -> None:
     for numbers in two_ranks.run(run, "ranks", timeout_s=170):
         assert len([number for number in numbers if "apart" in number]) == 5
 
 
 def test_every_check_is_tried() -> None:
-    alone = {"training", "collectives", "offload", "clipping", "rate", "sanitizer", "syncs", "memory", "compiled"}
-    assert set(checks.CHECKS) == {"ranks", *alone}
+    assert set(checks.CHECKS) == {"ranks", *ALONE}
 
 
 # -- what is wrong is found --------------------------------------------------------------------------------------------

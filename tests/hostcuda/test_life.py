@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cover import mostly_long
 from tests.hostcuda.arriving import TOUCHES, touched
 from tests.hostcuda.cases import TOLERANCES, Case
 from tests.hostcuda.failing import diverges, fails_and_goes_on, overflows_and_goes_on
@@ -33,7 +34,9 @@ def test_a_step_that_fails_leaves_nothing_behind(plan: str, where: str, two_rank
 
 
 @pytest.mark.cover(strength=1)
-@pytest.mark.parametrize("touch", TOUCHES)
+@pytest.mark.parametrize(
+    "touch", mostly_long(TOUCHES, "nobody", "data", "a part", "the memory", "state_dict", "another step", "an edit")
+)
 @pytest.mark.parametrize(("plan", "precision"), [("zero2", "bf16"), ("zero1", "fp32")])
 def test_weights_on_their_way_are_whole_for_whoever_touches_them(
     plan: str, precision: str, touch: str, two_ranks: Ranks, tmp_path: Path
@@ -44,7 +47,7 @@ def test_weights_on_their_way_are_whole_for_whoever_touches_them(
         assert apart <= TOLERANCES[precision][0] * 4
 
 
-@pytest.mark.parametrize("tier", ["", "@cpu"])
+@pytest.mark.parametrize("tier", mostly_long(["", "@cpu"], "@cpu"))
 def test_a_step_that_overflows_is_left_out(tier: str, two_ranks: Ranks) -> None:
     for faults, (on_device, on_host) in two_ranks.run(overflows_and_goes_on, tier):
         assert faults == []
@@ -55,9 +58,9 @@ def test_a_step_that_overflows_is_left_out(tier: str, two_ranks: Ranks) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(4, 100, 4))])
+@pytest.mark.parametrize("first", mostly_long(range(0, 100, 2), 0))
 def test_random_programs_agree_or_are_refused(first: int, two_ranks: Ranks) -> None:
-    for seed in range(first, first + 4):
+    for seed in range(first, first + 2):
         program, verdict, faults = verdict_on(seed, two_ranks)
         assert verdict.good, f"{program}\n{verdict.kind}: {verdict.detail}"
         assert faults == [], program
@@ -66,7 +69,7 @@ def test_random_programs_agree_or_are_refused(first: int, two_ranks: Ranks) -> N
 LATE = [Case(delays=1), Case(tier="@cpu", micro=2, delays=2), Case(checkpointing="offload", side="computing", delays=3)]
 
 
-@pytest.mark.parametrize("case", LATE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mostly_long(LATE, LATE[1]), ids=lambda case: case.name)
 def test_whoever_is_late_nothing_changes(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
     check(case, two_ranks, tmp_path)
 

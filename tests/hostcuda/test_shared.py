@@ -69,6 +69,7 @@ def test_ranks_that_share_experts_wait_for_counts_alone(two_ranks: Ranks) -> Non
         assert found.losses <= losses
 
 
+@pytest.mark.long
 def test_keys_that_are_used_before_they_are_there_are_found(two_ranks: Ranks) -> None:
     for faults in two_ranks.run(faults_of_a_hasty_ring):
         assert any("race" in fault and "all_to_all" in fault for fault in faults)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.cover import mostly_long
 from tests.hostcuda.cases import TOLERANCES
 from tests.hostcuda.ranks import Ranks
 from tests.hostcuda.stages import Staged, compare, faults_of_hasty_stages
@@ -32,17 +33,18 @@ def check(case: Staged, ranks: Ranks) -> None:
         assert found.losses <= losses
 
 
-@pytest.mark.parametrize("case", TWO, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mostly_long(TWO, *TWO[1:]), ids=lambda case: case.name)
 def test_stages_train_as_on_the_host(case: Staged, two_ranks: Ranks) -> None:
     check(case, two_ranks)
 
 
-@pytest.mark.parametrize("case", [FOUR[-1], *(pytest.param(case, marks=pytest.mark.long) for case in FOUR[:-1])])
+@pytest.mark.long
+@pytest.mark.parametrize("case", FOUR)
 def test_stages_of_several_data_ranks(case: Staged, four_ranks: Ranks) -> None:
     check(case, four_ranks)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["activations", "tied gradients"])
+@pytest.mark.parametrize("tied", mostly_long([False, True], True), ids=["activations", "tied gradients"])
 def test_what_is_used_before_it_is_there_is_found(tied: bool, two_ranks: Ranks) -> None:
     found = [fault for faults in two_ranks.run(faults_of_hasty_stages, tied) for fault in faults]
     assert any("race" in fault and "recv" in fault for fault in found)

@@ -40,6 +40,7 @@ def measured(contenders: Sequence[str]) -> list[dict[str, Any]]:
         virtual.set_speeds()
 
 
+@pytest.mark.long
 def test_times_are_those_of_the_full_size(two_ranks: Ranks) -> None:
     ranks = two_ranks.run(measured, ["fsdp2", "zero3"], timeout_s=120)
     assert ranks[0] == ranks[1]
@@ -72,6 +73,7 @@ def idle(ranks: int, layouts: Sequence[str]) -> dict[str, list[float]]:
         virtual.set_speeds()
 
 
+@pytest.mark.long
 def test_two_stages_wait_as_long_as_their_schedules_say(two_ranks: Ranks) -> None:
     for found in two_ranks.run(idle, 2, ["free"], timeout_s=120):
         assert found == {"free": pytest.approx([two for two, _ in PIPELINES.values()])}

@@ -224,6 +224,7 @@ def test_traffic_of_a_partly_frozen_model_is_exact(plan: str, accumulation: str)
     check_traffic(model, model_shape(frozen("decoder, untied")), plan, "bf16", 8, accumulation)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_ranks_that_really_talk_send_what_was_promised(plan: str) -> None:
     """Four ranks as threads: no rank sends anything else."""

@@ -148,7 +148,7 @@ TIERS: dict[str, dict[str, str]] = {
 }
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize(("mesh", "plan"), [case for case in CASES if case[0] in ("one rank", "two by four")])
 def test_the_bill_of_every_tier_to_the_byte(mesh: str, plan: str, tiers: str) -> None:

@@ -394,7 +394,12 @@ def test_sizing_keeps_to_a_range_and_says_so_when_nothing_in_it_runs() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"strategy": "zero3"}, {}, {"global_batch": 4096}, {"parallel": True, "sequence": 4096}],
+    [
+        {"strategy": "zero3"},
+        pytest.param({}, marks=pytest.mark.long),
+        {"global_batch": 4096},
+        {"parallel": True, "sequence": 4096},
+    ],
     ids=str,
 )
 def test_a_huge_range_is_searched_in_few_calls(options: dict[str, Any]) -> None:
