@@ -67,7 +67,7 @@ def diverges(norms: list[float]) -> tuple[list[str], int | None, str | None]:
             step=0,
             config=config_from_dict({}),
             ranks=SimpleNamespace(device=device),
-            parts=DataShare(0, 1),
+            share=DataShare(0, 1),
             keeper=SimpleNamespace(saved_step=0),
             optimizer=SimpleNamespace(scaler_state=dict),
         )
