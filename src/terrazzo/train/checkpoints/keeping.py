@@ -130,6 +130,7 @@ class Keeper:
 
     def begin_anew(self) -> None:
         """Nothing that is here is of this run. Collective."""
+        self._found = None  # what there was then says nothing of what this run will have saved
         self._local.begin_anew()
 
     def local_due(self, step: int) -> bool:
