@@ -228,7 +228,7 @@ def test_two_ranks_decide_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def work(session: Any) -> tuple[int, list[dict[str, Any]]]:
         session.model.calls = 0
         TrainingLoop(session, StopAfter(None)).run()
-        return session.step, session.skipped
+        return session.step, session.progress.skipped
 
     monkeypatch.setattr(NextToken, "loss_of", spoilt)
     config = config_in(tmp_path, guard={"action": "skip"}, batch={"micro_batch": 1})

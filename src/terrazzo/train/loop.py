@@ -48,7 +48,7 @@ class TrainingLoop:
         self.skew: list[list[float]] = []  # what ranks told at the last log step
         self.wait_s, self.learning_rate = 0.0, 0.0
         self.load: dict[str, Load] = {}  # of the experts in the newest step, by router
-        self.step_at_log, self.tokens_at_log = session.step, session.tokens
+        self.step_at_log, self.tokens_at_log = session.step, session.progress.tokens
 
     def run(self) -> int:
         """Train; the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
@@ -125,8 +125,8 @@ class TrainingLoop:
         self.load = balance_experts(session.model)
         self.learning_rate = session.optimizer.param_groups[0]["lr"]  # what the step was taken with
         session.schedule.step()
-        session.step += 1
-        session.tokens += batch.valid_tokens
+        session.progress.step += 1
+        session.progress.tokens += batch.valid_tokens
         self.report.step_done(self.engine.traffic)
 
     def left_out(self, why: str) -> None:
@@ -137,13 +137,13 @@ class TrainingLoop:
             done = self.guard.act(why)
         if session.step <= before:  # the step before may have been saved
             self.report.back()
-        self.report.left_out(done, session.skipped[-1])
+        self.report.left_out(done, session.progress.skipped[-1])
 
     def begin_anew(self) -> None:
         """Forget what was measured of steps that are done again."""
         session = self.session
         self.divergence = DivergenceWatch(session)
-        self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.tokens, 0.0
+        self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.progress.tokens, 0.0
         self.watch.reset()
         self.recorder.begin()
         self.cadence.begin()
@@ -169,7 +169,7 @@ class TrainingLoop:
             learning_rate=self.learning_rate,
             grad_norm=grad_norm,
             steps=session.step - self.step_at_log,  # a save in between has emptied the losses
-            tokens=session.tokens - self.tokens_at_log,
+            tokens=session.progress.tokens - self.tokens_at_log,
             total_s=self.watch.total_s,
             data_wait_s=self.watch.measured_s,
             communication_s=self.wait_s,
@@ -177,7 +177,7 @@ class TrainingLoop:
             load=self.load,
         )
         self.report.log_step(measured)
-        self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.tokens, 0.0
+        self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.progress.tokens, 0.0
         self.watch.reset()
 
     def validate(self) -> None:
@@ -185,7 +185,7 @@ class TrainingLoop:
         found = evaluate(self.session)
         if found is not None:
             self.divergence.refuse(f"validation loss of step {self.session.step}", found.loss)
-            self.session.validations.add(self.session.step, found.loss)
+            self.session.progress.validations.add(self.session.step, found.loss)
         self.report.validation(found)
 
     def between_steps(self, *, finished: bool, last: bool) -> None:

@@ -169,7 +169,7 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
 
     with open_session(config, ranks, notes, claimed) as session:
         announce_claim(config.log.folder, lambda: session.step)
-        session.restart = restart
+        session.origin.restart = restart
         box.follow(engine_of(session.model), config.log.folder)
         patience = Patience(config.launch.stall_s, config.launch.timeout_s)
         leave = None if box.watched else look_after(box, patience)

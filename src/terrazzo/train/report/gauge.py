@@ -79,7 +79,7 @@ class Gauge:
             step=session.step,
             loss=measured.loss,
             learning_rate=measured.learning_rate,
-            tokens=session.tokens,
+            tokens=session.progress.tokens,
             step_s=measured.total_s / measured.steps,
             tokens_per_s=measured.tokens / measured.total_s,
             data_wait=measured.data_wait_s / measured.total_s,

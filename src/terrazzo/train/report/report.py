@@ -57,8 +57,8 @@ class RunReport:
         session, train = self._session, self._session.config.train
         for label, text in _header(session):
             self._voice.row(label, text)
-        if session.restart is not None:
-            told = {**asdict(session.restart), **self._begun()}
+        if session.origin.restart is not None:
+            told = {**asdict(session.origin.restart), **self._begun()}
             self._voice.note(restart_text(told))
             self._files.log("restart", told)
         elif session.step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -20,12 +20,13 @@ from terrazzo.train.checkpoints.resume import data_changes, stamps
 from terrazzo.train.data import Loader, Prompt, TokenData
 from terrazzo.train.launch.again import Restart
 from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.session.progress import RunProgress
 from terrazzo.train.session.reference import reference_state
 from terrazzo.train.session.share import DataShare
 from terrazzo.train.settings.optimizer import resume_schedule
 from terrazzo.train.settings.plan import empty_rows, micro_batches_per_rank
 
-__all__ = ["Judged", "Origin", "Restored", "Sampling", "Session", "Validations"]
+__all__ = ["Origin", "Restored", "Sampling", "Session"]
 
 
 class Sampling(NamedTuple):
@@ -36,23 +37,6 @@ class Sampling(NamedTuple):
 
 
 @dataclass
-class Validations:
-    """The newest and the lowest validation `loss`, each with its `step`."""
-
-    newest: dict[str, Any] | None = None
-    best: dict[str, Any] | None = None
-
-    def add(self, step: int, loss: float) -> None:
-        self.newest = {"loss": loss, "step": step}
-        if self.best is None or loss < self.best["loss"]:
-            self.best = self.newest
-
-    def of(self, step: int) -> float | None:
-        """The loss of `step`, where that is the newest."""
-        return None if self.newest is None or self.newest["step"] != step else self.newest["loss"]
-
-
-@dataclass
 class Origin:
     """Where a run comes from.
 
@@ -60,19 +44,13 @@ class Origin:
         initial: the settings that the weights before the first step follow from, which the reference of DPO is of.
         optimizer: hyper-parameters that came with the optimizer's state, whatever the configuration says.
         same_evaluation: whether the validation data are those of the checkpoint.
+        restart: what these ranks were told, where they are not the first of the run.
     """
 
     initial: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     same_evaluation: bool = True
-
-
-@dataclass
-class Judged:
-    """Losses and norms of the newest steps that the guard has let be, oldest first."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
+    restart: Restart | None = None
 
 
 EXTRA = ("step", "tokens", "best", "schedule", "data", "evaluation", "config")
@@ -102,12 +80,6 @@ class Session:
         flops_per_token: floating-point operations of training on a token; 0 where they are not known.
         base_bytes: what was resident before the model took memory, on a CPU.
         notes: what is to be said of it before the first step, in lines.
-        step: finished optimizer steps.
-        tokens: targets trained on.
-        judged: what the guard compares steps with.
-        restart: what these ranks were told, where they are not the first of the run.
-        cadence: what was found out of how often to save, as `Choice` has it.
-        skipped: what the guard has left out: at which `step`, how many `batches`, and `why`.
     """
 
     config: Config
@@ -124,13 +96,12 @@ class Session:
     base_bytes: int
     notes: list[str]
     origin: Origin
-    step: int = 0
-    tokens: int = 0
-    judged: Judged = field(default_factory=Judged)
-    cadence: dict[str, Any] | None = None
-    skipped: list[dict[str, Any]] = field(default_factory=list)
-    restart: Restart | None = None
-    validations: Validations = field(default_factory=Validations)
+    progress: RunProgress = field(default_factory=RunProgress)
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps."""
+        return self.progress.step
 
     @property
     def micro_batches(self) -> int:
@@ -167,14 +138,8 @@ class Session:
 
     def _extra(self) -> dict[str, Any]:
         return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "judged": asdict(self.judged),
+            **self.progress.saved(),
             "sure": self.keeper.sure_step,
-            "cadence": self.cadence,
-            "metric": self.validations.of(self.step),
-            "best": self.validations.best,
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),
             "files": stamps(self.data.files),
@@ -189,11 +154,7 @@ class Session:
         """Have model, optimizer, schedule, data and counters be those of the newest whole checkpoint. Collective."""
         config, resumed = self.config, self.keeper.resume(self.model, self.optimizer, EXTRA)
         extra = resumed.extra
-        self.step, self.tokens = extra["step"], extra["tokens"]
-        self.skipped = list(extra.get("skipped", ()))
-        self.judged = Judged(**extra.get("judged", {}))
-        self.cadence = extra.get("cadence") or self.cadence
-        self.validations.best = extra["best"] if extra["evaluation"] == self.evaluation else None
+        self.progress.take_up(extra, same_evaluation=extra["evaluation"] == self.evaluation)
         rate = self.optimizer.param_groups[0]["lr"]
         resume_schedule(self.schedule, extra["schedule"])
         why = data_changes(config, extra, self.data.files)

@@ -96,7 +96,7 @@ class Cadence:
     def choice(self) -> Choice | None:
         """What was found out, here or before the run was resumed."""
         session = self._session
-        found = None if session.cadence is None else Choice(**session.cadence)
+        found = None if session.progress.cadence is None else Choice(**session.progress.cadence)
         return found if found is not None and found.holds_for(session.config, session.ranks.world_size) else None
 
     def due(self, step: int) -> bool:
@@ -140,5 +140,5 @@ class Cadence:
         )
         slowest = {name: max(each[name] for each in told) for name in told[0]}
         choice = Choice.of(session.config, session.ranks.world_size, **slowest)
-        session.cadence = asdict(choice)
+        session.progress.cadence = asdict(choice)
         return choice

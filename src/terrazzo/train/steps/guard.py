@@ -51,7 +51,7 @@ class StepGuard:
         """
         if not self._settings.acts:
             return None
-        judged = self._session.judged
+        judged = self._session.progress.judged
         both = (
             ("loss", float(self._session.share.total(loss.detach().clone())), judged.losses),
             ("gradients' norm", float(norm), judged.norms),
@@ -72,7 +72,7 @@ class StepGuard:
         Raises:
             Diverged: where that is to end the run.
         """
-        session, settings = self._session, self._settings
+        session, settings, progress = self._session, self._settings, self._session.progress
         session.optimizer.zero_grad()
         step = session.step + 1
         if settings.action == "stop":
@@ -80,15 +80,15 @@ class StepGuard:
                 f"Step {step} was not taken: {why}. Lower optimizer.lr, set train.clip, or let guard.action=skip or"
                 f" rollback go on; checkpoints up to step {session.keeper.saved_step} are intact."
             )
-        if len(session.skipped) >= settings.limit:
+        if len(progress.skipped) >= settings.limit:
             raise Diverged(
                 f"Step {step} was not taken: {why}. That is one more than guard.limit {settings.limit} allows; before:"
-                f" steps {', '.join(str(each['step']) for each in session.skipped)}. Lower optimizer.lr, or raise it."
+                f" steps {', '.join(str(each['step']) for each in progress.skipped)}. Lower optimizer.lr, or raise it."
             )
         if settings.action == "skip":
             session.schedule.step()
-            session.step = step
-            session.skipped.append({"step": step, "batches": 1, "why": why})
+            progress.step = step
+            progress.skipped.append({"step": step, "batches": 1, "why": why})
             return f"step {step} not taken: {why}"
         return self._roll_back(step, why)
 
@@ -100,8 +100,9 @@ class StepGuard:
                 f"Step {step} was not taken: {why}, and there is no checkpoint to go back to. Set checkpoint.every, or"
                 " guard.action=skip."
             )
-        skipped, reached = session.skipped, session.loader.cursor  # beyond the step, where batches were left out before
+        skipped = session.progress.skipped
+        reached = session.loader.cursor  # beyond the step, where batches were left out before
         session.restore()
         batches = session.loader.skip_to(reached) + session.loader.skip(self._settings.skip_batches)
-        session.skipped = [*skipped, {"step": step, "batches": batches, "why": why}]
+        session.progress.skipped = [*skipped, {"step": step, "batches": batches, "why": why}]
         return f"step {step} not taken, back to {session.step}, around {batches} batches: {why}"
