@@ -61,8 +61,8 @@ def test_unknown_names_are_answered_with_the_nearest_known_one(raw: dict[str, An
 @pytest.mark.parametrize(
     ("raw", "meant"),
     [
-        ({"lr": 1e-3}, "'optimizer.lr'"),
-        ({"train": {"lr": 1e-3}}, "'optimizer.lr'"),
+        ({"lr": 1e-3}, "'optimizer.lr' or 'optimizer.muon.lr'"),
+        ({"train": {"lr": 1e-3}}, "'optimizer.lr' or 'optimizer.muon.lr'"),
         ({"train": {"step": 5}}, "'steps' or 'offload.step'"),
         ({"eval_evry": 5}, "'train.eval_every'"),
         ({"data": {"folder": "runs"}}, "'checkpoint.folder' or 'checkpoint.local.folder' or 'log.folder'"),
@@ -356,7 +356,7 @@ def test_optimizer_names_and_options_are_checked() -> None:
             check_settings(OptimizerConfig(name=name, options={"betas": [0.9, 0.99]}))
 
 
-@pytest.mark.parametrize("name", ["muon", "Muon", "Muons", "lbfgs", "sparse_adam"])
+@pytest.mark.parametrize("name", ["muon", "Muons", "lbfgs", "sparse_adam"])
 def test_no_optimizer_is_suggested_that_would_be_refused(name: str) -> None:
     with pytest.raises(BadInput) as caught:
         check_settings(OptimizerConfig(name=name))

@@ -307,7 +307,7 @@ def test_buffers_keep_the_dtype_that_they_were_loaded_in() -> None:
         ("DeepSpeedCPUAdagrad", 1e-2, None, 1e-10),
         ("Lion", 1e-3, (0.9, 0.999), None),
         ("MuSGD", 1e-3, None, None),
-        ("Muon", 0.02, (0.9, 0.95), 1e-10),
+        ("Muon", 3e-4, (0.9, 0.95), 1e-10),
         ("Lamb", 1e-3, (0.9, 0.999), 1e-8),
     ],
 )

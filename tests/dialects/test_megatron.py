@@ -22,6 +22,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "offload": {"optimizer-cpu-offload": True, "optimizer-offload-fraction": 0.5, "bf16": True},
     "wsd": {"lr-decay-style": "WSD", "lr-wsd-decay-iters": 10, "train-iters": 100, "lr": 1e-3, "min-lr": 1e-4},
     "sgd": {"optimizer": "sgd", "sgd-momentum": 0.5, "adam-beta1": 0.9},
+    "muon": {"optimizer": "muon", "lr": 1e-3, "muon-momentum": 0.95, "muon-nesterov": True, "muon-num-ns-steps": 6},
     "others": {"moe-grouped-gemm": True, "data-path": ["0.5", "a"], "fp8-format": "hybrid", "no-rope-fusion": True},
 }
 

@@ -368,3 +368,41 @@ def test_a_head_that_is_called_output_is_adamws(name: str) -> None:
     whole = nn.ModuleDict({"model": model}) if name.startswith("model") else model
     matrices, _ = tz.optim.hidden_matrices(whole)
     assert [each for each, _ in matrices] == [f"{name.removesuffix('output')}layer.output.weight"]
+
+
+def test_what_no_module_multiplies_with_is_adamws_and_that_is_said() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs terrazzo[hf]")
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=8, patch_size=4))
+    with pytest.warns(UserWarning, match=r"2 parameters .* AdamW steps them: vit.*cls_token, vit.*position_embeddings"):
+        found = tz.optim.hidden_matrices(model)
+    matrices, others = found
+    assert len(matrices) == 2 * 6 and all(parameter.ndim == 2 for _, parameter in matrices)
+    assert len(matrices) + len(others) == len(list(model.parameters()))
+    assert "vit.layers.*." in str(found).splitlines()[0]
+    assert {"convolutions", "heads"} <= set(found.reasons.values())
+
+
+class Mixed(nn.Module):
+    """Products that are no linear layer's, and what looks like one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mine = nn.Parameter(torch.zeros(7, 4)), nn.Parameter(torch.zeros(4, 4))
+        self.attention, self.recurrent = nn.MultiheadAttention(4, 2), nn.GRU(4, 4)
+        self.experts = nn.ParameterDict({"up": torch.zeros(3, 4, 8), "bias": torch.zeros(3, 8)})
+        self.Router = type("TopRouter", (nn.Module,), {})()
+        self.Router.weight = nn.Parameter(torch.zeros(3, 4))
+
+
+def test_names_of_ones_own_go_before_kinds() -> None:
+    with pytest.warns(UserWarning, match=r"3 parameters .*: table, mine, experts\.bias\."):
+        by_kind, _ = tz.optim.hidden_matrices(Mixed())
+    weights = {f"recurrent.weight_{way}_l0" for way in ("ih", "hh")}
+    products = {"attention.in_proj_weight", "attention.out_proj.weight", "experts.up", "Router.weight", *weights}
+    assert {name for name, _ in by_kind} == products
+    by_name, _ = tz.optim.hidden_matrices(Mixed(), adamw=["table", "*bias*", "experts.*"], muon=["mine"])
+    assert {name for name, _ in by_name} == products - {"experts.up"} | {"mine"}
+    for glob, words in (("mime", "Did you mean 'mine'"), ("*bias*", "fewer than two dims")):
+        with pytest.raises(BadInput, match=words):
+            tz.optim.hidden_matrices(Mixed(), muon=[glob])

@@ -113,7 +113,13 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo", {"model": ODD_VOCAB, "tp": 5, "gpus": 5, "sequence": 1000}, "terrazzo", {"tp": 4},
     ),
     "attention that ranks cannot share": ("terrazzo", {"model": "falcon-7b", "cp": 2}, "terrazzo", {"cp": 2}),
-    "optimizer that sees whole matrices": ("terrazzo", {"optimizer": "muon"}, "terrazzo", {"optimizer": "adam"}),
+    "optimizer that sees whole matrices": ("terrazzo", {"optimizer": "adafactor"}, "terrazzo", {"optimizer": "muon"}),
+    "whole matrices of which ranks have parts": (
+        "terrazzo", {"optimizer": "muon", "tp": 2}, "terrazzo", {"optimizer": "lion", "tp": 2},
+    ),
+    "whole matrices away from the device": (
+        "terrazzo", {"optimizer": "muon", "strategy": "zero3@cpu"}, "terrazzo", {"optimizer": "muon"},
+    ),
     "optimizer that torch does not have": ("terrazzo", {"optimizer": "adamw-8bit"}, "terrazzo", {"optimizer": "lion"}),
     "loss without all logits, in fp16": (
         "terrazzo", {"loss": "chunked", "precision": "fp16"}, "terrazzo", {"loss": "chunked"},

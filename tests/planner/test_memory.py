@@ -147,11 +147,13 @@ def test_what_megatron_does_is_said_and_not_guessed() -> None:
     "recipe", [each for each in OPTIMIZERS.values() if each.torch_class], ids=lambda each: each.name
 )
 def test_an_update_is_fused_where_the_engine_takes_the_fused_kernel(recipe: OptimizerRecipe) -> None:
-    home = torch.optim if hasattr(torch.optim, str(recipe.torch_class)) else tz.optim
-    optimizer = getattr(home, str(recipe.torch_class))([torch.zeros(2, 2, requires_grad=True)], lr=0.1)
+    home = tz.optim if hasattr(tz.optim, str(recipe.torch_class)) else torch.optim
+    matrix, vector = torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    parameters = ([matrix], [vector]) if recipe.matrix_moments else ([matrix],)
+    optimizer = getattr(home, str(recipe.torch_class))(*parameters, lr=0.1)
     choose_kernel(optimizer)
     planned = build_setup(Request("llama3-8b", 8, strategy="zero1", optimizer=recipe.name)).kernel == "fused"
-    assert planned is bool(optimizer.param_groups[0].get("fused"))
+    assert planned is bool(optimizer.param_groups[-1].get("fused"))
 
 
 def test_a_request_means_the_engine_unless_megatron_is_asked_for_and_that_is_said() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Container
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from terrazzo.planner.memory.states import state_terms, unit_states
 from terrazzo.planner.memory.tiers import tier_terms
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.engine.toys import EVERY_PLAN, TABLE_2D
@@ -36,6 +39,7 @@ PRECISIONS: dict[str, Precision] = {
     "wide": Precision(master="fp64", moments="fp64", accumulate="fp64"),  # type: ignore[arg-type]
     "narrow wire": Precision(weight="bf16", compute="bf16", reduce="bf16"),  # type: ignore[arg-type]
 }
+ADAMW = OPTIMIZERS["adamw"]
 OFFLOAD = Offload(path="/nowhere", block_mib=0.0625, depth=3)  # cells smaller than some units
 MESHES = {
     "one rank": {"dp_shard": 1},
@@ -58,12 +62,18 @@ def decoder(layers: int, frozen: bool = False) -> nn.Module:
     return model
 
 
-def shape_of(model: nn.Module) -> ModelShape:
-    """Units and tensors as the engine itself finds them, equal neighbours as one row."""
+def shape_of(model: nn.Module, whole: Container[str] = ()) -> ModelShape:
+    """Units and tensors as the engine itself finds them, equal neighbours as one row; `whole` matrices by name."""
     rows: list[tuple[tuple[TensorShape, ...], int]] = []
     for spec in partition(model, find_units(model, None)[0]):
         tensors = tuple(
-            TensorShape(str(index), tuple(member.parameter.shape), "matrix", trainable=member.trainable)
+            TensorShape(
+                str(index),
+                tuple(member.parameter.shape),
+                "matrix",
+                trainable=member.trainable,
+                whole=member.name in whole,
+            )
             for index, member in enumerate(spec.members)
         )
         if rows and spec.name and rows[-1][0] == tensors:
@@ -83,13 +93,25 @@ def in_two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups)
 
 
-def check_bill(model: nn.Module, mesh: str, plan: Plan, precision: Precision, prefetch: int) -> None:
+def of_matrices(model: nn.Module) -> tz.optim.Muon:
+    """As the trainer has it: matrices, tables and heads, vectors."""
+    matrices, others = tz.optim.hidden_matrices(model)
+    tables, vectors = [each for each in others if each[1].ndim >= 2], [each for each in others if each[1].ndim < 2]
+    return tz.optim.Muon(matrices, [{"params": tables}, {"params": vectors, "weight_decay": 0.0}])
+
+
+def check_bill(
+    model: nn.Module, mesh: str, plan: Plan, precision: Precision, prefetch: int, muon: bool = False
+) -> None:
     sizes = MESHES[mesh]
     device_mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     tz.parallelize(model, device_mesh)
     options: dict[str, Any] = {"precision": precision, "prefetch": prefetch, "offload": OFFLOAD.used_under(plan)}
-    bill = estimate(model, in_two_groups(model), plan, mesh=device_mesh, **options)
-    setup = Setup(shape_of(model), Cluster(Device("gpu"), 8), plan, Mesh(**sizes), **options)
+    optimizer = of_matrices(model) if muon else in_two_groups(model)
+    bill = estimate(model, optimizer, plan, mesh=device_mesh, **options)
+    recipe, whole = (OPTIMIZERS["muon"], dict(tz.optim.hidden_matrices(model).matrices)) if muon else (ADAMW, {})
+    cluster, shape = Cluster(Device("gpu"), 8), shape_of(model, whole)
+    setup = Setup(shape, cluster, plan, Mesh(**sizes), optimizer=recipe, **options)
     host, disk = tier_terms(setup, 0)
     here = [term for term in host if term.name != "weights to the device"]  # which ranks on CPUs have no use for
     assert sum(term.value for term in here) == bill.host_bytes
@@ -115,6 +137,16 @@ def test_the_bill_to_the_byte(mesh: str, plan: str, precision: str) -> None:
         for layers, prefetch in ((1, 1), (3, 2)) if precision != "bf16" else ((3, 0), (20, 1)):
             check_bill(decoder(layers), mesh, Plan.named(plan), PRECISIONS[precision], prefetch)
         check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), PRECISIONS[precision], 1)
+
+
+@pytest.mark.cover(plan=places)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fsdp"])
+@pytest.mark.parametrize(("mesh", "plan"), CASES)
+def test_the_bill_of_whole_matrices_to_the_byte(mesh: str, plan: str, precision: str) -> None:
+    with fake_group(math.prod(MESHES[mesh].values())):
+        for layers, prefetch in ((1, 1), (3, 2)):
+            check_bill(decoder(layers), mesh, Plan.named(plan), PRECISIONS[precision], prefetch, muon=True)
+        check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), PRECISIONS[precision], 1, muon=True)
 
 
 class Stack(nn.Module):

@@ -21,8 +21,9 @@ from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.placement import placement_of
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
+from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.traffic.volumes import traffic_of
+from terrazzo.planner.traffic.volumes import matrix_moves, traffic_of
 from tests.engine.toys import EVERY_PLAN, TABLE_1D, TABLE_2D, Net, adamw, batch, loss_of
 from tests.helpers.cover import places
 from tests.helpers.fake import fake_group
@@ -120,6 +121,31 @@ def test_bytes_are_what_the_engine_expects_on_any_mesh(plan: str, mesh: Mesh) ->
         setup = setup_of(model, plan, mesh, PRECISIONS["bf16"], 3, None)
         told = engine_of(model).promise.traffic(micro_batches=3)
         assert planned(setup) == Counter({kind: told.bytes[kind] for kind in KINDS})
+
+
+@pytest.mark.cover(plan=places)
+@pytest.mark.parametrize("plan", EVERY_PLAN)
+@pytest.mark.parametrize("mesh", [Mesh(1, 2, 4, 3), Mesh(1, 1, 16, 1), Mesh(1, 3, 2, 1), Mesh()])
+def test_matrices_go_to_their_owners_and_back_as_the_engine_expects(plan: str, mesh: Mesh) -> None:
+    with fake_group(mesh.world_size):
+        model = Net(width=29, depth=4)
+        whole = {name: each for name, each in model.named_parameters() if each.ndim == 2 and name.startswith("blocks")}
+        others = [each for name, each in model.named_parameters() if name not in whole]
+        muon = tz.optim.Muon(
+            [*whole.values()], [{"params": [p for p in others if (p.ndim < 2) == (n > 0)]} for n in (0, 1)]
+        )
+        ranks = device_mesh(mesh)
+        model, _ = tz.shard(sharing(model, ranks), muon, plan, mesh=ranks)
+        setup = setup_of(model, plan, mesh, PRECISIONS["fp32"], 1, None)
+        units = tuple(
+            replace(unit, tensors=tuple(replace(each, whole=each.name in whole) for each in unit.tensors))
+            for unit in setup.model.units
+        )
+        setup = replace(setup, model=replace(setup.model, units=units), optimizer=OPTIMIZERS["muon"])
+        told = engine_of(model).promise.traffic()
+        found = {term.name: term.value for term in traffic_of(setup).collectives}
+        assert found.get("all_to_all matrices", 0) == told.bytes["all_to_all"]
+        assert sum(move.messages for move in matrix_moves(setup, 0)) == told.count["all_to_all"]
 
 
 def llama_8b() -> ModelShape:

@@ -133,6 +133,14 @@ def test_what_each_optimizer_keeps_is_known(name: str, options: dict[str, Any]) 
     assert found.fixed_bytes == sum(spec.fixed_bytes for spec in specs)
 
 
+def test_what_muon_keeps_of_matrices_and_of_the_rest_is_known() -> None:
+    found = setup_of(config(optimizer={"name": "Muon"}), 1, HOST).optimizer
+    probe = tz.optim.Muon([nn.Parameter(torch.zeros(2, 2))], [nn.Parameter(torch.zeros(2))])
+    kept = [OptimizerProbe(probe, group, torch.device("cpu")).template().values() for group in probe.param_groups]
+    assert [found.matrix_moments, found.moments] == [sum(spec.per_element for spec in each) for each in kept]
+    assert [0, found.fixed_bytes] == [sum(spec.fixed_bytes for spec in each) for each in kept]
+
+
 def test_an_optimizer_that_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(BadInput, match="LBFGS cannot run on flat shards"):
         setup_of(config(optimizer={"name": "LBFGS"}), 1, HOST)

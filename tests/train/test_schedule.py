@@ -9,7 +9,7 @@ import torch
 
 from terrazzo.config import OptimizerConfig, ScheduleConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.settings.optimizer import build_optimizer, build_schedule, check_no_decay, learning_rate_share
+from terrazzo.train.settings.optimizer import build_optimizer, build_schedule, check_names, learning_rate_share
 
 
 def shares(config: ScheduleConfig, steps: int) -> list[float]:
@@ -73,4 +73,4 @@ def test_weight_decay_is_kept_off_what_no_decay_names() -> None:
     assert undecayed() == [1]
     assert undecayed("0.*", "*.bias") == [2, 1]
     with pytest.raises(BadInput, match=r"no_decay has '1\.wieght', which no .* Did you mean '1\.weight'\?"):
-        check_no_decay(OptimizerConfig(no_decay=["*.bias", "1.wieght"]), [name for name, _ in model.named_parameters()])
+        check_names(OptimizerConfig(no_decay=["*.bias", "1.wieght"]), [name for name, _ in model.named_parameters()])

@@ -11,6 +11,7 @@ from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
     from terrazzo.config.keys import KEYS, keys_meant
+    from terrazzo.config.optimizer import MuonConfig, OptimizerConfig
     from terrazzo.config.reading import CheckedKeys, check_keys, config_from_dict, flatten, load_config
     from terrazzo.config.running import LaunchConfig
     from terrazzo.config.schema import (
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
         Config,
         MeshConfig,
         OffloadConfig,
-        OptimizerConfig,
         PlanConfig,
         ScheduleConfig,
         tier_text,
@@ -32,9 +32,10 @@ else:
         {
             "terrazzo.config.keys": ("KEYS", "keys_meant"),
             "terrazzo.config.reading": ("CheckedKeys", "check_keys", "config_from_dict", "flatten", "load_config"),
+            "terrazzo.config.optimizer": ("MuonConfig", "OptimizerConfig"),
             "terrazzo.config.running": ("LaunchConfig",),
             "terrazzo.config.schema": (
-                *("BatchConfig", "Config", "MeshConfig", "OffloadConfig", "OptimizerConfig"),
+                *("BatchConfig", "Config", "MeshConfig", "OffloadConfig"),
                 *("PlanConfig", "ScheduleConfig", "tier_text"),
             ),
             "terrazzo.config.secrets": ("without_passwords",),
@@ -52,6 +53,7 @@ __all__ = [
     "LaunchConfig",
     "LoraConfig",
     "MeshConfig",
+    "MuonConfig",
     "ObjectiveConfig",
     "ObjectiveKind",
     "OffloadConfig",

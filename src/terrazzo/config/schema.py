@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from terrazzo.config.axes import ParallelConfig
 from terrazzo.config.guard import GuardConfig
+from terrazzo.config.optimizer import OptimizerConfig
 from terrazzo.config.running import CheckpointConfig, LaunchConfig
 from terrazzo.config.section import Named, Section
 from terrazzo.config.task import DataConfig, LoraConfig, ModelConfig, ObjectiveConfig
@@ -191,16 +192,6 @@ class BatchConfig(Section):
     global_batch: int = Field(32, gt=0, description="sequences per optimizer step, over all ranks")
     micro_batch: int = Field(4, gt=0, description="sequences per forward pass on one rank")
     sequence_length: int = Field(256, gt=1, description="tokens per sequence")
-
-
-class OptimizerConfig(Section):
-    """A class of torch.optim or tz.optim by name. Vectors and scalars (norms, biases) are kept out of weight decay."""
-
-    name: str = Field("AdamW", description="class of torch.optim, or Lion or AdEMAMix of tz.optim; must be elementwise")
-    lr: float = Field(3e-4, ge=0, description="learning rate at its peak")
-    weight_decay: float = Field(0.1, ge=0, description="for parameters of two or more dimensions")
-    no_decay: list[str] = Field(default=[], description="name globs that are also kept out of weight decay")
-    options: dict[str, Any] = Field(default={}, description="further arguments of the class")
 
 
 class ScheduleConfig(Section):

@@ -25,6 +25,7 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     plan                                        what is stated, for the planner and for checkpoints
     links                                       the collectives of a group, and where a step's time goes
     schedule.schedule, paper.rehearsal          a step on paper, for the planner
+    optim.matrix_owners, optim.matrix_steps, optim.template  updates of whole matrices on paper, likewise
     offload.needs                               what rests away from the device, likewise
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
     offload.topology                            CPUs that a rank may use

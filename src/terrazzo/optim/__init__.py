@@ -1,12 +1,23 @@
 """Optimizers beside those of torch, for any loop; `tz.shard` takes them under every plan.
 
 Muon             whole matrices made orthogonal, and AdamW for all else, in one object
-hidden_matrices  which parameters of a model are for it
+hidden_matrices  which parameters of a model are for it, a `Division`, which says why
 Lion, AdEMAMix   elementwise: the sign of a momentum, and AdamW with a second, slow average
 """
 
+from terrazzo.optim.division import HEADS, Division, divided, hidden_matrices
 from terrazzo.optim.elements import AdEMAMix, Lion
 from terrazzo.optim.matrices import MatrixOptimizer, is_matrix_group
-from terrazzo.optim.muon import Muon, hidden_matrices
+from terrazzo.optim.muon import Muon
 
-__all__ = ["AdEMAMix", "Lion", "MatrixOptimizer", "Muon", "hidden_matrices", "is_matrix_group"]
+__all__ = [
+    "HEADS",
+    "AdEMAMix",
+    "Division",
+    "Lion",
+    "MatrixOptimizer",
+    "Muon",
+    "divided",
+    "hidden_matrices",
+    "is_matrix_group",
+]

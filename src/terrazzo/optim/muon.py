@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -14,13 +13,9 @@ from torch.optim.adamw import AdamW, adamw
 from terrazzo.errors import BadInput
 from terrazzo.optim.matrices import Group, MatrixOptimizer
 
-__all__ = ["Muon", "hidden_matrices"]
-
-HEADS = ("*lm_head*", "*embed_out*", "head.*", "*.head.*", "output.*", "model.output.*", "*classifier*", "score.*")
-"""Names of heads, whose matrices have a row for each token or class; `output` inside a layer, as in BERT, is none."""
+__all__ = ["Muon"]
 
 _OF_ADAMW = ("lr", "weight_decay", "eps", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused")
-_TABLES = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd)
 
 
 class Muon(MatrixOptimizer):
@@ -115,8 +110,9 @@ class Muon(MatrixOptimizer):
             found = torch.addmm(found, gram, found, beta=a)
         return found.T if tall else found
 
-    def workspace_bytes(self, shape: tuple[int, int]) -> int:
-        return (math.prod(shape) + 2 * min(shape) ** 2) * self.wire.itemsize
+    @classmethod
+    def workspace_bytes(cls, shape: tuple[int, int]) -> int:
+        return (math.prod(shape) + 2 * min(shape) ** 2) * cls.wire.itemsize
 
     def apply(self, group: Group, values: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
         rate = float(group["lr"])
@@ -144,29 +140,3 @@ def _groups(given: Any, algorithm: str) -> list[Group]:
     if given and isinstance(given[0], dict):
         return [{**group, "algorithm": algorithm} for group in given]
     return [{"params": given, "algorithm": algorithm}]
-
-
-def hidden_matrices(
-    model: nn.Module, adamw: Sequence[str] = HEADS
-) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """A model's trainable parameters with their names: matrices for Muon, and the others.
-
-    Not for Muon are parameters of other than two or three dims, weights of embeddings and what is tied to them, those
-    of convolutions, what `get_output_embeddings()` gives where a module has it (as transformers' models do), and what
-    `adamw` names.
-
-    Args:
-        adamw: globs over the names of parameters: by default of heads.
-    """
-    asked = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
-    heads = [ask() for ask in asked if callable(ask)]
-    tables = [module for module in model.modules() if isinstance(module, _TABLES)]
-    apart = {id(each) for module in (*tables, *heads) if isinstance(module, nn.Module) for each in module.parameters()}
-    matrices: list[tuple[str, nn.Parameter]] = []
-    others: list[tuple[str, nn.Parameter]] = []
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            named = any(fnmatch.fnmatchcase(name, glob) for glob in adamw)
-            aside = parameter.ndim not in (2, 3) or id(parameter) in apart or named
-            (others if aside else matrices).append((name, parameter))
-    return matrices, others

@@ -23,6 +23,7 @@ Open to other packages:
     machine                                    devices, and how ranks lie on them
     memory.peak, memory.replay, memory.trace   the memory of a run whose model is there
     memory.states                              what is kept of it between steps
+    memory.matrices                            of it, what updates of whole matrices hold
     model                                      shapes of models, and how they are read
     choice, report, setup, text                questions and answers of the command line
     timing.calibration                         what was measured

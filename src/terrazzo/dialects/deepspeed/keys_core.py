@@ -88,9 +88,9 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
     "Adagrad": {"lr": 1e-2, "betas": None, "eps": 1e-10},
     "Lion": {"eps": None},
     "MuSGD": {"betas": None, "eps": None},
-    "Muon": {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-10},
+    "Muon": {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10},
 }
-"""Where another one's are not Adam's; None: it has no such argument. Muon's rate is that of its matrices."""
+"""Where another one's are not Adam's; None: it has no such argument. Muon's are of what is no matrix."""
 _SCHEDULER = {"type": Key(TEXT, None, "name of the schedule")}
 SCHEDULER_PARAMS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"},

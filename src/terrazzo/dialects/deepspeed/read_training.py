@@ -90,7 +90,9 @@ def read_optimizer(source: DeepSpeedReader) -> Settings:
         return {}
     built_in = str(name.value).lower() in BUILT_IN or known.value != name.value
     given: Settings = {"optimizer.name": known, **_numbers(source, str(known.value), built_in)}
+    matrices = _of_matrices(source, given) if known.value == "Muon" else {}
     options = _options(source, str(known.value), built_in)
+    options = Setting({**options.value, **matrices}, options.origin, options.key)
     return given | ({"optimizer.options": options} if options.value else {})
 
 
@@ -143,6 +145,28 @@ def _numbers(source: DeepSpeedReader, name: str, built_in: bool) -> Settings:
         if each.value is not None or each.origin == "auto":
             found[f"optimizer.{argument}"] = each
     return found
+
+
+def _of_matrices(source: DeepSpeedReader, given: Settings) -> dict[str, Any]:
+    """What Muon takes for matrices, in neutral words; `given` then has the rate of the rest.
+
+    DeepSpeed's scales a matrix by the root of rows over columns, with Nesterov's momentum and five iterations.
+    """
+    rate, own, others = (source.number(f"{_PARAMS}.{key}", None) for key in ("lr", "muon_lr", "adam_lr"))
+    momentum = source.number(f"{_PARAMS}.momentum", None)
+    for each in (own, others, momentum):
+        if each.origin == "file":
+            source.keep(each.key, "said of matrices and of the rest", loss="harmless")
+    if others.origin == "file":
+        if rate.origin == "file":
+            source.keep(rate.key, "each side has a rate of its own", loss="harmless")
+        given["optimizer.lr"] = others
+    found = {"muon.adjust_lr": "original"}
+    lr = own.value if own.value is not None else rate.value if rate.value is not None else _MATRIX_LR
+    return {**found, "muon.lr": lr, **({} if momentum.value is None else {"muon.momentum": momentum.value})}
+
+
+_MATRIX_LR = 0.02
 
 
 def _betas(source: DeepSpeedReader, key: str) -> Setting[Any]:

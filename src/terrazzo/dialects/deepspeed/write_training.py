@@ -99,7 +99,9 @@ def _options(draft: DeepSpeedDraft, name: str, built_in: bool) -> None:
     options: Mapping[str, Any] = draft.value("optimizer.options", {})
     dropped = []
     for argument, value in options.items():
-        if draft.own or argument in OPTIMIZER_PARAMS or not built_in:
+        if argument.startswith("muon."):
+            dropped += [] if draft.own or _of_matrices(draft, argument, value) else [argument]
+        elif draft.own or argument in OPTIMIZER_PARAMS or not built_in:
             draft.write(join(_PARAMS, argument), value)
             if argument == "amsgrad" and value and not draft.own:
                 draft.write(f"{_PARAMS}.torch_adam", True)  # DeepSpeed's fused kernel has no amsgrad
@@ -109,6 +111,17 @@ def _options(draft: DeepSpeedDraft, name: str, built_in: bool) -> None:
         draft.lossy("optimizer.options", f"DeepSpeed's {name} takes no {', '.join(dropped)}", _PARAMS)
     else:
         draft.implied("optimizer.options", key=_PARAMS)
+
+
+def _of_matrices(draft: DeepSpeedDraft, argument: str, value: Any) -> bool:
+    """Write what Muon takes for matrices; whether DeepSpeed has it, or does so by itself."""
+    if argument in _MUON:
+        draft.write(f"{_PARAMS}.{_MUON[argument]}", value)
+    return argument in _MUON or _FIXED.get(argument) == value
+
+
+_MUON = {"muon.lr": "muon_lr", "muon.momentum": "momentum"}
+_FIXED = {"muon.adjust_lr": "original", "muon.nesterov": True, "muon.ns_steps": 5}
 
 
 # -- schedule ------------------------------------------------------------------------------------------------------

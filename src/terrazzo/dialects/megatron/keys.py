@@ -10,7 +10,7 @@ from math import frexp
 from terrazzo.dialects.core.keys import ANY, LIST, MISSING, SWITCH, TEXT, Key, Type, number, section, whole, words
 from terrazzo.dialects.megatron.keys_others import OTHERS
 
-__all__ = ["ALIASES", "DECAYS", "DEGREES", "FSDP_ROWS", "KEYS", "LAUNCHER", "REMOVED", "canonical"]
+__all__ = ["ALIASES", "DECAYS", "DEGREES", "FSDP_ROWS", "KEYS", "LAUNCHER", "REMOVED", "SCALES", "canonical"]
 
 LAUNCHER = "torchrun"
 """The section of what torchrun is given."""
@@ -30,6 +30,9 @@ DECAYS = {
     "inverse-square-root": "inverse-square-root",
 }
 """Schedules by --lr-decay-style in lower case."""
+
+SCALES = {"spectral": "match_rms_adamw", "shape_scaling": "original", "unit_rms_norm": "unit_rms_norm"}
+"""Ways by which Muon's updates follow a matrix's sides."""
 
 _POWER = Type(
     "a power of two",
@@ -120,6 +123,11 @@ _TRAINING = {
     "adam-beta2": Key(number(high=1), 0.999, "decay of the second moment"),
     "adam-eps": Key(number(), 1e-8, "term added to the denominator"),
     "sgd-momentum": Key(number(), 0.9, "momentum of sgd"),
+    "muon-momentum": Key(number(high=1), 0.9, "muon: momentum of matrices; the rest is adam's"),
+    "muon-nesterov": Key(SWITCH, False, "muon: look ahead by the momentum"),
+    "muon-num-ns-steps": Key(whole(1), 5, "muon: iterations that make a matrix orthogonal"),
+    "muon-scale-mode": Key(words(SCALES), "spectral", "muon: by a matrix's sides: spectral, shape_scaling or others"),
+    "muon-extra-scale-factor": Key(number(), 1.0, "muon: factor of its updates"),
     "weight-decay": Key(number(), 0.01, "weight decay, of matrices"),
     "optimizer-cpu-offload": Key(SWITCH, False, "optimizer state and master weights in host memory"),
     "optimizer-offload-fraction": Key(number(high=1), 1.0, "share of them in host memory"),

@@ -9,7 +9,7 @@ from terrazzo.dialects.core.keys import MISSING
 from terrazzo.dialects.core.reader import Reader, derived, given_only
 from terrazzo.dialects.megatron.keys import KEYS
 
-__all__ = ["OPTIMIZERS", "read_training"]
+__all__ = ["ADAMS_SHARE", "OPTIMIZERS", "read_training"]
 
 OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "lion": "Lion", "muon": "Muon"}
 """Class by --optimizer, as in torch.optim; Megatron-LM's adam decays weights as AdamW does."""
@@ -51,7 +51,12 @@ def _optimizer(reader: Reader) -> Settings:
         options = derived({"momentum": momentum.value}, momentum, origin=momentum.origin)
         return {**found, "optimizer.options": options}
     _unused(reader, (momentum,), "the optimizer is not sgd")
-    if name != "AdamW":
+    matrices = {key: reader.take(f"muon-{key}") for key in _OF_MATRICES}
+    if name == "Muon":
+        found["optimizer.options"] = _muon(reader, found.get("optimizer.lr"), matrices)
+    else:
+        _unused(reader, tuple(matrices.values()), "the optimizer is not muon")
+    if name not in ("AdamW", "Muon"):
         _unused(reader, (first, second, eps), "the optimizer is not adam")
         return found
     origin: Any = "file" if "file" in (first.origin, second.origin) else "default"
@@ -60,6 +65,27 @@ def _optimizer(reader: Reader) -> Settings:
         "optimizer.betas": derived((first.value, second.value), first, second, origin=origin),
         "optimizer.eps": eps,
     }
+
+
+_OF_MATRICES = ("momentum", "nesterov", "num-ns-steps", "scale-mode", "extra-scale-factor")
+ADAMS_SHARE = 0.2
+"""What `match_rms_adamw` multiplies Megatron-LM's `spectral` scale by."""
+
+
+def _muon(reader: Reader, rate: Setting[Any] | None, given: dict[str, Setting[Any]]) -> Setting[Any]:
+    """Of matrices, in neutral words: their rate has the factor that scales them."""
+    momentum, nesterov, steps, mode, factor = given.values()
+    found = {"muon.momentum": momentum.value, "muon.nesterov": nesterov.value, "muon.ns_steps": steps.value}
+    if mode.value not in ("match_rms_adamw", "original"):
+        reader.keep(mode.key, "matrices are scaled by the root of rows over columns, also where that is below one")
+        return derived(found, momentum, nesterov, steps, origin="file")
+    found["muon.adjust_lr"] = mode.value
+    scale = factor.value / (ADAMS_SHARE if mode.value == "match_rms_adamw" else 1.0)
+    if rate is not None and scale != 1:
+        found["muon.lr"] = float(f"{rate.value * scale:.12g}")
+    elif scale != 1 and factor.origin == "file":
+        reader.keep(factor.key, "as a rate of matrices it is known where lr is given")
+    return derived(found, *given.values(), origin="file")
 
 
 def _unused(reader: Reader, settings: tuple[Setting[Any], ...], why: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.meaning import APART, left
-from terrazzo.dialects.megatron.keys import DECAYS, KEYS
-from terrazzo.dialects.megatron.read_training import OPTIMIZERS
+from terrazzo.dialects.megatron.keys import DECAYS, KEYS, SCALES
+from terrazzo.dialects.megatron.read_training import ADAMS_SHARE, OPTIMIZERS
 
 __all__ = ["write_training"]
 
@@ -65,13 +67,32 @@ def _optimizer(draft: Draft) -> None:
         draft.implied("optimizer.name")
     _option(draft, "optimizer.lr", "lr")
     _option(draft, "optimizer.weight_decay", "weight-decay")
-    if word in (None, "adam") and (name is None or word):
+    if word in (None, "adam", "muon") and (name is None or word):
         _adam(draft)
     options = dict(draft.value("optimizer.options", {}))
     if word == "sgd":
         draft.put("optimizer.options", "sgd-momentum", options.pop("momentum", 0.0))
+    if word == "muon":
+        options = _muon(draft, options)
     if options and word is not None:
         draft.lossy("optimizer.options", f"{word} takes no {', '.join(options)} there")
+
+
+def _muon(draft: Draft, options: dict[str, Any]) -> dict[str, Any]:
+    """Write what is said of matrices; what is left of the options."""
+    rate, own = draft.value("optimizer.lr"), options.pop("muon.lr", None)
+    usual = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"}
+    said = {key: options.pop(f"muon.{key}", value) for key, value in usual.items()}
+    mode = next(word for word, known in SCALES.items() if known == said.pop("adjust_lr"))
+    factor = (ADAMS_SHARE if mode == "spectral" else 1.0) * (own / rate if own and rate else 1.0)
+    values = dict(zip(("muon-momentum", "muon-nesterov", "muon-num-ns-steps"), said.values(), strict=True))
+    values |= {"muon-scale-mode": mode, "muon-extra-scale-factor": float(f"{factor:.12g}")}
+    written = {key: value for key, value in values.items() if value != KEYS[key].default}
+    for key, value in written.items():
+        draft.put("optimizer.options", key, value)
+    if not written:
+        draft.implied("optimizer.options")
+    return options
 
 
 def _adam(draft: Draft) -> None:

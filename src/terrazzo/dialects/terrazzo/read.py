@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.config import KEYS as SCHEMA
-from terrazzo.config import check_keys, tier_text
+from terrazzo.config import MuonConfig, check_keys, tier_text
 from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, Settings
 from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
 from terrazzo.dialects.core.meaning import APART
@@ -19,6 +19,7 @@ from terrazzo.errors import BadInput
 
 __all__ = ["read"]
 
+_MUON = "optimizer.muon"
 _OPAQUE = ("optimizer.options", "parallel.tensor.plan", *TIERS)
 _HARMLESS = (
     "log", "train.eval_every", "train.eval_batches", "train.sample_every", "train.check_replicas_every",
@@ -256,7 +257,17 @@ def _options(reader: _SchemaReader) -> Settings:
         found["optimizer.betas"] = Setting(tuple(raw.pop("betas")), "file", options.key)
     if "eps" in raw:
         found["optimizer.eps"] = Setting(raw.pop("eps"), "file", options.key)
-    return {**found, "optimizer.options": Setting(raw, options.origin, options.key)}
+    return {**found, "optimizer.options": _with_matrices(reader, raw, options)}
+
+
+def _with_matrices(reader: _SchemaReader, raw: dict[str, Any], options: Setting[Any]) -> Setting[Any]:
+    """Further arguments, and beside them those of matrices that are updated whole, as `muon.` and their keys."""
+    given = {key: reader.take(f"{_MUON}.{key}") for key in MuonConfig.model_fields if f"{_MUON}.{key}" in reader.flat}
+    if not given:
+        return Setting(raw, options.origin, options.key)
+    raw |= {f"muon.{key}": each.value for key, each in given.items() if each.origin == "file"}
+    settings = [*([options] if options.origin == "file" else []), *given.values()]
+    return derived(raw, *settings, origin="file")
 
 
 def _checkpointing(reader: _SchemaReader) -> Settings:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 
-from terrazzo.config import KEYS
+from terrazzo.config import KEYS, MuonConfig
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, shown
 from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.core.meaning import APART, degrees, idle, left
 from terrazzo.dialects.terrazzo.draft import HubDraft
 from terrazzo.dialects.terrazzo.precision import write_precision
 from terrazzo.engine import ELEMENTWISE, OFFLOADS
+from terrazzo.optim import AdEMAMix, Lion, Muon
 
 __all__ = ["write"]
 
-_OPTIMIZERS = {each.__name__: each for each in sorted(ELEMENTWISE, key=lambda each: each.__name__)}
+_OWN = (Lion, AdEMAMix, Muon)
+_OPTIMIZERS = {each.__name__: each for each in sorted((*ELEMENTWISE, *_OWN), key=lambda each: each.__name__)}
 _SCHEDULES = KEYS["schedule.name"].choices
 _PIPELINES = KEYS["parallel.pipeline.schedule"].choices
 _ARGUMENTS = ("optimizer.betas", "optimizer.eps", "optimizer.options")
@@ -226,7 +229,7 @@ def _agrees(draft: HubDraft, whole: int, micro: int | None, count: int | None, r
 def _optimizer(draft: HubDraft) -> None:
     name = draft.value("optimizer.name")
     if name is not None and name not in _OPTIMIZERS:
-        what = f"{name} does not work on flat shards, or is not in torch.optim: use one of {', '.join(_OPTIMIZERS)}"
+        what = f"{name} does not work on flat shards, or is not there: use one of {', '.join(_OPTIMIZERS)}"
         draft.refuse("optimizer.name", what)
     else:
         draft.carry("optimizer.name")
@@ -234,12 +237,22 @@ def _optimizer(draft: HubDraft) -> None:
     _options(draft, name or "AdamW")
 
 
+def _arguments(name: str) -> Collection[str]:
+    """What the optimizer takes; of Muon those are AdamW's, and beside them its own of matrices."""
+    if name == Muon.__name__:
+        return {
+            *inspect.signature(_OPTIMIZERS["AdamW"]).parameters,
+            *(f"muon.{key}" for key in MuonConfig.model_fields),
+        }
+    return inspect.signature(_OPTIMIZERS[name]).parameters if name in _OPTIMIZERS else ()
+
+
 def _options(draft: HubDraft, name: str) -> None:
     if not draft.own and name not in _OPTIMIZERS:
         paths = [path for path in _ARGUMENTS if draft.value(path)]
         draft.refuse(paths, f"it goes with optimizer.name {name}, which there is not")
         return
-    known = inspect.signature(_OPTIMIZERS[name]).parameters if name in _OPTIMIZERS else {}
+    known = _arguments(name)
     for path in ("optimizer.betas", "optimizer.eps"):
         field = path.rpartition(".")[2]
         if draft.left(path) or draft.value(path) is None:
@@ -247,15 +260,16 @@ def _options(draft: HubDraft, name: str) -> None:
         if field in known or draft.own:
             draft.copy(path, f"optimizer.options.{field}")
         else:
-            draft.lossy(path, f"torch.optim.{name} has no {field}")
+            draft.lossy(path, f"{name} has no {field}")
     options = draft.value("optimizer.options", {})
     if not options or draft.left("optimizer.options"):
         return
     for field in options:
         if field in known or draft.own:
-            draft.write(f"optimizer.options.{field}", options[field])
+            where = f"optimizer.{field}" if field.startswith("muon.") else f"optimizer.options.{field}"
+            draft.write(where, list(options[field]) if isinstance(options[field], tuple) else options[field])
     if (unknown := [field for field in options if field not in known]) and not draft.own:
-        draft.lossy("optimizer.options", f"torch.optim.{name} has no {', '.join(unknown)}", "optimizer.options")
+        draft.lossy("optimizer.options", f"{name} has no {', '.join(unknown)}", "optimizer.options")
     else:
         draft.implied("optimizer.options", key="optimizer.options")
 

@@ -179,7 +179,19 @@ def _optimizer(reader: Reader) -> Settings:
     if isinstance(betas, list) and len(betas) == 2 and MISSING not in (pair := tuple(map(parse, betas))):
         found["betas"] = pair
         del options["betas"]
+    muon = next((group for group in groups if group.get("optimizer_name") == "DistMuon"), None)
+    if muon is not None and groups[-1] is not muon:
+        found["name"] = "Muon"
+        options |= _of_matrices(muon.get("optimizer_kwargs"))
     return {f"optimizer.{each}": Setting(value, "file", key) for each, value in {**found, "options": options}.items()}
+
+
+def _of_matrices(given: Any) -> dict[str, Any]:
+    """What DistMuon is given, in neutral words: as torch.optim.Muon, but for the way of scaling that is left out."""
+    found = {"muon.adjust_lr": "original"}
+    for key, value in given.items() if isinstance(given, Mapping) else ():
+        found["muon.adjust_lr" if key == "adjust_lr_fn" else f"muon.{key}"] = value
+    return found
 
 
 def _schedule(reader: Reader) -> Settings:

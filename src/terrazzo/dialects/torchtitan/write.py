@@ -160,7 +160,13 @@ def _optimizer(pen: Pen) -> None:
         pen.implied(paths)
         return
     if name not in ("Adam", "AdamW"):
-        pen.refuse(paths, f"torchtitan has Adam, AdamW and DistMuon, not {name}: choose one of them")
+        muon = "of which its own code says which parameters and layouts are for it" if name == "Muon" else ""
+        what = (
+            f"torchtitan has Adam and AdamW, and DistMuon, {muon}"
+            if muon
+            else f"torchtitan has Adam, AdamW, not {name}"
+        )
+        pen.refuse(paths, f"{what}: choose one of the first two")
         return
     numbers = {path.partition(".")[2]: pen.value(path) for path in paths[1:-1]}
     options = {each: list(value) if each == "betas" else value for each, value in numbers.items() if value is not None}

@@ -203,12 +203,21 @@ class _PaperAxis:
         return received
 
 
-def rehearse_matrices(buckets: Sequence[Bucket], templates: Templates, tally: Tally) -> None:
-    """Count in `tally` what an update of all matrices in the model's trainable `buckets` holds and sends."""
+def rehearse_matrices(
+    buckets: Sequence[Bucket],
+    templates: Templates,
+    tally: Tally,
+    traffic_along: Callable[[str], Traffic] | None = None,
+) -> None:
+    """Count in `tally` what an update of all matrices in the model's trainable `buckets` holds and sends.
+
+    Args:
+        traffic_along: where what is sent along an axis is counted instead.
+    """
     groups = {number: each.matrices for number, each in enumerate(templates) if each.matrices is not None}
     for owners in owners_of(buckets, groups.keys()):
         needs = groups[owners.group]
-        held, along = _Held(needs.wire, torch.device("meta"), tally.ledger), _PaperAxis(tally.traffic)
+        held = _Held(needs.wire, torch.device("meta"), tally.ledger)
         due = list(owners.matrices)
         for bucket in {matrix.bucket: None for matrix in due}:
             for first, last in runs(bucket):
@@ -219,8 +228,9 @@ def rehearse_matrices(buckets: Sequence[Bucket], templates: Templates, tally: Ta
                             if owners.sends(matrix) and (part := owners.held(matrix)).numel:
                                 held.put(MatrixPart(matrix, part), _room(held, part.numel))
 
-        def run(exchange: AxisExchange, keep: bool, held: _Held = held, along: _PaperAxis = along) -> None:
-            for _ in _carried_out(held, exchange, along, keep):
+        def run(exchange: AxisExchange, keep: bool, held: _Held = held) -> None:
+            traffic = tally.traffic if traffic_along is None else traffic_along(exchange.axis)
+            for _ in _carried_out(held, exchange, _PaperAxis(traffic), keep):
                 pass
 
         def whole(matrix: Matrix, held: _Held = held, needs: MatrixNeeds = needs) -> Tensor:

@@ -41,6 +41,12 @@ def _too_small_a_share(setup: Setup) -> bool:
     )
 
 
+def _cuts_whole_matrices(setup: Setup, _: object) -> bool:
+    tensors = (tensor for _, tensor, _ in setup.model.tensors())
+    cut = setup.mesh.tp > 1 and setup.optimizer.matrix_moments is not None
+    return cut and any(tensor.trainable and tensor.is_matrix and tensor.split != "none" for tensor in tensors)
+
+
 ENGINE_RULES = (
     Rule(
         "share without a unit",
@@ -134,13 +140,31 @@ ENGINE_RULES = (
         "optimizer that sees whole matrices",
         ("terrazzo",),
         "refuse",
-        lambda setup, _: not setup.optimizer.elementwise,
+        lambda setup, _: not setup.optimizer.runs,
         lambda it: (
-            f"{it.optimizer} does not update each element from its own values alone; `terrazzo train` and this planner "
-            "know none such."
+            f"{it.optimizer} does not update each element from its own values alone, and the engine does not bring its "
+            "matrices together."
         ),
-        "Use adamw, adam, rmsprop, adagrad, momentum or sgd; or, without a plan of it, tz.optim.Muon in your own loop.",
+        "Use adamw, adam, lion, ademamix, rmsprop, adagrad, momentum or sgd; or muon, whose matrices it does.",
         "terrazzo.engine.optim.elementwise.check_elementwise",
+    ),
+    Rule(
+        "whole matrices of which ranks have parts",
+        ("terrazzo",),
+        "refuse",
+        _cuts_whole_matrices,
+        lambda it: f"{it.optimizer} updates whole matrices, of which each of tp {it.tp} ranks has a part.",
+        "Use tp 1, or an elementwise optimizer such as adamw.",
+        "terrazzo.engine.sharding.matrices.check_matrices",
+    ),
+    Rule(
+        "whole matrices away from the device",
+        ("terrazzo",),
+        "refuse",
+        lambda setup, _: setup.optimizer.matrix_moments is not None and setup.plan.optim.offloaded,
+        lambda it: f"{it.optimizer} updates matrices on the device, and {it.plan} places {it.offloaded}.",
+        "Use the plan without '@', or with weights alone there; or an elementwise optimizer such as adamw.",
+        "terrazzo.engine.sharding.matrices.check_matrices",
     ),
     Rule(
         "optimizer that torch does not have",

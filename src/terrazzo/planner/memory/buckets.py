@@ -50,12 +50,15 @@ class PlannedBucket(BucketSpec):
         dealt: ranks among which whole tensors are dealt out (experts): so many fewer split each of them.
         padded: as the engine pads; a bare number of parameters is not.
         end: elements of the flat space up to the padding at its end.
-        moments: bytes per element of each state that the optimizer keeps for every element.
+        moments: bytes per element of each state that the optimizer keeps for every element; `matrix_moments`: of those
+            that it updates as whole matrices.
     """
 
     def __init__(self, tensors: Sequence[TensorShape], placement: Placement, keep: bool, shared: bool) -> None:
         recipe, precision = placement.optimizer, placement.precision
-        self.tensors, self.shared, self._fixed_bytes = tensors, shared, recipe.fixed_bytes
+        self._whole = recipe.matrix_moments is not None
+        self.tensors = sorted(tensors, key=self.group_of) if self._whole else tensors
+        self.shared, self._fixed_bytes = shared, recipe.fixed_bytes
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
         self._tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
         self.end = sum(round_up(self.share(tensor), ALIGN if self.padded else 1) for tensor in tensors)
@@ -73,7 +76,11 @@ class PlannedBucket(BucketSpec):
             stages=tuple(range(tensors[0].copies)) if tensors[0].copies > 1 else (),
         )
         each = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
-        self.moments = [each] * recipe.moments
+        self.moments, self.matrix_moments = [each] * recipe.moments, [each] * (recipe.matrix_moments or 0)
+
+    def group_of(self, tensor: TensorShape) -> int:
+        """The param group: 0 of matrices that are updated whole, 1 of others of two dims or more, 2 of the rest."""
+        return 0 if self._whole and tensor.is_matrix else 1 if len(tensor.shape) >= 2 else 2
 
     def shares_memory(self, stored: torch.dtype) -> bool:
         """Of a bare number of parameters as published sums count: a weight beside each master of another dtype."""
@@ -86,17 +93,34 @@ class PlannedBucket(BucketSpec):
         whole = tensor.shape[-1 if tensor.split in ("row", "row_splits") else 0]
         return tensor.numel // whole * -(-whole // self._tp)
 
+    def part(self, tensor: TensorShape) -> tuple[int, ...]:
+        """The shape of a tensor on a rank: of uneven parts the largest."""
+        if tensor.role == "expert" and self.dealt > 1:
+            return (-(-tensor.shape[0] // self.dealt), *tensor.shape[1:])
+        if tensor.split == "none" or self._tp == 1 or tensor.role == "expert":
+            return tensor.shape
+        cut = len(tensor.shape) - 1 if tensor.split in ("row", "row_splits") else 0
+        return tuple(-(-size // self._tp) if dim == cut else size for dim, size in enumerate(tensor.shape))
+
     @property
     def updated_numel(self) -> int:
         """Elements that the optimizer of the first rank sees: all but the padding at the end of the space."""
         return min(self.end, self.numel(self.optim_axes))
 
+    @cached_property
+    def runs(self) -> tuple[int, int, int]:
+        """Of these, those of each group: runs of parameters that share settings."""
+        ends, held = list[int](), 0
+        for group in range(3):
+            held += sum(round_up(self.share(each), ALIGN) for each in self.tensors if self.group_of(each) == group)
+            ends.append(min(self.updated_numel, held))
+        return ends[0], ends[1] - ends[0], self.updated_numel - ends[1]
+
     @property
-    def runs(self) -> tuple[int, int]:
-        """Of these, matrices and the rest: runs of parameters that share settings."""
-        padded = sum(round_up(self.share(tensor), ALIGN) for tensor in self.tensors if len(tensor.shape) >= 2)
-        matrices = min(self.updated_numel, padded)
-        return matrices, self.updated_numel - matrices
+    def moments_bytes(self) -> float:
+        """Of what the optimizer of the first rank keeps for every element."""
+        matrices, *others = self.runs
+        return matrices * sum(self.matrix_moments) + sum(others) * sum(self.moments)
 
     @cached_property
     def resting(self) -> dict[str, tuple[str, float]]:
@@ -109,6 +133,6 @@ class PlannedBucket(BucketSpec):
             before = found.get(state, (tier, 0))[1]
             found[state] = tier, before + (nbytes if tier == "device" else padded_bytes(nbytes))
         if self.trainable and not self.updated_off_device:
-            counts = sum(run > 0 for run in self.runs) * self._fixed_bytes if self.padded else 0
-            found["moments"] = "device", self.updated_numel * sum(self.moments) + counts
+            counts = sum(run > 0 for run in self.runs[1:]) * self._fixed_bytes if self.padded else 0
+            found["moments"] = "device", self.moments_bytes + counts
         return found

@@ -8,6 +8,7 @@ from dataclasses import replace
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
+from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
 from terrazzo.planner.memory.placement import placed_units, stand_ins
 from terrazzo.planner.memory.stages import in_flight, stage_units
@@ -155,7 +156,8 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
     """What a rank of `stage` holds beside resting weights and optimizer state, at its fullest moment.
 
     Args:
-        states_only: without activations, logits, finished gradients and the update: the engine's `transient_bytes`.
+        states_only: without activations, logits, finished gradients and what elementwise updates take: the engine's
+            `transient_bytes`.
     """
     parts = [(unit_states(unit, own), unit, count) for unit, count, own in placed_units(setup, stage)]
     plain = StepSettings(
@@ -168,6 +170,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         gradual=not setup.compile,
         beside=setup.cluster.device.kind != "cpu",
         with_gradients=not states_only,
+        update=float(matrix_updates(setup, stage).held_bytes),
     )
     if states_only:
         units = [StepUnit(states, count) for states, _, count in parts]
@@ -185,7 +188,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         logits=head.logits * is_last,
         in_flight=(in_flight(setup, stage) - 1) * _saved_bytes(setup, stage)
         + (in_flight(setup, stage) - 1) * head.saved * (is_last and setup.pipeline != "1f1b"),
-        update=_update_bytes(setup, stage),
+        update=max(plain.update, _update_bytes(setup, stage)),
     )
     return peak_of(units, settings)
 
@@ -208,7 +211,7 @@ def _update_bytes(setup: Setup, stage: int) -> float:
     """What the optimizer step needs for itself on the device.
 
     `foreach` updates all tensors at once and so holds a root for each; `loop` one after the other, with a quotient
-    beside the root.
+    beside the root. Matrices that are updated whole are apart: see `matrix_updates`.
     """
     recipe, precision = setup.optimizer, setup.precision
     if setup.kernel == "fused" or not recipe.takes_root or recipe.moment_bytes is not None:

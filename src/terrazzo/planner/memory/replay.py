@@ -102,12 +102,12 @@ def paper_units(setup: Setup) -> list[tuple[PlannedBucket, ...]]:
 
 
 def updated_numels(units: Sequence[Sequence[PlannedBucket]]) -> list[int]:
-    """Elements of each tensor that the optimizer of the first rank steps on the device.
+    """Elements of each tensor that the optimizer of the first rank steps element by element on the device.
 
     Matrices of all units come first, then their vectors.
     """
     found = [bucket.runs for unit in units for bucket in unit if bucket.trainable and not bucket.updated_off_device]
-    return [numel for numel in (*(first for first, _ in found), *(rest for _, rest in found)) if numel]
+    return [numel for numel in (*(each[1] for each in found), *(each[2] for each in found)) if numel]
 
 
 def updated_apart_numel(units: Sequence[Sequence[PlannedBucket]], cell: int) -> int:
@@ -121,7 +121,7 @@ def _states(found: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
     """Bytes of the states at rest on the device, and of finished gradients."""
     here = resting_bytes(found)
     updated = [bucket for bucket in found if bucket.trainable and not bucket.updated_off_device]
-    moments = round(sum(bucket.updated_numel * sum(bucket.moments) for bucket in updated))
+    moments = round(sum(bucket.moments_bytes for bucket in updated))
     return {"weights": here["weight"], "master": here["master"], "moments": moments}, here["grad"]
 
 

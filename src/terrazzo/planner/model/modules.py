@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from terrazzo.engine.plan.partition import Member, UnitSpec, find_units, partition
 from terrazzo.errors import BadInput
+from terrazzo.optim import divided
 from terrazzo.planner.model.closed_form import closed_form, family_name, merged, units_of_config
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, Role, Split, TensorShape, UnitShape
 
@@ -73,6 +75,7 @@ class _Guide:
         self.experts = _attribute(self.config, "experts") or _stacked(members)
         self.head = _head(members, self.vocab)
         self.tied = self.head is None and (_tied(members, self.vocab) or _says_tied(self.config))
+        self.products = {id(parameter) for _, parameter in divided(model).matrices}
 
     def layers(self, specs: Sequence[UnitSpec]) -> list[UnitShape]:
         """The blocks in order, each with what it computes."""
@@ -91,11 +94,16 @@ class _Guide:
         shape = tuple(member.parameter.shape)
         same = (declared or {}).get(name)
         if same is not None and same.shape == shape:
-            return TensorShape(name, shape, same.role, same.split, member.trainable)
+            return self._told(member, TensorShape(name, shape, same.role, same.split, member.trainable))
         role = self._role(member, shape)
         of_head = any(_is_head(module, self.vocab) for module, _ in member.holders)
         split = "vocab" if of_head else _split(name, role, bool(unit))
-        return TensorShape(name, shape, role, split, member.trainable)
+        return self._told(member, TensorShape(name, shape, role, split, member.trainable))
+
+    def _told(self, member: Member, found: TensorShape) -> TensorShape:
+        """With a word on whether it is a matrix of hidden layers, where its role says otherwise."""
+        is_matrix = id(member.parameter) in self.products
+        return replace(found, whole=is_matrix) if member.trainable and is_matrix != found.is_matrix else found
 
     def _role(self, member: Member, shape: tuple[int, ...]) -> Role:
         if len(shape) >= 2 and _embeds(member) and shape[0] == self.vocab:

@@ -28,7 +28,13 @@ are put together, and each rank takes its part of what goes into `row_splits`; s
 
 @dataclass(frozen=True)
 class TensorShape:
-    """One parameter. `name` is relative to its unit; `copies` is how many ranks of a pipeline have it."""
+    """One parameter.
+
+    Attributes:
+        name: relative to its unit.
+        copies: how many ranks of a pipeline have it.
+        whole: whether an optimizer of whole matrices has it; None: as its role says.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -36,10 +42,19 @@ class TensorShape:
     split: Split = "none"
     trainable: bool = True
     copies: int = 1
+    whole: bool | None = None
 
     @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether an optimizer of whole matrices has it, or each matrix of it; see `terrazzo.optim.hidden_matrices`."""
+        if self.whole is not None:
+            return self.whole
+        inside = self.role in ("matrix", "router", "expert") and not self.name.endswith("bias")
+        return inside and (len(self.shape) == 2 or (len(self.shape) == 3 and self.role == "expert"))
 
 
 @dataclass(frozen=True)

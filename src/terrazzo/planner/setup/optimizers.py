@@ -20,6 +20,8 @@ class OptimizerRecipe:
         torch_class: the class of torch.optim or of tz.optim, None where neither has it; `options`: its arguments.
         takes_root: whether torch's update takes the root of a moment into memory of its own.
         elementwise: whether it updates each element from its own values alone, and so may be given flat shards.
+        matrix_moments: as `moments`, of matrices that it updates whole; None for one that updates none so.
+        iterations: of Newton-Schulz in the update of each of these.
     """
 
     name: str
@@ -30,6 +32,13 @@ class OptimizerRecipe:
     options: tuple[tuple[str, float], ...] = ()
     takes_root: bool = False
     elementwise: bool = True
+    matrix_moments: int | None = None
+    iterations: int = 5
+
+    @property
+    def runs(self) -> bool:
+        """Whether the engine has it run on shards."""
+        return self.elementwise or self.matrix_moments is not None
 
 
 _ROWS = (
@@ -48,7 +57,7 @@ _ROWS = (
     OptimizerRecipe("lion", 1, torch_class="Lion", fixed_bytes=0),
     OptimizerRecipe("ademamix", 3, torch_class="AdEMAMix", takes_root=True),
     OptimizerRecipe("adafactor", 0, torch_class="Adafactor", elementwise=False),
-    OptimizerRecipe("muon", 1, torch_class="Muon", elementwise=False),
+    OptimizerRecipe("muon", 2, torch_class="Muon", takes_root=True, elementwise=False, matrix_moments=1),
     OptimizerRecipe("adamw-8bit", 2, 1 + 4 / 256),
     OptimizerRecipe("adamw-4bit", 2, 0.5 + 4 / 128),
 )

@@ -21,8 +21,8 @@ Pipeline = Literal["1f1b", "gpipe", "zero_bubble"]
 Kernel = Literal["fused", "foreach", "loop"]
 Ranking = Literal["throughput", "gpus", "cost"]
 
-FUSED = ("Adam", "AdamW")
-"""Of torch's optimizers, those of which the engine takes the fused kernel where the user has not chosen."""
+FUSED = ("Adam", "AdamW", "Muon")
+"""Optimizers of which the engine takes the fused kernel where the user has not chosen; of Muon for the AdamW in it."""
 
 
 @dataclass(frozen=True)

@@ -342,16 +342,20 @@ COMPILED_LOGITS = 0.5
 """Of it, with a compiled loss, which is a fused one; compiled blocks alone leave it as it is."""
 
 
-def optimizer_bytes(setup: Setup, owned_numel: float) -> float:
+def optimizer_bytes(setup: Setup, owned_numel: float, whole_numel: float = 0.0) -> float:
     """Reading the gradient twice (its norm, the update), reading and writing master and moments, writing the weight.
 
     What takes roots and is not fused writes and reads each of its steps.
+
+    Args:
+        whole_numel: of these elements, those of matrices that are updated whole, and have other moments.
     """
     precision, recipe = setup.precision, setup.optimizer
-    moments = recipe.moments * (recipe.moment_bytes or precision.moments.itemsize)
-    both_ways = 2 * (precision.accumulate.itemsize + precision.master.itemsize + moments)
+    each = recipe.moment_bytes or precision.moments.itemsize
+    both_ways = 2 * (precision.accumulate.itemsize + precision.master.itemsize + recipe.moments * each)
     steps = 0 if setup.kernel == "fused" or not recipe.takes_root else STEPS * precision.master.itemsize
-    return owned_numel * (both_ways + precision.weight.itemsize + steps)
+    less = 2 * whole_numel * (recipe.moments - (recipe.matrix_moments or 0)) * each
+    return owned_numel * (both_ways + precision.weight.itemsize + steps) - less
 
 
 STEPS = 13

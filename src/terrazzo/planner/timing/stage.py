@@ -9,6 +9,8 @@ from itertools import chain
 from terrazzo.engine.plan.place import ON_DEVICE
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.machine.network import Network, UnitTransfer
+from terrazzo.planner.memory.buckets import buckets
+from terrazzo.planner.memory.matrices import MatrixUpdates, matrix_updates
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
@@ -28,7 +30,7 @@ from terrazzo.planner.timing.compute import (
 from terrazzo.planner.timing.overlap import CONTENTION, BlockRow, Exposure, block_exposure, root_exposure
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
-from terrazzo.planner.traffic.volumes import repetitions, unit_copies, unit_moves
+from terrazzo.planner.traffic.volumes import matrix_moves, repetitions, unit_copies, unit_moves
 
 __all__ = ["PCIE_COPY_SHARE", "Stage", "slowest_stage"]
 
@@ -80,7 +82,7 @@ class Stage:
     """
 
     def __init__(self, setup: Setup, index: int, pace: float = 1.0, waits: bool = True) -> None:
-        self._setup, self._pace = setup, pace
+        self._setup, self._pace, self._index = setup, pace, index
         self._network = Network(setup.cluster.device, free=not waits)
         self._repeats = repetitions(setup)
         self._units = placed_units(setup, index)
@@ -152,6 +154,8 @@ class Stage:
                 alone = part.count * moves.pop("last", 0.0)
                 root += Exposure(alone, alone)
             rows.append(BlockRow(part.count, *part.passes, moves))
+        exchanged = sum(map(self._network.move_s, matrix_moves(self._setup, self._index)))
+        root += Exposure(exchanged, exchanged)
         beside = self._setup.cluster.device.kind != "cpu"
         return root + block_exposure(rows, self._repeats, self._setup.prefetch, beside)
 
@@ -257,12 +261,33 @@ class Stage:
             (unit, count, placement, unit_states(unit, placement).optim_numel) for unit, count, placement in self._units
         ]
         here = sum(count * owned for _, count, placement, owned in rows if placement.tiers.optim == "device")
-        moved, bandwidth = optimizer_bytes(self._setup, here), memory_rate(self._setup.cluster.device)
+        moved, bandwidth = optimizer_bytes(self._setup, here, self._whole), memory_rate(self._setup.cluster.device)
         terms = [_term("optimizer step", moved / bandwidth, "time.optimizer", bytes=moved, bandwidth=bandwidth)]
+        if flops := self._matrices.flops:
+            rate = self._orthogonal_rate
+            terms.append(
+                _term("Newton-Schulz iterations", self._pace * flops / rate, "time.matrices", flops=flops, rate=rate)
+            )
         if all(placement.tiers == ON_DEVICE for _, _, placement, _ in rows):
             return terms
         updates = [[self._update_of(unit, placement, owned)] * count for unit, count, placement, owned in rows]
         return [*terms, self._offloaded_update(list(chain.from_iterable(updates)))]
+
+    @property
+    def _whole(self) -> int:
+        """Elements of the first rank that are of matrices which are updated whole."""
+        found = ((count, bucket) for unit, count, placement in self._units for bucket in buckets(unit, placement))
+        return sum(count * bucket.runs[0] for count, bucket in found if bucket.trainable)
+
+    @cached_property
+    def _matrices(self) -> MatrixUpdates:
+        return matrix_updates(self._setup, self._index)
+
+    @property
+    def _orthogonal_rate(self) -> float:
+        """Of products in bf16, in which matrices are made orthogonal; where it is not known, of those of the model."""
+        device = self._setup.cluster.device
+        return sustained_rate(device, "bf16") or sustained_rate(device, self._setup.matmul) or 1.0
 
     def _update_of(self, unit: UnitShape, placement: Placement, owned: int) -> UnitUpdate:
         """What one unit's update takes away from the device, and its computation that it can hide behind."""

@@ -68,6 +68,11 @@ FORMULAS = {
     ),
     "time.send": Formula("micro_batches * send_s; bytes / bandwidth", "arXiv 2104.04473 section 4.1"),
     "time.optimizer": Formula("bytes / bandwidth", "elementwise, so bound by the memory"),
+    "time.matrices": Formula(
+        "pace * flops / rate, of bf16 products; flops of a matrix of sides m <= n are iterations * (4 m^2 n + 2 m^3), "
+        "one after the other on the rank that has most of them, of each exchange",
+        "Jordan et al. 2024; terrazzo/engine/optim/matrix_owners.py",
+    ),
     "time.turns": Formula(
         "max(0, work_s / cores - alone_s); work_s of all ranks of a host, what they compute and hand on",
         "python -m benchmarks.planner.ranking",
@@ -97,6 +102,7 @@ _BOUNDS = {
     "time.matmul": "compute",
     "time.attention": "compute",
     "time.recompute": "compute",
+    "time.matrices": "compute",
     "time.measured": "compute",
     "time.memory": "memory bandwidth",
     "time.optimizer": "memory bandwidth",

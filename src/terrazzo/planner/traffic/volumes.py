@@ -12,6 +12,7 @@ from terrazzo.planner.figures import Sent, TrafficFigures
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of
 from terrazzo.planner.memory.buckets import buckets
+from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
@@ -23,6 +24,7 @@ __all__ = [
     "FORMULAS",
     "expected_exchanges",
     "expected_rows_bytes",
+    "matrix_moves",
     "repetitions",
     "traffic_of",
     "unit_copies",
@@ -41,6 +43,11 @@ FORMULAS = {
     "traffic.all_reduce": Formula(
         "sum over units and axes of n ranks: 2 * elements * bytes_per_element * (n - 1) / n",
         "ring all-reduce; equals the engine's count",
+    ),
+    "traffic.all_to_all": Formula(
+        "of matrices that are updated whole, on the first rank: 2 bytes for each element of its share that another "
+        "rank owns, and for each element of others' shares of what it owns itself",
+        "terrazzo/engine/optim/matrix_owners.py; equals the engine's count",
     ),
     "traffic.send": Formula(
         "elements * bytes_per_element of unreduced gradients, once in a step, of a tied matrix that two stages have",
@@ -105,6 +112,8 @@ def _collect(setup: Setup, stage: int) -> Collected:
             add(shared_gradients(setup, copied_bytes), count)
     for move in pipeline_moves(setup, stage):
         add(move, setup.micro_batches)
+    for move in matrix_moves(setup, stage):
+        add(move, 1)
     return found
 
 
@@ -136,6 +145,16 @@ def unit_moves(setup: Setup, unit: UnitShape, placement: Placement) -> tuple[Uni
                     found.append(
                         UnitTransfer(move.kind, move.what, "data", when, move.sent_bytes, group, link, messages)
                     )
+    return tuple(found)
+
+
+def matrix_moves(setup: Setup, stage: int) -> tuple[UnitTransfer, ...]:
+    """To the owners of matrices that are updated whole, and back, in a step."""
+    network, found = Network(setup.cluster.device), []
+    for axis, size, sent_bytes, messages in matrix_updates(setup, stage).exchanged:
+        group = _group(setup, axis, size)
+        link = network.link(group)
+        found.append(UnitTransfer("all_to_all", "matrices", "data", "update", sent_bytes, group, link, messages))
     return tuple(found)
 
 

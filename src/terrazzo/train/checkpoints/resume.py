@@ -124,8 +124,9 @@ def seeded_anew(saved: tuple[int, int], here: tuple[int, int]) -> str:
 
 
 def is_restored(key: str) -> bool:
-    """The optimizer's hyper-parameters come with its state; which parameters decay is decided at the start."""
-    return key.startswith("optimizer.") and not key.startswith("optimizer.no_decay")
+    """The optimizer's hyper-parameters come with its state; which parameters are for what is decided at the start."""
+    at_start = ("optimizer.no_decay", "optimizer.muon.matrices", "optimizer.muon.others")
+    return key.startswith("optimizer.") and not key.startswith(at_start)
 
 
 def stamps(files: Sequence[SourceFile]) -> list[list[Any]] | None:

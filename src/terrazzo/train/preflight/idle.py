@@ -12,11 +12,11 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from terrazzo.config import Config, flatten
+from terrazzo.config import Config, MuonConfig, flatten
 from terrazzo.engine import Offload
 from terrazzo.train.data.sources import PYTHON_STDLIB, without_records
 from terrazzo.train.data.tokenizer import BYTES
-from terrazzo.train.settings.optimizer import optimizer_class
+from terrazzo.train.settings.optimizer import optimizer_class, steps_matrices
 from terrazzo.train.settings.plan import build_plan
 
 __all__ = ["idle_notes"]
@@ -167,8 +167,14 @@ _RULES = (
         "choose another, such as optimizer.name=AdamW",
     ),
     _Rule(
+        " ".join(f"optimizer.muon.{key}" for key in MuonConfig.model_fields),
+        lambda config: not steps_matrices(config.optimizer),
+        "the optimizer.name is of one that updates no matrices whole",
+        "set optimizer.name=Muon",
+    ),
+    _Rule(
         "optimizer.no_decay",
-        lambda config: not config.optimizer.weight_decay,
+        lambda config: not (config.optimizer.weight_decay or config.optimizer.muon.weight_decay),
         "optimizer.weight_decay is 0",
         "set optimizer.weight_decay",
     ),

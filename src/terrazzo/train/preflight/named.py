@@ -7,7 +7,7 @@ from terrazzo.engine import find_units
 from terrazzo.errors import BadInput
 from terrazzo.train.data.tokenizer import Tokenizer
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.settings.optimizer import check_no_decay
+from terrazzo.train.settings.optimizer import check_names
 
 __all__ = ["check_named"]
 
@@ -22,6 +22,8 @@ def check_named(config: Config, tokenizer: Tokenizer) -> None:
     if not (
         plan.units
         or config.optimizer.no_decay
+        or config.optimizer.muon.matrices
+        or config.optimizer.muon.others
         or train.activation_checkpointing_ops
         or config.objective.loss == "chunked"
     ):
@@ -32,4 +34,4 @@ def check_named(config: Config, tokenizer: Tokenizer) -> None:
         find_units(model, plan.units)
     except BadInput as error:
         raise BadInput(f"plan.{error}" if str(error).startswith("units") else str(error)) from None
-    check_no_decay(config.optimizer, [name for name, _ in model.named_parameters()])
+    check_names(config.optimizer, [name for name, _ in model.named_parameters()])

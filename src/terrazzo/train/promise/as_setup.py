@@ -11,6 +11,7 @@ from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_shape
 from terrazzo.planner.machine.devices import cpu_host, this_machine
+from terrazzo.planner.model.closed_form import merged
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 from terrazzo.planner.setup.setup import Loss
@@ -21,8 +22,8 @@ from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.lora import with_adapters
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import leaves_logits_apart
-from terrazzo.train.model.prepare import decoder_config
-from terrazzo.train.settings.optimizer import optimizer_class
+from terrazzo.train.model.prepare import decoder_config, prepare_model
+from terrazzo.train.settings.optimizer import division_of, optimizer_class, steps_matrices
 from terrazzo.train.settings.plan import (
     build_offload,
     build_plan,
@@ -134,7 +135,25 @@ def _shape_of(config: Config) -> ModelShape:
         shape = with_adapters(model_shape(config.model.path), config.lora)
     if config.objective.kind.against_initial:
         shape = replace(shape, units=tuple(replace(one, block=_with_dropout(one.block, 0.0)) for one in shape.units))
-    return objective_of(config).shape(shape)
+    return _named_matrices(config, objective_of(config).shape(shape))
+
+
+def _named_matrices(config: Config, shape: ModelShape) -> ModelShape:
+    """With the matrices that are updated whole as `optimizer.muon` names them, which only the modules can tell."""
+    muon = config.optimizer.muon
+    if not steps_matrices(config.optimizer) or (not muon.matrices and muon.others is None):
+        return shape
+    as_it_is = config.train.model_copy(update={"compile": False})
+    model = prepare_model(config.model_copy(update={"train": as_it_is}))
+    found = {name for name, _ in division_of(config.optimizer, model).matrices}
+    units = []
+    for unit in shape.units:
+        prefix, _, number = unit.name.rpartition(".")
+        for index in range(unit.count):
+            place = f"{prefix}.{int(number) + index}." if number.isdecimal() else unit.name and f"{unit.name}."
+            tensors = tuple(replace(each, whole=f"{place}{each.name}" in found) for each in unit.tensors)
+            units.append(replace(unit, tensors=tensors, count=1))
+    return replace(shape, units=(*units[:1], *merged(units[1:])))
 
 
 def _decoder_shape(config: DecoderConfig) -> ModelShape:
@@ -174,7 +193,7 @@ def matmul_format(config: Config) -> str:
 
 
 def optimizer_recipe(config: Config) -> OptimizerRecipe:
-    """What the chosen torch.optim class keeps for each element.
+    """What the chosen class keeps for each element.
 
     From a table: a class's first step, which would tell as well, imports torch's compiler, and that takes a second.
     `amsgrad`, `momentum` and `centered` each keep one tensor more.
@@ -184,10 +203,10 @@ def optimizer_recipe(config: Config) -> OptimizerRecipe:
     """
     optimizer, options = config.optimizer, config.optimizer.options
     optimizer_class(optimizer)
-    known = {recipe.torch_class: recipe for recipe in OPTIMIZERS.values() if recipe.elementwise and not recipe.options}
+    known = {recipe.torch_class: recipe for recipe in OPTIMIZERS.values() if recipe.runs and not recipe.options}
     recipe = known[optimizer.name]
     more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
-    return replace(recipe, moments=recipe.moments + more)
+    return replace(recipe, moments=recipe.moments + more, iterations=optimizer.muon.ns_steps)
 
 
 def _mesh(config: Config, world_size: int) -> Mesh:

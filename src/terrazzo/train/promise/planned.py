@@ -16,6 +16,7 @@ from terrazzo.parallel import VocabularyLoss, leave_vocabulary, share_sequences
 from terrazzo.parallel.paper import PaperContext, cut_on_paper
 from terrazzo.planner import Cluster, Estimate, MemoryFigures, Setup, estimate
 from terrazzo.planner.formulas import Term
+from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
 from terrazzo.planner.memory.trace import ActivationTrace, traced_activations, traced_update
@@ -162,9 +163,9 @@ def _training_pass(config: Config, setup: Setup) -> Callable[[nn.Module], torch.
 
 def _update_bytes(config: Config, setup: Setup) -> int:
     """What the optimizer needs while it steps on the device."""
-    numels = updated_numels(paper_units(setup))
+    numels, matrices = updated_numels(paper_units(setup)), matrix_updates(setup, 0).held_bytes
     one_by_one = setup.precision.moments != setup.precision.master  # moments are brought to the master's dtype and back
-    return _stepping_bytes(config, setup, [max(numels)] if numels and one_by_one else numels)
+    return max(matrices, _stepping_bytes(config, setup, [max(numels)] if numels and one_by_one else numels))
 
 
 def _apart_bytes(config: Config, setup: Setup) -> int:

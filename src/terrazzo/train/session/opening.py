@@ -42,7 +42,7 @@ from terrazzo.train.session.reference import Due, check_same_initial, compute_re
 from terrazzo.train.session.session import Origin, Sampling, Session
 from terrazzo.train.session.share import share_of
 from terrazzo.train.settings.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
-from terrazzo.train.settings.optimizer import build_optimizer, build_schedule
+from terrazzo.train.settings.optimizer import build_optimizer, build_schedule, division_of, steps_matrices
 from terrazzo.train.settings.plan import (
     build_offload,
     build_plan,
@@ -137,6 +137,7 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _BeforeModel, no
     loader = Loader(begin.data.train, config, share.reader, share.readers, share.of)
     make_swap_folders(config)
     optimizer = build_optimizer(config.optimizer, model)
+    notes += _division_notes(config, model)
     base_bytes = _base_bytes(config) if ranks.device.type == "cpu" else 0  # the model is still without memory
     model, sharded = tz.shard(
         model,
@@ -204,13 +205,32 @@ def _resume(session: Session) -> None:
         notes.append(
             f"resume: the learning rate goes on at {rate:.1e}, where this schedule has it; it was {restored.rate:.1e}"
         )
-    origin.optimizer = {key: it for key, it in extra["config"]["optimizer"].items() if is_restored(f"optimizer.{key}")}
+    origin.optimizer = _restored(config, extra["config"]["optimizer"])
     origin.same_evaluation = session.evaluation == extra["evaluation"]
     if not origin.same_evaluation:
         notes.append("resume: the validation data are not those of the checkpoint")
     if restored.draws_anew and goes_on:
         here = session.ranks.world_size, config.plan.mesh.tp
         notes.append(seeded_anew((resumed.world_size, restored.tp), here))
+
+
+def _restored(config: Config, saved: dict[str, Any]) -> dict[str, Any]:
+    """Of the optimizer's settings, those that come with its state."""
+    found = {key: it for key, it in saved.items() if is_restored(f"optimizer.{key}")}
+    if "muon" in found:
+        now = config.optimizer.muon.model_dump(mode="json")
+        found["muon"] |= {key: it for key, it in now.items() if not is_restored(f"optimizer.muon.{key}")}
+    return found
+
+
+def _division_notes(config: Config, model: nn.Module) -> list[str]:
+    """Which parameters are updated as whole matrices, and what the others are."""
+    if not steps_matrices(config.optimizer):
+        return []
+    found = division_of(config.optimizer, model)
+    edit = found.unknown_note.replace("`muon`", "optimizer.muon.matrices").replace("`adamw`", "optimizer.muon.others")
+    stage = "optimizer, of the first stage: " if config.plan.mesh.pp > 1 else "optimizer: "
+    return [f"{stage}{line}" for line in (*found.lines(), *([edit] if found.unknown else []))]
 
 
 def _saying(ranks: Ranks) -> Callable[[str], None] | None:

@@ -20,21 +20,23 @@ from torch.optim.lr_scheduler import LambdaLR
 from terrazzo.config import OptimizerConfig, ScheduleConfig
 from terrazzo.engine import ELEMENTWISE, check_elementwise
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.optim import AdEMAMix, Lion
+from terrazzo.optim import HEADS, AdEMAMix, Division, Lion, Muon, divided
 
 __all__ = [
     "build_optimizer",
     "build_schedule",
-    "check_no_decay",
+    "check_names",
     "check_settings",
     "construct",
+    "division_of",
     "learning_rate_share",
     "optimizer_class",
     "resume_schedule",
+    "steps_matrices",
 ]
 
 
-_OWN = (Lion, AdEMAMix)
+_OWN = (Lion, AdEMAMix, Muon)
 """Of tz.optim."""
 
 
@@ -51,11 +53,6 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
         if inspect.isclass(value) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     known |= {each.__name__: each for each in _OWN}
-    if config.name.lower() == "muon":
-        raise BadInput(
-            "optimizer.name: `terrazzo train` and the planner do not know Muon yet. Use AdamW, or tz.optim.Muon in a "
-            "loop of your own, under every plan that keeps optimizer state on the device."
-        )
     if config.name not in known:
         same = next((name for name in known if name.lower() == config.name.lower()), config.name)
         if same in known:
@@ -70,53 +67,100 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
         check_elementwise(chosen)
     except BadInput as error:
         raise BadInput(f"optimizer.name: {error}") from None
-    options = set(inspect.signature(chosen).parameters) - {"params", "lr", "weight_decay"}
+    stepped = _of_the_rest(config)
+    options = set(inspect.signature(known[stepped.name]).parameters) - {"params", "lr", "weight_decay"}
+    of = (
+        config.name
+        if stepped is config
+        else f"{stepped.name}, which steps what is no matrix; of matrices there is optimizer.muon"
+    )
     for option in config.options:
         if option not in options:
             raise BadInput(
-                f"optimizer.options.{option} is not an argument of {config.name}."
+                f"optimizer.options.{option} is not an argument of {of}."
                 f"{did_you_mean(option, options)} Known: {', '.join(sorted(options))}."
             )
     return chosen
 
 
+def steps_matrices(config: OptimizerConfig) -> bool:
+    """Whether it is one that updates whole matrices, and all else as AdamW does."""
+    return config.name == Muon.__name__
+
+
+def _of_the_rest(config: OptimizerConfig) -> OptimizerConfig:
+    """Of the one that steps what is no matrix, or everything."""
+    return config.model_copy(update={"name": "AdamW"}) if steps_matrices(config) else config
+
+
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer over `model`'s trainable parameters, in a group with and a group without weight decay.
 
-    Parameters with fewer than two dimensions (norms, biases) and those named by `no_decay` are not decayed.
+    Parameters with fewer than two dimensions (norms, biases) and those named by `no_decay` are not decayed. Of matrices
+    that are updated whole there are such groups too, before the others.
 
     Raises:
         BadInput: settings that the optimizer refuses.
     """
+    if steps_matrices(config):
+        division, muon = division_of(config, model), config.muon
+        decay = config.weight_decay if muon.weight_decay is None else muon.weight_decay
+        matrices = _groups(config, division.matrices, decay)
+        settings: dict[str, Any] = {"momentum": muon.momentum, "nesterov": muon.nesterov, "ns_steps": muon.ns_steps}
+        return Muon(
+            matrices,
+            _groups(config, division.others, config.weight_decay),
+            lr=config.lr if muon.lr is None else muon.lr,
+            adjust_lr_fn=muon.adjust_lr,
+            adamw={"lr": config.lr, **_options(config)},
+            **settings,
+        )
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = _groups(config, named, config.weight_decay)
+    if "weight_decay" not in inspect.signature(optimizer_class(config)).parameters:
+        groups = [{"params": [p for _, p in named]}]
+    return construct(config, groups)
 
+
+def _groups(
+    config: OptimizerConfig, named: Sequence[tuple[str, nn.Parameter]], weight_decay: float
+) -> list[dict[str, Any]]:
     def decays(name: str, parameter: nn.Parameter) -> bool:
         return parameter.ndim >= 2 and not any(fnmatchcase(name, glob) for glob in config.no_decay)
 
     groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in named if decays(n, p)], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in named if decays(n, p)], "weight_decay": weight_decay},
         {"params": [p for n, p in named if not decays(n, p)], "weight_decay": 0.0},
     ]
-    if "weight_decay" not in inspect.signature(optimizer_class(config)).parameters:
-        groups = [{"params": [p for _, p in named]}]
-    return construct(config, [group for group in groups if group["params"]])
+    return [group for group in groups if group["params"]]
 
 
-def check_no_decay(config: OptimizerConfig, names: Sequence[str]) -> None:
-    """Raise `BadInput` for a glob of `no_decay` that matches none of the whole model's parameters, by their `names`.
+def division_of(config: OptimizerConfig, model: nn.Module) -> Division:
+    """Which of a model's parameters are matrices that are updated whole; a stage of a pipeline has a part of them."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    here = [glob for glob in config.muon.matrices if any(fnmatchcase(name, glob) for name in names)]
+    return divided(model, HEADS if config.muon.others is None else config.muon.others, here)
+
+
+def check_names(config: OptimizerConfig, names: Sequence[str]) -> None:
+    """Raise `BadInput` for a glob that matches none of the whole model's parameters, by their `names`.
 
     A stage of a pipeline has a part of them, and so it is not asked.
     """
-    for glob in config.no_decay:
+    muon = config.muon
+    given = {"no_decay": config.no_decay, "muon.matrices": muon.matrices, "muon.others": muon.others or []}
+    for key, glob in ((key, glob) for key, globs in given.items() for glob in globs):
         if not any(fnmatchcase(name, glob) for name in names):
             raise BadInput(
-                f"optimizer.no_decay has '{glob}', which no parameter's name matches.{did_you_mean(glob, names)} Names"
+                f"optimizer.{key} has '{glob}', which no parameter's name matches.{did_you_mean(glob, names)} Names"
                 f" are such as {', '.join(names[:3])}; * stands for any part of one. Correct it, or remove it."
             )
 
 
 def check_settings(config: OptimizerConfig) -> None:
     """Raise `BadInput` for an optimizer that cannot be sharded or does not accept its settings."""
+    optimizer_class(config)
+    config = _of_the_rest(config)  # of matrices the schema checks them
     chosen = optimizer_class(config)
     # torch's own add_param_group imports its compiler, which takes a second that only the ranks need to wait.
     keep = {"add_param_group": lambda optimizer, group: optimizer.param_groups.append(optimizer.defaults | group)}
@@ -124,19 +168,26 @@ def check_settings(config: OptimizerConfig) -> None:
 
 
 def construct(config: OptimizerConfig, params: Sequence[Any]) -> torch.optim.Optimizer:
-    """The optimizer of that name over parameters or param groups; raises `BadInput` for settings it refuses."""
+    """The optimizer of that name over parameters or param groups; raises `BadInput` for settings it refuses.
+
+    Of one that updates whole matrices, that of all else.
+    """
+    config = _of_the_rest(config)
     return _construct(optimizer_class(config), config, params)
 
 
 def _construct(
     chosen: type[torch.optim.Optimizer], config: OptimizerConfig, params: Sequence[Any]
 ) -> torch.optim.Optimizer:
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in config.options.items()}
-    arguments: dict[str, Any] = {"lr": config.lr, **options}
+    arguments: dict[str, Any] = {"lr": config.lr, **_options(config)}
     try:
         return chosen(params, **arguments)
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"{config.name} does not accept these settings: {error}.") from error
+
+
+def _options(config: OptimizerConfig) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in config.options.items()}
 
 
 def learning_rate_share(config: ScheduleConfig, steps: int, step: int) -> float:

@@ -1,0 +1,199 @@
+"""Which parameters of a model are matrices for Muon, and why the others are none.
+
+A matrix is what inputs are multiplied with, which its module says, not its shape: a table of positions or a class
+token has two dims or three as well, and made orthogonal its rows would all move alike, whichever was looked up.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from terrazzo.errors import BadInput, counted, did_you_mean, listed, warn
+
+__all__ = ["HEADS", "Division", "divided", "hidden_matrices", "is_product"]
+
+HEADS = ("*lm_head*", "*embed_out*", "head.*", "*.head.*", "output.*", "model.output.*", "*classifier*", "score.*")
+"""Names of heads, whose matrices have a row for each token or class; `output` inside a layer, as in BERT, is none."""
+
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_PRODUCTS = (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+
+Named = tuple[str, nn.Parameter]
+
+TABLE, CONVOLUTION, HEAD, NAMED, VECTOR, UNKNOWN = (
+    "tables that are looked up, and what is tied to them",
+    "convolutions",
+    "heads",
+    "named by `adamw`",
+    "vectors and scalars",
+    "in no module that is known to multiply with them",
+)
+
+
+@dataclass(frozen=True)
+class Division:
+    """A model's trainable parameters with their names: a pair, of matrices and others; as text, what goes where.
+
+    Attributes:
+        matrices: for Muon.
+        others: for AdamW.
+        reasons: for each of these, by name.
+    """
+
+    matrices: list[Named]
+    others: list[Named]
+    reasons: dict[str, str]
+
+    def __iter__(self) -> Iterator[list[Named]]:
+        return iter((self.matrices, self.others))
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of parameters of two dims or more that go to AdamW since nobody has said what they are."""
+        return [name for name, reason in self.reasons.items() if reason == UNKNOWN]
+
+    @property
+    def unknown_note(self) -> str:
+        """What to know of these, with the edit."""
+        count = len(self.unknown)
+        return (
+            f"{counted(count, 'parameter')} of two dims or more {'are' if count > 1 else 'is'} in no module that is "
+            f"known to multiply with {'them' if count > 1 else 'it'}, and AdamW steps {'them' if count > 1 else 'it'}: "
+            f"{listed(self.unknown, 8)}. Name those that are matrices in `muon`, the others in `adamw`."
+        )
+
+    def lines(self) -> list[str]:
+        """A line for Muon, and one for each reason of the others."""
+        found = [_line("Muon", "matrices", self.matrices)]
+        by_reason: dict[str, list[Named]] = {}
+        for name, parameter in self.others:
+            by_reason.setdefault(self.reasons[name], []).append((name, parameter))
+        return [*found, *(_line("AdamW", reason, named) for reason, named in by_reason.items())]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+
+def _line(algorithm: str, what: str, named: Sequence[Named]) -> str:
+    rows: dict[str, int] = {}
+    for name, _ in named:
+        row = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        rows[row] = rows.get(row, 0) + 1
+    listed = [f"{row} ({count})" if count > 1 else row for row, count in rows.items()]
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    numel = sum(parameter.numel() for _, parameter in named)
+    return f"{algorithm}: {len(named):,} {what}, {numel:,} elements: {', '.join(listed[:_SHOWN])}{more}"
+
+
+_SHOWN = 12
+
+
+def is_product(module: nn.Module, path: str, parameter: nn.Parameter) -> bool:
+    """Whether `module` multiplies inputs with its own `parameter`, or with each matrix of a stack of experts.
+
+    Args:
+        path: of the parameter in the model.
+    """
+    kind = type(module).__name__
+    if parameter.ndim == 3:
+        return "expert" in path.lower() or "Expert" in kind
+    return parameter.ndim == 2 and (isinstance(module, _PRODUCTS) or kind == "Conv1D" or _routes(kind, path))
+
+
+def _routes(kind: str, path: str) -> bool:
+    """Whether it chooses experts: such modules multiply with a parameter of their own."""
+    return path.endswith(".weight") and bool(re.search(r"Router|Gate$|Gating", kind))
+
+
+def hidden_matrices(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] = ()) -> Division:
+    """Divide a model's trainable parameters among Muon and AdamW; `print` of it says what goes where, and why.
+
+        matrices, others = tz.optim.hidden_matrices(model)
+
+    Muon gets what is known to be multiplied with: weights of linear layers and of the projections in attention and
+    recurrent layers, routers, and stacks of experts' matrices. AdamW gets vectors, weights of embeddings and what is
+    tied to them, those of convolutions, what `get_output_embeddings()` gives where a module has it (as transformers'
+    models do), what `adamw` names, and what no module known here multiplies with, such as a class token or a table of
+    positions that is a parameter of its own: of the last it warns.
+
+    Args:
+        adamw: globs over the names of parameters: by default of heads.
+        muon: globs over the names of further matrices, whatever they would be else: of modules of your own.
+
+    Raises:
+        BadInput: for a glob of `muon` that matches no parameter, or one of fewer than two dims.
+    """
+    found = divided(model, adamw, muon)
+    if found.unknown:
+        warn(f"hidden_matrices: {found.unknown_note}")
+    return found
+
+
+def divided(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] = ()) -> Division:
+    """`hidden_matrices` without a warning."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    _check(muon, named)
+    found = Division([], [], {})
+    reasons = _reasons(model)
+    for name, parameter in named:
+        if any(fnmatch.fnmatchcase(name, glob) for glob in muon):
+            reason = ""
+        elif any(fnmatch.fnmatchcase(name, glob) for glob in adamw):
+            reason = VECTOR if parameter.ndim < 2 else HEAD if adamw is HEADS else NAMED
+        else:
+            reason = VECTOR if parameter.ndim < 2 else reasons.get(id(parameter), UNKNOWN)
+        if reason:
+            found.others.append((name, parameter))
+            found.reasons[name] = reason
+        else:
+            found.matrices.append((name, parameter))
+    return found
+
+
+def _reasons(model: nn.Module) -> dict[int, str]:
+    """Why a parameter is none of Muon's, by its identity; empty of those that are multiplied with."""
+    found: dict[int, str] = {}
+    for path, module, parameter in _held(model):
+        if isinstance(module, _TABLES):
+            found[id(parameter)] = TABLE
+        elif isinstance(module, _CONVOLUTIONS):
+            found.setdefault(id(parameter), CONVOLUTION)
+        elif is_product(module, path, parameter):
+            found.setdefault(id(parameter), "")
+    asked = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    for head in (ask() for ask in asked if callable(ask)):
+        for parameter in head.parameters() if isinstance(head, nn.Module) else ():
+            if found.get(id(parameter)) != TABLE:
+                found[id(parameter)] = HEAD
+    return found
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    """Each parameter of each module, those of several modules as often, with its path."""
+    for place, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{place}.{name}" if place else name, module, parameter
+
+
+def _check(muon: Sequence[str], named: Sequence[Named]) -> None:
+    for glob in muon:
+        matched = [(name, parameter) for name, parameter in named if fnmatch.fnmatchcase(name, glob)]
+        if not matched:
+            names = [name for name, _ in named]
+            raise BadInput(
+                f"muon has '{glob}', which no trainable parameter's name matches.{did_you_mean(glob, names)} Names are "
+                f"such as {', '.join(names[:3])}; * stands for any part of one. Correct it, or remove it."
+            )
+        flat = [name for name, parameter in matched if parameter.ndim < 2]
+        if flat:
+            raise BadInput(
+                f"muon has '{glob}', which matches {flat[0]}, a parameter of fewer than two dims: Muon updates "
+                "matrices alone. Make it match those, such as with *.weight at its end."
+            )

@@ -1,0 +1,171 @@
+"""Updates of whole matrices on paper: what the first rank of each axis sends and holds for them, and what they compute.
+
+Which rank owns which matrix, what goes where and what is held on the way is the engine's own code, which is asked with
+buckets that have sizes in place of tensors (`terrazzo.engine.optim.matrix_owners` and `matrix_steps`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from terrazzo.engine.links.tally import Tally
+from terrazzo.engine.links.traffic import Traffic
+from terrazzo.engine.optim.matrix_owners import Owners, owners_of
+from terrazzo.engine.optim.matrix_steps import rehearse_matrices
+from terrazzo.engine.optim.template import MatrixNeeds, Template
+from terrazzo.engine.plan.layout import Layout, Range, share
+from terrazzo.optim import Muon
+from terrazzo.planner.memory.buckets import PlannedBucket, buckets
+from terrazzo.planner.memory.placement import PlacedUnit, placed_units
+from terrazzo.planner.setup.setup import Setup
+
+__all__ = ["MatrixUpdates", "matrix_updates"]
+
+
+class Exchanged(NamedTuple):
+    """What a rank sends along an axis of `size` ranks in the updates of a step, and in how many messages."""
+
+    axis: str
+    size: int
+    sent_bytes: int
+    messages: int
+
+
+@dataclass(frozen=True)
+class MatrixUpdates:
+    """Of a step.
+
+    Attributes:
+        exchanged: by the first rank, along each axis.
+        held_bytes: by it, at the most, beside all states.
+        flops: one after the other of those that have most to do, as all wait for them.
+    """
+
+    exchanged: tuple[Exchanged, ...] = ()
+    held_bytes: int = 0
+    flops: float = 0.0
+
+
+def matrix_updates(setup: Setup, stage: int) -> MatrixUpdates:
+    """Of a rank of `stage`; nothing of an optimizer that updates none whole, nor of a bare number of parameters."""
+    if setup.optimizer.matrix_moments is None or setup.model.bare:
+        return MatrixUpdates()
+    return _updates(placed_units(setup, stage), setup.optimizer.iterations)
+
+
+@lru_cache(maxsize=512)
+def _updates(units: tuple[PlacedUnit, ...], iterations: int) -> MatrixUpdates:
+    found: Any = [paper for unit, count, placement in units for paper in _paper_buckets(unit, count, placement)]
+    template, tally, along = Template(), Tally(), dict[str, Traffic]()
+    template.matrices = MatrixNeeds(Muon.wire, Muon.workspace_bytes)
+    rehearse_matrices(found, [template], tally, lambda axis: along.setdefault(axis, Traffic()))
+    sizes = {axis: each.size for paper in found for axis, each in paper.sharding.ranks.items()}
+    exchanged = tuple(
+        Exchanged(axis.removeprefix(_DEALT), sizes[axis], traffic.bytes["all_to_all"], traffic.count["all_to_all"])
+        for axis, traffic in along.items()
+    )
+    flops = sum(_slowest(owners, iterations) for owners in owners_of(found, {0}))
+    return MatrixUpdates(exchanged, tally.ledger.peak_bytes, flops)
+
+
+def _slowest(owners: Owners, iterations: int) -> float:
+    """FLOPs of the rank that has most to compute of what is exchanged at once."""
+    loads = Counter[tuple[int, ...]]()
+    for matrix, places in owners.places.items():
+        loads[tuple(places.values())] += _flops(matrix.shape, iterations)
+    return float(max(loads.values(), default=0))
+
+
+def _flops(shape: tuple[int, int], iterations: int) -> int:
+    """Of Newton-Schulz iterations: two products of the short side's Gram matrix, and its own square."""
+    short, long = sorted(shape)
+    return iterations * (4 * short**2 * long + 2 * short**3)
+
+
+# -- buckets of sizes ------------------------------------------------------------------------------------------------
+
+_DEALT = "experts' "
+"""Of the axes over which experts are split, which are others than those of the same name."""
+
+
+class _Along(NamedTuple):
+    size: int
+    rank: int = 0
+
+
+class _Member(NamedTuple):
+    group: int
+
+
+class _Axes:
+    """Of the first rank."""
+
+    device = torch.device("meta")
+
+    def __init__(self, ranks: Mapping[str, _Along]) -> None:
+        self.ranks = ranks
+
+    def along(self, axis: str) -> _Along:
+        return self.ranks[axis]
+
+    def cuts(self, axes: Sequence[str]) -> list[tuple[int, int]]:
+        return [(self.ranks[axis].rank, self.ranks[axis].size) for axis in axes]
+
+
+@dataclass(frozen=True)
+class _Space:
+    layout: Layout
+    axes: _Axes
+
+    def range(self, axes: Sequence[str]) -> Range:
+        return share(self.layout.whole, self.axes.cuts(axes))
+
+
+@dataclass(frozen=True)
+class _Sharding:
+    axes: _Axes
+
+    @property
+    def ranks(self) -> Mapping[str, _Along]:
+        return self.axes.ranks
+
+
+@dataclass(frozen=True, eq=False)
+class _PaperBucket:
+    """What the engine asks of a `Bucket` for updates of matrices."""
+
+    precision: Any
+    optim_axes: tuple[str, ...]
+    sharding: _Sharding
+    space: _Space
+    members: Sequence[_Member]
+
+    @property
+    def slots(self) -> Sequence[Any]:
+        return self.space.layout.slots
+
+
+def _paper_buckets(unit: Any, count: int, placement: Any) -> Iterator[_PaperBucket]:
+    """Of so many equal units."""
+    trained = [bucket for bucket in buckets(unit, placement) if bucket.trainable]
+    made = [_paper(bucket) for bucket in trained]
+    for _ in range(count):
+        for one in made:
+            yield _PaperBucket(one.precision, one.optim_axes, one.sharding, one.space, one.members)
+
+
+def _paper(bucket: PlannedBucket) -> _PaperBucket:
+    dealt = _DEALT if bucket.dealt > 1 else ""
+    axes = _Axes({f"{dealt}{axis}": _Along(each.size) for axis, each in bucket.ranks.items()})
+    split = math.prod(each.size for each in axes.ranks.values())
+    layout = Layout([((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)], split)
+    members = [_Member(bucket.group_of(each)) for each in bucket.tensors]
+    split_over = tuple(f"{dealt}{axis}" for axis in bucket.optim_axes)
+    return _PaperBucket(bucket.precision, split_over, _Sharding(axes), _Space(layout, axes), members)
