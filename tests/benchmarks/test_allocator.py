@@ -20,6 +20,7 @@ why = hostcuda.obstacle()
 RECORD: dict[str, Any] = json.loads((RESULTS / "record.json").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.skipif(why is not None, reason=str(why))
 def test_a_rank_is_measured_with_both_kinds_of_segments() -> None:

@@ -19,6 +19,7 @@ def test_the_committed_report_is_what_the_record_says() -> None:
     assert len(targets(record)) == 7
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_small_run_times_every_contender_that_is_here(tmp_path: Path) -> None:
     record = measure(Effort("tiny", rounds=1), tmp_path)

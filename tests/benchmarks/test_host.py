@@ -68,6 +68,7 @@ def test_only_the_small_job_decides_the_target() -> None:
     assert [value for _, _, value in targets(_record(None))] == [None]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_an_engine_takes_host_time() -> None:
     record = measure(EFFORT)

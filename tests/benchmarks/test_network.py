@@ -158,6 +158,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.filterwarnings(DENSE)
 def test_what_crosses_a_real_link_is_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,7 @@ def test_fio_is_asked_for_the_same_blocks_past_the_page_cache(tmp_path: Path) ->
     assert asked <= set(command)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_small_run_of_every_part(tmp_path: Path) -> None:
     stepped = adam.measure(adam.Effort(SMALL, rounds=1, steps=1, threads=(1,), peers=False))

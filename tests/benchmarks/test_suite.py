@@ -97,6 +97,7 @@ def test_every_case_describes_itself(case: str) -> None:
     assert "M parameters" in CASES[case].describe()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_plans_and_peers_take_turns_and_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     import_s = compare.import_s

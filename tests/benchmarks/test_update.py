@@ -46,6 +46,7 @@ def test_the_target_is_one_of_small_tensors() -> None:
     assert [value for _, _, value in targets({"models": {}})] == [None]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_contenders_take_turns_on_two_ranks() -> None:
     record = measure(EFFORT)

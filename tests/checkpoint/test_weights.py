@@ -142,6 +142,7 @@ def saved(base: nn.Module, plan: str, folder: Path, ranks: int = 2, **options: A
     on_ranks(ranks, body)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize(
     ("plan", "options"),
     [

@@ -259,6 +259,7 @@ def answer(deed: Deed, plan: str, moment: Moment, precision: str = "fp32") -> tu
     return one
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("plans", Plans)
 @pytest.mark.parametrize("name", ACTS)
 def test_each_act_comes_to_what_the_table_says(name: str, plans: Plans) -> None:
@@ -283,7 +284,7 @@ NO_SUM = {("give-grad", "fp16"): Answer.LATER}
 """What differs by precision: a sum with what has no loss scale."""
 
 
-@pytest.mark.cover
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("plan", ["zero0", "zero2@cpu", "zero3@cpu-all"])
 @pytest.mark.parametrize(
@@ -315,7 +316,7 @@ ALONE: dict[str, tuple[Moment, Callable[[Any, Any, int], None]]] = {
 }
 
 
-@pytest.mark.cover
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("plan", ["zero0", "zero2@cpu", "zero3@cpu-all"])
 @pytest.mark.parametrize("name", ALONE)

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of
 from tests.engine.toys import Net, adamw, batch, loss_of, sharded, train
+from tests.helpers.cover import mostly_long
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 
@@ -38,6 +39,7 @@ def compiled(base: Net, plan: str, backend: Any, checkpointing: str = "none", **
     return tz.shard(model, adamw(model.parameters()), plan, **options)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("plan", ["zero0", "zero3"])
 def test_twenty_steps_compile_each_unit_once(plan: str, checkpointing: str) -> None:
@@ -126,7 +128,7 @@ def test_evaluation_and_training_take_turns() -> None:
             train(plain, plain_optimizer, 1, 0, first=step)
 
 
-@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+@pytest.mark.parametrize("plan", mostly_long(["zero0", "zero3"], "zero3"))
 def test_compiling_while_there_are_gradients(plan: str) -> None:
     base = Net()
     with fake_group(1):
@@ -155,6 +157,7 @@ def _on_gloo() -> tuple[list[float], list[float], int, int]:
     return found, eager, frames, backend.frame_count
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_two_ranks_train_as_without_compilation(two_processes: Pool) -> None:
     for found, eager, early, late in two_processes.run(_on_gloo, timeout_s=120.0):

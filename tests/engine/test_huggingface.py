@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from tests.engine.toys import adamw, full_parameters
+from tests.helpers.cover import mostly_long
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 
@@ -76,7 +77,7 @@ def _train_both(name: str, plan: str, checkpointing: bool) -> tuple[list[float],
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", mostly_long(MODELS, *list(MODELS)[:2]))
 def test_losses_equal_ddps(two_processes: Pool, name: str) -> None:
     for found, wanted, apart in two_processes.run(_train_both, name, "zero3", False, timeout_s=120.0):
         assert found == pytest.approx(wanted, abs=1e-6)

@@ -318,6 +318,7 @@ def test_two_forwards_before_two_backwards() -> None:
     follows_one_process(Net(), loop)
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "shard_grad_op", "hpz"])
 def test_two_forwards_before_one_backward(plan: str) -> None:
     def loop(model: Any, optimizer: Any, data: Callable[[int], Tensor]) -> None:
@@ -400,6 +401,7 @@ class Structured(Net):
         return {"tuple": (logits, x), "dict": {"logits": logits}, "dataclass": Answer(logits, x)}[self.form]
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("form", ["tuple", "dict", "dataclass"])
 @pytest.mark.parametrize("plan", ["zero1", "zero3", "shard_grad_op"])
 def test_outputs_may_be_structures(plan: str, form: str) -> None:

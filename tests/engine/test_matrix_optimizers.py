@@ -20,7 +20,7 @@ from terrazzo.engine import engine_of
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.optim.matrix_steps import rehearse_matrices
 from terrazzo.errors import BadInput
-from tests.engine.parity import CUSTOM, Case, assert_parity, run_on_threads
+from tests.engine.parity import CUSTOM, Case, assert_parity, axes, run_on_threads
 from tests.engine.reference import Step, Trainer
 from tests.engine.toys import EVERY_PLAN, Net, assert_equal, batch, full_parameters, loss_of, mesh_for, on_ranks, step
 from tests.helpers.cover import places
@@ -104,6 +104,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.cover(strength=1, case=lambda case: {**axes(case), "kind": (case.precision, case.variant)})
 @pytest.mark.parametrize("case", ROWS, ids=str)
 def test_every_row_is_bitwise_torchs_muon_and_adamw(case: Case) -> None:
     assert_parity(case, run_on_threads(case, make_optimizer=muon), expected(case.recipe, ()))
@@ -150,7 +151,7 @@ def promised(plan: str, ranks: int, precision: str, base: Net | None) -> list[An
     ]
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_what_a_step_sends_and_holds_is_what_was_promised(plan: str, precision: str) -> None:

@@ -239,6 +239,7 @@ class Assigning(torch.optim.Optimizer):
                     parameter.set_(new)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("way", ["data", "set"])
 @pytest.mark.parametrize(
     ("plan", "options"),

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, OneCycleLR
 
 from tests.engine.parity import Case, Runner, assert_parity, run_on_threads
 from tests.engine.reference import Recipe, Step, Trainer
+from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
 
 
@@ -58,6 +59,11 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "ASGD": (torch.optim.ASGD, {"lr": 1e-2, "t0": 2}),
     "Lion": (Lion, {"lr": 1e-3}),
 }
+SHORT = (
+    *("AdamW", "AdamW foreach", "AdamW fused", "Adam fused amsgrad", "SGD nesterov", "SGD fused", "Adagrad", "RMSprop"),
+    *("RAdam", "Lion"),
+)
+"""Each kind of state, and of kernel."""
 
 
 def in_groups(model: nn.Module, name: str) -> Optimizer:
@@ -73,7 +79,7 @@ def in_groups(model: nn.Module, name: str) -> Optimizer:
 
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("plan", ["zero3", "zero1"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", mostly_long(OPTIMIZERS, *SHORT))
 def test_every_optimizer_is_bitwise_itself_on_whole_parameters(name: str, plan: str) -> None:
     # torch's fused SGD cannot start the momentum of a parameter that gets its first gradient after others have
     case = Case(plan, 3, variant="tied" if name == "SGD fused" else "unused", steps=4)
@@ -96,6 +102,7 @@ def warm_up(optimizer: Optimizer) -> LRScheduler:
     return LinearLR(optimizer, start_factor=0.1, total_iters=3)
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("schedule", [one_cycle, warm_up])
 @pytest.mark.parametrize("built", ["before", "after"])
 @pytest.mark.parametrize("plan", ["zero3", "zero1"])

@@ -72,6 +72,7 @@ def calls(function: Callable[[], Any]) -> int:
     return count
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("plan", ["zero3", "zero2@cpu"])
 @pytest.mark.parametrize(("units", "parameters"), [(100, 1), (4, 50)])
 def test_an_estimate_is_linear_in_units_and_in_parameters(plan: str, units: int, parameters: int) -> None:

@@ -14,6 +14,7 @@ from terrazzo.engine import ModelState, ShardedModule, ShardedOptimizer, engine_
 from terrazzo.engine.plan.spec import Pass
 from terrazzo.integrations.fsdp2 import units
 from tests.engine.toys import EVERY_PLAN, Net, adamw, batch, loss_of, on_ranks, sharded, train
+from tests.helpers.cover import places
 
 
 def test_what_there_is_to_save_of_each_parameter() -> None:
@@ -45,6 +46,7 @@ def test_what_there_is_to_save_of_each_parameter() -> None:
         assert [info.names for info in infos if len(info.names) > 1] == [("embed.weight", "tied.weight")]
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_copies_are_what_several_ranks_hold(plan: str) -> None:
     def run(rank: int) -> tuple[bool, list[Any]]:

@@ -91,11 +91,11 @@ def pair_for(program: str) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize(
     ("program", "plans"),
     [
-        ("adversaries", ("zero3", "zero3")),
+        pytest.param("adversaries", ("zero3", "zero3"), marks=pytest.mark.long),
         ("adversaries", ("zero3@cpu", "zero2")),
-        ("actor and critic", ("hpz", "hfsdp")),
+        pytest.param("actor and critic", ("hpz", "hfsdp"), marks=pytest.mark.long),
         ("actor and critic", ("zero1", "zero3")),
-        ("distillation", ("zero2", "zero3")),
+        pytest.param("distillation", ("zero2", "zero3"), marks=pytest.mark.long),
         ("distillation", ("zero3@cpu", "hpz")),
     ],
 )

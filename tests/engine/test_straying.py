@@ -217,11 +217,13 @@ def in_turn() -> list[Any]:
     ]
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize(("plan", "route", "region", "size"), in_turn())
 def test_regions_of_several_units(plan: str, route: Route, region: Callable[..., Tensor], size: int) -> None:
     follows(route, plan, world=world_of(plan), base=Grouped(size, region))
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("region", [modern, reentrant])
 def test_regions_with_any_prefetch(region: Callable[..., Tensor], prefetch: int) -> None:

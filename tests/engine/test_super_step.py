@@ -54,6 +54,7 @@ def steps_of(kind: Any, plan: str, precision: Any, rank: int, base: Net) -> tupl
 MOMENTS = tz.Precision(moments="bf16")  # type: ignore[arg-type]
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("precision", ["fp32", "fp16", MOMENTS], ids=["fp32", "fp16", "moments in bf16"])
 @pytest.mark.parametrize("kind", [Counting, ByName])
 @pytest.mark.parametrize("plan", ["zero1", "zero3"])

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Adam
 
 import terrazzo as tz
+from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 from tests.integrations.test_fsdp2 import Apply, Net, batches, loss_of, marked, options_of
 
@@ -135,10 +136,10 @@ def beside_torch(name: str, way: Any, started: bool) -> Any:
 @pytest.mark.parametrize(
     ("name", "way", "started"),
     [
-        ("bf16", ByDcp(), True),
+        pytest.param("bf16", ByDcp(), True, marks=pytest.mark.long),
         ("replicas", ByDcp(), False),
         ("defaults", ByHand(), True),
-        ("kept", ByHand(), False),
+        pytest.param("kept", ByHand(), False, marks=pytest.mark.long),
     ],
 )
 def test_saved_and_continued_as_with_torchs_own(name: str, way: Any, started: bool, two_processes: Pool) -> None:
@@ -179,7 +180,7 @@ def sharded_states(name: str) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["defaults", "replicas", "offload"])
+@pytest.mark.parametrize("name", mostly_long(["defaults", "replicas", "offload"], "replicas"))
 def test_sharded_states_are_dtensors_of_rows(name: str, two_processes: Pool) -> None:
     two_processes.run(sharded_states, name)
 

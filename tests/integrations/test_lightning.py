@@ -300,6 +300,7 @@ def precisions() -> None:
     assert engine_of(running.model).axes.names == ("dp_shard", "dp_replicate")
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_precisions_and_deferred_models(two_processes: Pool) -> None:
     two_processes.run(precisions)

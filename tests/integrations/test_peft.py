@@ -96,12 +96,12 @@ def sharded_run(plan: str, folder: Path, options: dict[str, Any], kind: str = "l
 @pytest.mark.parametrize(
     ("plan", "options", "kind"),
     [
-        ("zero0", {}, "llama"),
+        pytest.param("zero0", {}, "llama", marks=pytest.mark.long),
         ("zero1", {"bias": "lora_only"}, "llama"),
         ("zero2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"}, "gpt2"),
-        ("zero3", {}, "llama"),
+        pytest.param("zero3", {}, "llama", marks=pytest.mark.long),
         ("zero3", {"use_rslora": True, "modules_to_save": ["lm_head"]}, "llama"),
-        ("zero3@cpu", {"target_modules": "all-linear"}, "llama"),
+        pytest.param("zero3@cpu", {"target_modules": "all-linear"}, "llama", marks=pytest.mark.long),
     ],
 )
 def test_losses_adapters_and_merged_weights_are_those_of_one_process(

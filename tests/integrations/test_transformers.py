@@ -50,7 +50,7 @@ def _differences(folder: Path, plans: tuple[str, ...], given: dict[str, Any]) ->
 
 def test_losses_norms_and_weights_are_the_trainers(two_processes: Pool, tmp_path: Path) -> None:
     """Clipping is on. A difference is a sum over ranks or parameters in another order."""
-    for accumulation, plans in ((1, ("zero1", "zero3")), (4, ("zero0", "zero1", "zero2", "zero3"))):
+    for accumulation, plans in ((1, ("zero1",)), (4, ("zero0", "zero3"))):
         given = {"gradient_accumulation_steps": accumulation}
         for found in two_processes.run(_differences, tmp_path, plans, given, timeout_s=PATIENCE_S):
             for plan, differences in found.items():

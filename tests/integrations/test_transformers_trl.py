@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo.errors import BadInput
+from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 from tests.integrations.trainers import PATIENCE_S, apart, for_accelerate, whole
 
@@ -77,9 +78,7 @@ def _plain(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "name", ["dpo", "grpo", pytest.param("sft", marks=pytest.mark.long), pytest.param("reward", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", mostly_long(["dpo", "grpo", "sft", "reward"], "dpo"))
 def test_the_example_trains_as_without_terrazzo(two_processes: Pool, tmp_path: Path, name: str) -> None:
     for found in two_processes.run(_both, tmp_path, f"{name}.py", timeout_s=PATIENCE_S):
         assert (found["ours"], found["theirs"]) == (True, False)

@@ -15,7 +15,7 @@ from terrazzo.engine import engine_of
 from terrazzo.parallel import context_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig
-from tests.helpers.cover import in_turns
+from tests.helpers.cover import in_turns, places
 from tests.helpers.threads import run_in_threads
 
 SIZES = {
@@ -56,6 +56,7 @@ CASES: list[tuple[str, str, dict[str, int]]] = [
 ]
 
 
+@pytest.mark.cover(strength=1, plan=places, mesh=dict)
 @pytest.mark.parametrize(("sizes", "plan", "mesh", "precision"), in_turns(CASES, ["bf16", "fp32"]), ids=str)
 def test_a_step_sends_and_needs_what_was_promised(sizes: str, plan: str, mesh: dict[str, int], precision: str) -> None:
     start = base(sizes)

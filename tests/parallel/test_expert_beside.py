@@ -97,6 +97,7 @@ def test_experts_whose_states_are_on_a_drive_train_and_are_resumed(tmp_path: Pat
     run_in_threads(2, body)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at views
 def test_compiled_blocks_share_experts() -> None:
     expected, _ = plain()

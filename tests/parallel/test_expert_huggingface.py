@@ -21,6 +21,7 @@ from terrazzo.engine import checkpoint_activations
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.expert_load import Load, count_rows
 from terrazzo.train.model.experts import balance_experts, forget_load
+from tests.helpers.cover import places
 from tests.helpers.threads import exclusive, run_in_threads
 
 transformers = pytest.importorskip("transformers")
@@ -245,6 +246,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize(("kind", "plan", "ranks", "ep", "checkpointing"), CASES)
 def test_training_with_shared_experts_is_training(
     kind: str, plan: str, ranks: int, ep: int, checkpointing: str
@@ -288,6 +290,7 @@ def test_experts_that_are_not_understood_are_named() -> None:
     refused(r"gate_up_proj' has 3 experts, of which 2 ranks", "mixtral", KINDS["mixtral"] | {"num_local_experts": 3})
 
 
+@pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_folder_is_read_and_written_as_transformers_has_it(kind: str, ep: int, tmp_path: Path) -> None:

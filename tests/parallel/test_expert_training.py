@@ -116,7 +116,7 @@ def kind(mesh: Mesh) -> dict[str, object]:
     return {"weight": str(places(mesh.plan)["weight"])[0], "ep": mesh.ep, "tp": mesh.tp, "cp": mesh.cp}
 
 
-@pytest.mark.cover(mesh=kind)
+@pytest.mark.cover(mesh=kind, strength=1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

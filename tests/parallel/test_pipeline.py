@@ -17,6 +17,7 @@ import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of, estimate
 from terrazzo.engine.offload import activations
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
+from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
 
 STEPS = 2
@@ -200,7 +201,7 @@ def assert_equal(parts: dict[str, tuple[int, Tensor]], wholes: dict[str, Tensor]
         pytest.param(Case("zero0"), marks=pytest.mark.long),
         pytest.param(Case("zero3"), marks=pytest.mark.long),
         pytest.param(Case("zero2", schedule="gpipe"), marks=pytest.mark.long),
-        Case("shard_grad_op", micro_batches=5),
+        pytest.param(Case("shard_grad_op", micro_batches=5), marks=pytest.mark.long),
         pytest.param(Case("zero3", chunks=2), marks=pytest.mark.long),
         Case("zero1", pp=4, micro_batches=6),
         pytest.param(Case("hybrid_shard", ranks=8), marks=pytest.mark.long),
@@ -208,10 +209,12 @@ def assert_equal(parts: dict[str, tuple[int, Tensor]], wholes: dict[str, Tensor]
         pytest.param(Case("zero3", pp=4, ranks=4, checkpointing="full"), marks=pytest.mark.long),
         Case("zero3", chunks=2, checkpointing="full", checkpoints_last=True),
         pytest.param(Case("shard_grad_op", frozen=("embedding", "head")), marks=pytest.mark.long),
-        Case("zero2", chunks=2, frozen=("blocks.1.", "blocks.4.attention")),
-        Case("zero0", schedule="zero_bubble"),
+        pytest.param(Case("zero2", chunks=2, frozen=("blocks.1.", "blocks.4.attention")), marks=pytest.mark.long),
+        pytest.param(Case("zero0", schedule="zero_bubble"), marks=pytest.mark.long),
         Case("zero3", schedule="zero_bubble", pp=4, micro_batches=7),
-        Case("hybrid_shard", schedule="zero_bubble", ranks=8, checkpointing="full"),
+        pytest.param(
+            Case("hybrid_shard", schedule="zero_bubble", ranks=8, checkpointing="full"), marks=pytest.mark.long
+        ),
         Case("shard_grad_op", schedule="zero_bubble", frozen=("blocks.1.", "blocks.4.attention")),
     ],
     ids=str,
@@ -253,6 +256,7 @@ PLANS = ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "h
 MET_BELOW = ("zero1", "zero2", "zero3@cpu")  # with more than stages alone
 
 
+@pytest.mark.cover(strength=1, case=vars)
 @pytest.mark.parametrize(
     "case",
     [
@@ -279,12 +283,12 @@ def test_memory_and_traffic_are_as_promised(case):
         assert promised == measured
 
 
-@pytest.mark.parametrize("plan", ["zero2@cpu", pytest.param("zero3@cpu-all", marks=pytest.mark.long), "zero3@nvme-all"])
+@pytest.mark.parametrize("plan", mostly_long(["zero2@cpu", "zero3@cpu-all", "zero3@nvme-all"], "zero3@nvme-all"))
 def test_states_of_stages_may_lie_off_the_device(plan, tmp_path):
     check(Case(plan, chunks=2 if plan == "zero2@cpu" else 1), str(tmp_path))
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", mostly_long([1, 2], 2))
 def test_stages_may_be_updated_as_their_sums_end(chunks):
     check(Case("zero2@cpu", chunks=chunks, update="backward"))
 
@@ -293,7 +297,10 @@ def test_stages_may_be_updated_as_their_sums_end(chunks):
     "case",
     [
         pytest.param(Case("zero3", checkpointing="full", offloads_activations=True), marks=pytest.mark.long),
-        Case("shard_grad_op", chunks=2, checkpointing="selective", offloads_activations=True),
+        pytest.param(
+            Case("shard_grad_op", chunks=2, checkpointing="selective", offloads_activations=True),
+            marks=pytest.mark.long,
+        ),
         Case("zero2", schedule="gpipe", checkpointing="full", checkpoints_last=True, offloads_activations=True),
     ],
     ids=str,
@@ -308,7 +315,14 @@ def test_stages_may_keep_what_units_are_given_in_the_hosts_memory(case, monkeypa
     assert len(moved) >= case.ranks * STEPS * case.micro_batches
 
 
-@pytest.mark.parametrize("case", [Case("zero3", attaches=True), Case("zero2@cpu", chunks=2, attaches=True)], ids=str)
+ATTACHED = [Case("zero3", attaches=True), Case("zero2@cpu", chunks=2, attaches=True)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    mostly_long(ATTACHED, ATTACHED[1]),
+    ids=str,
+)
 def test_an_optimizer_that_is_attached_to_stages(case):
     check(case)
 
@@ -354,7 +368,7 @@ def test_averages_of_stages_that_have_come_apart():
     "case",
     [
         pytest.param(Case("zero3", precision="fp16"), marks=pytest.mark.long),
-        Case("zero2", precision="bf16", chunks=2),
+        pytest.param(Case("zero2", precision="bf16", chunks=2), marks=pytest.mark.long),
         pytest.param(Case("zero2", precision="bf16", schedule="zero_bubble"), marks=pytest.mark.long),
         Case("zero3", precision="fp16", schedule="zero_bubble"),
     ],

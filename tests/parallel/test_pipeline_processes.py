@@ -16,6 +16,7 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.checkpoint.documented import read_as_documented
+from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool, RankFailed, run_in_processes
 
 pytestmark = pytest.mark.processes
@@ -84,7 +85,7 @@ def pool():
         yield pool
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("1f1b", 1), ("1f1b", 2)])
+@pytest.mark.parametrize(("schedule", "chunks"), mostly_long([("gpipe", 1), ("1f1b", 1), ("1f1b", 2)], ("1f1b", 2)))
 def test_stages_draw_and_train_as_one_process(pool: Pool, schedule: str, chunks: int) -> None:
     drawn = pool.run(drawn_whole)[0]
     losses, weights = alone(drawn)
@@ -156,7 +157,7 @@ def dies(when: str, heard: Path) -> None:
         raise
 
 
-@pytest.mark.parametrize("when", ["killed", "raises"])
+@pytest.mark.parametrize("when", mostly_long(["killed", "raises"], "killed"))
 def test_a_stage_that_ends_in_mid_step_ends_all_and_is_named(when: str, pool: Pool, tmp_path: Path) -> None:
     """Others go on from the step before, without stages and with, to the bit."""
     started, heard = time.monotonic(), tmp_path / "heard"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
+from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 from tests.parallel.oracle import parts_of
 
@@ -78,7 +79,7 @@ def pool():
         yield pool
 
 
-@pytest.mark.parametrize("seeds_differ", [False, True])
+@pytest.mark.parametrize("seeds_differ", mostly_long([False, True], True))
 def test_initial_values_do_not_depend_on_the_mesh(pool: Pool, seeds_differ: bool) -> None:
     alone = pool.run(drawn_on_meta, 1, seeds_differ)
     cut = pool.run(drawn_on_meta, 2, seeds_differ)

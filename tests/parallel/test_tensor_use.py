@@ -377,7 +377,7 @@ def adamw_of_adapters(parameters):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(("plan", "sequence"), [("zero3", True), ("zero1", False)])
+@pytest.mark.parametrize(("plan", "sequence"), [("zero3", True), pytest.param("zero1", False, marks=pytest.mark.long)])
 def test_adapters_are_cut_with_their_matrices(plan: str, sequence: bool, tmp_path: Path) -> None:
     base = adapted()
 

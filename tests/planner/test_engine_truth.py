@@ -216,7 +216,7 @@ def test_traffic_is_exact(name: str, precision: str, plan: str, world: int, accu
     check_traffic(built(name), model_shape(CONFIGS[name]), plan, precision, world, accumulation)
 
 
-@pytest.mark.cover(plan=places)
+@pytest.mark.cover(strength=1, plan=places)
 @pytest.mark.parametrize("accumulation", ACCUMULATION)
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_traffic_of_a_partly_frozen_model_is_exact(plan: str, accumulation: str) -> None:

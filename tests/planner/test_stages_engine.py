@@ -25,6 +25,7 @@ from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import _collect, expected_exchanges
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
+from tests.helpers.cover import places
 from tests.helpers.threads import run_in_threads
 
 LENGTH = 16
@@ -142,7 +143,7 @@ def promised(setup: Setup, stage: int) -> dict[str, int]:
     return {name: sent for name, sent in found.items() if sent}
 
 
-@pytest.mark.cover(strength=1, case=vars)
+@pytest.mark.cover(strength=1, case=lambda case: {**vars(case), "plan": 0, **places(case.plan)})
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_of_stages_hold_and_send_what_was_promised(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, also what stages send each other. Ranks that are threads receive all at once."""

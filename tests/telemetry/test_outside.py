@@ -18,6 +18,7 @@ from terrazzo.telemetry.outside import command
 from terrazzo.telemetry.outside.command import profile
 from terrazzo.telemetry.outside.merging import Merged
 from tests.helpers import programs
+from tests.helpers.cover import mostly_long
 
 SCRIPT = """
 import sys, time, torch
@@ -94,7 +95,7 @@ def seen(mode: str, folder: Path, ranks: int = 2) -> tuple[list[dict[str, Any]],
         ("input", 1, "input", "num_workers=2"),
         pytest.param("input", 2, "input", "num_workers=2", marks=pytest.mark.long),  # ranks wait for cores, too
         ("late", 2, "late_rank", "A look at its machine"),
-        ("compute", 1, "compute", "torch.compile(model)"),
+        pytest.param("compute", 1, "compute", "torch.compile(model)", marks=pytest.mark.long),
     ],
 )
 def test_what_bounds_a_script_of_others_is_found_and_nothing_changes(
@@ -119,7 +120,7 @@ def test_what_bounds_a_script_of_others_is_found_and_nothing_changes(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("mode", ["fsdp", "sharded"])
+@pytest.mark.parametrize("mode", mostly_long(["fsdp", "sharded"], "sharded"))
 def test_sharded_models_are_seen_too(mode: str, tmp_path: Path) -> None:
     records, facts, printed = seen(mode, tmp_path / "ranks")
     assert printed_without(mode, 2) == printed

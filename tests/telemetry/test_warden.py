@@ -17,6 +17,7 @@ from terrazzo.telemetry.flight.ring import What
 from terrazzo.telemetry.watchdog import ward
 from terrazzo.telemetry.watchdog.looking import Patience
 from tests.helpers import programs
+from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 
 pytestmark = pytest.mark.processes
@@ -111,7 +112,7 @@ def test_a_stopped_rank_is_named_and_all_is_kept_before_the_others_end_with_a_co
     assert (note["code"], note["rank"], note["step"]) == (STALLED, 1, 2) and "is stopped" in note["cause"]
 
 
-@pytest.mark.parametrize("how", ["stuck", "busy"])
+@pytest.mark.parametrize("how", mostly_long(["stuck", "busy"], "busy"))
 def test_a_rank_that_does_nothing_in_a_step_shows_where_it_is_also_where_the_script_has_the_signal(
     tmp_path: Path, how: str
 ) -> None:

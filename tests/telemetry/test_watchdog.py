@@ -22,6 +22,7 @@ from terrazzo.telemetry.watchdog.looking import Patience, System, Watchdog
 from terrazzo.telemetry.watchdog.stall import Fact, Stall, find_stall
 from terrazzo.telemetry.watchdog.standing import LEFT, Standing
 from tests.helpers import programs
+from tests.helpers.cover import mostly_long
 
 S = 1_000_000_000
 
@@ -466,7 +467,7 @@ def test_ranks_in_different_exchanges_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("how", ["slow", "patient"])
+@pytest.mark.parametrize("how", mostly_long(["slow", "patient"], "patient"))
 def test_who_computes_or_does_what_takes_long_is_left_alone(tmp_path: Path, how: str) -> None:
     done, _ = launch(tmp_path, how)
     assert done.returncode == 0, done.stderr

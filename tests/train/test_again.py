@@ -181,12 +181,14 @@ def weights(folder: Path) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "why"),
     [
-        # As below, from checkpoints on the machine, and in test_elastic, on fewer ranks.
-        pytest.param(signal.SIGKILL, r"Rank 1 was ended by SIGKILL", marks=pytest.mark.long),
+        # As below, from checkpoints on the machine, and in test_elastic, on fewer ranks; a rank that is stopped is
+        # ended in tests/telemetry/test_watchdog.py.
+        (signal.SIGKILL, r"Rank 1 was ended by SIGKILL"),
         (signal.SIGSTOP, r"Rank 1 \(host .*\) is stopped \(SIGSTOP\)\. Missing from .*\n?.*All ranks were ended\."),
     ],
 )

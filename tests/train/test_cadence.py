@@ -15,6 +15,7 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.steps import cadence
 from terrazzo.train.steps.cadence import Choice, optimal_interval_s
+from tests.helpers.cover import mostly_long
 from tests.train.test_session import config_in, trained
 
 
@@ -91,7 +92,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cadence, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", mostly_long([False, True], True))
 def test_a_run_finds_its_own_and_one_that_goes_on_keeps_it(
     background: bool, tmp_path: Path, ticking: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,9 +90,9 @@ def apart(folder: Path, attention: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "cp", "mode", "attention"),
     [
-        (2, 2, "gather", "sequence"),
+        pytest.param(2, 2, "gather", "sequence", marks=pytest.mark.long),
         (4, 2, "ulysses", "document"),
-        (4, 4, "ring", "sequence"),
+        pytest.param(4, 4, "ring", "sequence", marks=pytest.mark.long),
         pytest.param(2, 2, "ring", "document", marks=pytest.mark.long),
     ],
 )

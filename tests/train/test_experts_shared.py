@@ -22,6 +22,7 @@ from terrazzo.train.preflight.axes import check_axes
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.summary import summary_lines
 from terrazzo.train.report.mesh_picture import mesh_picture
+from tests.helpers.cover import mostly_long
 from tests.train.test_preferences import lines, train
 from tests.train.test_tensor import on_mesh, run_folder
 
@@ -44,7 +45,7 @@ def measured(values: dict[str, Any]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("mesh", "experts"),
     [
-        ({"ep": 2}, {}),
+        pytest.param({"ep": 2}, {}, marks=pytest.mark.long),
         ({"ep": 2}, {"balance": "loss", "loss_weight": 0.5, "z_loss": 0.1}),
         ({"ep": 2, "tp": 2}, {}),
     ],
@@ -71,7 +72,10 @@ def test_ranks_that_share_experts_train_as_ranks_that_have_them_all_and_take_up_
         assert summary[f"{kind}_promised"] == summary[f"{kind}_measured"]
 
 
-@pytest.mark.parametrize(("checkpointing", "tp"), [("none", 1), ("selective", 1), ("full", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("checkpointing", "tp"),
+    mostly_long([("none", 1), ("selective", 1), ("full", 1), ("full", 2)], ("selective", 1), ("full", 2)),
+)
 def test_what_rows_send_is_as_planned_where_all_experts_are_as_busy(
     tmp_path: Path, checkpointing: str, tp: int
 ) -> None:

@@ -30,6 +30,7 @@ print(fresh, loaded, resident_bytes())
 """
 
 
+@pytest.mark.long
 def test_a_small_step_takes_a_fraction_of_what_libraries_do() -> None:
     """The model has 30,000 parameters: half a megabyte in all."""
     told = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True).stdout

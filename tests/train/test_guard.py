@@ -21,6 +21,7 @@ from terrazzo.train.report.voice import Voice
 from terrazzo.train.session import reference
 from terrazzo.train.settings.plan import build_offload
 from terrazzo.train.steps.guard import spike_above
+from tests.helpers.cover import mostly_long
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in, equal, final_state, metrics, trained
 
@@ -86,7 +87,7 @@ def test_a_row_is_of_its_own_step_where_the_log_step_was_left_out(
     assert rows == pytest.approx({step: own[step] for step in rows})
 
 
-@pytest.mark.parametrize("more", [0, 2])
+@pytest.mark.parametrize("more", mostly_long([0, 2], 2))
 def test_after_a_spike_the_run_goes_back_and_around_the_batches_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: int
 ) -> None:
@@ -129,7 +130,7 @@ def targets_of(batch: Any) -> bytes:
     return bytes(batch.targets.numpy().tobytes())
 
 
-@pytest.mark.parametrize(("bad", "left_out"), [((12, 15), [2, 5]), ((12, 13), [2, 3])])
+@pytest.mark.parametrize(("bad", "left_out"), mostly_long([((12, 15), [2, 5]), ((12, 13), [2, 3])], ((12, 15), [2, 5])))
 def test_of_several_spikes_behind_a_checkpoint_none_comes_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: tuple[int, int], left_out: list[int]
 ) -> None:

@@ -34,11 +34,11 @@ def four_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mesh", "ranks", "plan", "more"),
     [
         ({}, 2, "zero3", {}),
-        pytest.param({"tp": 2}, 4, "zero2", {}, marks=pytest.mark.long),  # beside cp, and in stages, below
-        ({"cp": 2, "tp": 2}, 4, "zero3@cpu", {}),
+        pytest.param({"tp": 2}, 4, "zero2", {}, marks=pytest.mark.long),
+        pytest.param({"cp": 2, "tp": 2}, 4, "zero3@cpu", {}, marks=pytest.mark.long),
         pytest.param({"pp": 2}, 2, "zero3", {"parallel": {"pipeline": {"chunks": 2}}}, marks=pytest.mark.long),
         ({"pp": 2, "tp": 2}, 4, "zero1", {"parallel": {"pipeline": {"schedule": "zero_bubble"}}}),
-        ({"ep": 2}, 2, "zero3", {"model": EXPERTS}),
+        pytest.param({"ep": 2}, 2, "zero3", {"model": EXPERTS}, marks=pytest.mark.long),
     ],
     ids=str,
 )

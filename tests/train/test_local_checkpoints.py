@@ -21,6 +21,7 @@ from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight import check
 from terrazzo.train.run import _again
 from terrazzo.train.session.opening import open_session
+from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
 from tests.train.test_session import ALONE, StopAfter, config_in
 
@@ -79,7 +80,7 @@ def header(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("every", [None, 5])
+@pytest.mark.parametrize("every", mostly_long([None, 5], 5))
 def test_a_run_goes_on_from_what_survives_to_the_same_bits(
     every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

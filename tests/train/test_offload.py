@@ -37,6 +37,7 @@ from terrazzo.train.session.opening import open_session
 from terrazzo.train.settings.folders import make_swap_folders, swap_folders
 from terrazzo.train.settings.plan import build_offload, build_plan
 from tests.helpers import programs
+from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
 
 GIB = 2**30
@@ -375,7 +376,7 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, An
 
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("clip", [1.0, None], ids=["clipped", "in backward"])
-@pytest.mark.parametrize("tiers", TIERS)
+@pytest.mark.parametrize("tiers", mostly_long(TIERS, "cpu-all, on the spot", "nvme-all", "shares"))
 def test_a_run_ends_as_it_does_in_memory(
     tiers: str, clip: float | None, tmp_path: Path, in_memory: dict[float | None, Any]
 ) -> None:
@@ -435,7 +436,7 @@ def test_a_run_on_the_device_says_nothing_of_tiers(tmp_path: Path, capsys: pytes
     assert "cpu_step_gparam_s" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", "every_2"])
+@pytest.mark.parametrize("mode", mostly_long(["full", "selective", "every_2"], "selective"))
 def test_offloaded_activations_change_nothing(mode: str, tmp_path: Path) -> None:
     results = []
     for where in ("device", "cpu"):

@@ -69,8 +69,14 @@ def summary_as_alone(values: dict[str, Any], ranks: int, experts: bool) -> dict[
         pytest.param(
             {"pp": 2, "tp": 2}, 4, "zero3", {"parallel": {"pipeline": {"schedule": "gpipe"}}}, marks=pytest.mark.long
         ),
-        ({"pp": 2}, 4, "zero2", {"train": {"eval_batches": 1, "sample_tokens": 0}}),
-        ({"pp": 2, "tp": 2}, 4, "zero3@cpu", {"parallel": {"pipeline": {"schedule": "zero_bubble"}}}),
+        pytest.param({"pp": 2}, 4, "zero2", {"train": {"eval_batches": 1, "sample_tokens": 0}}, marks=pytest.mark.long),
+        pytest.param(  # as in test_head_loss
+            {"pp": 2, "tp": 2},
+            4,
+            "zero3@cpu",
+            {"parallel": {"pipeline": {"schedule": "zero_bubble"}}},
+            marks=pytest.mark.long,
+        ),
         ({"pp": 2, "cp": 2, "ep": 2}, 4, "zero3", {"model": EXPERTS}),
     ],
     ids=str,
@@ -159,7 +165,10 @@ def of_transformers(folder: Path, mesh: dict[str, int], ranks: int, **changes: A
 
 @pytest.mark.parametrize(
     ("mesh", "ranks", "more"),
-    [({"pp": 2}, 2, {"tie_word_embeddings": True}), ({"pp": 2, "tp": 2}, 4, {"tie_word_embeddings": False})],
+    [
+        ({"pp": 2}, 2, {"tie_word_embeddings": True}),
+        pytest.param({"pp": 2, "tp": 2}, 4, {"tie_word_embeddings": False}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_stages_of_a_model_of_transformers_train_as_one_rank_does(

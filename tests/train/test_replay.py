@@ -28,6 +28,7 @@ from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
 from terrazzo.train.replay.verdict import RankAnswer, finding_of
 from terrazzo.train.session.opening import open_session
+from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in
@@ -114,7 +115,7 @@ def run(session: Any) -> str:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+@pytest.mark.parametrize("plan", mostly_long(["zero0", "zero3"], "zero3"))
 def test_the_run_is_the_same_to_the_bit_with_and_without(two_processes: Pool, tmp_path: Path, plan: str) -> None:
     """Weights, moments, random generators and the place in the data."""
     found = []

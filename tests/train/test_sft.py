@@ -25,6 +25,7 @@ from terrazzo.train.model.lora import add_adapters, with_adapters
 from terrazzo.train.preflight import check
 from terrazzo.train.session.opening import open_session
 from tests.helpers.chat import CHATML, MARKED, Messages, conversations, save_tokenizer, turns, write_records
+from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 
 transformers = pytest.importorskip("transformers")
@@ -146,7 +147,10 @@ def checked_records(folder: Path, length: int) -> tuple[list[tuple[torch.Tensor,
     return labelled(tokenizer, records, length + 1), write_records(folder / "chat.jsonl", records)
 
 
-@pytest.mark.parametrize(("template", "length", "plan"), [(MARKED, 255, "zero2"), (CHATML, 60, "zero3")])
+@pytest.mark.parametrize(
+    ("template", "length", "plan"),
+    [pytest.param(MARKED, 255, "zero2", marks=pytest.mark.long), (CHATML, 60, "zero3")],
+)
 def test_two_ranks_and_accumulation_are_one_process(
     two_processes: Pool, tmp_path: Path, template: str, length: int, plan: str
 ) -> None:
@@ -217,7 +221,7 @@ def lora_run(values: dict[str, Any], start: Path) -> tuple[list[int], list[float
     return [bill.weight_bytes, bill.moments_bytes], [planned["weights"], planned["moments"]]
 
 
-@pytest.mark.parametrize(("plan", "tp"), [pytest.param("zero1", 1, marks=pytest.mark.long), ("zero3", 1), ("zero2", 2)])
+@pytest.mark.parametrize(("plan", "tp"), mostly_long([("zero1", 1), ("zero3", 1), ("zero2", 2)], ("zero3", 1)))
 def test_adapters_are_those_of_one_process_with_peft(two_processes: Pool, tmp_path: Path, plan: str, tp: int) -> None:
     """Also where the two share matrices: of each an adapter has a part, or is whole on both."""
     peft = pytest.importorskip("peft")

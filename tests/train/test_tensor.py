@@ -104,7 +104,7 @@ def check_order(reads: dict[int, tuple[SequenceDataset, list[list[int]]]], ranks
     ("name", "plan", "attention"),
     [
         ("tp2 cp2", "zero3", "document"),
-        ("dp2 tp2", "zero2", "sequence"),
+        pytest.param("dp2 tp2", "zero2", "sequence", marks=pytest.mark.long),
         pytest.param("tp4", "zero0", "sequence", marks=pytest.mark.long),
         pytest.param("dp4", "zero1", "sequence", marks=pytest.mark.long),
         pytest.param("cp4", "zero3", "sequence", marks=pytest.mark.long),
@@ -283,7 +283,7 @@ def of_transformers(folder: Path, ranks: int, mesh: dict[str, int], plan: Any = 
     return values
 
 
-@pytest.mark.parametrize("plan", ["auto", GLOBS], ids=["auto", "globs"])
+@pytest.mark.parametrize("plan", ["auto", pytest.param(GLOBS, marks=pytest.mark.long)], ids=["auto", "globs"])
 def test_a_model_of_transformers_trains_as_on_one_rank_and_no_rank_has_all_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Any
 ) -> None:
@@ -314,7 +314,7 @@ def test_a_model_of_transformers_trains_as_on_one_rank_and_no_rank_has_all_logit
     [
         pytest.param({"tp": 2}, "gather", {"lora": {"rank": 2, "target_modules": ["q_proj"]}}, marks=pytest.mark.long),
         ({"tp": 2}, "gather", {"lora": {"rank": 2, "target_modules": ["down_proj"]}}),  # its sum is one more
-        ({"cp": 2}, "ulysses", {"lora": {"rank": 2, "target_modules": ["o_proj"]}}),
+        pytest.param({"cp": 2}, "ulysses", {"lora": {"rank": 2, "target_modules": ["o_proj"]}}, marks=pytest.mark.long),
         pytest.param({"cp": 2}, "ring", {"lora": {"rank": 2, "target_modules": "all-linear"}}, marks=pytest.mark.long),
     ],
     ids=str,

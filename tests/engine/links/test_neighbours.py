@@ -211,6 +211,6 @@ def train_on_routes(plan: str) -> list[float]:
 @pytest.mark.processes
 def test_ranks_that_skip_a_unit_issue_the_same_collectives() -> None:
     with Pool(4) as pool:
-        for plan in ("hybrid_shard", "zero3", "hfsdp", "hpz"):
+        for plan in ("hybrid_shard", "zero3"):
             first, *others = pool.run(train_on_routes, plan, timeout_s=60)
             assert all(found == first for found in others)

@@ -22,13 +22,13 @@ PLACES = [("cpu-all", "overlapped"), ("all on nvme", "overlapped"), ("shares", "
 
 
 def each(test: Callable[..., None], **choices: Any) -> list[tuple[str, Callable[[], None], bool]]:
-    """A test with every combination of arguments; whether two of these are there already."""
+    """A test with every combination of arguments; whether one of these is there already."""
     found = []
     for values in itertools.product(*choices.values()):
         shown = "-".join(getattr(value, "__name__", str(value)) for value in values)
         arguments = dict(zip(choices, values, strict=True))
         name = f"{test.__name__.removeprefix('test_')}-{shown}"
-        found.append((name, functools.partial(test, **arguments), len(found) > 1))
+        found.append((name, functools.partial(test, **arguments), len(found) > 0))
     return found
 
 

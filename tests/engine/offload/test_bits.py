@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 import threading
 import time
@@ -43,7 +42,7 @@ from tests.engine.offload.runs import (
 from tests.engine.parity import FEATURES, Case, Ranks, axes, with_feature
 from tests.engine.reference import FIRST_SCALE, Trainer
 from tests.engine.test_parity_optimizers import OPTIMIZERS, in_groups
-from tests.helpers.cover import in_turns
+from tests.helpers.cover import in_turns, mostly_long
 from tests.helpers.threads import run_in_threads
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -131,7 +130,7 @@ def test_accumulation_of_gradients_that_come_and_go(case: Case, tiers: str, loca
     check(on_tiers(replace(case, variant="wide", micro_batches=2, local=local, steps=4), tiers, tmp_path))
 
 
-@pytest.mark.parametrize("steps", [20, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("case", "tiers", "mode"),
     [
@@ -167,18 +166,10 @@ def test_several_folders_past_the_page_cache(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tiers", ["cpu", "all on nvme"])
 @pytest.mark.parametrize(
     "name",
-    [
-        "AdamW",
-        "Adam amsgrad",
-        "SGD",
-        "SGD nesterov",
-        "Adagrad",
-        "RMSprop",
-        "NAdam",
-        "ASGD",
-        "Rprop",
-        "Lion",
-    ],
+    mostly_long(
+        ("AdamW", "Adam amsgrad", "SGD", "SGD nesterov", "Adagrad", "RMSprop", "NAdam", "ASGD", "Rprop", "Lion"),
+        *("AdamW", "Adam amsgrad", "SGD nesterov", "ASGD", "Lion"),
+    ),
 )
 def test_other_optimizers_and_groups(name: str, tiers: str, tmp_path: Path) -> None:
     """Where the user leaves the kernel of Adam open it is the fused one."""
@@ -452,11 +443,14 @@ def test_what_is_still_being_written_is_not_read(tiers: str, tmp_path: Path, mon
     check(on_tiers(Case("zero3", 2, steps=3), tiers, tmp_path, block_mib=1, depth=32))
 
 
-def test_every_triple_of_tiers(tmp_path: Path) -> None:
-    case = Case("zero3", 2, steps=3)
-    for turn, tiers in enumerate(itertools.product(("device", "cpu", "nvme"), repeat=3)):
-        moved = replace(case, tiers=tuple(zip(STATES, tiers, strict=True)))
-        mode: Any = MODES[turn % 3]
-        offload = tz.Offload(tmp_path, mode, block_mib=SMALL_BLOCK, depth=2, direct=False)
-        ranks = train(replace(moved, offload=offload.used_under(moved.placed)))
-        assert_reference(case, ranks, expected(case))
+@pytest.mark.cover
+@pytest.mark.parametrize("optim", ["device", "cpu", "nvme"])
+@pytest.mark.parametrize("grad", ["device", "cpu", "nvme"])
+@pytest.mark.parametrize("weight", ["device", "cpu", "nvme"])
+def test_every_triple_of_tiers(weight: str, grad: str, optim: str, tmp_path: Path) -> None:
+    case, tiers = Case("zero3", 2, steps=3), (weight, grad, optim)
+    moved = replace(case, tiers=tuple(zip(STATES, tiers, strict=True)))
+    mode: Any = MODES[sum(map(ord, "".join(tiers))) % 3]
+    offload = tz.Offload(tmp_path, mode, block_mib=SMALL_BLOCK, depth=2, direct=False)
+    ranks = train(replace(moved, offload=offload.used_under(moved.placed)))
+    assert_reference(case, ranks, expected(case))

@@ -122,7 +122,7 @@ def combinations() -> Iterator[Any]:
     precisions = itertools.cycle(PRECISIONS)
     for plan in EVERY_PLAN:
         for number in range(4):
-            marks = [pytest.mark.long] if number > 1 else []
+            marks = [pytest.mark.long] if number != len(plan) % 2 else []
             yield pytest.param(plan, next(tiers), next(precisions), marks=marks)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +17,7 @@ from terrazzo.engine.offload.disk_file import sweep
 from terrazzo.errors import Misuse
 from tests.checkpoint.faults import reap, spawn_child
 from tests.engine.offload.swap import disk_in, random_pages, read_back
+from tests.helpers import programs
 
 pytestmark = pytest.mark.alone
 
@@ -129,6 +128,6 @@ disk.write(0, random_pages(4096))
 print(disk.paths[0].exists(), flush=True)
 raise KeyboardInterrupt
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = programs.run("-c", code, timeout_s=60)
     assert (done.stdout, done.returncode != 0) == ("True\n", True), done.stderr
     assert not os.listdir(tmp_path)

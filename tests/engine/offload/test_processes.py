@@ -37,6 +37,7 @@ def left_in(folder: Path) -> list[str]:
     return sorted(os.listdir(folder / "swap"))
 
 
+@pytest.mark.long
 def test_a_program_that_ends_right_behind_a_step_ends_well(tmp_path: Path) -> None:
     """The update is under way: it must not be cut off within a kernel, which aborts the process."""
     command = [sys.executable, *words("exit", tmp_path)]

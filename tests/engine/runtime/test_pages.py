@@ -41,6 +41,7 @@ def heap_blocks(with_room: bool) -> float:
     return float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
 def test_a_block_fits_where_the_one_before_last_was() -> None:
     assert heap_blocks(with_room=True) < 6

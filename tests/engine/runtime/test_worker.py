@@ -13,6 +13,7 @@ import torch
 
 from terrazzo.engine.runtime.worker import Worker
 from terrazzo.errors import Misuse
+from tests.helpers import programs
 
 
 def test_a_worker_does_jobs_in_order_and_hands_over_errors() -> None:
@@ -111,7 +112,7 @@ start_thread("newer", work, asked.set)
 
 def test_exit_ends_a_thread_before_those_that_it_waits_for() -> None:
     """As an update does that still reads from drives."""
-    ended = subprocess.run([sys.executable, "-c", ORDER], capture_output=True, text=True, timeout=120)
+    ended = programs.run("-c", ORDER)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
 
 
@@ -122,5 +123,5 @@ def test_exit_waits_until_a_thread_has_freed_what_it_held() -> None:
 
 
 def test_exit_does_not_wait_long_for_a_thread_that_waits_for_another_rank() -> None:
-    ended = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60)
+    ended = programs.run("-c", STUCK, timeout_s=60)
     assert (ended.returncode, ended.stdout) == (0, "exits\n"), ended.stderr
