@@ -176,3 +176,37 @@ def test_weights_wait_whatever_hooks_the_engine_has_on_them(
 
     run_in_threads(2, body)
     assert len(put_off) == 2 * 2 * 3 * 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_linear_maps_in_eight_bits_are_those_of_one_process(
+    recipe: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_off: list[Tensor] = []
+    add = DeferredWeights.add
+    monkeypatch.setattr(
+        DeferredWeights,
+        "add",
+        lambda self, weight, *rest, **by: put_off.append(weight) or add(self, weight, *rest, **by),
+    )
+    torch.manual_seed(1)
+    base = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 16, bias=False), nn.Linear(16, 8))
+    assert tz.nn.float8(base, recipe).names == ("1", "2")
+    plain = copy.deepcopy(base)
+    optimizer = sgd(plain)
+    expected = [plain_step(plain, optimizer, batches(seed)) for seed in (1, 2)]
+
+    def body(rank: int) -> None:
+        model, optimizer = cut(base, schedule)
+        found = []
+        for seed in (1, 2):
+            found.append(float(tz.step(model, batches(seed), loss_of, denominator=1)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found == expected
+        state = tz.full_state_dict(model, keep=True)
+        assert all(torch.equal(state[name], each) for name, each in plain.state_dict().items())
+
+    run_in_threads(2, body, timeout_s=10.0)
+    assert len(put_off) == (4 * 3 * 2 if schedule == "zero_bubble" else 0)  # layers, micro-batches, steps

@@ -79,8 +79,8 @@ def float8(
     if not names:
         why = "; ".join(f"{name}: {why}" for name, why in list(kept.items())[:4]) or "it has none"
         raise BadInput(
-            f"float8 found no linear layer of {type(model).__name__} to convert ({why}). Leave float8 out, or name "
-            "what is to be left alone yourself, by skip=[...]."
+            f"float8 found no linear layer of {type(model).__name__} to convert ({why}). It knows "
+            "torch.nn.Linear alone. Leave float8 out, or name what is to be left alone yourself, by skip=[...]."
         )
     for name in names:
         module = linears[name]

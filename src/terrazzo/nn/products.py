@@ -36,6 +36,7 @@ __all__ = [
     "recipe_named",
 ]
 
+PutOff = Callable[[Tensor, Tensor], None]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12
 """A matrix of nothing but zeros is scaled as if this were its largest value."""
@@ -89,10 +90,15 @@ class Float8:
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8:
         return self
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None = None, put_off: PutOff | None = None
+    ) -> Tensor:
         """`F.linear`: `[..., inputs]` and `[outputs, inputs]` make `[..., outputs]`, of the dtype of `input`.
 
         Under `torch.autocast` of its dtype.
+
+        Args:
+            put_off: in place of the gradient of `weight`, is given what `of_weight` makes it of.
         """
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
@@ -106,33 +112,45 @@ class Float8:
             rows = input.reshape(-1, input.shape[-1])
             if rows.shape[0] == 0:  # of an expert that got no tokens
                 return F.linear(input, weight, None if bias is None else bias.to(input.dtype))
-            output: Tensor = _Float8Product.apply(rows, weight, highest, self.recipe)  # type: ignore[no-untyped-call]
+            output: Tensor = _Float8Product.apply(rows, weight, highest, self, put_off)  # type: ignore[no-untyped-call]
             output = output.view(*input.shape[:-1], weight.shape[0])
             return output if bias is None else output + bias.to(output.dtype)
+
+    def of_weight(self, rows: Tensor, grad: Tensor, largest: Tensor | None = None) -> Tensor:
+        """The gradient of a weight, of inputs `[rows, inputs]` and the outputs' gradient `[rows, outputs]`.
+
+        Args:
+            largest: absolute value of `grad`, where it is known and there is one scale for all.
+        """
+        inner = -grad.shape[0] % MULTIPLE if grad.is_cuda else 0
+        across, inputs = (F.pad(each.t(), (0, inner)) if inner else each.t() for each in (grad, rows))
+        left, right = _cast(across, self.recipe.of_grad, self.recipe, largest), _cast(inputs, E4M3, self.recipe)
+        return _multiplied(left, right, grad.dtype, fast=self.recipe.by_rows)
 
 
 class _Float8Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, highest: Tensor | None, recipe: Recipe) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, weight: Tensor, highest: Tensor | None, float8: Float8, put_off: PutOff | None
+    ) -> Tensor:
         ctx.save_for_backward(rows, weight, highest)
-        ctx.recipe = recipe
+        ctx.float8, ctx.put_off, recipe = float8, put_off, float8.recipe
         return _multiplied(_cast(rows, E4M3, recipe), _cast(weight, E4M3, recipe, highest), rows.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weight, highest = ctx.saved_tensors
-        recipe, of_rows, of_weight = ctx.recipe, None, None
+        recipe, of_rows, of_weight = ctx.float8.recipe, None, None
         largest = None if recipe.by_rows else grad.abs().amax()
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 left, right = _cast(grad, recipe.of_grad, recipe, largest), _cast(weight.t(), E4M3, recipe, highest)
                 of_rows = _multiplied(left, right, grad.dtype, fast=recipe.by_rows)
-            if ctx.needs_input_grad[1]:
-                inner = -grad.shape[0] % MULTIPLE if grad.is_cuda else 0
-                across, inputs = (F.pad(each.t(), (0, inner)) if inner else each.t() for each in (grad, rows))
-                left, right = _cast(across, recipe.of_grad, recipe, largest), _cast(inputs, E4M3, recipe)
-                of_weight = _multiplied(left, right, grad.dtype, fast=recipe.by_rows)
-        return of_rows, of_weight, None, None
+            if ctx.needs_input_grad[1] and ctx.put_off is not None:
+                ctx.put_off(rows, grad)
+            elif ctx.needs_input_grad[1]:
+                of_weight = ctx.float8.of_weight(rows, grad, largest)
+        return of_rows, of_weight, None, None, None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ MODES = ("none", "full", "selective")
 SAVED_OPS = (
     "mm",
     "addmm",
+    "_scaled_mm",
     "bmm",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention",

@@ -19,8 +19,13 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.engine import Engine
 from terrazzo.engine.buckets.parameter import has_hooks
+from terrazzo.nn import Float8, Float8Linear, product_of
 
 __all__ = ["DeferredWeights"]
+
+
+_PUT_OFF = (nn.Linear.forward, Float8Linear.forward)
+"""Forwards of which the gradient of the weight is one product."""
 
 
 class _Product(NamedTuple):
@@ -30,19 +35,21 @@ class _Product(NamedTuple):
         place: of the parameter in its bucket.
         inputs: `[..., inputs]`.
         grad: of the outputs, `[..., outputs]`.
+        float8: what multiplies them in 8 bits; None where they are multiplied as they are.
     """
 
     bucket: Any
     place: int
     inputs: Tensor
     grad: Tensor
+    float8: Float8 | None
 
 
 class DeferredWeights:
     """Those of one step, by the stage and micro-batch that they are of.
 
-    Modules of class `nn.Linear` put them off, as far as nothing has replaced their forward and their weights have no
-    hooks.
+    Modules of class `nn.Linear`, in 8 bits too, put them off, as far as nothing has replaced their forward and their
+    weights have no hooks.
 
     Attributes:
         turn: the stage and micro-batch that run.
@@ -73,7 +80,7 @@ class DeferredWeights:
 
     def _puts_off(self, module: nn.Module) -> TypeGuard[nn.Linear]:
         """Not where something has replaced its forward, or is to see the weight's gradient in a backward."""
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        if not isinstance(module, nn.Linear) or type(module).forward not in _PUT_OFF:
             return False
         weight = module._parameters.get("weight")
         if weight is None or id(weight) not in self._places:
@@ -81,9 +88,11 @@ class DeferredWeights:
         return "forward" not in vars(module) and not has_hooks(weight)
 
     def _forward(self, module: nn.Linear, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():  # checkpointing will run it again
-            return F.linear(input, module.weight, module.bias)
         kind, weight, bias = input.device.type, module.weight, module.bias
+        if not torch.is_grad_enabled():  # checkpointing will run it again
+            return product_of(module)(input, weight, bias)
+        if isinstance(float8 := product_of(module), Float8):
+            return float8(input, weight, bias, put_off=functools.partial(self.add, weight, float8=float8))
         if not torch.is_autocast_enabled(kind):
             return self._apply(input, weight, bias, weight.dtype)
         dtype = torch.get_autocast_dtype(kind)
@@ -95,18 +104,19 @@ class DeferredWeights:
         output: Tensor = _Linear.apply(input, weight, bias, dtype, self)  # type: ignore[no-untyped-call]
         return output
 
-    def add(self, weight: Tensor, inputs: Tensor, grad: Tensor) -> None:
+    def add(self, weight: Tensor, inputs: Tensor, grad: Tensor, float8: Float8 | None = None) -> None:
         """Put one off; its memory is there from now on."""
         bucket, place = self._places[id(weight)]
         bucket.begin_gradient(self._engine.schedule.this_pass)
-        self._waiting[self.turn].append(_Product(bucket, place, inputs, grad))
+        self._waiting[self.turn].append(_Product(bucket, place, inputs, grad, float8))
 
     @torch.no_grad()
     def compute(self, stage: int, micro_batch: int) -> None:
         """Compute those of a backward, in the order in which it came to them."""
-        for bucket, place, inputs, grad in self._waiting.pop((stage, micro_batch), ()):
+        for bucket, place, inputs, grad, float8 in self._waiting.pop((stage, micro_batch), ()):
             with torch.autocast(grad.device.type, enabled=False):
-                product = grad.reshape(-1, grad.shape[-1]).t() @ inputs.reshape(-1, inputs.shape[-1])
+                rows, grads = inputs.reshape(-1, inputs.shape[-1]), grad.reshape(-1, grad.shape[-1])
+                product = grads.t() @ rows if float8 is None else float8.of_weight(rows, grads)
             product = product.to(bucket.compute_dtype)
             bucket.add_gradient(place, product, self._engine.schedule.this_pass)
 
