@@ -113,6 +113,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo", {"model": ODD_VOCAB, "tp": 5, "gpus": 5, "sequence": 1000}, "terrazzo", {"tp": 4},
     ),
     "attention that ranks cannot share": ("terrazzo", {"model": "falcon-7b", "cp": 2}, "terrazzo", {"cp": 2}),
+    "experts beside fp8": (
+        "terrazzo", {"model": MOE, "precision": "fp8"}, "terrazzo", {"model": MOE},
+    ),
     "optimizer that sees whole matrices": ("terrazzo", {"optimizer": "adafactor"}, "terrazzo", {"optimizer": "muon"}),
     "whole matrices of which ranks have parts": (
         "terrazzo", {"optimizer": "muon", "tp": 2}, "terrazzo", {"optimizer": "lion", "tp": 2},

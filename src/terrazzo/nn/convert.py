@@ -125,8 +125,8 @@ def _kept(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequence[str] |
             )
     outside = _outside(model, list(linears)) if skip is None else set()
     for name, module in linears.items():
-        if type(module).forward is not nn.Linear.forward:
-            kept[name] = f"forward of {type(module).__name__}'s own"
+        if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
+            kept[name] = "another forward"
         elif name in inside_attention:
             kept[name] = "nn.MultiheadAttention does not call it"
         elif any(fnmatch.fnmatchcase(name, glob) for glob in skip or ()):

@@ -137,6 +137,16 @@ ENGINE_RULES = (
         "terrazzo.parallel.model_types.SHARED_SEQUENCES",
     ),
     Rule(
+        "experts beside fp8",
+        ("terrazzo",),
+        "warn",
+        lambda setup, _: setup.matmul == "fp8" and any(unit.block.experts for unit in setup.model.blocks if unit.block),
+        "Experts' matrices are stacked, and stay in bf16 where linear layers multiply in fp8: a step takes longer than "
+        "these figures say.",
+        "Plan with precision bf16 as well: time lies between both.",
+        "terrazzo.nn.convert",
+    ),
+    Rule(
         "optimizer that sees whole matrices",
         ("terrazzo",),
         "refuse",
