@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.links import columns, peers
+from terrazzo.engine.links import columns, neighbours
 from terrazzo.engine.links.backends import collectives_for
 from terrazzo.engine.links.columns import ROUNDS, Columns, columns_of
 from terrazzo.engine.links.gloo import GlooCollectives
@@ -75,7 +75,7 @@ def on_gloo(machines: Sequence[int], body: Callable[[int, Any, Any], Any]) -> li
         group = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=60))
         return body(rank, group, all_gather)
 
-    with patch.object(peers, "_machine", lambda: machines[local.rank]), patch.object(columns, "MANY_FAR", 1):
+    with patch.object(neighbours, "_machine", lambda: machines[local.rank]), patch.object(columns, "MANY_FAR", 1):
         return in_threads(barrier, run)
 
 
@@ -148,7 +148,7 @@ def test_few_far_ranks_need_no_columns() -> None:
 def through_columns(width: int) -> tuple[int, int]:
     """Everything that collectives promise, by columns of machines of `width` ranks; and most memory for a sum."""
     machine = dist.get_rank() // width + 1 if width > 1 else 0
-    with patch.object(peers, "_machine", lambda: machine), patch.object(columns, "MANY_FAR", 1):
+    with patch.object(neighbours, "_machine", lambda: machine), patch.object(columns, "MANY_FAR", 1):
         check_everything()
         ledger = Ledger()
         along = collectives_for(dist.group.WORLD, torch.device("cpu"), Traffic(), ledger)
