@@ -148,6 +148,7 @@ OTHER: dict[str, Any] = {
     "checkpoint.every": 11,
     "checkpoint.local.folder": "/dev/shm",
     "checkpoint.local.every": 3,
+    "checkpoint.local.partner": "none",
     "checkpoint.mtbf_hours": 1e4,
     "checkpoint.overhead": 0.01,
     "checkpoint.keep_last": None,

@@ -34,6 +34,7 @@ class Case:
     micro_batches: int = 1
     checkpointing: str = "none"
     meta: bool = False
+    muon: bool = False
 
     @property
     def config(self) -> DecoderConfig:
@@ -82,7 +83,8 @@ def train(case: Case, rank: int):
     checkpoint_activations(model, case.checkpointing, units=[Block])
     tz.parallelize(model, mesh, sequence=case.sequence)
     sgd = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
-    model, optimizer = tz.shard(model, lambda parameters: sgd(parameters), case.plan, mesh=mesh, units=[Block])
+    made = muon_of(model) if case.muon else lambda parameters: sgd(parameters)
+    model, optimizer = tz.shard(model, made, case.plan, mesh=mesh, units=[Block])
     trace = []
     for step in range(STEPS):
         losses = []
@@ -97,11 +99,41 @@ def train(case: Case, rank: int):
         if step == 0:  # other measures are of the whole parameters, too
             squares = [parameter.grad.double().square().sum().item() for parameter in model.parameters()]
             assert math.sqrt(sum(squares)) == pytest.approx(norm, rel=1e-5)
+        sent = engine_of(model).traffic.bytes["all_to_all"]
         optimizer.step()
         optimizer.zero_grad()
         engine_of(model).settle()
+        sent = engine_of(model).traffic.bytes["all_to_all"] - sent
+        assert sent == engine_of(model).promise.traffic().bytes["all_to_all"]
+        assert bool(sent) is case.muon
         trace.append((losses, grads, norm, own_parts(model, masters)))
     return trace
+
+
+def muon_of(model) -> tz.optim.Muon:
+    return tz.optim.Muon(*tz.optim.hidden_matrices(model), lr=0.02, adamw={"lr": 0.01, "fused": True})
+
+
+class WholeMatrices:
+    """torch's Muon over whole matrices, of which ranks have parts, and AdamW over the parts of all else."""
+
+    def __init__(self, weights: dict[str, list[Tensor]], config: DecoderConfig, tp: int) -> None:
+        self.weights, self.cut = weights, functools.partial(parts_of, config=config, tp=tp)
+        self.join = functools.partial(_joined, config=config, tp=tp)
+        of_blocks = {name: parts for name, parts in weights.items() if name.startswith("blocks") and parts[0].ndim == 2}
+        self.matrices = {name: torch.nn.Parameter(self.join(name, parts)) for name, parts in of_blocks.items()}
+        others = [part for name, parts in weights.items() if name not in of_blocks for part in parts]
+        self.muon = torch.optim.Muon([*self.matrices.values()], lr=0.02)
+        self.adamw = torch.optim.AdamW(others, lr=0.01, fused=True)
+
+    def step(self) -> None:
+        for name, matrix in self.matrices.items():
+            matrix.grad = self.join(name, [part.grad for part in self.weights[name]])
+        self.muon.step()
+        self.adamw.step()
+        for name, matrix in self.matrices.items():
+            for part, values in zip(self.weights[name], self.cut(name, matrix.detach()), strict=True):
+                part.copy_(values)
 
 
 def reference(case: Case):
@@ -109,7 +141,9 @@ def reference(case: Case):
     config, tp = case.config, case.tp
     model = copy.deepcopy(whole(config))
     weights = {name: parts_of(name, each.detach(), config, tp) for name, each in model.named_parameters()}
-    optimizer = torch.optim.SGD([part for parts in weights.values() for part in parts], lr=0.5, momentum=0.9)
+    sgd = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    whole_matrices = functools.partial(WholeMatrices, weights, config, tp)
+    optimizer = whole_matrices() if case.muon else sgd([part for parts in weights.values() for part in parts])
     trace = []
     for step in range(STEPS):
         joined = {name: _joined(name, parts, config, tp) for name, parts in weights.items()}
@@ -162,8 +196,11 @@ def check(case: Case) -> None:
         pytest.param(Case("shard_grad_op", kv_heads=1, micro_batches=2, checkpointing="full"), marks=pytest.mark.long),
         Case("hybrid_shard", tied=False, micro_batches=2),
         Case("hpz", kv_heads=4, sequence=False, checkpointing="full"),
+        Case("zero3", kv_heads=1, muon=True),
+        Case("zero0", tp=4, kv_heads=4, muon=True),
+        Case("hybrid_shard", tied=False, muon=True),
     ],
-    ids=lambda case: f"{case.plan}-tp{case.tp}",
+    ids=lambda case: f"{case.plan}-tp{case.tp}{'-muon' * case.muon}",
 )
 def test_every_rank_has_the_bits_of_one_process(case: Case) -> None:
     check(case)

@@ -31,6 +31,7 @@ from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BUILT_IN
 from terrazzo.planner.setup.checks import check
+from terrazzo.planner.setup.optimizers import OPTIMIZERS
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.traffic.volumes import expected_exchanges, expected_rows_bytes, traffic_of
@@ -317,3 +318,21 @@ def test_the_bill_of_a_model_that_nobody_builds(axes: tuple[tuple[str, int], ...
         assert 0 <= bill.transient_bytes - transient <= 2 * max(bucket.pending_bytes(Pass.REDUCES) for bucket in shared)
     else:
         assert transient == bill.transient_bytes
+
+
+@pytest.mark.parametrize(("axes", "plan"), [*zip(MESHES, ("zero3", "hybrid_shard"), strict=True), (MESHES[0], "zero0")])
+def test_the_bill_of_whole_matrices_that_ranks_have_parts_of(axes: tuple[tuple[str, int], ...], plan: str) -> None:
+    case, sizes = Case(axes, plan), replace(SIZES, vocab_size=64)
+    shape = model_shape({"model_type": "terrazzo", **asdict(sizes)})
+    cluster = Cluster(Device("gpu"), case.mesh.world_size)
+    setup = replace(case.setup, model=shape, cluster=cluster, optimizer=OPTIMIZERS["muon"])
+    with fake_group(case.mesh.world_size):
+        with torch.device("meta"):
+            model = Decoder(sizes)
+        mesh = tz.mesh(**dict(axes))
+        tz.parallelize(model, mesh)
+        matrices, others = tz.optim.hidden_matrices(model)
+        groups = [{"params": [each for each in others if (each[1].ndim < 2) == flat]} for flat in (False, True)]
+        bill = estimate(model, tz.optim.Muon(matrices, groups), plan, mesh=mesh)
+    check_states(setup, vars(bill))
+    assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes

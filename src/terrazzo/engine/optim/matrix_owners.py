@@ -2,8 +2,9 @@
 
 A rank holds a range of each flat space, so parts of matrices. Before an update the parts of a matrix come together on
 its owner, axis by axis of the mesh: ranges nest, so that what a rank has after each is one range again. What the owner
-makes of it goes the same way back, and then to the ranks that hold the same. Each matrix counts for what its update
-computes, and goes to the rank that has least to do.
+makes of it goes the same way back, and then to the ranks that hold the same. Of a matrix that ranks along `tp` have
+parts of, each part comes together like a matrix, and then these do. Each matrix counts for what its update computes,
+and goes to the rank that has least to do.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from typing import NamedTuple
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.layout import Range, share
 
-__all__ = ["AxisExchange", "Matrix", "MatrixPart", "Owners", "owners_of"]
+__all__ = ["CUT", "AxisExchange", "Matrix", "MatrixPart", "Owners", "owners_of"]
+
+CUT = "tp"
+"""The axis along which ranks have parts of matrices."""
 
 
 class Matrix(NamedTuple):
@@ -26,13 +31,21 @@ class Matrix(NamedTuple):
 
     Attributes:
         bucket, number: of the parameter, and its own among the members.
-        range: of the space.
+        range: of the space: all of it, or the part that ranks like this one along `tp` have.
+        shape: of all of it.
+        boxes: what each rank along `tp` has of it, where they have parts.
     """
 
     bucket: Bucket
     number: int
     range: Range
     shape: tuple[int, int]
+    boxes: tuple[Box, ...] = ()
+
+    @property
+    def whole(self) -> Range:
+        """All of it where its owner has it: of the space, or by itself where ranks have parts."""
+        return Range(0, math.prod(self.shape)) if self.boxes else self.range
 
     @property
     def work(self) -> int:
@@ -94,9 +107,22 @@ class Owners:
     def copies(self) -> tuple[str, ...]:
         return tuple(axis for axis in self._any.sharding.ranks if axis not in self.split)
 
+    @property
+    def cut(self) -> tuple[str, ...]:
+        """The axis along which ranks have parts of each, if there is one."""
+        return (CUT,) if next(iter(self.places)).boxes else ()
+
     def is_here(self, matrix: Matrix) -> bool:
         """Whether this rank owns it."""
+        return self.has_part(matrix) and self._beside(matrix, self.cut)
+
+    def has_part(self, matrix: Matrix) -> bool:
+        """Whether what ranks like this one along `tp` have of it comes together here."""
         return self._beside(matrix, (*self.split, *self.copies))
+
+    def along(self, axis: str) -> tuple[int, int]:
+        """This rank's place along an axis, and how many there are."""
+        return self._place(axis)
 
     def held(self, matrix: Matrix) -> Range:
         """What this rank holds of it."""
@@ -173,9 +199,12 @@ def owners_of(buckets: Sequence[Bucket], groups: Collection[int]) -> list[Owners
         alike.setdefault((bucket.optim_axes, tuple(bucket.sharding.ranks)), []).append(bucket)
     for kept in alike.values():
         sizes = {axis: along.size for axis, along in kept[0].sharding.ranks.items()}
-        load, batch = [0] * math.prod(sizes.values()), list[Matrix]()
+        load, batch = list[int](), list[Matrix]()
         for bucket in kept:
             batch += _matrices(bucket, groups)
+            if batch and not load:
+                sizes |= {CUT: len(batch[0].boxes)} if batch[0].boxes else {}
+                load = [0] * math.prod(sizes.values())
             if batch and (len(batch) >= len(load) or bucket is kept[-1]):
                 found.append(_shared_out(batch, load, sizes))
                 batch = []
@@ -184,7 +213,10 @@ def owners_of(buckets: Sequence[Bucket], groups: Collection[int]) -> list[Owners
 
 def _matrices(bucket: Bucket, groups: Collection[int]) -> Iterator[Matrix]:
     for index, (slot, member) in enumerate(zip(bucket.slots, bucket.members, strict=True)):
-        if member.group in groups and slot.numel:
+        if member.group in groups and member.boxes:
+            rows, columns = member.boxes[0].shape
+            yield Matrix(bucket, index, slot.range, (rows, columns), member.boxes)
+        elif member.group in groups and slot.numel:
             rows, columns = slot.shape[-2:]
             for start in range(slot.offset, slot.range.stop, rows * columns):
                 yield Matrix(bucket, index, Range(start, start + rows * columns), (rows, columns))

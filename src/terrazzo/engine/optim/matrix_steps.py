@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,7 +18,7 @@ from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Ledger, Traffic
 from terrazzo.engine.links.transfer import Moves, Transfer
 from terrazzo.engine.optim.kept import KeptStates
-from terrazzo.engine.optim.matrix_owners import AxisExchange, Matrix, MatrixPart, Owners, owners_of
+from terrazzo.engine.optim.matrix_owners import CUT, AxisExchange, Matrix, MatrixPart, Owners, owners_of
 from terrazzo.engine.optim.segment import Segment, held_range, runs
 from terrazzo.engine.optim.template import MatrixNeeds, Templates
 from terrazzo.engine.plan.layout import Range
@@ -73,7 +75,10 @@ class _Held:
             self.put(MatrixPart(matrix, whole), room)
 
 
-def _carried_out(held: _Held, exchange: AxisExchange, along: MatrixAxis, keep: bool) -> Moves[None]:
+_ExchangeAlong = Callable[[MatrixAxis], Moves[None]]
+
+
+def _carried_out(held: _Held, exchange: AxisExchange, keep: bool, along: MatrixAxis) -> Moves[None]:
     """Carry out one exchange.
 
     Args:
@@ -95,6 +100,59 @@ def _carried_out(held: _Held, exchange: AxisExchange, along: MatrixAxis, keep: b
 
 def _room(held: _Held, numel: int) -> Tensor:
     return torch.empty(numel, dtype=held.dtype, device=held.device)
+
+
+def _joined(held: _Held, owners: Owners, among: Sequence[Matrix], along: MatrixAxis) -> Moves[None]:
+    """Bring the parts that ranks along `tp` have of matrices to the owners, which then have all of each."""
+    rank, size = owners.along(CUT)
+    here = [matrix for matrix in among if owners.has_part(matrix)]
+    sent = [[m for m in here if owners.places[m][CUT] == other != rank] for other in range(size)]
+    own = [matrix for matrix in here if owners.is_here(matrix)]
+    outgoing = _together(held, [held.parts[matrix][1] for matrices in sent for matrix in matrices])
+    parts = [(matrix, other) for other in range(size) if other != rank for matrix in own]
+    incoming = _room(held, sum(matrix.boxes[other].local_numel for matrix, other in parts))
+    with held.ledger.holding(outgoing.nbytes + incoming.nbytes):
+        for matrix in (matrix for matrices in sent for matrix in matrices):
+            held.drop(matrix)
+        numels = [sum(m.boxes[rank].local_numel for m in matrices) for matrices in sent]
+        received = [sum(m.boxes[other].local_numel for m in own) * (other != rank) for other in range(size)]
+        yield from along.all_to_all(outgoing, numels, incoming, received)
+        values = incoming.split([matrix.boxes[other].local_numel for matrix, other in parts])
+        arrived = dict(zip(parts, values, strict=True))
+        for matrix in own:
+            full = _room(held, math.prod(matrix.shape))
+            for other, box in enumerate(matrix.boxes):
+                part = held.parts[matrix][1] if other == rank else arrived[matrix, other]
+                box.put(part.view(box.local_shape), full.view(matrix.shape))
+            held.put(MatrixPart(matrix, matrix.whole), full)
+
+
+def _parted(held: _Held, owners: Owners, among: Sequence[Matrix], along: MatrixAxis) -> Moves[None]:
+    """Bring what owners have of matrices to the ranks along `tp`, its part to each."""
+    rank, size = owners.along(CUT)
+    here = [matrix for matrix in among if owners.has_part(matrix)]
+    own = [matrix for matrix in here if owners.is_here(matrix)]
+    parts = {
+        (matrix, other): box.of(held.parts[matrix][1].view(matrix.shape)).reshape(-1)
+        for matrix in own
+        for other, box in enumerate(matrix.boxes)
+    }
+    outgoing = _together(held, [parts[matrix, other] for other in range(size) if other != rank for matrix in own])
+    received = [[m for m in here if owners.places[m][CUT] == other != rank] for other in range(size)]
+    coming = [matrix for matrices in received for matrix in matrices]
+    incoming = _room(held, sum(matrix.range.numel for matrix in coming))
+    with held.ledger.holding(outgoing.nbytes + incoming.nbytes):
+        for matrix in own:
+            held.put(MatrixPart(matrix, matrix.range), parts[matrix, rank])
+        sent = [sum(m.boxes[other].local_numel for m in own) * (other != rank) for other in range(size)]
+        numels = [sum(m.range.numel for m in matrices) for matrices in received]
+        yield from along.all_to_all(outgoing, sent, incoming, numels)
+        for matrix, values in zip(coming, incoming.split([each.range.numel for each in coming]), strict=True):
+            held.put(MatrixPart(matrix, matrix.range), values.clone())
+
+
+def _together(held: _Held, values: Sequence[Tensor]) -> Tensor:
+    return torch.cat([each.reshape(-1) for each in values]) if values else _room(held, 0)
 
 
 class MatrixSteps:
@@ -142,10 +200,10 @@ class MatrixSteps:
             give(segment)
             self._prepare(optimizer, segment, [*filter(owners.sends, matrices)], held)
 
-        def run(exchange: AxisExchange, keep: bool) -> None:
-            Transfer(_carried_out(held, exchange, axes.along(exchange.axis), keep), label).finish()
+        def carry(axis: str, moves: _ExchangeAlong) -> None:
+            Transfer(moves(axes.along(axis)), label).finish()
 
-        _update(owners, due, held, run, lambda matrix: self._whole(optimizer, matrix, held))
+        _update(owners, due, held, carry, lambda matrix: self._whole(optimizer, matrix, held))
         for matrix, segment in here:
             part = MatrixPart(matrix, owners.held(matrix))
             values = segment.parameter.detach()[part.range.within(segment.range)]
@@ -171,7 +229,7 @@ class MatrixSteps:
     def _whole(self, optimizer: MatrixOptimizer, matrix: Matrix, held: _Held) -> Tensor:
         group = self._groups[matrix.bucket.members[matrix.number].group]
         with held.ledger.holding(optimizer.workspace_bytes(matrix.shape)):
-            values = held.of(MatrixPart(matrix, matrix.range)).view(matrix.shape)
+            values = held.of(MatrixPart(matrix, matrix.whole)).view(matrix.shape)
             return optimizer.whole(group, values).reshape(-1)
 
 
@@ -179,16 +237,24 @@ def _update(
     owners: Owners,
     due: Sequence[Matrix],
     held: _Held,
-    run: Callable[[AxisExchange, bool], None],
+    carry: Callable[[str, _ExchangeAlong], None],
     whole: Callable[[Matrix], Tensor],
 ) -> None:
-    """From what this rank holds of matrices to what it gets of their updates."""
+    """From what this rank holds of matrices to what it gets of their updates.
+
+    Args:
+        carry: exchanges along an axis.
+    """
     for exchange in owners.gathers(due):
-        run(exchange, False)
+        carry(exchange.axis, partial(_carried_out, held, exchange, False))
+    for axis in owners.cut:
+        carry(axis, partial(_joined, held, owners, due))
     for matrix in filter(owners.is_here, due):
-        held.put(MatrixPart(matrix, matrix.range), whole(matrix))
+        held.put(MatrixPart(matrix, matrix.whole), whole(matrix))
+    for axis in owners.cut:
+        carry(axis, partial(_parted, held, owners, due))
     for exchange in owners.returns(due):
-        run(exchange, True)
+        carry(exchange.axis, partial(_carried_out, held, exchange, True))
 
 
 class _PaperAxis:
@@ -228,16 +294,15 @@ def rehearse_matrices(
                             if owners.sends(matrix) and (part := owners.held(matrix)).numel:
                                 held.put(MatrixPart(matrix, part), _room(held, part.numel))
 
-        def run(exchange: AxisExchange, keep: bool, held: _Held = held) -> None:
-            traffic = tally.traffic if traffic_along is None else traffic_along(exchange.axis)
-            for _ in _carried_out(held, exchange, _PaperAxis(traffic), keep):
+        def carry(axis: str, moves: _ExchangeAlong) -> None:
+            for _ in moves(_PaperAxis(tally.traffic if traffic_along is None else traffic_along(axis))):
                 pass
 
         def whole(matrix: Matrix, held: _Held = held, needs: MatrixNeeds = needs) -> Tensor:
             with tally.ledger.holding(needs.workspace_bytes(matrix.shape)):
-                return _room(held, matrix.range.numel)
+                return _room(held, matrix.whole.numel)
 
-        _update(owners, due, held, run, whole)
+        _update(owners, due, held, carry, whole)
         for matrix in due:
             held.drop(matrix)
 

@@ -180,11 +180,13 @@ class Record:
         box: this rank's part of it.
         replicated: each rank of the family's axes computes the same whole gradient, of which only the first one's may
             count.
+        boxes: the parts of all ranks along `tp`, in their order, where these differ.
     """
 
     family: Family
     box: Box
     replicated: bool = False
+    boxes: tuple[Box, ...] = ()
 
 
 _RECORDS = Mark[dict[str, Record]]("terrazzo_records")

@@ -72,6 +72,12 @@ class Member:
         """Of the whole parameter, of which this rank may have a part."""
         return self.box.shape
 
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """The parts of its matrices that all ranks along `tp` have; none where each has whole ones."""
+        cut = self.record is not None and self.shape[-2:] != self.parameter.shape[-2:]
+        return self.record.boxes if cut and self.record is not None else ()
+
 
 @dataclass
 class UnitSpec:

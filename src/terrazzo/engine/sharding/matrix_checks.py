@@ -37,11 +37,11 @@ def check_matrices(buckets: Sequence[Bucket], templates: Templates, optimizers: 
             f"{of_matrices} optimizers of whole matrices for one model: matrices of all are shared out among the ranks "
             "at once. Use one tz.optim.Muon with several param groups."
         )
-    cut = [member.name for _, member in held if member.parameter.shape[-2:] != member.shape[-2:]]
-    if cut:
+    stacks = [member.name for _, member in held if member.boxes and len(member.shape) > 2]
+    if stacks:
         raise BadInput(
-            f"{listed([*map(repr, cut)])}: cut along tp, and tz.optim.Muon updates whole matrices, which it would have "
-            "to put together along tp first; that is not supported yet. Leave tp out of the mesh, give these to AdamW "
+            f"{listed([*map(repr, stacks)])}: stacks of matrices of which ranks along tp have parts, which "
+            "tz.optim.Muon does not put together. Leave tp out of the mesh, give these to AdamW "
             "(tz.optim.hidden_matrices(model, adamw=[...])), or leave them out of the tensor plan."
         )
     away = [member.name for bucket, member in held if bucket.updated_off_device]

@@ -7,10 +7,10 @@ gradient, or all the same.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from terrazzo.engine import Box, Family, Record
 from terrazzo.errors import BadInput, did_you_mean, listed
@@ -107,12 +107,12 @@ def _read_cuts(cuts: Cuts) -> None:
             case Column():
                 _read_column(cuts, name, cast(nn.Linear, module), style)
             case Row():
-                runs = [_part(cuts, name, module.weight.shape[1], "inputs")]
-                cuts.records[name, "weight"] = Record(Family.DENSE, Box.cut(module.weight.shape, 1, runs))
+                runs = [[run] for run in _parts(cuts, name, module.weight.shape[1], "inputs")]
+                cuts.records[name, "weight"] = _cut(cuts, module.weight, 1, runs)
             case Embedding():
                 _check_embedding(name, cast(nn.Embedding, module))
-                runs = [_part(cuts, name, module.weight.shape[0], "rows")]
-                cuts.records[name, "weight"] = Record(Family.DENSE, Box.cut(module.weight.shape, 0, runs))
+                runs = [[run] for run in _parts(cuts, name, module.weight.shape[0], "rows")]
+                cuts.records[name, "weight"] = _cut(cuts, module.weight, 0, runs)
 
 
 def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> None:
@@ -124,12 +124,13 @@ def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> Non
             f"{name!r} has {numel} outputs, and the plan fuses parts of {', '.join(map(str, parts))} with heads "
             f"{style.heads}: give as many heads as parts, and parts that add up to {numel}."
         )
-    runs, start = [], 0
+    runs: list[list[tuple[int, int]]] = [[] for _ in range(size)]
+    start = 0
     for part, count in zip(parts, heads, strict=True):
         if count is None:
-            first, last = _part(cuts, name, part, "outputs")
+            intervals = _parts(cuts, name, part, "outputs")
         elif count % size == 0 and part % count == 0:
-            first, last = runs_of(part, size)[cuts.ranks.rank]
+            intervals = runs_of(part, size)
         elif len(parts) == 1 and size % count == 0 and part % count == 0:
             first = cuts.ranks.rank * count // size * (part // count)
             cuts.rows[name] = (first, first + part // count)
@@ -139,18 +140,25 @@ def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> Non
                 f"{name!r} has {count} heads in {part} outputs, which tp {size} does not divide: a rank needs whole "
                 f"heads, as many as the others. Choose tp so that it divides {count}, the number of heads."
             )
-        runs.append((start + first, start + last))
+        for run, (first, last) in zip(runs, intervals, strict=True):
+            run.append((start + first, start + last))
         start += part
     for attribute in ("weight", "bias"):
         if (parameter := getattr(module, attribute)) is not None:
-            cuts.records[name, attribute] = Record(Family.DENSE, Box.cut(parameter.shape, 0, runs))
+            cuts.records[name, attribute] = _cut(cuts, parameter, 0, runs)
 
 
-def _part(cuts: Cuts, name: str, numel: int, what: str) -> tuple[int, int]:
-    """This rank's part of `numel` things, whose parts may differ by one."""
+def _cut(cuts: Cuts, parameter: Tensor, dim: int, runs: Sequence[Sequence[tuple[int, int]]]) -> Record:
+    """Of a parameter of which each rank has these half-open intervals of one dim."""
+    boxes = tuple(Box.cut(parameter.shape, dim, run) for run in runs)
+    return Record(Family.DENSE, boxes[cuts.ranks.rank], boxes=boxes)
+
+
+def _parts(cuts: Cuts, name: str, numel: int, what: str) -> Sequence[tuple[int, int]]:
+    """Each rank's part of `numel` things, whose parts may differ by one."""
     if numel < cuts.ranks.size:
         raise BadInput(f"{name!r} has {numel} {what}, fewer than tp {cuts.ranks.size}: give its name no style.")
-    return runs_of(numel, cuts.ranks.size)[cuts.ranks.rank]
+    return runs_of(numel, cuts.ranks.size)
 
 
 def _check_embedding(name: str, module: nn.Embedding) -> None:

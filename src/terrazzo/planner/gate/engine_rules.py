@@ -41,10 +41,10 @@ def _too_small_a_share(setup: Setup) -> bool:
     )
 
 
-def _cuts_whole_matrices(setup: Setup, _: object) -> bool:
-    tensors = (tensor for _, tensor, _ in setup.model.tensors())
-    cut = setup.mesh.tp > 1 and setup.optimizer.matrix_moments is not None
-    return cut and any(tensor.trainable and tensor.is_matrix and tensor.split != "none" for tensor in tensors)
+def _cuts_stacks(setup: Setup, _: object) -> bool:
+    stacks = (each for _, each, _ in setup.model.tensors() if each.trainable and each.is_matrix and len(each.shape) > 2)
+    whole = setup.optimizer.matrix_moments is not None
+    return whole and setup.mesh.tp > 1 and not setup.whole_experts and any(each.split != "none" for each in stacks)
 
 
 ENGINE_RULES = (
@@ -159,13 +159,13 @@ ENGINE_RULES = (
         "terrazzo.engine.optim.elementwise.check_elementwise",
     ),
     Rule(
-        "whole matrices of which ranks have parts",
+        "stacks of matrices of which ranks have parts",
         ("terrazzo",),
         "refuse",
-        _cuts_whole_matrices,
-        lambda it: f"{it.optimizer} updates whole matrices, of which each of tp {it.tp} ranks has a part.",
-        "Use tp 1, or an elementwise optimizer such as adamw.",
-        "terrazzo.engine.sharding.matrices.check_matrices",
+        _cuts_stacks,
+        lambda it: f"{it.optimizer} updates whole matrices, and of each expert tp {it.tp} ranks have parts.",
+        "Use ep, by which ranks have whole experts; tp 1; or an elementwise optimizer such as adamw.",
+        "terrazzo.engine.sharding.matrix_checks.check_matrices",
     ),
     Rule(
         "whole matrices away from the device",
@@ -174,7 +174,7 @@ ENGINE_RULES = (
         lambda setup, _: setup.optimizer.matrix_moments is not None and setup.plan.optim.offloaded,
         lambda it: f"{it.optimizer} updates matrices on the device, and {it.plan} places {it.offloaded}.",
         "Use the plan without '@', or with weights alone there; or an elementwise optimizer such as adamw.",
-        "terrazzo.engine.sharding.matrices.check_matrices",
+        "terrazzo.engine.sharding.matrix_checks.check_matrices",
     ),
     Rule(
         "optimizer that torch does not have",

@@ -47,6 +47,7 @@ class PlannedBucket(BucketSpec):
 
     Attributes:
         shared: all tensor-parallel ranks have it whole, and their gradients are summed.
+        tp: ranks along `tp` that have a part of each, or 1.
         dealt: ranks among which whole tensors are dealt out (experts): so many fewer split each of them.
         padded: as the engine pads; a bare number of parameters is not.
         end: elements of the flat space up to the padding at its end.
@@ -60,7 +61,7 @@ class PlannedBucket(BucketSpec):
         self.tensors = sorted(tensors, key=self.group_of) if self._whole else tensors
         self.shared, self._fixed_bytes = shared, recipe.fixed_bytes
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
-        self._tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
+        self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
         self.end = sum(round_up(self.share(tensor), ALIGN if self.padded else 1) for tensor in tensors)
         axes = placement.axes(self.dealt > 1, shared)
         split = math.prod(axis.size for axis in axes.values())
@@ -88,19 +89,19 @@ class PlannedBucket(BucketSpec):
 
     def share(self, tensor: TensorShape) -> int:
         """Elements of a tensor on a rank, before data ranks divide it; of uneven parts the largest, the last rank's."""
-        if tensor.split == "none" or self._tp == 1 or tensor.role == "expert" or not self.padded:
-            return -(-tensor.numel // ((self._tp if tensor.split != "none" else 1) * self.dealt))
+        if tensor.split == "none" or self.tp == 1 or tensor.role == "expert" or not self.padded:
+            return -(-tensor.numel // ((self.tp if tensor.split != "none" else 1) * self.dealt))
         whole = tensor.shape[-1 if tensor.split in ("row", "row_splits") else 0]
-        return tensor.numel // whole * -(-whole // self._tp)
+        return tensor.numel // whole * -(-whole // self.tp)
 
     def part(self, tensor: TensorShape) -> tuple[int, ...]:
         """The shape of a tensor on a rank: of uneven parts the largest."""
         if tensor.role == "expert" and self.dealt > 1:
             return (-(-tensor.shape[0] // self.dealt), *tensor.shape[1:])
-        if tensor.split == "none" or self._tp == 1 or tensor.role == "expert":
+        if tensor.split == "none" or self.tp == 1 or tensor.role == "expert":
             return tensor.shape
         cut = len(tensor.shape) - 1 if tensor.split in ("row", "row_splits") else 0
-        return tuple(-(-size // self._tp) if dim == cut else size for dim, size in enumerate(tensor.shape))
+        return tuple(-(-size // self.tp) if dim == cut else size for dim, size in enumerate(tensor.shape))
 
     @property
     def updated_numel(self) -> int:

@@ -17,13 +17,15 @@ import torch
 
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Traffic
-from terrazzo.engine.optim.matrix_owners import Owners, owners_of
+from terrazzo.engine.optim.matrix_owners import CUT, Owners, owners_of
 from terrazzo.engine.optim.matrix_steps import rehearse_matrices
 from terrazzo.engine.optim.template import MatrixNeeds, Template
+from terrazzo.engine.plan.family import Box
 from terrazzo.engine.plan.layout import Layout, Range, share
 from terrazzo.optim import Muon
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.placement import PlacedUnit, placed_units
+from terrazzo.planner.model.shapes import TensorShape
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["MatrixUpdates", "matrix_updates"]
@@ -66,7 +68,7 @@ def _updates(units: tuple[PlacedUnit, ...], iterations: int) -> MatrixUpdates:
     template, tally, along = Template(), Tally(), dict[str, Traffic]()
     template.matrices = MatrixNeeds(Muon.wire, Muon.workspace_bytes)
     rehearse_matrices(found, [template], tally, lambda axis: along.setdefault(axis, Traffic()))
-    sizes = {axis: each.size for paper in found for axis, each in paper.sharding.ranks.items()}
+    sizes = {axis: paper.sharding.axes.along(axis).size for paper in found for axis in (*paper.sharding.ranks, CUT)}
     exchanged = tuple(
         Exchanged(axis.removeprefix(_DEALT), sizes[axis], traffic.bytes["all_to_all"], traffic.count["all_to_all"])
         for axis, traffic in along.items()
@@ -102,6 +104,7 @@ class _Along(NamedTuple):
 
 class _Member(NamedTuple):
     group: int
+    boxes: tuple[Box, ...] = ()
 
 
 class _Axes:
@@ -109,11 +112,11 @@ class _Axes:
 
     device = torch.device("meta")
 
-    def __init__(self, ranks: Mapping[str, _Along]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Mapping[str, _Along], tp: int) -> None:
+        self.ranks, self._tp = ranks, _Along(tp)
 
     def along(self, axis: str) -> _Along:
-        return self.ranks[axis]
+        return self.ranks.get(axis, self._tp)
 
     def cuts(self, axes: Sequence[str]) -> list[tuple[int, int]]:
         return [(self.ranks[axis].rank, self.ranks[axis].size) for axis in axes]
@@ -161,11 +164,20 @@ def _paper_buckets(unit: Any, count: int, placement: Any) -> Iterator[_PaperBuck
             yield _PaperBucket(one.precision, one.optim_axes, one.sharding, one.space, one.members)
 
 
+def _boxes(bucket: PlannedBucket, tensor: TensorShape) -> tuple[Box, ...]:
+    """The parts of a matrix that ranks along `tp` have; uneven ones all as large as the largest."""
+    part = bucket.part(tensor)
+    if bucket.group_of(tensor) or len(part) != 2 or part == tensor.shape:
+        return ()
+    dim = next(dim for dim in (0, 1) if part[dim] != tensor.shape[dim])
+    return (Box.cut(tensor.shape, dim, [(0, part[dim])]),) * bucket.tp
+
+
 def _paper(bucket: PlannedBucket) -> _PaperBucket:
     dealt = _DEALT if bucket.dealt > 1 else ""
-    axes = _Axes({f"{dealt}{axis}": _Along(each.size) for axis, each in bucket.ranks.items()})
+    axes = _Axes({f"{dealt}{axis}": _Along(each.size) for axis, each in bucket.ranks.items()}, bucket.tp)
     split = math.prod(each.size for each in axes.ranks.values())
     layout = Layout([((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)], split)
-    members = [_Member(bucket.group_of(each)) for each in bucket.tensors]
+    members = [_Member(bucket.group_of(each), _boxes(bucket, each)) for each in bucket.tensors]
     split_over = tuple(f"{dealt}{axis}" for axis in bucket.optim_axes)
     return _PaperBucket(bucket.precision, split_over, _Sharding(axes), _Space(layout, axes), members)
