@@ -141,6 +141,15 @@ def test_two_classes_with_one_name(tmp_path: Path) -> None:
     assert "planner/b.py:2: 'Slot' is also a class of 'terrazzo.engine.links.a'" in _texts(package)
 
 
+def test_two_modules_of_a_package_with_one_name(tmp_path: Path) -> None:
+    folders = dict.fromkeys(("planner____init__", "planner__a____init__", "planner__b____init__"), "")
+    package = _tree(tmp_path, **folders, planner__a__room="", planner__b__room="", parallel__a__room="")
+    found = [text for text in _texts(package) if "also the name" in text]
+    assert found == [
+        "planner/b/room.py:1: 'room' is also the name of 'terrazzo.planner.a.room': one of them means more"
+    ]
+
+
 def test_a_new_top_level_part_must_be_given_a_layer(tmp_path: Path) -> None:
     assert any("'utils' is in no layer" in text for text in _texts(_tree(tmp_path, utils="")))
 

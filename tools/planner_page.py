@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 from terrazzo import cli
 from terrazzo.planner import Request, ask
 from terrazzo.planner.report import schema
+from terrazzo.planner.report.all_formulas import FORMULAS
 from terrazzo.planner.report.bars import chart_of
-from terrazzo.planner.report.formulas import FORMULAS
 from terrazzo.planner.report.picture import save_picture
 
 MODELS = (

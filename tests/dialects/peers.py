@@ -8,8 +8,8 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description, settings
 from terrazzo.dialects.core.dialect import Finding, Reading, ReadingContext
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import flatten, split
-from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.understand import read_document

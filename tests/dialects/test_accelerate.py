@@ -12,7 +12,7 @@ import yaml
 from terrazzo.dialects.accelerate import Accelerate
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
-from terrazzo.dialects.core.verdict import KeyVerdict
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from tests.dialects.peers import assert_lossless, converted, described
 from tests.helpers.launched import launched, plugin
 

@@ -12,10 +12,10 @@ from terrazzo.config.files import Loaded, parse
 from terrazzo.dialects.core.description import PATHS, UNSET, Description, Extra, Setting, build
 from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.core.meaning import data_ranks, degrees, same
 from terrazzo.dialects.core.reader import Reader, derived, flatten, join, split
-from terrazzo.dialects.core.verdict import KeyVerdict, worst
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.verbs.check import check

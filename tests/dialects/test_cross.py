@@ -15,9 +15,9 @@ from terrazzo.config.files import Loaded, format_of, parse
 from terrazzo.dialects.core.description import Description, inactive
 from terrazzo.dialects.core.description import settings as settings_of
 from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.meaning import agree
 from terrazzo.dialects.core.reader import flatten, split
-from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading
 from terrazzo.dialects.verbs.emit import to_text

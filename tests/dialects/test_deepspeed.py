@@ -10,7 +10,7 @@ import torch
 
 from terrazzo.dialects.core.description import LOADED, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
-from terrazzo.dialects.core.verdict import KeyVerdict
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.deepspeed.keys import TABLE
 from tests.dialects.peers import assert_lossless, converted, nested, verdicts

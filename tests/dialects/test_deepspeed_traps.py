@@ -10,7 +10,7 @@ import pytest
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
-from terrazzo.dialects.core.verdict import KeyVerdict
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.deepspeed.versions import REMOVED
 

@@ -26,7 +26,7 @@ from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.walk import StepSettings, StepUnit, peak_of
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
-from terrazzo.planner.report.formulas import FORMULAS
+from terrazzo.planner.report.all_formulas import FORMULAS
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup

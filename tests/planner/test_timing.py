@@ -23,7 +23,7 @@ from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, g
 from terrazzo.planner.memory.activations import block_activations
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
-from terrazzo.planner.report.formulas import FORMULAS
+from terrazzo.planner.report.all_formulas import FORMULAS
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import bubble

@@ -26,7 +26,7 @@ from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
-from terrazzo.train.replay.verdict import RankAnswer, finding_of
+from terrazzo.train.replay.disagreement import RankAnswer, finding_of
 from terrazzo.train.session.opening import open_session
 from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool

@@ -14,7 +14,7 @@ from tools.lint.finalizers import find_waits
 from tools.lint.imports import check_imports
 from tools.lint.sizes import check_distribution, check_sizes
 from tools.lint.source import Finding, read_modules
-from tools.lint.uses import check_collectives, check_devices, check_names
+from tools.lint.uses import check_collectives, check_devices, check_module_names, check_names
 
 
 def check(root: Path, *, layered: bool) -> list[Finding]:
@@ -25,6 +25,7 @@ def check(root: Path, *, layered: bool) -> list[Finding]:
         findings += [
             *check_imports(modules),
             *check_names(modules),
+            *check_module_names(modules),
             *check_collectives(modules, root.name),
             *check_devices(modules, root.name),
             *find_waits(modules),

@@ -1,4 +1,4 @@
-"""What may be named and called where: no two classes alike, collectives in two modules, devices in one."""
+"""What may be named and called where: no two classes or modules alike, collectives in two modules, devices in one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tools.lint.source import Finding, Module
 
-__all__ = ["check_collectives", "check_devices", "check_names"]
+__all__ = ["check_collectives", "check_devices", "check_module_names", "check_names"]
 
 COLLECTIVE = re.compile(
     r"(all_gather|reduce_scatter|all_reduce|all_to_all|broadcast|scatter|gather|reduce|barrier|monitored_barrier"
@@ -26,6 +26,20 @@ def check_names(modules: dict[str, Module]) -> Iterator[Finding]:
         for node in classes:
             if defined.setdefault(node.name, name) != name:
                 yield Finding(module.path, node.lineno, f"'{node.name}' is also a class of '{defined[node.name]}'")
+
+
+FOLDERS_ALIKE = {"checkpoint", "cli", "dialects", "integrations", "parallel"}
+"""Packages with a folder for each format, command, library or axis: modules of one name have one part in each."""
+
+
+def check_module_names(modules: dict[str, Module]) -> Iterator[Finding]:
+    """In every other package no name means two modules."""
+    known: dict[tuple[str, str], str] = {}
+    for name, module in modules.items():
+        if module.part in FOLDERS_ALIKE or module.is_folder:
+            continue
+        if (other := known.setdefault((module.part, module.path.stem), name)) != name:
+            yield Finding(module.path, 1, f"'{module.path.stem}' is also the name of '{other}': one of them means more")
 
 
 def check_devices(modules: dict[str, Module], package: str) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from typing import Any
 from terrazzo.config.files import load
 from terrazzo.dialects.core.description import Extra, Setting, keys_in, settings
 from terrazzo.dialects.core.dialect import Dialect, Document, Finding, Reading, ReadingContext
-from terrazzo.dialects.core.verdict import KeyVerdict, worst
+from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.fsdp1 import FSDP1
 from terrazzo.errors import BadInput

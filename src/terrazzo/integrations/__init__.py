@@ -6,8 +6,8 @@ Open to other packages:
 
 What stands beside them serves several:
 
-    setup        from the neutral description of a configuration to `tz.shard`
-    owners       whose an optimizer is
-    saving       where a checkpoint of the same name lies
-    generation   of text, by ranks together
+    engine_setup  from the neutral description of a configuration to `tz.shard`
+    owners        whose an optimizer is
+    saving        where a checkpoint of the same name lies
+    generation    of text, by ranks together
 """

@@ -13,7 +13,7 @@ from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.launch.stop import StopRequest
 from terrazzo.train.model.expert_load import Load
 from terrazzo.train.model.experts import balance_experts, forget_load
-from terrazzo.train.replay.checks import Checks
+from terrazzo.train.replay.due import Checks
 from terrazzo.train.report import RunReport, StepsMeasured
 from terrazzo.train.session.reference import is_known
 from terrazzo.train.session.session import Session

@@ -10,7 +10,7 @@ from terrazzo.cli.shared import terminal
 from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.dialects.core.description import shown
 from terrazzo.dialects.core.dialect import Finding, ReadingContext
-from terrazzo.dialects.core.verdict import KINDS, LOST, KeyVerdict
+from terrazzo.dialects.core.key_verdict import KINDS, LOST, KeyVerdict
 from terrazzo.dialects.verbs.convert import Conversion
 from terrazzo.dialects.verbs.diff import SettingDifference
 from terrazzo.dialects.verbs.emit import plain

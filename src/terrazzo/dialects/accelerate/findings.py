@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import FILE
-from terrazzo.dialects.accelerate.source import AccelerateReader
+from terrazzo.dialects.accelerate.reader import AccelerateReader
 from terrazzo.dialects.core.dialect import Document, Finding, Reading, ReadingContext
 from terrazzo.dialects.shared.accelerate import AXES
 

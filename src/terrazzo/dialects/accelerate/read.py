@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import read_deepspeed
 from terrazzo.dialects.accelerate.read_fsdp import VERSION, read_fsdp, read_mesh
-from terrazzo.dialects.accelerate.source import AccelerateReader
+from terrazzo.dialects.accelerate.reader import AccelerateReader
 from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
 from terrazzo.dialects.shared.accelerate import stack_precision

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.accelerate.source import AccelerateReader
+from terrazzo.dialects.accelerate.reader import AccelerateReader
 from terrazzo.dialects.core.description import Setting, Settings, settings
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.nested import DEEPSPEED, load_named, read_nested

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.accelerate.source import AccelerateReader
+from terrazzo.dialects.accelerate.reader import AccelerateReader
 from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.shared.accelerate import AXES

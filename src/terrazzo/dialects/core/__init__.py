@@ -1,6 +1,6 @@
 """What every dialect is made of.
 
-verdict        what became of one key
+key_verdict    what became of one key
 sections       settings, in the sections of a description
 description    what a configuration asks for, in no dialect's words
 meaning        what settings mean together, and whether two descriptions mean the same

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
+from terrazzo.dialects.core.key_verdict import Loss
 from terrazzo.dialects.core.sections import (
     UNSET,
     ActivationCheckpointingSection,
@@ -32,7 +33,6 @@ from terrazzo.dialects.core.sections import (
     UnitsSection,
     keys_in,
 )
-from terrazzo.dialects.core.verdict import Loss
 from terrazzo.engine import PLANS, Place, Plan
 
 __all__ = [

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.keys import Key, row_of
-from terrazzo.dialects.core.verdict import KeyVerdict
 
 __all__ = ["NO_CONTEXT", "Dialect", "Document", "Finding", "Reading", "ReadingContext", "Writing"]
 

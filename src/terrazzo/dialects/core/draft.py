@@ -16,9 +16,9 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description, Setting, inactive, settings, shown
 from terrazzo.dialects.core.dialect import Writing
+from terrazzo.dialects.core.key_verdict import KeyVerdict, Kind
 from terrazzo.dialects.core.meaning import idle
 from terrazzo.dialects.core.reader import split
-from terrazzo.dialects.core.verdict import KeyVerdict, Kind
 
 __all__ = ["Draft", "Pen"]
 

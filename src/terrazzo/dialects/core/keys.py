@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from terrazzo.dialects.core.verdict import Loss
+from terrazzo.dialects.core.key_verdict import Loss
 
 __all__ = [
     "ANY",

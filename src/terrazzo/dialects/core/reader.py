@@ -18,8 +18,8 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Origin, Setting, Settings, build
 from terrazzo.dialects.core.dialect import Document, Reading
+from terrazzo.dialects.core.key_verdict import KeyVerdict, Kind, Loss
 from terrazzo.dialects.core.keys import LIST, MISSING, ONE_OF, SWITCH, TEXT, Key, Type, number, row_of, whole, words
-from terrazzo.dialects.core.verdict import KeyVerdict, Kind, Loss
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Reader", "derived", "flatten", "given_only", "join", "split"]

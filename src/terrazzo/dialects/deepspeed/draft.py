@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.verdict import Kind
+from terrazzo.dialects.core.key_verdict import Kind
 from terrazzo.dialects.deepspeed.auto import AUTO
 from terrazzo.dialects.deepspeed.keys import TABLE
 from terrazzo.dialects.deepspeed.versions import LAST, default_of

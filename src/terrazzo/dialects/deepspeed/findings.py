@@ -11,7 +11,7 @@ from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.read_precision import DTYPE_WORDS
 from terrazzo.dialects.deepspeed.read_zero import OLD_OFFLOAD
-from terrazzo.dialects.deepspeed.source import DeepSpeedReader
+from terrazzo.dialects.deepspeed.reader import DeepSpeedReader
 from terrazzo.dialects.deepspeed.versions import REMOVED, in_words
 from terrazzo.errors import listed
 

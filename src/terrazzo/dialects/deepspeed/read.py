@@ -18,7 +18,7 @@ from terrazzo.dialects.deepspeed.read_zero import (
     read_sharding,
     stage_of,
 )
-from terrazzo.dialects.deepspeed.source import DeepSpeedReader
+from terrazzo.dialects.deepspeed.reader import DeepSpeedReader
 
 __all__ = ["read"]
 

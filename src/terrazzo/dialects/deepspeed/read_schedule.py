@@ -7,7 +7,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
-from terrazzo.dialects.deepspeed.source import DeepSpeedReader
+from terrazzo.dialects.deepspeed.reader import DeepSpeedReader
 from terrazzo.dialects.deepspeed.versions import STRICT_WARMUP
 from terrazzo.errors import did_you_mean
 

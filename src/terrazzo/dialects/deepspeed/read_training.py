@@ -10,7 +10,7 @@ import torch
 from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.core.reader import derived, split
 from terrazzo.dialects.deepspeed.keys import OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS
-from terrazzo.dialects.deepspeed.source import DeepSpeedReader
+from terrazzo.dialects.deepspeed.reader import DeepSpeedReader
 from terrazzo.dialects.deepspeed.versions import REMOVED_OPTIMIZERS
 from terrazzo.errors import did_you_mean
 

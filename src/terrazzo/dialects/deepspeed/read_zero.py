@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.core.reader import derived
-from terrazzo.dialects.deepspeed.source import DeepSpeedReader
+from terrazzo.dialects.deepspeed.reader import DeepSpeedReader
 from terrazzo.dialects.deepspeed.versions import REMOVED, SWITCHED, in_words
 from terrazzo.dialects.shared.rows import ALONE_WORDS, alone, row_settings
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import MODEL_AXES, SHARDING
+from terrazzo.dialects.core.key_verdict import Kind
 from terrazzo.dialects.core.meaning import ON_CPU, TWO_AXES, idle, tier_and_share
-from terrazzo.dialects.core.verdict import Kind
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.versions import REMOVED
 from terrazzo.dialects.shared.deepspeed import KEPT_WHOLE, STAGES, write_grad

@@ -8,8 +8,8 @@ from typing import Any
 
 from terrazzo.dialects.core.description import SHARDING, Extra, Setting, Settings
 from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader
-from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, SHARED
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, load_named, merge, read_nested
 from terrazzo.dialects.shared.fsdp import offload

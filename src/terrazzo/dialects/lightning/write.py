@@ -12,7 +12,7 @@ import torch
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
 from terrazzo.dialects.core.dialect import ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
-from terrazzo.dialects.core.verdict import KeyVerdict
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.lightning.precision import WORDS, precision_row
 from terrazzo.dialects.nested import DEEPSPEED, FSDP_STRATEGY, placed
 from terrazzo.dialects.shared.fsdp import ROW_NAMES, TORCH_NAMES, wants_deepspeed

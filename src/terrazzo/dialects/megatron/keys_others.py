@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from terrazzo.dialects.core.key_verdict import Loss
 from terrazzo.dialects.core.keys import ANY, SWITCH, Key
-from terrazzo.dialects.core.verdict import Loss
 
 __all__ = ["OTHERS"]
 

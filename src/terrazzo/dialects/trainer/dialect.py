@@ -13,7 +13,7 @@ from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Findin
 from terrazzo.dialects.trainer.findings import findings
 from terrazzo.dialects.trainer.keys import ALIASES, FIELDS, KEYS, REMOVED
 from terrazzo.dialects.trainer.read import read
-from terrazzo.dialects.trainer.source import canonical_key
+from terrazzo.dialects.trainer.reader import canonical_key
 from terrazzo.dialects.trainer.write import write
 
 __all__ = ["TrainingArguments"]

@@ -10,7 +10,7 @@ from terrazzo.dialects.core.dialect import Document, Finding, Reading, ReadingCo
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.nested import DEEPSPEED, keyed, read_nested
 from terrazzo.dialects.trainer.keys import FIELDS
-from terrazzo.dialects.trainer.source import canonical_key
+from terrazzo.dialects.trainer.reader import canonical_key
 
 __all__ = ["MATCHED", "findings"]
 

@@ -13,7 +13,7 @@ from terrazzo.dialects.trainer.findings import MATCHED
 from terrazzo.dialects.trainer.keys import KEYS, REMOVED
 from terrazzo.dialects.trainer.read_loop import read_loop
 from terrazzo.dialects.trainer.read_parallel import read_parallel, stack_of
-from terrazzo.dialects.trainer.source import TrainerReader
+from terrazzo.dialects.trainer.reader import TrainerReader
 
 __all__ = ["read"]
 

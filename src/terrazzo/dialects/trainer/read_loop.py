@@ -11,7 +11,7 @@ from terrazzo.dialects.core.keys import MISSING
 from terrazzo.dialects.core.keys import number as number_type
 from terrazzo.dialects.core.reader import derived, given_only
 from terrazzo.dialects.trainer.keys import FIELDS
-from terrazzo.dialects.trainer.source import TrainerReader
+from terrazzo.dialects.trainer.reader import TrainerReader
 
 __all__ = ["read_loop"]
 

@@ -10,7 +10,7 @@ from terrazzo.dialects.shared.accelerate import AXES
 from terrazzo.dialects.shared.fsdp import MIN_NUMEL, NUMBERED, STRATEGIES, offload
 from terrazzo.dialects.shared.rows import HYBRID, row_settings
 from terrazzo.dialects.trainer.keys import DISTRIBUTED, FSDP_KEYS, FSDP_VERSION_1
-from terrazzo.dialects.trainer.source import TrainerReader
+from terrazzo.dialects.trainer.reader import TrainerReader
 from terrazzo.errors import did_you_mean
 
 __all__ = ["read_parallel", "stack_of"]

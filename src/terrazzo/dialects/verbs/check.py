@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from terrazzo.dialects.core.description import DTYPES, PATHS, Description, keys_in
 from terrazzo.dialects.core.dialect import Finding
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.meaning import TWO_AXES, data_ranks, degrees
-from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput

@@ -12,9 +12,9 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description, Extra, Setting, inactive, keys_in, settings, shown
 from terrazzo.dialects.core.dialect import Dialect, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.key_verdict import LOST, KeyVerdict, worst
 from terrazzo.dialects.core.meaning import agree, extras_by_key, idle
 from terrazzo.dialects.core.reader import flatten
-from terrazzo.dialects.core.verdict import LOST, KeyVerdict, worst
 from terrazzo.dialects.verbs.understand import Understood, read_document
 
 __all__ = ["Conversion", "convert", "convert_reading"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from terrazzo.dialects.core.description import LOADED, MEANING, Description, Extra, Setting, settings, shown
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.meaning import data_ranks, degrees, extras_by_key
-from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.engine import LossScaling
 

@@ -27,7 +27,7 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import LossScaling, Plan, Precision
 from terrazzo.errors import BadInput
-from terrazzo.integrations.setup import EngineSetup, TerrazzoArguments, setup_for, trained_dtypes
+from terrazzo.integrations.engine_setup import EngineSetup, TerrazzoArguments, setup_for, trained_dtypes
 
 __all__ = ["Asked", "hidden"]
 

@@ -20,7 +20,7 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, read_document
 from terrazzo.errors import BadInput
-from terrazzo.integrations.setup import EngineSetup, setup_for
+from terrazzo.integrations.engine_setup import EngineSetup, setup_for
 
 __all__ = ["Configuration", "read"]
 

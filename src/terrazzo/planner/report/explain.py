@@ -9,7 +9,7 @@ from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.report.formulas import FORMULAS
+from terrazzo.planner.report.all_formulas import FORMULAS
 from terrazzo.planner.report.schema import ExplainedReport, ExplainedTerm
 from terrazzo.planner.text.blocks import Block, TextLine
 from terrazzo.planner.text.words import LABELS, seconds_text

@@ -15,7 +15,7 @@ from terrazzo.errors import BadInput, Corrupted
 from terrazzo.exchange import gather_json
 from terrazzo.planner.timing.calibration import processor
 from terrazzo.train.model.experts import forget_load
-from terrazzo.train.replay.verdict import RankAnswer, finding_of
+from terrazzo.train.replay.disagreement import RankAnswer, finding_of
 from terrazzo.train.session.session import Session
 from terrazzo.train.steps.step import learnt
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting
 from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
+from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader, flatten
-from terrazzo.dialects.core.verdict import KeyVerdict
 from terrazzo.dialects.nested import DEEPSPEED, Nested, load_named, merge, read_nested
 from terrazzo.dialects.trainer.keys import ALIASES, KEYS
 
