@@ -346,6 +346,7 @@ for number in range(3):
 """
 
 
+@pytest.mark.long
 def test_a_child_that_exits_leaves_the_background_save_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAVES, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -190,6 +190,7 @@ class _Fragile:
         os._exit(3)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_process_that_fails_says_why(capfd: pytest.CaptureFixture[str]) -> None:
     with Seat(_Fragile) as seat:

@@ -29,7 +29,7 @@ from tests.checkpoint.subject import State, build, differences, fast_folder, put
 from tests.helpers.threads import exclusive, run_in_threads
 
 FILES = ("manifest.json", "manifest.sha256", "rank-00000.safetensors", "rank-00001.safetensors")
-BITS = 6  # flipped in each region of each file, and ten times as many in the manifest and its seal
+BITS = 3  # flipped in each region of each file, and ten times as many in the manifest and its seal
 LENGTHS = 8  # to which each file is cut
 
 
@@ -151,7 +151,7 @@ def test_a_flipped_bit_anywhere(root: Path) -> None:
         for place, offset in enumerate(sampled(range(first, last), count)):
             bit = (number + 3 * place) % 8
             damages.append(Damage(f"bit {bit} of byte {offset} in {file}", flipped(file, offset, bit), words))
-    assert len(damages) > 100
+    assert len(damages) > 50
     all_refused(root, damages)
 
 

@@ -291,6 +291,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.long
 def test_memory_is_a_piece_of_a_tensor(tmp_path: Path) -> None:
     command = [sys.executable, "-c", EXPORT_200_MB, str(tmp_path)]
     grown_kib = int(subprocess.run(command, check=True, capture_output=True, timeout=120).stdout)

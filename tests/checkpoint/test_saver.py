@@ -21,6 +21,7 @@ from terrazzo.checkpoint.storage import local
 from terrazzo.errors import BadInput, SaveFailed
 from tests.engine.toys import Net, adamw, batch, loss_of
 from tests.helpers import programs
+from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 from tests.helpers.programs import Program
 
@@ -62,7 +63,7 @@ def pool() -> Any:
         yield ranks
 
 
-@pytest.mark.parametrize("plan", ["zero0", "zero3"])
+@pytest.mark.parametrize("plan", mostly_long(["zero0", "zero3"], "zero3"))
 def test_a_background_save_is_of_its_moment_whatever_happens_after(pool: Pool, tmp_path: Path, plan: str) -> None:
     pool.run(save_both_ways, str(tmp_path), plan)
     for index in range(4):
@@ -99,7 +100,7 @@ def unanswered() -> bool:
     raise RuntimeError("the store does not answer")
 
 
-@pytest.mark.parametrize("store_fails", [False, True])
+@pytest.mark.parametrize("store_fails", mostly_long([False, True], True))
 def test_a_killed_writer_is_an_error_on_every_rank_and_earlier_ones_are_intact(
     pool: Pool, tmp_path: Path, store_fails: bool
 ) -> None:
@@ -161,7 +162,7 @@ import time; time.sleep(60)
 
 
 def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), "ends"], capture_output=True, text=True)
+    done = programs.run("-c", PROGRAM, str(tmp_path), "ends")
     assert done.returncode == 0, done.stderr
     assert checkpoint.latest(tmp_path) == f"{tmp_path}/step-00000001"
 
@@ -195,11 +196,11 @@ def test_a_writer_does_not_outlive_its_program(tmp_path: Path) -> None:
 
 
 def save_often(folder: str) -> list[tuple[int, int]]:
-    """Open files and threads after each of twenty saves."""
+    """Open files and threads after each of twelve saves."""
     model, optimizer = built("zero3")
     counts = []
     with checkpoint.Saver(model, optimizer) as saver:
-        for index in range(20):
+        for index in range(12):
             saver.save(f"{folder}/step-{index:08d}", {"step": index})
             saver.wait()
             torch.distributed.barrier()

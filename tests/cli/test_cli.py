@@ -101,6 +101,7 @@ def test_a_reader_that_leaves_ends_a_report_quietly() -> None:
         program.close()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_misspelt_key_under_torchrun_is_one_paragraph_of_one_rank(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"

@@ -538,6 +538,7 @@ def test_totals_are_explained_too(total: str) -> None:
     assert 0 < term["inputs"]["allocated"] < term["value"]
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_not_said_how_to_run() -> None:
     small = ["model.dim=256", "launch.device=cpu"]
     config = str(ROOT / "examples/quickstart.yaml")

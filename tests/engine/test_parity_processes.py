@@ -178,7 +178,7 @@ def train_compiled(case: Case) -> Any:
     return result
 
 
-@pytest.mark.cover(strength=1, case=lambda case: {**axes(case), "precision": case.precision})
+@pytest.mark.cover(strength=1, case=lambda case: {"mesh": case.replicas, "precision": case.precision})
 @pytest.mark.parametrize("case", [*PLANS, Case("zero3", 2, precision="bf16")], ids=plan_id)
 def test_compiled_units_change_no_bit(two_processes: Pool, case: Case) -> None:
     """Weights tied inside a unit are left out: a compiled unit adds up its own uses of a weight before all others."""

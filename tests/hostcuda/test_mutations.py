@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cover import mostly_long
 from tests.hostcuda.mutations import MUTATIONS, findings_with
 from tests.hostcuda.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "name", mostly_long(MUTATIONS, *list(MUTATIONS)[::2], "a_thread_that_copies_uses_the_first_device")
+)
 def test_a_fault_of_the_engine_is_found(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
     first, second = two_ranks.run(findings_with, name, str(tmp_path))
     print(name, first, second)

@@ -12,7 +12,7 @@ from tests.hostcuda.shared import MICRO, SHAPE, Shared, compare, faults_of_a_has
 
 pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 
-FAST = [Shared(tp=2), Shared(cp=2, mode="ring", documents=True)]
+FAST = [Shared(cp=2, mode="ring", documents=True)]
 MODES = ("gather", "ulysses", "ring")
 ALL = [
     *(Shared(tp=2, plan=plan, split=split) for plan in ("zero3", "zero2") for split in (True, False)),

@@ -240,6 +240,7 @@ def test_what_cannot_be_honoured_is_refused(tmp_path: Path, two_processes: Pool)
     two_processes.run(refusals, str(tmp_path))
 
 
+@pytest.mark.long
 def test_the_example_starts_its_own_ranks(tmp_path: Path) -> None:
     script = Path("examples/integrations/fabric_script.py").resolve()
     done = programs.run(str(script), cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout_s=120)

@@ -78,6 +78,7 @@ def pool():
         yield pool
 
 
+@pytest.mark.long
 def test_initial_values_do_not_depend_on_the_mesh_and_experts_train_on_sockets(pool: Pool) -> None:
     (expected, losses), (_, other) = pool.run(trained, 1, 1, "fp32")
     for ep, tp in ((2, 1), (2, 2)):

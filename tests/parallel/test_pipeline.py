@@ -17,7 +17,7 @@ import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of, estimate
 from terrazzo.engine.offload import activations
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
-from tests.helpers.cover import mostly_long
+from tests.helpers.cover import mostly_long, places
 from tests.helpers.threads import run_in_threads
 
 STEPS = 2
@@ -256,7 +256,7 @@ PLANS = ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "h
 MET_BELOW = ("zero1", "zero2", "zero3@cpu")  # with more than stages alone
 
 
-@pytest.mark.cover(strength=1, case=vars)
+@pytest.mark.cover(strength=1, case=lambda case: {**vars(case), "plan": 0, **places(case.plan)})
 @pytest.mark.parametrize(
     "case",
     [

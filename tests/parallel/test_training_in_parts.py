@@ -262,7 +262,7 @@ def four_processes() -> Iterator[Pool]:
         pytest.param("zero0", 2, 1, "gather", "fp32", marks=pytest.mark.long),
         pytest.param("zero0", 2, 2, "ring", "fp16", marks=pytest.mark.long),
         pytest.param("zero1", 2, 2, "gather", "fp32", marks=pytest.mark.long),
-        ("zero1", 1, 2, "ulysses", "bf16"),
+        pytest.param("zero1", 1, 2, "ulysses", "bf16", marks=pytest.mark.long),
         pytest.param("zero2", 1, 4, "ring", "fp32", marks=pytest.mark.long),
         ("zero2@cpu-all", 2, 2, "ulysses", "fp32"),
         pytest.param("zero3", 2, 2, "ulysses", "fp32", marks=pytest.mark.long),

@@ -338,6 +338,7 @@ def forked(words: list[str], *, env: dict[str, str], **options: Any) -> Any:
     return programs.run(*words[3:], env=env)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_real_steps_make_predictions_that_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = SimpleNamespace(run=forked, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE)

@@ -323,6 +323,7 @@ def test_a_preset_takes_few_calls() -> None:
         assert calls_of(partial(shape_of_config, config, name)) < 5000
 
 
+@pytest.mark.long
 def test_no_framework_is_imported_for_a_closed_form(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[0]))
     program = (

@@ -185,6 +185,7 @@ def test_other_families_are_built_and_measured(config: dict[str, Any]) -> None:
     assert [tensor.role for tensor in shape.root.tensors].count("embedding") == 1
 
 
+@pytest.mark.long
 def test_another_process_builds_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops at its limit of memory, and runs nothing that lies in the folder it is started from.
 

@@ -451,6 +451,7 @@ def test_a_stopped_rank_is_named_in_seconds_and_what_all_were_doing_is_kept(tmp_
     assert (note["code"], note["rank"], note["step"]) == (STALLED, 1, 2) and "is stopped (SIGSTOP)" in note["cause"]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_rank_that_does_nothing_is_named_and_shows_where_it_is(tmp_path: Path) -> None:
     done, _ = launch(tmp_path, "stuck")
@@ -466,6 +467,7 @@ def test_ranks_in_different_exchanges_are_named(tmp_path: Path) -> None:
     assert "have come apart" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("how", mostly_long(["slow", "patient"], "patient"))
 def test_who_computes_or_does_what_takes_long_is_left_alone(tmp_path: Path, how: str) -> None:

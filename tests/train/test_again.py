@@ -212,6 +212,7 @@ def test_a_rank_that_is_killed_or_stopped_in_a_step_changes_no_loss_and_no_weigh
         assert json.loads((folder / "run" / "exit.json").read_text()) == well
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_ranks_that_are_started_again_go_on_from_what_is_on_the_machine(tmp_path: Path, undisturbed: Path) -> None:
     (shm := tmp_path / "shm").mkdir()

@@ -254,7 +254,7 @@ def test_templates_that_do_not_end_or_reach_out(
 ) -> None:
     (tmp_path / "own.jinja").write_text(template)
     chat = load_chat(load_tokenizer(str(tokenizer)), str(tokenizer), tmp_path / "own.jinja", "all")
-    monkeypatch.setattr(rendering, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(rendering, "MAX_SECONDS", 0.3 if said == "was stopped" else 1.0)
     with pytest.raises(BadInput, match=f"(?s)({said})"):
         chat.render(Document("a:1", "", messages=turns("a", "b")))
 
@@ -300,7 +300,7 @@ def test_a_folder_in_the_place_of_a_chat_template_is_refused(tmp_path: Path, nam
 
 def test_one_interrupt_ends_a_rendering(tokenizer: Path) -> None:
     """Ctrl-C goes to all processes of a terminal, so to the one that renders."""
-    timer = threading.Timer(1.0, lambda: rendering._process is not None and rendering._process.send_signal(2))
+    timer = threading.Timer(0.3, lambda: rendering._process is not None and rendering._process.send_signal(2))
     endless = {"messages": turns("a", "b"), "chat_template": f"{{% for i in {MANY} %}}" * 3 + "{% endfor %}" * 3}
     rendering.render({"messages": turns("a", "b"), "chat_template": "ready"})
     timer.start()

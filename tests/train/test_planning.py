@@ -248,10 +248,13 @@ def test_a_model_of_one_block_may_start(monkeypatch: pytest.MonkeyPatch) -> None
     check_plan(config(model={"layers": 1}, plan="zero3"), 2)
 
 
-def test_what_refuses_a_run_does_not_import_a_compiler() -> None:
+def test_what_refuses_a_run_does_not_import_a_compiler_and_closed_forms_no_framework() -> None:
     """torch._dynamo takes a second, which the ranks have to wait for and the launcher has not."""
     program = (
-        "import sys\nfrom terrazzo.train.preflight import check\n"
+        "import sys\nfrom terrazzo.planner.model.loading import model_shape\n"
+        "model_shape('llama3-8b'), model_shape(7e9)\n"
+        "assert 'transformers' not in sys.modules\n"
+        "from terrazzo.train.preflight import check\n"
         "from terrazzo.config import load_config\n"
         "for overrides in ([], ['model.layers=1']):\n"
         f"    check(load_config({str(ROOT / 'examples/quickstart.yaml')!r}, overrides), 2)\n"

@@ -170,7 +170,9 @@ def descended(model: Any, folder: Path, loss_of: Any) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("plan", "tp"), [("zero2", 1), ("zero3@cpu", 1), ("zero2", 2)])
+@pytest.mark.parametrize(
+    ("plan", "tp"), [("zero2", 1), pytest.param("zero3@cpu", 1, marks=pytest.mark.long), ("zero2", 2)]
+)
 def test_dpo_on_two_ranks_is_the_paper_on_one(folder: Path, tmp_path: Path, plan: str, tp: int) -> None:
     """Also where the two share matrices: the model's own plan of `transformers`, with one key head for both."""
     objective = {"name": "dpo", "beta": BETA, "label_smoothing": 0.1 if plan == "zero2" else 0.0}

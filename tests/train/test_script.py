@@ -244,6 +244,7 @@ def launched(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_traceback_of_the_rank_that_failed_is_said_once_and_is_the_scripts_alone(tmp_path: Path) -> None:
     with launched(tmp_path, "--lr", "1", "--help") as command:
