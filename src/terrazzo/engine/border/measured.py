@@ -48,7 +48,7 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
     spread = Spread(engine.axes, over, math.prod(member.shape))
     whole = Measured.of(part, member.parameter, member.name, spread)
     whole.tracked = member.trainable and func not in _ALIASES
-    return Measured.__torch_function__(func, (Measured,), (whole, *args[1:]), named)
+    return Measured._called(func, (whole, *args[1:]), named)
 
 
 def measures(func: Any) -> bool:
@@ -74,7 +74,7 @@ def measured_gradient(engine: Engine, bucket: Bucket, index: int, func: Any, *re
     part = torch.empty(0, dtype=finished.data.dtype) if part is None else part
     spread = Spread(axes, engine.sharding.contributed_over, math.prod(member.shape))
     whole = MeasuredGradient.of(part.to(axes.device), member.parameter, name, spread)
-    return Measured.__torch_function__(func, (MeasuredGradient,), (whole, *rest), named)
+    return Measured._called(func, (whole, *rest), named)
 
 
 @dataclass(frozen=True)
@@ -136,26 +136,20 @@ class Measured(Refusing):
         return f"{self.said}.{function_name(func)}({given})"
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named, first = kwargs or {}, args[0] if args else None
-        if func in _ELEMENTWISE and isinstance(first, Measured) and not _tensors(args[1:], named):
+    def _called(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        first = args[0] if args else None
+        if func in _ELEMENTWISE and isinstance(first, Measured) and not _tensors(args[1:], kwargs):
             own = first
             with torch.no_grad():
-                made = own.with_part(func(own.part, *args[1:], **named), own.asked(func, args[1:]))
+                made = own.with_part(func(own.part, *args[1:], **kwargs), own.asked(func, args[1:]))
             made.tracked = own.tracked and func not in _ALIASES and made.part.is_floating_point()
             return made
         if func in _MEASURES and isinstance(first, Measured):
             with torch.no_grad():
                 asked = first.with_part(first.part, first.asked(func, args[1:]))
-                number = _MEASURES[func](asked, *args[1:], **by_torch_names(named))
+                number = _MEASURES[func](asked, *args[1:], **by_torch_names(kwargs))
             return _ungraded(number, first.terrazzo_note.name) if first.tracked else number
-        return super().__torch_function__(func, types, args, kwargs)
+        return super()._called(func, args, kwargs)
 
     @classmethod
     def _refusal(cls, touched: Refusing | None) -> str:

@@ -56,22 +56,16 @@ class StandIn(Refusing):
         return made
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _called(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         first = args[0] if args else None
         if func in _ACTIONS and isinstance(first, StandIn):
-            return _ACTIONS[func](*args, **by_torch_names(kwargs or {}))
+            return _ACTIONS[func](*args, **by_torch_names(kwargs))
         if measures(func) and isinstance(first, StandIn):
             owner, key = _found(first)
-            return owner.measured(key, func, *args[1:], **(kwargs or {}))
+            return owner.measured(key, func, *args[1:], **kwargs)
         if func in _FOR_EACH and args and all(isinstance(grad, StandIn) for grad in args[0]):
-            return _for_each(_FOR_EACH[func], *args, **by_torch_names(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+            return _for_each(_FOR_EACH[func], *args, **by_torch_names(kwargs))
+        return super()._called(func, args, kwargs)
 
     @classmethod
     def _refusal(cls, touched: Refusing | None) -> str:

@@ -59,7 +59,7 @@ class FullWeights:
         ledger: of transient memory.
 
     Attributes:
-        buffer: their memory, of no bytes while they are released.
+        buffer, data: their memory, and all elements of it, 1-D; of no bytes while they are released.
         edits: what users do to the parameters.
         present: whether modules can read them now.
         pinned: whether they are for the user to read, whatever else is done: `release` keeps them.
@@ -76,6 +76,7 @@ class FullWeights:
         self.present, self.pinned = True, False
         resident = weight if spec.resident else None
         self.buffer = resident if isinstance(resident, Buffer) else space.empty((), spec.compute_dtype)
+        self.data = self.buffer.data
         slots = space.layout.slots
         for slot, member in zip(slots, members, strict=True):
             member.parameter.data = view(self.data, slot)
@@ -86,11 +87,6 @@ class FullWeights:
         if not spec.resident:
             ledger.acquire(self.data.nbytes)
             self.release()
-
-    @property
-    def data(self) -> Tensor:
-        """All elements, 1-D."""
-        return self.buffer.data
 
     def list_in(self, storages: Storages, unit: int) -> None:
         """Have `storages` say that the full weights of `unit` are these, wherever they go."""

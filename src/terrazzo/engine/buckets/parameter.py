@@ -124,13 +124,18 @@ class Refusing(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        return cls._called(func, args, kwargs or {})
+
+    @classmethod
+    def _called(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What comes of a function that torch was to call on one."""
         if func in HARMLESS:
             with plainly():
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
         touched = next((arg for arg in arguments(args, kwargs) if isinstance(arg, cls)), None)
         if func in (Tensor.__repr__, Tensor.__format__) and touched is not None:
             return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
-        if touched is not None and (answer := touched._answer(func, args, kwargs or {})) is not NotImplemented:
+        if touched is not None and (answer := touched._answer(func, args, kwargs)) is not NotImplemented:
             return answer
         raise Misuse(f"{function_name(func)} was called on {cls._refusal(touched)}")
 
@@ -209,13 +214,7 @@ class Arriving(AtRest):
     """A parameter whose new values are on their way, beside the computation: whatever touches it waits for them."""
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def _called(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if func not in HARMLESS:
             for parameter in [arg for arg in arguments(args, kwargs) if isinstance(arg, cls)]:
                 arrive = parameter.terrazzo_note.arrive
@@ -223,8 +222,8 @@ class Arriving(AtRest):
                 arrive()  # it is of its own class again
             if func is Tensor.data.__get__:  # type: ignore[attr-defined]
                 return args[0].data  # which may be watched
-            return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
+            return func(*args, **kwargs)
+        return super()._called(func, args, kwargs)
 
 
 def sharded_name(parameter: Tensor) -> str | None:
