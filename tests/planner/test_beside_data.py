@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of, estimate
-from terrazzo.engine.plan.spec import Pass
 from terrazzo.parallel import TensorRanks, context_of
 from terrazzo.parallel.model_types import CUT_MATRICES, NO_STAGES
 from terrazzo.parallel.paper import cut_on_paper
@@ -312,12 +311,7 @@ def test_the_bill_of_a_model_that_nobody_builds(axes: tuple[tuple[str, int], ...
         tz.parallelize(model, mesh)
         bill = estimate(model, torch.optim.AdamW(in_two_groups(model)), plan, mesh=mesh, precision=precision)
     check_states(setup, vars(bill))
-    transient = stage_peak(setup, 0, states_only=True).total
-    if plan in ("zero1", "zero2"):  # where a unit has two spaces and no weights are gathered, chains overlap more
-        shared = [bucket for unit in shape.units for bucket in buckets(unit, placement_of(setup)) if bucket.shared]
-        assert 0 <= bill.transient_bytes - transient <= 2 * max(bucket.pending_bytes(Pass.REDUCES) for bucket in shared)
-    else:
-        assert transient == bill.transient_bytes
+    assert stage_peak(setup, 0, states_only=True).total == bill.transient_bytes
 
 
 @pytest.mark.parametrize(("axes", "plan"), [*zip(MESHES, ("zero3", "hybrid_shard"), strict=True), (MESHES[0], "zero0")])

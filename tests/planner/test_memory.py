@@ -24,7 +24,8 @@ from terrazzo.planner.memory.overheads import PROCESS_BYTES, PROCESS_BYTES_UPPER
 from terrazzo.planner.memory.peak import memory_of, stage_terms
 from terrazzo.planner.memory.stages import in_flight, stage_units
 from terrazzo.planner.memory.states import state_terms
-from terrazzo.planner.memory.walk import StepSettings, StepUnit, peak_of
+from terrazzo.planner.memory.walk import peak_of
+from terrazzo.planner.memory.walked import StepSettings, StepUnit
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
 from terrazzo.planner.report.all_formulas import FORMULAS
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
@@ -408,26 +409,27 @@ def test_an_estimate_takes_few_calls() -> None:
     micro_batches=st.integers(1, 3),
     local=st.booleans(),
     saved=st.integers(0, 2**20),
+    host=st.sampled_from([0, 2]),
 )
 def test_a_long_row_may_be_shortened(
-    plan: str, layers: int, prefetch: int, micro_batches: int, local: bool, saved: int
+    plan: str, layers: int, prefetch: int, micro_batches: int, local: bool, saved: int, host: int
 ) -> None:
     """One unit that stands for many peaks as they do one by one."""
     model = llama(layers, 64, 128, 4, 2, 1000)
     made = setup(model, plan, mesh=Mesh(dp_replicate=2, dp_shard=4), precision=Precision.named("bf16"))
-    units = _step_units(made, saved)
+    units = _step_units(made, saved, host)
     options = StepSettings(prefetch=prefetch, micro_batches=micro_batches, local=local or not made.plan.grad.axes)
     one_by_one = [replace(unit, count=1) for unit in units for _ in range(unit.count)]
     assert peak_of(units, options).total == pytest.approx(peak_of(one_by_one, options).total, rel=1e-12)
 
 
-def _step_units(made: Setup, saved: int) -> list[StepUnit]:
+def _step_units(made: Setup, saved: int, host: int) -> list[StepUnit]:
+    from terrazzo.planner.memory.changes import unit_changes
     from terrazzo.planner.memory.placement import placement_of
-    from terrazzo.planner.memory.states import unit_states
 
-    placement = placement_of(made)
+    placement = replace(placement_of(made), host=host)
     return [
-        StepUnit(unit_states(unit, placement), count, float(saved) if unit.block else 0.0, saved / 3)
+        StepUnit(unit_changes(unit, placement), count, float(saved) if unit.block else 0.0, saved / 3)
         for unit, count in stage_units(made, 0)
     ]
 

@@ -16,11 +16,13 @@ from terrazzo.engine import Offload, Plan, Precision, estimate
 from terrazzo.engine.links.gloo import GlooCollectives
 from terrazzo.engine.plan.partition import find_units, partition
 from terrazzo.engine.plan.place import OFFLOADS
+from terrazzo.engine.plan.spec import Pass
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.peak import stage_peak
 from terrazzo.planner.memory.placement import placement_of
-from terrazzo.planner.memory.states import state_terms, unit_states
+from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.memory.tiers import tier_terms
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.model.shapes import BlockShape, ModelShape, TensorShape, UnitShape
@@ -215,5 +217,6 @@ def test_what_gloo_receives(ranks: int, per_node: int) -> None:
     host = Device("host", kind="cpu", per_node=per_node)
     unit = UnitShape("", (TensorShape("matrix", (2048, 1024)),))
     setup = Setup(ModelShape("one", (unit,)), Cluster(host, ranks), Plan.named("zero3"), Mesh(dp_shard=ranks))
-    states = unit_states(unit, placement_of(setup))
-    assert states.reduction == ((True, collectives.receive_bytes(states.pending)),)
+    (bucket,) = buckets(unit, placement_of(setup))
+    (move,) = bucket.sums.last.partial
+    assert move.received_bytes == collectives.receive_bytes(bucket.pending_bytes(Pass.REDUCES))

@@ -120,16 +120,16 @@ def _on_meta(text: str) -> nn.Module:
 
 
 def units_of_engine(model: nn.Module) -> dict[str, TensorsOfUnit]:
-    """What the engine would make a unit of, by unit name: the names and shapes of its parameters."""
+    """What the engine would make a unit of, by unit name: the names and shapes of its parameters in order."""
     units = {}
     for spec in partition(model, find_units(model, None)[0]):
         start = len(spec.name) + 1 if spec.name else 0
-        units[spec.name] = tuple(sorted((m.name[start:], tuple(m.parameter.shape)) for m in spec.members))
+        units[spec.name] = tuple((m.name[start:], tuple(m.parameter.shape)) for m in spec.members)
     return units
 
 
 def tensors_of(shape: ModelShape) -> list[tuple[int, TensorsOfUnit]]:
-    return [(unit.count, tuple(sorted((t.name, t.shape) for t in unit.tensors))) for unit in shape.units]
+    return [(unit.count, tuple((t.name, t.shape) for t in unit.tensors)) for unit in shape.units]
 
 
 def assert_same_units(shape: ModelShape, model: nn.Module) -> None:

@@ -235,7 +235,11 @@ class PaperUnit:
         self._filled_numel = 0
         for bucket in self.buckets:
             if bucket.spec.trainable:
-                yield from bucket.reduce(last=denominator is not None)
+                yield from self.reduce_bucket(bucket, last=denominator is not None)
+
+    def reduce_bucket(self, bucket: PaperBucket, last: bool) -> Moves[None]:
+        """What `reduce` does of one bucket after the other."""
+        return bucket.reduce(last)
 
 
 class PaperWeights:

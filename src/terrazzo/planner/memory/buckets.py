@@ -23,13 +23,13 @@ def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
 
     Likewise what tensor-parallel ranks have parts of, and what all of them have whole; and what several stages have.
     """
-    groups: dict[tuple[bool, bool, bool, int], list[TensorShape]] = {}
-    for tensor in unit.tensors:
+    groups: dict[tuple[bool, bool, bool, int], list[int]] = {}
+    for place, tensor in enumerate(unit.tensors):
         dealt_out = placement.ep > 1 and tensor.role == "expert"
         has_part = (dealt_out and placement.whole_experts) or _is_cut(tensor, unit.block, placement)
         is_shared = placement.padded and placement.tp > 1 and not has_part
-        groups.setdefault((not tensor.trainable, is_shared, dealt_out, tensor.copies), []).append(tensor)
-    return tuple(PlannedBucket(groups[key], placement, unit.is_root, shared=key[1]) for key in sorted(groups))
+        groups.setdefault((not tensor.trainable, is_shared, dealt_out, tensor.copies), []).append(place)
+    return tuple(PlannedBucket(unit, groups[key], placement, shared=key[1]) for key in sorted(groups))
 
 
 def _is_cut(tensor: TensorShape, block: BlockShape | None, placement: Placement) -> bool:
@@ -43,9 +43,10 @@ _KEYS = re.compile(r"\b(key|value|k_proj|v_proj)\.(weight|bias)$")
 
 
 class PlannedBucket(BucketSpec):
-    """A bucket of these tensors.
+    """A bucket of the tensors at these places of a unit.
 
     Attributes:
+        places: of its tensors among those of the unit.
         shared: all tensor-parallel ranks have it whole, and their gradients are summed.
         tp: ranks along `tp` that have a part of each, or 1.
         dealt: ranks among which whole tensors are dealt out (experts): so many fewer split each of them.
@@ -55,11 +56,13 @@ class PlannedBucket(BucketSpec):
             that it updates as whole matrices.
     """
 
-    def __init__(self, tensors: Sequence[TensorShape], placement: Placement, keep: bool, shared: bool) -> None:
+    def __init__(self, unit: UnitShape, places: Sequence[int], placement: Placement, shared: bool) -> None:
         recipe, precision = placement.optimizer, placement.precision
         self._whole = recipe.matrix_moments is not None
-        self.tensors = sorted(tensors, key=self.group_of) if self._whole else tensors
-        self.shared, self._fixed_bytes = shared, recipe.fixed_bytes
+        if self._whole:
+            places = sorted(places, key=lambda place: self.group_of(unit.tensors[place]))
+        tensors = [unit.tensors[place] for place in places]
+        self.places, self.tensors, self.shared, self._fixed_bytes = places, tensors, shared, recipe.fixed_bytes
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
         self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
         self.end = sum(round_up(self.share(tensor), ALIGN if self.padded else 1) for tensor in tensors)
@@ -72,7 +75,7 @@ class PlannedBucket(BucketSpec):
             axes,
             placement.tiers,
             tensors[0].trainable,
-            keep,
+            unit.is_root,
             on_host=placement.host > 0,
             stages=tuple(range(tensors[0].copies)) if tensors[0].copies > 1 else (),
         )

@@ -8,13 +8,15 @@ from dataclasses import replace
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.activations import BlockActivations, block_activations, head_activations
+from terrazzo.planner.memory.changes import UNREDUCED, unit_changes
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.overheads import device_bytes, reserved_bytes, upper_bytes, workspace_bytes
-from terrazzo.planner.memory.placement import placed_units, stand_ins
-from terrazzo.planner.memory.stages import in_flight, stage_units
+from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
+from terrazzo.planner.memory.stages import blocks_of_chunks, in_flight, last_turns, stage_units
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.memory.tiers import disk_writes, moved_activations, on_device, tier_terms
-from terrazzo.planner.memory.walk import ACTIVATIONS, KINDS, LOGITS, UNREDUCED, Peak, StepSettings, StepUnit, peak_of
+from terrazzo.planner.memory.walk import peak_of
+from terrazzo.planner.memory.walked import ACTIVATIONS, KINDS, LOGITS, Peak, StepSettings, StepUnit
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
 
@@ -159,28 +161,26 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         states_only: without activations, logits, finished gradients and what elementwise updates take: the engine's
             `transient_bytes`.
     """
-    parts = [(unit_states(unit, own), unit, count) for unit, count, own in placed_units(setup, stage)]
     plain = StepSettings(
-        has_root=parts[0][1].is_root,
         prefetch=setup.prefetch,
         micro_batches=setup.micro_batches,
-        staged=setup.staged,
+        turns=last_turns(setup, stage) if setup.staged else (),
         local=setup.sums_locally,
         whole=setup.as_megatron,
         gradual=not setup.compile,
-        beside=setup.cluster.device.kind != "cpu",
         with_gradients=not states_only,
         update=float(matrix_updates(setup, stage).held_bytes),
     )
+    rows = list(_rows(setup, stage))
     if states_only:
-        units = [StepUnit(states, count) for states, _, count in parts]
-        return peak_of(units, plain)
+        return peak_of([StepUnit(unit_changes(unit, own), n, chunk=chunk) for unit, n, own, chunk in rows], plain)
     is_last = stage == setup.mesh.pp - 1
     units = []
-    for states, unit, count in parts:
+    for unit, count, own, chunk in rows:
         found = block_activations(setup, unit.block) if unit.block else BlockActivations(0.0, 0.0, 0.0, 0.0)
-        gradient = 0 if unit.is_root and not is_last else states.largest_grad
-        units.append(StepUnit(states, count, found.stays, found.working + gradient + _cast_bytes(setup, unit)))
+        gradient = 0 if unit.is_root and not is_last else unit_states(unit, own).largest_grad
+        working = found.working + gradient + _cast_bytes(setup, unit)
+        units.append(StepUnit(unit_changes(unit, own), count, found.stays, working, chunk))
     head = head_activations(setup)
     settings = replace(
         plain,
@@ -191,6 +191,24 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         update=max(plain.update, _update_bytes(setup, stage)),
     )
     return peak_of(units, settings)
+
+
+def _rows(setup: Setup, stage: int) -> Iterator[tuple[UnitShape, int, Placement, int]]:
+    """The units of a stage, with counts and placements, and the chunk that each is in: rows are cut where one ends."""
+    if setup.virtual_stages == 1 or not setup.staged:
+        yield from ((unit, count, own, 0) for unit, count, own in placed_units(setup, stage))
+        return
+    left, chunk = list(blocks_of_chunks(setup, stage)), 0
+    for unit, count, own in placed_units(setup, stage):
+        if unit.is_root:
+            yield unit, count, own, 0 if stage == 0 else len(left) - 1
+            continue
+        while count:
+            while not left[chunk]:
+                chunk += 1
+            here = min(count, left[chunk])
+            left[chunk], count = left[chunk] - here, count - here
+            yield unit, here, own, chunk
 
 
 def _cast_bytes(setup: Setup, unit: UnitShape) -> float:

@@ -16,7 +16,7 @@ from terrazzo.engine.links.side import Side
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.links.traffic import Ledger
 from terrazzo.engine.links.transfer import Moves, Released
-from terrazzo.engine.paper.rehearsal import PaperUnit
+from terrazzo.engine.paper.rehearsal import PaperBucket, PaperGradient, PaperUnit
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.plan.spec import Pass, resting_bytes
 from terrazzo.engine.schedule.schedule import Schedule
@@ -147,8 +147,6 @@ class _Player:
         schedule = self._schedule
         schedule.set_pass(Pass.FINISHES if last else Pass.ADDS if self._local_sums else Pass.REDUCES)
         self._moment, self._live = "forward", self._trace.buffer_bytes
-        for unit in self._paper:
-            unit.filled_numel = 0
         self._forward = schedule.begin_forward(training=True)
         for event in self._trace.events:
             self._hold(event.rise)
@@ -172,7 +170,7 @@ class _Player:
                 backward.end()
                 schedule.end_backward()
             else:
-                unit.accumulate(event.numel, backward.this_pass)
+                unit.take_gradient(event, backward.this_pass)
                 backward.gradient_came(unit)
 
     def _hold(self, rise: int = 0) -> None:
@@ -200,24 +198,33 @@ class _Unit(PaperUnit):
         self, index: int, held: Sequence[PlannedBucket], compiled: bool, ledger: Ledger, sums: Ledger, side: Side | None
     ) -> None:
         super().__init__(str(index or ""), index, held, compiled, Tally(ledger=ledger), side)
-        self._sums, self._trainable = sums, [bucket for bucket in held if bucket.trainable]
-        self.filled_numel = 0
+        self._sums = sums
+        self._gradient_of = {
+            tensor.name: PaperGradient(place, tensor.numel, number)
+            for number, bucket in enumerate(held)
+            for place, tensor in zip(bucket.places, bucket.tensors, strict=True)
+            if bucket.trainable
+        }
+        self.gradients += self._gradient_of.values()
 
-    @property
-    def half_filled(self) -> bool:
-        return 2 * self.filled_numel >= sum(bucket.share(t) for bucket in self._trainable for t in bucket.tensors)
+    def take_gradient(self, event: TraceEvent, this_pass: Pass) -> None:
+        """Of a parameter; with one that the shapes call otherwise, as adapters may, memory comes for every bucket."""
+        if (known := self._gradient_of.get(event.parameter)) is not None:
+            self.add_gradient(known, this_pass)
+        else:
+            for number in range(len(self.buckets)):
+                self.add_gradient(PaperGradient(0, event.numel * (number == 0), number), this_pass)
 
-    def accumulate(self, numel: int, this_pass: Pass) -> None:
-        self.accumulate_gradients(this_pass)
-        self.filled_numel += numel
+    def reduce_bucket(self, bucket: PaperBucket, last: bool) -> Moves[None]:
+        """Each reduce-scatter makes a sum of its own; what it summed goes when it has ended.
 
-    def reduce(self, denominator: float | None) -> Moves[None]:
-        """Each reduce-scatter makes a sum of its own; what it summed goes when it has ended."""
-        last = denominator is not None
-        sums = self._sums_bytes(last)
-        stays = last and not any(bucket.sums.last.finish for bucket in self._trainable)
+        What finishes the partial sum counts as if it were summed in place.
+        """
+        reduction = bucket.spec.sums.of(last)
+        sums = [move.sum_bytes for move in reduction.partial]
+        stays = last and not reduction.finish
         held = index = 0
-        for step in super().reduce(denominator):
+        for step in super().reduce_bucket(bucket, last):
             if isinstance(step, Released):
                 yield step
                 continue
@@ -226,13 +233,9 @@ class _Unit(PaperUnit):
             held = self._hold(held, sum(before) + sum(now))
             yield step
             held = self._hold(held, sum(now) if stays or index < len(sums) else 0)
-        self._hold(held, resting_bytes(self._trainable)["grad"] * last)
+        self._hold(held, resting_bytes([bucket.spec])["grad"] * last)
 
     def _hold(self, before: int, now: int) -> int:
         self._sums.release(before)
         self._sums.acquire(now)
         return now
-
-    def _sums_bytes(self, last: bool) -> list[int]:
-        """Of each partial sum of the unit in turn; what finishes it counts as if it were summed in place."""
-        return [move.sum_bytes for bucket in self._trainable for move in bucket.sums.of(last).partial]

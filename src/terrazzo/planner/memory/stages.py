@@ -1,4 +1,6 @@
-"""Pipeline stages: which units the ranks of each hold, and how many micro-batches wait on it for their backward."""
+"""Pipeline stages: which units the ranks of each hold, how many micro-batches wait on it for their backward, and what
+their last turns find.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from terrazzo.parallel.pipeline.order import balanced, rounds_of
+from terrazzo.parallel.pipeline.order import Kind, actions_of, balanced, rounds_of
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["Cut", "cut_of", "in_flight", "stage_units", "units_of_stage"]
+__all__ = ["Cut", "LastTurn", "blocks_of_chunks", "cut_of", "in_flight", "last_turns", "stage_units", "units_of_stage"]
 
 
 class Cut(NamedTuple):
@@ -59,7 +61,7 @@ def _bounds(units: tuple[UnitShape, ...], cut: Cut) -> tuple[tuple[int, int], ..
     """
     layers, matrices = (
         sum(unit.count for unit in units[1:]),
-        [each for each in units[0].tensors if not _looked_up(each)],
+        [each for each in units[0].tensors if not each.is_table],
     )
     costs = [0, *(_cost(unit.tensors) for unit in units[1:] for _ in range(unit.count)), 0]
     costs += [tensor.numel for tensor in matrices if len(tensor.shape) > 1]
@@ -75,6 +77,13 @@ def _cost(tensors: tuple[TensorShape, ...]) -> int:
     return sum(tensor.numel for tensor in tensors if len(tensor.shape) > 1)
 
 
+def blocks_of_chunks(setup: Setup, stage: int) -> tuple[int, ...]:
+    """How many blocks each chunk of a pipeline's rank has."""
+    cut, layers = cut_of(setup), setup.model.layers
+    bounds = _bounds(setup.model.units, cut)[stage :: cut.ranks]
+    return tuple(min(end, layers + 1) - max(begin, 1) if end > 1 else 0 for begin, end in bounds)
+
+
 def stage_units(setup: Setup, stage: int) -> tuple[tuple[UnitShape, int], ...]:
     """The units of a pipeline's rank with their counts, its part of the root first if it has one.
 
@@ -87,7 +96,7 @@ def stage_units(setup: Setup, stage: int) -> tuple[tuple[UnitShape, int], ...]:
 def _root_tensors(root: UnitShape, tied: bool, even: bool, stages: int, stage: int) -> tuple[TensorShape, ...]:
     if stages == 1:
         return root.tensors
-    first = tuple(tensor for tensor in root.tensors if _looked_up(tensor))
+    first = tuple(tensor for tensor in root.tensors if tensor.is_table)
     if tied and not even:
         place = next((index for index, tensor in enumerate(first) if tensor.role == "embedding"), len(first))
         first = (
@@ -102,12 +111,7 @@ def _root_tensors(root: UnitShape, tied: bool, even: bool, stages: int, stage: i
     head = tuple(tensor for tensor in first if tensor.role == "embedding")[:1] if tied else ()
     if not even:
         head = tuple(replace(tensor, role="head") for tensor in head)
-    return tuple(tensor for tensor in root.tensors if not _looked_up(tensor)) + head
-
-
-def _looked_up(tensor: TensorShape) -> bool:
-    """Embeddings, and learned positions, which are vectors in a table."""
-    return tensor.role == "embedding" or (tensor.role == "vector" and len(tensor.shape) == 2)
+    return tuple(tensor for tensor in root.tensors if not tensor.is_table) + head
 
 
 def in_flight(setup: Setup, stage: int) -> float:
@@ -128,3 +132,47 @@ def in_flight(setup: Setup, stage: int) -> float:
     size = stages if setup.as_megatron or micro_batches < stages else rounds_of(stages, micro_batches)
     ahead = 2 * (stages - stage - 1) + (chunks - 1) * size + 1
     return min(ahead, micro_batches * chunks) / chunks
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------
+
+
+class LastTurn(NamedTuple):
+    """The last forward, or the last backward, of one chunk in a step of the engine's stages.
+
+    None before it finds as much, since what a chunk leaves stays until the step ends.
+
+    Attributes:
+        forward_before: the chunks that have run forward before it; `backward_before` likewise.
+    """
+
+    chunk: int
+    is_forward: bool
+    forward_before: frozenset[int]
+    backward_before: frozenset[int]
+
+
+def last_turns(setup: Setup, stage: int) -> tuple[LastTurn, ...]:
+    """Those of a pipeline's rank."""
+    ranks, count = setup.mesh.pp, max(setup.micro_batches, setup.mesh.pp)
+    if setup.virtual_stages > 1:  # what comes in the middle of many rounds comes in four
+        size = rounds_of(ranks, count)
+        count = min(count, 4 * size)
+    else:
+        count = min(count, 2 * ranks)
+    return _last_turns(setup.pipeline, ranks, setup.virtual_stages, count)[stage]
+
+
+@lru_cache(maxsize=1024)
+def _last_turns(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[tuple[LastTurn, ...]]:
+    found = []
+    for actions in actions_of(schedule, ranks, chunks, micro_batches):
+        before: dict[bool, frozenset[int]] = {True: frozenset(), False: frozenset()}
+        last: dict[tuple[int, bool], LastTurn] = {}
+        for action in actions:
+            if action.kind is not Kind.WEIGHT:
+                chunk, is_forward = action.stage // ranks, action.kind is Kind.FORWARD
+                last[chunk, is_forward] = LastTurn(chunk, is_forward, before[True], before[False])
+                before[is_forward] |= {chunk}
+        found.append(tuple(last.values()))
+    return found

@@ -34,13 +34,14 @@ class TraceEvent:
         unit: name of the unit's module, empty for the root.
         rise: the most that was held in between, beyond what was held at the moment before.
         change: what is held now beyond that.
-        numel: elements of the gradient.
+        parameter: whose gradient is there, by its name in the unit. `numel`: elements of that.
     """
 
     kind: Kind
     unit: str
     rise: int
     change: int
+    parameter: str = ""
     numel: int = 0
 
 
@@ -81,7 +82,7 @@ class ActivationTrace:
 
 
 def _renamed(event: TraceEvent, unit: str) -> TraceEvent:
-    return TraceEvent(event.kind, unit, event.rise, event.change, event.numel)
+    return TraceEvent(event.kind, unit, event.rise, event.change, event.parameter, event.numel)
 
 
 def traced_activations(
@@ -217,9 +218,10 @@ class _Recorder:
     def _restart(self) -> None:
         self._before_bytes = self._counter.peak_bytes = self._counter.live_bytes
 
-    def note(self, kind: Kind, unit: str, numel: int = 0) -> None:
+    def note(self, kind: Kind, unit: str, parameter: str = "", numel: int = 0) -> None:
         counter, before = self._counter, self._before_bytes
-        self.events.append(TraceEvent(kind, unit, counter.peak_bytes - before, counter.live_bytes - before, numel))
+        rise, change = counter.peak_bytes - before, counter.live_bytes - before
+        self.events.append(TraceEvent(kind, unit, rise, change, parameter, numel))
         self._restart()
 
     def watch(self, model: nn.Module, units: Sequence[str]) -> None:
@@ -229,7 +231,7 @@ class _Recorder:
         for path, parameter in model.named_parameters():
             if parameter.requires_grad:
                 inside = [name for name in units if path.startswith(f"{name}.")]
-                parameter.register_post_accumulate_grad_hook(self._take(max(inside, key=len, default="")))
+                parameter.register_post_accumulate_grad_hook(self._take(path, max(inside, key=len, default="")))
 
     def _watch_unit(self, module: nn.Module, name: str) -> None:
         def before(*_: Any) -> None:
@@ -257,9 +259,11 @@ class _Recorder:
 
         return announce
 
-    def _take(self, unit: str) -> Callable[[Tensor], None]:
+    def _take(self, path: str, unit: str) -> Callable[[Tensor], None]:
+        name = path.removeprefix(f"{unit}.")
+
         def take(parameter: Tensor) -> None:
-            self.note("gradient", unit, parameter.numel())
+            self.note("gradient", unit, name, parameter.numel())
             parameter.grad = None
 
         return take

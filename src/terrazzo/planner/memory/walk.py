@@ -2,106 +2,54 @@
 
 The order of events is that of `terrazzo.engine.schedule`: gathers with prefetch, reductions behind backward.
 It is described a second time here because a search would be slower on the schedule itself; tests hold both equal.
+What each event does to memory is put together beforehand, unit by unit (`UnitChanges`).
+
 Units in the middle of a long row of equal ones do the same as their neighbours, so a row is shortened to a few, of
 which one stands for all that were left out: what is held changes evenly along a row, and is most at one of its ends.
+Of passes those are walked through that find the most: every later one finds what earlier ones have left, and more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from terrazzo.planner.memory.states import Phase, UnitStates
+from terrazzo.planner.memory.changes import (
+    GATHERED,
+    GRADIENTS,
+    NOTHING,
+    RECEIVE,
+    UNREDUCED,
+    Chain,
+    Change,
+)
+from terrazzo.planner.memory.stages import LastTurn
+from terrazzo.planner.memory.walked import ACTIVATIONS, KINDS, LOGITS, WORKING, Peak, StepSettings, StepUnit
 
-__all__ = ["KINDS", "Peak", "StepSettings", "StepUnit", "peak_of"]
-
-KINDS = ("gathered", "unreduced", "receive", "gradients", "activations", "working", "logits")
-GATHERED, UNREDUCED, RECEIVE, GRADIENTS, ACTIVATIONS, WORKING, LOGITS = range(len(KINDS))
-
-
-@dataclass(frozen=True)
-class StepUnit:
-    """`count` equal units in a row.
-
-    Attributes:
-        saved: bytes of activations that one keeps from forward to backward.
-        working: bytes that its backward needs besides: what it recomputes, and gradients of activations.
-    """
-
-    states: UnitStates
-    count: int = 1
-    saved: float = 0.0
-    working: float = 0.0
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Bytes by `KINDS` at the moment when most is held, and that moment in words."""
-
-    parts: tuple[float, ...]
-    moment: str
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts)
-
-
-@dataclass(frozen=True)
-class StepSettings:
-    """How the units of a stage are run.
-
-    Attributes:
-        has_root: whether the first unit is the root, which encloses the others.
-        loss: bytes of logits and of what the loss makes of them, at most.
-        logits: of these, bytes that are there in the head's backward: the gradient of the logits.
-        in_flight: activations of earlier micro-batches that wait for their backward, bytes.
-        staged: gradients are reduced, and what stays between forward and backward goes, when every backward has run.
-        local: micro-batches before the last only add gradients. whole: what these add up to stays from step to step.
-        gradual: gradients come one after the other while a unit's backward runs.
-        beside: chains of collectives run beside the computation, which waits for their ends alone: ranks on CUDA.
-        with_gradients: count finished gradients that stay on the device too.
-        update: bytes that the optimizer step needs.
-    """
-
-    has_root: bool = True
-    prefetch: int = 1
-    micro_batches: int = 1
-    staged: bool = False
-    local: bool = False
-    whole: bool = False
-    gradual: bool = True
-    beside: bool = False
-    loss: float = 0.0
-    logits: float = 0.0
-    in_flight: float = 0.0
-    with_gradients: bool = True
-    update: float = 0.0
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether a last micro-batch finds memory taken by what earlier ones left."""
-        return self.micro_batches > 1 or (self.local and self.whole)
+__all__ = ["peak_of"]
 
 
 def peak_of(units: Sequence[StepUnit], settings: StepSettings) -> Peak:
-    """The fullest moment of a step of these units, in the order in which they run."""
+    """The fullest moment of a step of these units, in the order in which they run, the root first."""
     walk = _Walk(_shortened(units, settings), settings)
-    walk.begin()
-    if settings.micro_batches > 2:
-        walk.micro_batch(last=False)
-    walk.micro_batch(last=not settings.staged)
-    if settings.staged:
-        walk.end_step()
+    if settings.turns:
+        walk.stages()
+    else:
+        walk.micro_batches()
     walk.update()
     return Peak(tuple(walk.best), walk.moment)
 
 
 def _shortened(units: Sequence[StepUnit], settings: StepSettings) -> list[StepUnit]:
-    """Rows of equal units as single ones: the first and last few, and between them one with the count of the rest."""
-    window = settings.prefetch + 2
+    """Rows of equal units as single ones: the first and last few, and between them one with the count of the rest.
+
+    A few are as many as see each other's weights or reductions: of these several are under way where nobody makes room.
+    """
+    under_way = 1 if units[0].changes.beside else max(unit.changes.collectives for unit in units)
+    window = max(settings.prefetch, under_way) + 2
     row: list[StepUnit] = []
     for unit in units:
-        single = replace(unit, count=1)
+        single = unit if unit.count == 1 else replace(unit, count=1)
         if unit.count <= 2 * window + 1:
             row += [single] * unit.count
         else:
@@ -114,235 +62,272 @@ class _Walk:
 
     def __init__(self, units: list[StepUnit], settings: StepSettings) -> None:
         self.units, self.settings = units, settings
-        self.now = [0.0] * len(KINDS)
-        self.best, self.best_total, self.moment = list(self.now), -1.0, "at rest"
-        self.present = [unit.states.full == 0 for unit in units]
-        self.held = [False] * len(units)
-        self.pending = [0] * len(units)
-        self.partial = [False] * len(units)
-        self.reducing: list[_Reduction] = []
+        self.changes = [unit.changes for unit in units]
+        self.best, self.best_total, self.moment = [0.0] * len(KINDS), -1.0, "at rest"
+        self.all, self.beside = range(len(units)), units[0].changes.beside
+        self.restart()
+
+    def restart(self) -> None:
+        """Nothing is held but weights at rest."""
+        count = len(self.units)
+        self.now, self.total = [0.0] * len(KINDS), 0.0
+        self.here, self.kept, self.held = [False] * count, [False] * count, [False] * count
+        self.pending, self.partial, self.added = [False] * count, [False] * count, [False] * count
+        self.rest_of_row, self.sums_of_row = [0] * count, [0] * count
+        self.reducing: list[_UnderWay] = []
         self.held_back: Sequence[int] = ()
-        self.last = True
+        self.last, self.of_tables = True, NOTHING
+
+    def apply(self, change: Change, moment: str) -> None:
+        total, now = self.total, self.now
+        if total + change.rise > self.best_total:
+            self.best, self.best_total, self.moment = list(now), total + change.rise, moment
+            for kind, count_bytes in change.at_rise:
+                self.best[kind] += count_bytes
+        for kind, count_bytes in change.change:
+            now[kind] += count_bytes
+        self.total = total + change.net
+
+    def add(self, kind: int, count_bytes: float) -> None:
+        self.now[kind] += count_bytes
+        self.total += count_bytes
 
     def note(self, moment: str) -> None:
-        total = sum(self.now)
-        if total > self.best_total:
-            self.best, self.best_total, self.moment = list(self.now), total, moment
+        if self.total > self.best_total:
+            self.best, self.best_total, self.moment = list(self.now), self.total, moment
 
     # -- the step --------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Before the last two micro-batches: what earlier ones have left."""
-        if not self.settings.has_sums:
-            return
-        self.now[ACTIVATIONS] += self.settings.in_flight
-        for index, unit in enumerate(self.units):
-            states = unit.states
-            if self.settings.local:
-                self.pending[index] = states.pending_local
-                self.now[UNREDUCED] += states.pending_local * unit.count
-            elif states.trainable:
-                self.partial[index] = True
-                self.now[UNREDUCED] += states.partial * unit.count
+    def micro_batches(self) -> None:
+        """One pass after the other: of the first, those in the middle and the last, what finds the most."""
+        settings, count = self.settings, self.settings.micro_batches
+        self.add(ACTIVATIONS, settings.in_flight)
+        stay = settings.local and settings.whole
+        if count > 2 or stay:
+            self.leave_sums(self.all)
+        if count > 2 or (count == 2 and not stay):
+            self.micro_batch(last=False)
+        self.micro_batch(last=True)
 
     def micro_batch(self, last: bool) -> None:
         self.last = last
-        self.forward()
-        self.backward()
+        self.forward(self.all, ends_model=True)
+        self.backward(self.all, ends_model=True)
 
-    def end_step(self) -> None:
-        """In stages: weights go, and the gradients of all micro-batches are reduced, unit by unit."""
-        for index in range(len(self.units)):
-            self.release(index)
-        self.last = True
-        for unit in self.units:
-            self.now[RECEIVE] += unit.states.copied
-            self.note("while stages add what they share")
-            self.now[RECEIVE] -= unit.states.copied
-        for index in range(len(self.units) - 1, -1, -1):
+    def stages(self) -> None:
+        """Turns of stages, and then the sums of all micro-batches, unit by unit."""
+        last = max(turn.chunk for turn in self.settings.turns)
+        for turn in self.settings.turns:
+            if row := [index for index in self.all if self.units[index].chunk == turn.chunk]:
+                self.turn(turn, row, ends_model=turn.chunk == last)
+        self.restart()
+        self.leave_sums(self.all)
+        for changes in self.changes:
+            self.note_beside(RECEIVE, changes.copied, "while stages add what they share")
+        for index in reversed(self.all):
             self.close(index)
             self.make_room()
-            self.leave_gradients(self.units[index].states, self.units[index].count - 1)
+            self.reduce_row(index)
         self.finish()
 
+    def turn(self, turn: LastTurn, row: Sequence[int], ends_model: bool) -> None:
+        """Of as many micro-batches as are in flight at most, whatever turn it is."""
+        self.restart()
+        self.last = False
+        others = sum(unit.saved * unit.count for unit in self.units if unit.chunk != turn.chunk)
+        self.add(ACTIVATIONS, self.settings.in_flight + others)
+        for index in self.all:
+            if self.units[index].chunk in turn.forward_before:
+                self.kept[index], self.here[index] = True, not self.changes[index].regathered
+                self.held[index] = self.changes[index].regathered
+                self.rest_row(index)
+                self.add(GATHERED, self.changes[index].between)
+        self.leave_sums([index for index in self.all if self.units[index].chunk in turn.backward_before])
+        if turn.is_forward:
+            return self.forward(row, ends_model)
+        self.add(ACTIVATIONS, sum(self.units[index].saved * self.units[index].count for index in row))
+        self.add(LOGITS, self.settings.logits * ends_model)
+        return self.backward(row, ends_model)
+
+    def leave_sums(self, indices: Sequence[int]) -> None:
+        """As if earlier micro-batches had run."""
+        for index in indices:
+            changes = self.changes[index]
+            if changes.trainable:
+                self.pending[index] = self.added[index] = self.settings.local
+                self.partial[index] = not self.settings.local
+                self.add(UNREDUCED, changes.pending if self.settings.local else changes.partial)
+                self.sum_row(index)
+
     def update(self) -> None:
-        self.now[WORKING] += self.settings.update
-        self.note("in the optimizer's update")
-        self.now[WORKING] -= self.settings.update
-        apart = max(unit.states.apart for unit in self.units)
-        self.now[GATHERED] += apart
-        self.note("while new weights are gathered")
-        self.now[GATHERED] -= apart
+        self.note_beside(WORKING, self.settings.update, "in the optimizer's update")
+        apart = max(changes.apart for changes in self.changes)
+        self.note_beside(GATHERED, apart, "while new weights are gathered")
+
+    def note_beside(self, kind: int, count_bytes: float, moment: str) -> None:
+        self.add(kind, count_bytes)
+        self.note(moment)
+        self.add(kind, -count_bytes)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self) -> None:
-        ahead, first = self.settings.prefetch, 1 if self.settings.has_root else 0
-        if first:
-            self.fetch(0)
-            for index in range(1, min(len(self.units), 1 + ahead)):
-                self.fetch(index)
-            self.now[ACTIVATIONS] += self.units[0].saved
-        for index in range(first, len(self.units)):
-            for other in range(index, min(len(self.units), index + 1 + ahead)):
-                self.fetch(other)
-            self.now[ACTIVATIONS] += self.units[index].saved * self.units[index].count
+    def forward(self, row: Sequence[int], ends_model: bool) -> None:
+        ahead, units, has_root = self.settings.prefetch, self.units, self.changes[row[0]].is_root
+        if has_root:
+            self.come_to(row[: 1 + ahead])
+            self.add(ACTIVATIONS, units[row[0]].saved)
+        for place in range(has_root, len(row)):
+            index = row[place]
+            self.come_to(row[place : place + 1 + ahead])
+            self.add(ACTIVATIONS, units[index].saved * units[index].count)
             self.note("in forward")
             self.rest_between(index)
-        if first:
-            self.rest_between(0)
-        self.now[LOGITS] += self.settings.loss
-        self.note("at the loss")
-        self.now[LOGITS] += self.settings.logits - self.settings.loss
+        if has_root:
+            self.rest_between(row[0])
+        if ends_model:
+            self.add(LOGITS, self.settings.loss)
+            self.note("at the loss")
+            self.add(LOGITS, self.settings.logits - self.settings.loss)
+
+    def come_to(self, indices: Sequence[int]) -> None:
+        """Gather these, and have the weights of the first."""
+        for index in indices:
+            self.fetch(index)
+        self.drop_held(indices[0])
 
     def fetch(self, index: int) -> None:
-        if not self.present[index]:
-            self.present[index] = True
-            self.now[GATHERED] += self.units[index].states.full
-            self.note("while gathering weights")
-
-    def rest_between(self, index: int) -> None:
-        unit = self.units[index]
-        states = unit.states
-        if states.keep:
-            self.now[GATHERED] += states.full * (unit.count - 1)
-        elif self.present[index] and states.full:
-            if states.held and not self.held[index]:
-                self.held[index] = True
-                self.now[GATHERED] += states.held * unit.count
-                self.note("in forward")
-            self.release(index)
-
-    def release(self, index: int) -> None:
-        if self.present[index] and self.units[index].states.full:
-            self.present[index] = False
-            self.now[GATHERED] -= self.units[index].states.full
-
-    # -- backward --------------------------------------------------------------------------------------------------
-
-    def backward(self) -> None:
-        root = self.settings.has_root
-        order = [0] if root else []
-        order += range(len(self.units) - 1, len(order) - 1, -1)
-        self.held_back = ()
-        for position, index in enumerate(order):
-            self.halfway()
-            ended = order[position - 1] if position >= (2 if root else 1) else None
-            if ended is not None:
-                self.leave(ended)
-            self.fetch(index)
-            if self.settings.beside:
-                self.drop_held(index)
-                self.accumulate_gradients(index)  # their memory is the side's, from before the next reduction
-            if ended is not None:
-                self.close(ended)
-            self.look_ahead(order[position + 1 : position + 1 + self.settings.prefetch], index)
-            self.run_backward(index, root and index == 0)
-        for index in order:
-            self.leave(index)
-        for index in (0, order[-1]) if root and len(order) > 1 else (order[-1],):
-            self.close(index)
-        self.finish()
-
-    def look_ahead(self, ahead: Sequence[int], running: int) -> None:
-        self.held_back = [index for index in ahead if self.units[index].states.regathered]
-        gradual = self.settings.gradual and self.units[running].states.trainable
-        if self.settings.beside:
-            self.halfway()
-        elif not (self.reducing and gradual):
-            self.fetch_held_back()
-
-    def run_backward(self, index: int, is_root: bool) -> None:
-        """Backward of a unit: its weights are here, its activations go, its gradients come."""
-        unit = self.units[index]
-        self.drop_held(index)
-        self.now[WORKING] += unit.working
-        self.accumulate_gradients(index)
-        self.note("at the head's backward" if is_root and self.settings.loss else "in backward")
-        if is_root:
-            self.now[LOGITS] -= self.settings.logits
-        self.now[WORKING] -= unit.working
-        self.halfway()
-        if not is_root:
-            self.now[ACTIVATIONS] -= unit.saved
-        if unit.count > 1:
-            self.pass_row(unit)
+        if not self.here[index]:
+            changes = self.changes[index]
+            self.apply(changes.again if self.kept[index] else changes.gather, "while gathering weights")
+            self.here[index] = self.kept[index] = True
 
     def drop_held(self, index: int) -> None:
         """Full weights are here in place of what was kept from forward."""
         if self.held[index]:
             self.held[index] = False
-            self.now[GATHERED] -= self.units[index].states.held
+            self.apply(self.changes[index].drop_held, "while gathering weights")
 
-    def pass_row(self, unit: StepUnit) -> None:
+    def rest_between(self, index: int) -> None:
+        changes = self.changes[index]
+        if changes.regathered and self.here[index]:
+            self.here[index], self.held[index] = False, True
+            self.apply(changes.rest_between, "in forward")
+        self.rest_row(index)
+
+    def rest_row(self, index: int) -> None:
+        """The units that this one stands for keep between forward and backward what it does."""
+        if self.units[index].count > 1 and not self.rest_of_row[index]:
+            self.rest_of_row[index] = self.changes[index].between * (self.units[index].count - 1)
+            self.add(GATHERED, self.rest_of_row[index])
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def backward(self, row: Sequence[int], ends_model: bool) -> None:
+        has_root, self.of_tables = self.changes[row[0]].is_root, NOTHING
+        order = [row[0], *reversed(row[1:])] if has_root else [*reversed(row)]
+        for place, index in enumerate(order):
+            self.halfway()
+            ended = order[place - 1] if place > has_root else None
+            if ended is not None:
+                self.leave(ended)
+            self.fetch(index)
+            following = order[place + 1 : place + 1 + self.settings.prefetch]
+            ahead = [other for other in following if self.changes[other].regathered]
+            (self.go_on_beside if self.beside else self.go_on_in_step)(index, ended, ahead)
+            self.run_backward(index, has_root and place == 0, ends_model)
+        self.apply(self.of_tables, "in backward")
+        for index in order:
+            self.leave(index)
+        for index in dict.fromkeys((order[0], order[-1]) if has_root else (order[-1],)):
+            self.close(index)
+        self.finish()
+
+    def go_on_beside(self, index: int, ended: int | None, ahead: Sequence[int]) -> None:
+        """Reductions run beside the computation: gathers of what comes next follow right behind them."""
+        self.drop_held(index)
+        self.advance()
+        if self.changes[index].trainable and not self.pending[index]:
+            self.apply(self.changes[index].arrivals[self.adds].ahead, "in backward")
+        if ended is not None:
+            self.close(ended)
+        self.held_back = ahead
+        self.halfway()
+
+    def go_on_in_step(self, index: int, ended: int | None, ahead: Sequence[int]) -> None:
+        """The host waits for reductions: gathers of what comes next wait for half of the running unit's gradient."""
+        if ended is not None:
+            self.close(ended)
+        self.held_back = ahead
+        if not (self.reducing and self.settings.gradual and self.changes[index].trainable):
+            self.fetch_held_back()
+        self.drop_held(index)
+
+    def run_backward(self, index: int, is_root: bool, ends_model: bool) -> None:
+        """Backward of a unit: its weights are here, its activations go, its gradients come."""
+        unit, late = self.units[index], self.begin_gradients(index)
+        moment = "at the head's backward" if is_root and ends_model and self.settings.loss else "in backward"
+        self.add(WORKING, unit.working)
+        self.note(moment)
+        if is_root:
+            self.of_tables = late
+            self.add(LOGITS, -self.settings.logits * ends_model)
+        elif late.net:
+            self.halfway()
+            self.apply(late, moment)
+        self.add(WORKING, -unit.working)
+        self.halfway()
+        if not is_root:
+            self.add(ACTIVATIONS, -unit.saved)
+        if unit.count > 1:
+            self.pass_row(index)
+
+    @property
+    def adds(self) -> bool:
+        """Whether gradients of the pass only add up on this rank."""
+        return self.settings.local and not self.last
+
+    def begin_gradients(self, index: int) -> Change:
+        """Memory for those that come early; for the others it is left to the caller."""
+        changes = self.changes[index]
+        if self.pending[index] or not changes.trainable:
+            return NOTHING
+        self.pending[index], self.added[index] = True, self.adds
+        arrival = changes.arrivals[self.adds]
+        self.apply(arrival.early, "in backward")
+        return arrival.late
+
+    def pass_row(self, index: int) -> None:
         """The units that this one stands for have run backward too."""
-        states, others = unit.states, unit.count - 1
-        self.now[ACTIVATIONS] -= unit.saved * others
-        self.now[GATHERED] -= (states.full if states.keep else states.held) * others
-        self.leave_gradients(states, others)
-
-    def leave_gradients(self, states: UnitStates, count: int) -> None:
-        """What `count` units keep of their gradients after this micro-batch beside what they had before."""
-        if not states.trainable:
-            return
+        unit, others = self.units[index], self.units[index].count - 1
+        self.add(ACTIVATIONS, -unit.saved * others)
+        if not self.settings.turns:
+            self.add(GATHERED, -self.rest_of_row[index])
+            self.rest_of_row[index] = 0
         if self.last:
-            if self.settings.has_sums:
-                self.now[UNREDUCED] -= (states.pending_local if self.settings.local else states.partial) * count
-            self.now[GRADIENTS] += states.finished * count * self.settings.with_gradients
+            self.reduce_row(index)
+        else:
+            self.sum_row(index)
 
-    def accumulate_gradients(self, index: int) -> None:
-        states = self.units[index].states
-        if states.trainable and not self.pending[index]:
-            local = self.settings.local and not self.last
-            self.pending[index] = states.pending_local if local else states.pending
-            self.now[UNREDUCED] += self.pending[index]
+    def sum_row(self, index: int) -> None:
+        """They keep what their gradients have added up to."""
+        changes, others = self.changes[index], self.units[index].count - 1
+        if others and not self.sums_of_row[index]:
+            self.sums_of_row[index] = (changes.pending if self.settings.local else changes.partial) * others
+            self.add(UNREDUCED, self.sums_of_row[index])
+
+    def reduce_row(self, index: int) -> None:
+        """They keep finished gradients."""
+        self.add(UNREDUCED, -self.sums_of_row[index])
+        self.sums_of_row[index] = 0
+        self.add(GRADIENTS, self.changes[index].finished * (self.units[index].count - 1) * self.settings.with_gradients)
 
     def leave(self, index: int) -> None:
         """Backward of the unit has ended: its weights go, but for what other micro-batches in flight find."""
-        if not self.settings.staged or self.units[index].states.regathered:
-            self.release(index)
-
-    def close(self, index: int) -> None:
-        states = self.units[index].states
-        if not states.trainable or (self.settings.local and not self.last):
-            return
-        for reduction in self.reducing:
-            self.advance(reduction)
-        self.reducing = [reduction for reduction in self.reducing if not reduction.done]
-        reduction = _Reduction(index, self.pending[index], states.reduction if self.last else states.early_reduction)
-        self.pending[index] = 0
-        self.now[UNREDUCED] -= reduction.pending
-        self.now[RECEIVE] += reduction.pending  # until its first collective is in flight
-        reduction.bytes = reduction.pending
-        self.advance(reduction)
-        if not reduction.done:
-            self.reducing.append(reduction)
-
-    def advance(self, reduction: _Reduction) -> None:
-        """Its collective in flight has ended; the next one starts."""
-        self.now[RECEIVE] -= reduction.bytes
-        reduction.bytes = reduction.next_bytes()
-        if not reduction.holds_pending:
-            self.drop_partial(reduction.index)
-        self.now[RECEIVE] += reduction.bytes
-        if reduction.done:
-            self.complete(reduction.index)
-        self.note("while reducing gradients")
-
-    def complete(self, index: int) -> None:
-        states = self.units[index].states
-        self.drop_partial(index)
-        if self.last:
-            self.now[GRADIENTS] += states.finished * self.settings.with_gradients
-        else:
-            self.partial[index] = True
-            self.now[UNREDUCED] += states.partial
-
-    def drop_partial(self, index: int) -> None:
-        """The sum of earlier micro-batches has been added to that of this one."""
-        if self.partial[index]:
-            self.now[UNREDUCED] -= self.units[index].states.partial
-            self.partial[index] = False
+        if self.settings.turns:
+            self.rest_between(index)
+        elif self.here[index]:
+            self.here[index] = self.kept[index] = False
+            self.apply(self.changes[index].release, "in backward")
 
     def halfway(self) -> None:
         """Half of the running unit's gradient is there: make room for the next weights, and gather them."""
@@ -355,46 +340,59 @@ class _Walk:
             self.fetch(index)
         self.held_back = ()
 
+    # -- reductions ------------------------------------------------------------------------------------------------
+
+    def close(self, index: int) -> None:
+        """All gradients of the unit are there: start summing them over ranks."""
+        changes = self.changes[index]
+        if not changes.trainable or self.adds:
+            return
+        if not self.beside:
+            self.advance()
+        chain = changes.chain(self.last, self.partial[index], self.added[index], self.settings.with_gradients)
+        self.pending[index], self.partial[index] = False, not self.last
+        reduction = _UnderWay(chain)
+        self.go_on(reduction)
+        if not reduction.done:
+            self.reducing.append(reduction)
+
+    def advance(self) -> None:
+        """Collectives in flight have ended, and the next ones start."""
+        for reduction in self.reducing:
+            self.go_on(reduction)
+        self.reducing = [reduction for reduction in self.reducing if not reduction.done]
+
+    def go_on(self, reduction: _UnderWay) -> None:
+        self.apply(reduction.next_step(), "while reducing gradients")
+
     def make_room(self) -> None:
         """Unreduced gradients go; what else a chain beside the computation holds stays until it is waited for."""
-        if not self.settings.beside:
+        if not self.beside:
             self.finish()
         for reduction in self.reducing:
-            kept = reduction.bytes - reduction.pending
-            if kept:
-                self.now[RECEIVE] += kept - reduction.bytes
-                reduction.bytes, reduction.pending = kept, 0
-                self.drop_partial(reduction.index)
-            else:
-                self.advance(reduction)
-        self.reducing = [reduction for reduction in self.reducing if not reduction.done]
+            self.apply(reduction.give_room(), "while reducing gradients")
 
     def finish(self) -> None:
         for reduction in self.reducing:
             while not reduction.done:
-                self.advance(reduction)
+                self.go_on(reduction)
         self.reducing = []
 
 
-class _Reduction:
-    """A unit's gradient on its way: which of its collectives is in flight, and the bytes held for it."""
+class _UnderWay:
+    """A unit's gradient on its way: how far its chain has come, and whether what it was lent has been given back."""
 
-    def __init__(self, index: int, pending: int, phases: tuple[Phase, ...]) -> None:
-        self.index, self.pending, self.phases = index, pending, phases
-        self.position = 0
-        self.bytes = 0
-
-    def next_bytes(self) -> int:
-        self.position += 1
-        if self.done:
-            return 0
-        return self.phases[self.position - 1][1] + (self.pending if self.holds_pending else 0)
-
-    @property
-    def holds_pending(self) -> bool:
-        """Whether the unreduced gradient is still there."""
-        return not self.done and self.phases[self.position - 1][0]
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self.position, self.has_given = chain, 0, False
 
     @property
     def done(self) -> bool:
-        return self.position > len(self.phases)
+        return self.position == len(self.chain.steps)
+
+    def next_step(self) -> Change:
+        self.position += 1
+        return self.chain.after_room if self.has_given else self.chain.steps[self.position - 1]
+
+    def give_room(self) -> Change:
+        given, self.has_given = self.has_given, True
+        return NOTHING if given else self.chain.room

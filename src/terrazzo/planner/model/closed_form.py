@@ -194,7 +194,10 @@ def _head(family: Architecture) -> Rows:
 
 def _root(fields: Fields, sizes: Sizes) -> UnitShape:
     family = fields.family
-    return UnitShape("", _tensors(family.root + (() if fields.flag("tied") else _head(family)), sizes))
+    beside = tuple(row for row in family.root if row.name.startswith(f"{family.head}."))
+    head = () if fields.flag("tied") else _head(family)
+    rows = tuple(row for row in family.root if row not in beside) + head + beside
+    return UnitShape("", _tensors(rows, sizes))
 
 
 def _tensors(rows: Rows, sizes: Sizes) -> tuple[TensorShape, ...]:
@@ -213,12 +216,19 @@ def _wanted(row: TensorRow, sizes: Sizes) -> bool:
 
 def _layers(fields: Fields, sizes: Sizes) -> Iterator[UnitShape]:
     family = fields.family
-    dense = _tensors(family.attention + family.mlp + family.norms, sizes)
-    sparse = _tensors(family.attention + family.sparse + family.norms, sizes) if sizes["experts"] else ()
+    dense = _tensors(_in_order(family, family.mlp), sizes)
+    sparse = _tensors(_in_order(family, family.sparse), sizes) if sizes["experts"] else ()
     block = cache(partial(_block, fields, sizes))
     kinds = zip(_sparse_layers(fields, sizes), fields.windows(sizes["layers"]), strict=True)
     for layer, (routed, window) in enumerate(kinds):
         yield UnitShape(f"{family.blocks}.{layer}", sparse if routed else dense, block=block(routed, window))
+
+
+def _in_order(family: Architecture, mlp: Rows) -> Rows:
+    """The rows of a block as its modules are registered."""
+    rows = family.attention + mlp + family.norms
+    places = {name: place for place, name in enumerate(family.order)}
+    return tuple(sorted(rows, key=lambda row: places[row.name.partition(".")[0]])) if places else rows
 
 
 def _sparse_layers(fields: Fields, sizes: Sizes) -> list[bool]:

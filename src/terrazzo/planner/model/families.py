@@ -83,6 +83,7 @@ _OLMO2 = replace(
 )
 
 _ROUTED = router("mlp.gate") + experts("mlp.experts")
+_ROUTER_LAST = experts("mlp.experts") + router("mlp.gate")
 
 _MIXTRAL = replace(
     _MISTRAL,
@@ -111,7 +112,7 @@ _QWEN2_MOE = replace(
 )
 _QWEN3_MOE = replace(
     _QWEN3,
-    sparse=_ROUTED,
+    sparse=_ROUTER_LAST,
     defaults={
         "kv_heads": 4,
         "positions": 32768,
@@ -127,7 +128,7 @@ _DEEPSEEK_V3 = replace(
     _LLAMA,
     attention=_LATENT_ATTENTION,
     mlp=swiglu(),
-    sparse=(*router("mlp.gate"), *experts("mlp.experts"), *swiglu(module="mlp.shared_experts", width="shared_ffn")),
+    sparse=(*_ROUTER_LAST, *swiglu(module="mlp.shared_experts", width="shared_ffn")),
     keys={"experts": "n_routed_experts"},
     defaults={
         "positions": 4096,
@@ -146,7 +147,7 @@ _DEEPSEEK_V3 = replace(
 _DEEPSEEK_V2 = replace(
     _DEEPSEEK_V3,
     mlp=swiglu("mlp_bias"),
-    sparse=(*_ROUTED, *swiglu("mlp_bias", module="mlp.shared_experts", width="shared_ffn")),
+    sparse=(*_ROUTER_LAST, *swiglu("mlp_bias", module="mlp.shared_experts", width="shared_ffn")),
     defaults={
         **_DEEPSEEK_V3.defaults,
         "positions": 2048,
@@ -176,9 +177,9 @@ _GPTJ = replace(
     _GPT2,
     root=(*embedding("transformer.wte"), *norms("transformer.ln_f", bias=True), _HEAD_BIAS),
     attention=(
-        *linear("attn.q_proj", "q", "hidden", "column"),
         *linear("attn.k_proj", "q", "hidden", "column"),
         *linear("attn.v_proj", "q", "hidden", "column"),
+        *linear("attn.q_proj", "q", "hidden", "column"),
         *linear("attn.out_proj", "hidden", "q", "row"),
     ),
     mlp=mlp("mlp.fc_in", "mlp.fc_out"),
@@ -229,6 +230,7 @@ _OPT = replace(
     ),
     mlp=mlp("fc1", "fc2", "enable_bias"),
     norms=norms("self_attn_layer_norm", "final_layer_norm", bias=True),
+    order=("self_attn", "self_attn_layer_norm", "fc1", "fc2", "final_layer_norm"),
     keys={"ffn": "ffn_dim"},
     defaults={"positions": 2048, "tied": True, "dropout": 0.1, "enable_bias": True},
     assumes={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
@@ -251,6 +253,7 @@ _MPT = replace(
     attention=fused_attention("attn.Wqkv", "attn.out_proj", False),
     mlp=mlp("ffn.up_proj", "ffn.down_proj", False),
     norms=norms("norm_1", "norm_2"),
+    order=("norm_1", "attn", "norm_2", "ffn"),
     keys={"hidden": "d_model", "layers": "n_layers", "heads": "n_heads", "positions": "max_seq_len", "ffn": ""},
     defaults={"ffn": None, "positions": 2048, "tied": True},
 )
@@ -281,6 +284,7 @@ _BUILT_IN = Architecture(
     ),
     sparse=mixture("feed_forward"),
     norms=norms("attention_norm", "feed_forward_norm"),
+    order=("attention_norm", "attention", "feed_forward_norm", "feed_forward"),
     head="head",
     torch_norm=True,
     keys={
@@ -345,9 +349,7 @@ FAMILIES: Mapping[str, Architecture] = {
         attention=(TensorRow("self_attn.sinks", ("heads",), "vector", "column"), *_LLAMA.attention),
         sparse=(
             *linear("mlp.router", "experts", "hidden", "none", True),
-            *experts("mlp.experts", transposed=True),
-            TensorRow("mlp.experts.gate_up_proj_bias", ("experts", "expert_gate_up"), "expert", "column"),
-            TensorRow("mlp.experts.down_proj_bias", ("experts", "hidden"), "expert"),
+            *experts("mlp.experts", transposed=True, bias=True),
         ),
         keys=_MIXTRAL.keys,
         windowed=2,
@@ -363,19 +365,20 @@ FAMILIES: Mapping[str, Architecture] = {
     ),
     "deepseek_v2": _DEEPSEEK_V2,
     "deepseek_v3": _DEEPSEEK_V3,
-    "gpt2": _GPT2,
+    "gpt2": replace(_GPT2, order=("ln_1", "attn", "ln_2", "mlp")),
     "gpt_bigcode": replace(
         _GPT2,
+        order=("ln_1", "attn", "ln_2", "mlp"),
         attention=transposed(_GPT2.attention),
         mlp=transposed(_GPT2.mlp),
         defaults={**_GPT2.defaults, "multi_query": True},
     ),
-    "gptj": _GPTJ,
-    "gpt_neox": _GPT_NEOX,
+    "gptj": replace(_GPTJ, order=("ln_1", "attn", "mlp")),
+    "gpt_neox": replace(_GPT_NEOX, order=("input_layernorm", "post_attention_layernorm", "attention", "mlp")),
     "phi": _PHI,
     "starcoder2": _STARCODER2,
     "opt": _OPT,
-    "bloom": _BLOOM,
+    "bloom": replace(_BLOOM, order=("input_layernorm", "self_attention", "post_attention_layernorm", "mlp")),
     "mpt": _MPT,
     "falcon": replace(
         _BLOOM,
@@ -383,9 +386,9 @@ FAMILIES: Mapping[str, Architecture] = {
         attention=fused_attention("self_attention.query_key_value", "self_attention.dense", "bias"),
         mlp=mlp("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "bias"),
         norms=(
+            *norms("post_attention_layernorm", bias=True, when="not parallel_attn"),
             *norms("input_layernorm", bias=True, when="not new_decoder_architecture"),
             *norms("ln_attn", "ln_mlp", bias=True, when="new_decoder_architecture"),
-            *norms("post_attention_layernorm", bias=True, when="not parallel_attn"),
         ),
         keys={"kv_heads": "num_kv_heads", "ffn": "ffn_hidden_size"},
         defaults={"ffn": None, "positions": 2048, "tied": True, "multi_query": True, "parallel_attn": True},

@@ -49,6 +49,7 @@ class Architecture:
         blocks: name of the module list that holds the blocks.
         root: what stands before and after the blocks; the head is added where it is not tied.
         attention, mlp, norms: tensors of a block. `sparse` takes the place of `mlp` in a layer with routed experts.
+        order: of a block's modules, where they are not registered in this order.
         head: the module name of the output head.
         keys: the config's key for a size, where it is not the usual one of `fields.KEYS`; empty: it has none.
         defaults: what the config class assumes for a missing key. A size without one must be given.
@@ -63,6 +64,7 @@ class Architecture:
     mlp: Rows
     norms: Rows
     sparse: Rows = ()
+    order: tuple[str, ...] = ()
     head: str = "lm_head"
     keys: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, int | float | bool | None] = field(default_factory=dict)
@@ -108,15 +110,21 @@ def positions(name: str, size: str = "positions") -> Rows:
     return (TensorRow(f"{name}.weight", (size, "hidden"), "vector"),)
 
 
-def experts(name: str, transposed: bool = False) -> Rows:
-    """All routed experts of a layer in two stacks."""
+def experts(name: str, transposed: bool = False, bias: bool = False) -> Rows:
+    """All routed experts of a layer in two stacks, and their biases."""
     shapes: tuple[tuple[str, ...], ...] = (("experts", "expert_gate_up", "hidden"), ("experts", "hidden", "expert_ffn"))
     if transposed:
         shapes = (("experts", "hidden", "expert_gate_up"), ("experts", "expert_ffn", "hidden"))
     up, down = shapes
-    return TensorRow(f"{name}.gate_up_proj", up, "expert", "column"), TensorRow(
-        f"{name}.down_proj", down, "expert", "row"
+    first = TensorRow(f"{name}.gate_up_proj", up, "expert", "column")
+    second = TensorRow(f"{name}.down_proj", down, "expert", "row")
+    if not bias:
+        return first, second
+    biases = (
+        TensorRow(f"{name}.gate_up_proj_bias", ("experts", "expert_gate_up"), "expert", "column"),
+        TensorRow(f"{name}.down_proj_bias", ("experts", "hidden"), "expert"),
     )
+    return first, biases[0], second, biases[1]
 
 
 def router(name: str) -> Rows:

@@ -56,6 +56,11 @@ class TensorShape:
         inside = self.role in ("matrix", "router", "expert") and not self.name.endswith("bias")
         return inside and (len(self.shape) == 2 or (len(self.shape) == 3 and self.role == "expert"))
 
+    @property
+    def is_table(self) -> bool:
+        """Whether it is looked up: an embedding, or learned positions, which are vectors in a table."""
+        return self.role == "embedding" or (self.role == "vector" and len(self.shape) == 2)
+
 
 @dataclass(frozen=True)
 class BlockShape:

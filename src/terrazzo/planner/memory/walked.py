@@ -1,0 +1,71 @@
+"""What a walk through a training step is given, and what it finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.planner.memory.changes import UnitChanges
+from terrazzo.planner.memory.stages import LastTurn
+
+__all__ = ["ACTIVATIONS", "KINDS", "LOGITS", "WORKING", "Peak", "StepSettings", "StepUnit"]
+
+KINDS = ("gathered", "unreduced", "receive", "gradients", "activations", "working", "logits")
+ACTIVATIONS, WORKING, LOGITS = range(4, len(KINDS))
+
+
+@dataclass(frozen=True)
+class StepUnit:
+    """`count` equal units in a row.
+
+    Attributes:
+        saved: bytes of activations that one keeps from forward to backward.
+        working: bytes that its backward needs besides: what it recomputes, and gradients of activations.
+        chunk: of the stages that a rank runs in turns, the number of the one that it is in.
+    """
+
+    changes: UnitChanges
+    count: int = 1
+    saved: float = 0.0
+    working: float = 0.0
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes by `KINDS` at the moment when most is held, and that moment in words."""
+
+    parts: tuple[float, ...]
+    moment: str
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts)
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How the units of a stage are run.
+
+    Attributes:
+        loss: bytes of logits and of what the loss makes of them, at most.
+        logits: of these, bytes that are there in the head's backward: the gradient of the logits.
+        in_flight: activations of other micro-batches that wait for their backward, bytes.
+        turns: of the engine's stages, in which several micro-batches of a step are in flight: gradients are reduced,
+            and what stays between forward and backward goes, when every backward has run.
+        local: micro-batches before the last only add gradients. whole: what these add up to stays from step to step.
+        gradual: gradients come one after the other while a unit's backward runs.
+        with_gradients: count finished gradients that stay on the device too.
+        update: bytes that the optimizer step needs.
+    """
+
+    prefetch: int = 1
+    micro_batches: int = 1
+    turns: tuple[LastTurn, ...] = ()
+    local: bool = False
+    whole: bool = False
+    gradual: bool = True
+    loss: float = 0.0
+    logits: float = 0.0
+    in_flight: float = 0.0
+    with_gradients: bool = True
+    update: float = 0.0
