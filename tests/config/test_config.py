@@ -93,6 +93,15 @@ def test_a_name_of_many_sections_is_no_answer() -> None:
         ({"plan": {"name": "zero3", "grad": "D"}}, ["'zero3'", "grad"]),
         ({"plan": {"weight": "D", "grad": "D"}}, ["between", "optim"]),
         ({"schedule": {"warmup_steps": 10}, "train": {"steps": 5}}, ["warmup_steps 10", "train.steps 5"]),
+        (
+            {"schedule": {"name": "wsd", "decay_steps": 9}, "train": {"steps": 5}},
+            ["schedule.decay_steps 9 is longer than the run: train.steps is 5.", "schedule.decay_steps=1"],
+        ),
+        (
+            {"schedule": {"name": "wsd", "warmup_steps": 3, "decay_steps": 3}, "train": {"steps": 5}},
+            ["train.steps is 5, of which 3 are warm-up"],
+        ),
+        ({"launch": {"stall_s": 700}}, ["stall_s 700 is longer than timeout_s 600", "Lower launch.stall_s"]),
     ],
 )
 def test_wrong_values_are_refused_with_key_and_expectation(raw: dict[str, Any], words: list[str]) -> None:
@@ -345,6 +354,16 @@ def test_impossible_plans_are_refused_before_anything_starts(plan: dict[str, Any
 
 def test_optimizer_names_and_options_are_checked() -> None:
     assert optimizer_class(OptimizerConfig(options={"betas": [0.9, 0.99], "fused": True})).__name__ == "AdamW"
+    assert optimizer_class(OptimizerConfig(options={"fused": None, "foreach": False, "eps": 1})).__name__ == "AdamW"
+    for option, value, kind in (
+        ("fused", "yes", "true or false or null"),
+        ("fused", 1, "true or false or null"),
+        ("amsgrad", "no", "true or false"),
+        ("eps", "1e-8", "a number"),
+        ("eps", True, "a number"),
+    ):
+        with pytest.raises(BadInput, match=rf"optimizer\.options\.{option} is {value!r}, and is {kind} to AdamW"):
+            optimizer_class(OptimizerConfig(options={option: value}))
     with pytest.raises(BadInput, match="Did you mean 'AdamW'"):
         optimizer_class(OptimizerConfig(name="Adamw"))
     with pytest.raises(BadInput, match="Did you mean 'betas'"):

@@ -45,7 +45,7 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
 
     Raises:
         BadInput: a name that neither has, an optimizer that cannot be sharded, an option that it does not
-            take; in this order, since another optimizer takes other options.
+            take, or of another kind; in this order, since another optimizer takes other options.
     """
     known = {
         name: value
@@ -68,18 +68,21 @@ def optimizer_class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     except BadInput as error:
         raise BadInput(f"optimizer.name: {error}") from None
     stepped = _of_the_rest(config)
-    options = set(inspect.signature(known[stepped.name]).parameters) - {"params", "lr", "weight_decay"}
+    parameters = inspect.signature(known[stepped.name]).parameters
+    options = set(parameters) - {"params", "lr", "weight_decay"}
     of = (
         config.name
         if stepped is config
         else f"{stepped.name}, which steps what is no matrix; of matrices there is optimizer.muon"
     )
-    for option in config.options:
+    for option, value in config.options.items():
         if option not in options:
             raise BadInput(
                 f"optimizer.options.{option} is not an argument of {of}."
                 f"{did_you_mean(option, options)} Known: {', '.join(sorted(options))}."
             )
+        if (kind := _other_kind(parameters[option], value)) is not None:
+            raise BadInput(f"optimizer.options.{option} is {value!r}, and is {kind} to {stepped.name}: write it so.")
     return chosen
 
 
@@ -91,6 +94,18 @@ def steps_matrices(config: OptimizerConfig) -> bool:
 def _of_the_rest(config: OptimizerConfig) -> OptimizerConfig:
     """Of the one that steps what is no matrix, or everything."""
     return config.model_copy(update={"name": "AdamW"}) if steps_matrices(config) else config
+
+
+def _other_kind(parameter: inspect.Parameter, value: Any) -> str | None:
+    """What an option is to be, where `value` is something else that an optimizer would take for it: it asks `if`."""
+    default = parameter.default
+    if value is None and default is None:
+        return None
+    if isinstance(default, bool) or "bool" in str(parameter.annotation):
+        return None if isinstance(value, bool) else f"true or false{' or null' if default is None else ''}"
+    if isinstance(default, int | float) and not (isinstance(value, int | float) and not isinstance(value, bool)):
+        return "a number"
+    return None
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
