@@ -119,6 +119,15 @@ def test_micro_batches_that_would_be_empty_in_part_are_not_proposed(tmp_path: Pa
         assert ("batch.micro_batch=8" in str(look.Look(tmp_path).verdict())) is proposed
 
 
+def test_replicas_of_shards_share_the_batch_between_all_of_them() -> None:
+    """16 sequences are four for each of 2 × 2 ranks."""
+    mesh = {"dp_replicate": 2, "dp_shard": 2}
+    for size, edit in ((16, "plan.prefetch=2"), (32, "batch.micro_batch=8")):
+        batch = {"global_batch": size, "micro_batch": 4}
+        given = settings(batch=batch, plan={"name": "hybrid_shard_zero2", "mesh": mesh}, launch={"ranks": 4})
+        assert of([record(10, gathered(0.4))], given).edit == edit
+
+
 def test_below_five_percent_it_is_compute() -> None:
     found = of([record(10, gathered(0.04), input=0.03)], settings())
     assert (found.bound, found.seconds) == ("compute", pytest.approx(0.93))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -79,7 +80,7 @@ def _larger(settings: Settings) -> list[str]:
     batch, mesh = settings["batch"], settings["plan"]["mesh"]
     size, whole = batch["micro_batch"], batch["global_batch"]
     shards = [mesh.get(name) for name in ("dp_replicate", "dp_shard")]
-    ranks = max([1, *(count for count in shards if isinstance(count, int))])
+    ranks = math.prod(count for count in shards if isinstance(count, int))
     return [f"batch.micro_batch={2 * size}"] if whole >= 2 * size * ranks and whole % (2 * size) == 0 else []
 
 
