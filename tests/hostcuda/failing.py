@@ -14,7 +14,7 @@ import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from terrazzo.config import config_from_dict
 from terrazzo.train.session.share import DataShare
-from terrazzo.train.steps.divergence import DivergenceWatch
+from terrazzo.train.steps.judge import StepJudge
 from tests.hostcuda.cases import WIDTH, Block, Case, mesh_of
 
 __all__ = ["Failed", "diverges", "fails_and_goes_on", "overflows_and_goes_on"]
@@ -71,10 +71,10 @@ def diverges(norms: list[float]) -> tuple[list[str], int | None, str | None]:
             keeper=SimpleNamespace(saved_step=0),
             optimizer=SimpleNamespace(scaler_state=dict),
         )
-        watch = DivergenceWatch(session)
+        judge = StepJudge(session)
         for step, norm in enumerate(norms):
             try:
-                watch.add(torch.ones((), device=device), torch.full((), norm, device=device))
+                assert judge.objection(torch.ones((), device=device), torch.full((), norm, device=device)) is None
             except tz.Diverged as error:
                 ended = step, str(error)
                 break

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -18,6 +18,7 @@ from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.recorder import Recorded
 from terrazzo.telemetry.flight.ring import Ring, Tail, What
+from terrazzo.telemetry.watchdog.causes import CAUSES, Cause
 from terrazzo.telemetry.watchdog.looking import Patience, System, Watchdog
 from terrazzo.telemetry.watchdog.stall import Fact, Stall, find_stall
 from terrazzo.telemetry.watchdog.standing import LEFT, Standing
@@ -231,6 +232,12 @@ class Watched:
                 return found
         return None
 
+    def go_on(self) -> None:
+        """Ranks end a step. Their records have the true time, which the other one is set back to."""
+        self.ranks.step(2)
+        self.world.at = time.monotonic_ns()
+        self.dog._looked = self.world.at - S // 4
+
 
 @pytest.fixture
 def watched() -> Iterable[Watched]:
@@ -357,6 +364,47 @@ def test_waiting_begins_anew_where_all_are_stopped_or_a_debugger_holds_one_or_th
     assert watched.watch(3) is not None
 
 
+def test_a_rank_that_is_stopped_two_thirds_of_the_time_is_named_as_slow_once_and_not_ended(watched: Watched) -> None:
+    """It goes on meanwhile, and so does the run: nothing ever stands still for long enough."""
+    looks = iter(range(10**6))
+
+    def hinder() -> None:
+        number = next(looks)
+        watched.world.states[1] = "T" if number % 6 < 4 else "S"  # a second of one and a half
+        if number % 6 == 5:
+            watched.go_on()
+
+    assert watched.watch(60, hinder) is None
+    (said,) = watched.said
+    assert said == (
+        "Rank 1 (host b, pid 812) is slow: a signal stops it again and again (SIGSTOP), for 70% of the time. It is not"
+        " ended for it. Rank 0 goes as slowly. See who stops processes there."
+    )
+
+
+@pytest.mark.parametrize("states", [["T", "S"], ["T"] * 30 + ["S"] * 50, ["S"]])
+def test_all_that_are_stopped_together_one_that_was_stopped_once_and_a_clean_run_are_not_named(
+    states: list[str], watched: Watched
+) -> None:
+    looks = iter(range(10**6))
+
+    def go_on() -> None:
+        state = states[next(looks) % len(states)]
+        watched.world.states = {0: state, 1: state} if len(states) == 2 else {1: state}
+        watched.go_on()
+
+    assert watched.watch(20, go_on) is None
+    assert watched.said == []
+
+
+def test_every_cause_is_a_row_of_the_guides_table() -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/slow-runs.md").read_text()
+    assert set(CAUSES) == set(get_args(Cause))
+    for row in CAUSES.values():
+        assert f"| {row.says} | {row.because} | {row.does} |\n" in guide, row.says
+        assert row.ends is ("ends" in row.does), row.says
+
+
 # -- real ranks ----------------------------------------------------------------------------------------------------
 
 RANK = """
@@ -413,6 +461,7 @@ run_rank(rank, work)
 LAUNCH = """
 import sys
 from terrazzo.train.launch.starting import launch_ranks
+from terrazzo.telemetry.watchdog.causes import CAUSES, Cause
 from terrazzo.telemetry.watchdog.looking import Patience
 sys.exit(launch_ranks(2, sys.argv[1:], patience=Patience(1.0, 60.0)))
 """

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from terrazzo.config import config_from_dict
 from terrazzo.errors import (
     BadInput,
     CopiesDiffer,
@@ -28,12 +27,12 @@ from terrazzo.errors import (
     SwapFailed,
 )
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
+from terrazzo.telemetry.log.exit_note import leave_exit
 from terrazzo.train.launch import failure, preempted
 from terrazzo.train.launch.again import Ended
 from terrazzo.train.launch.failure import announce_claim, run_rank
 from terrazzo.train.launch.preempted import stays_stopped
 from terrazzo.train.launch.telling import REPORT
-from terrazzo.train.run import _note_exit
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.threads import run_in_threads
 
@@ -317,8 +316,7 @@ def test_a_run_that_went_well_is_noted_by_its_first_rank(
 def test_a_launcher_knows_of_ranks_that_say_nothing(
     there: dict[str, Any] | None, ended: Ended, noted: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = config_from_dict({"log": {"folder": str(tmp_path)}})
     if there is not None:
         (tmp_path / "exit.json").write_text(json.dumps(there))
-    _note_exit(config, ended)
+    leave_exit(tmp_path, ended.note, replace=True)
     assert note_in(tmp_path) == noted

@@ -20,7 +20,7 @@ from terrazzo.train.model.objectives import DPO, NextToken, Validation
 from terrazzo.train.report.voice import Voice
 from terrazzo.train.session import reference
 from terrazzo.train.settings.plan import build_offload
-from terrazzo.train.steps.guard import spike_above
+from terrazzo.train.steps.judge import spike_above
 from tests.helpers.cover import mostly_long
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in, equal, final_state, metrics, trained

@@ -19,9 +19,8 @@ from terrazzo.train.session.reference import is_known
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command
 from terrazzo.train.steps.cadence import Cadence
-from terrazzo.train.steps.divergence import DivergenceWatch
 from terrazzo.train.steps.evaluate import evaluate, sample_text
-from terrazzo.train.steps.guard import StepGuard
+from terrazzo.train.steps.judge import StepJudge
 from terrazzo.train.steps.step import backward_on, update
 
 __all__ = ["TrainingLoop"]
@@ -42,7 +41,7 @@ class TrainingLoop:
         self.report = RunReport(session, command or Command())
         self.watch = Stopwatch()
         self.memory = PeakMemory(session.ranks.device)
-        self.divergence, self.guard, self.cadence = DivergenceWatch(session), StepGuard(session), Cadence(session)
+        self.judge, self.cadence = StepJudge(session), Cadence(session)
         self.checks = Checks(session)
         self.recorder = StepRecorder(self.engine, session.micro_batches)
         self.skew: list[list[float]] = []  # what ranks told at the last log step
@@ -82,7 +81,7 @@ class TrainingLoop:
                 self.begin_anew()
                 continue
             last = stopped or session.step == train.steps
-            logs = self.divergence.newest == session.step and (last or self.log_due())
+            logs = self.judge.newest == session.step and (last or self.log_due())
             if logs:
                 self.log()
             if stopped and session.step < train.steps:
@@ -116,10 +115,9 @@ class TrainingLoop:
             assert all(map(is_known, batch.micro_batches))
         total, norm = backward_on(session, batch)
         loss = total / max(1, batch.samples)
-        if (why := self.guard.objection(loss, norm)) is not None:
+        if (why := self.judge.objection(loss, norm)) is not None:
             self.left_out(why)
             return
-        self.divergence.add(loss, norm)
         self.checks.before_update()
         update(session)
         self.load = balance_experts(session.model)
@@ -134,7 +132,7 @@ class TrainingLoop:
         session, before = self.session, self.session.step
         forget_load(session.model)
         with self.phases.during("save"):  # it may read a checkpoint
-            done = self.guard.act(why)
+            done = self.judge.act(why)
         if session.step <= before:  # the step before may have been saved
             self.report.back()
         self.report.left_out(done, session.progress.skipped[-1])
@@ -142,7 +140,7 @@ class TrainingLoop:
     def begin_anew(self) -> None:
         """Forget what was measured of steps that are done again."""
         session = self.session
-        self.divergence = DivergenceWatch(session)
+        self.judge.forget()
         self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.progress.tokens, 0.0
         self.watch.reset()
         self.recorder.begin()
@@ -162,7 +160,7 @@ class TrainingLoop:
 
     def log(self) -> None:
         """Check the losses and report the newest, with what was measured since the last log step."""
-        loss, grad_norm, self.skew = self.divergence.check(self.recorder.numbers())
+        loss, grad_norm, self.skew = self.judge.check(self.recorder.numbers())
         session = self.session
         measured = StepsMeasured(
             loss=loss,
@@ -184,7 +182,7 @@ class TrainingLoop:
         """Measure and report the validation loss, where there are data for it. Raises `Diverged`: it is not finite."""
         found = evaluate(self.session)
         if found is not None:
-            self.divergence.refuse(f"validation loss of step {self.session.step}", found.loss)
+            self.judge.refuse(f"validation loss of step {self.session.step}", found.loss)
             self.session.progress.validations.add(self.session.step, found.loss)
         self.report.validation(found)
 
@@ -197,16 +195,16 @@ class TrainingLoop:
             with self.phases.during("evaluate"), self.cadence.apart():
                 self.validate()
         if last or self.cadence.due(session.step):
-            if self.divergence.has_unseen:
-                self.divergence.check()
+            if self.judge.has_unseen:
+                self.judge.check()
             with self.phases.during("save"), self.cadence.saving():
                 saved = session.save()
             self.report.saved(saved)
             if (choice := self.cadence.choose()) is not None:
                 self.report.cadence(choice)
         elif session.keeper.local_due(session.step):
-            if self.divergence.has_unseen:
-                self.divergence.check()
+            if self.judge.has_unseen:
+                self.judge.check()
             with self.phases.during("save"), self.cadence.apart():
                 copied = session.save_locally()
             if copied is not None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,13 +16,13 @@ from terrazzo.errors import BadInput, TerrazzoError, counted
 from terrazzo.exchange import on_first, together
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import Console
-from terrazzo.telemetry.log.exit_note import ExitNote, exit_of, forget_exit, leave_exit
+from terrazzo.telemetry.log.exit_note import forget_exit, leave_exit
 from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.standing import LEFT
 from terrazzo.telemetry.watchdog.ward import look_after
 from terrazzo.train.checkpoints.local import local_checkpoints, noted_run
-from terrazzo.train.launch.again import Again, Ended, Saved, Start, refuse_restarts, told_of_restart
+from terrazzo.train.launch.again import Again, Saved, Start, refuse_restarts, told_of_restart
 from terrazzo.train.launch.failure import announce_claim, announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.preempted import STAYS_STOPPED, stays_stopped
@@ -57,7 +55,7 @@ def train_command(path: Path, overrides: list[str]) -> int:
         ranks = ranks_to_start(config)
         check(config, ranks)
         _check_fewer(config, ranks)
-        notices = replace(notices, ended=partial(_note_exit, config))
+        notices = replace(notices, ended=lambda ended: leave_exit(config.log.folder, ended.note, replace=True))
         Console().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
         if ranks > 1 or config.launch.restarts:
             words = ["-m", "terrazzo", "train", str(path), *overrides]
@@ -121,15 +119,6 @@ def _identity(path: str | None) -> str:
         return "" if path is None else open_source(path).identity
     except TerrazzoError:
         return str(path)
-
-
-def _note_exit(config: Config, ended: Ended) -> None:
-    """How its ranks have ended, as their launcher saw it; what the rank that failed first has noted says more."""
-    folder = config.log.folder
-    there = exit_of(folder)
-    if there is None or (there.code, there.rank) != (ended.code, ended.rank):
-        cause = ended.why or (f"ended by {signal.Signals(ended.code - 128).name}" if ended.code > 128 else "unknown")
-        leave_exit(folder, ExitNote(ended.code, str(without_passwords(cause)), ended.rank, ended.step), replace=True)
 
 
 def _cut_short(config: Config, command: Command) -> str:

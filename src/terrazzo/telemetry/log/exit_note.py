@@ -41,15 +41,18 @@ def went_well(code: int, step: int | None) -> ExitNote:
 
 
 def leave_exit(folder: Path, note: ExitNote, *, replace: bool = False) -> None:
-    """Write it, all at once. What has failed first is what counts: one that is there stays, but with `replace`.
+    """Write it, all at once. What has failed first is what counts: one that is there stays.
 
+    With `replace`, from whoever looks after ranks, only one of the same code and rank does: that rank has said more.
     Nothing is raised: whoever calls this is about to end, and has said why.
     """
     target = RunFolder(folder).exit_note
     part = folder / f".{target.name}.{os.getpid()}"
     with contextlib.suppress(OSError):
         part.write_text(json.dumps(note._asdict(), ensure_ascii=False) + "\n", encoding="utf-8")
-        if replace or not target.exists():
+        there = exit_of(folder)
+        same = there is not None and (there.code, there.rank) == (note.code, note.rank)
+        if not target.exists() or (replace and not same):
             part.replace(target)
     with contextlib.suppress(OSError):
         part.unlink(missing_ok=True)

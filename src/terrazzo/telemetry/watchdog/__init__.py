@@ -2,8 +2,10 @@
 
 standing     where a rank stands, by what it has recorded
 whereabouts  where all ranks stand, for somebody who looks
+causes       why a run may stand still, each in a row of one table
 stall        why a run stands still
 looking      whether it does, several times a second
+stops        ranks that are stopped and let go on, again and again
 recording    what a rank records, and where its threads are, in memory that another process reads
 evidence     what ranks were doing, as files
 warden       the process that looks, where others have started the ranks

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from terrazzo.engine.runtime.system import is_traced, processor_s, state_of, waits_for_drive
 from terrazzo.telemetry.flight.ring import Tail
-from terrazzo.telemetry.watchdog.stall import GONE, Fact, Stall, find_stall
+from terrazzo.telemetry.watchdog.stall import GONE, Fact, Stall, find_stall, hindered
 from terrazzo.telemetry.watchdog.standing import Standing
+from terrazzo.telemetry.watchdog.stops import Stops
 
 __all__ = ["Patience", "System", "Watchdog"]
 
@@ -99,6 +100,7 @@ class Watchdog:
         self._newest = 0
         self._held: set[int] = set()  # ranks that have waited for a drive since the newest record
         self._used: tuple[int, dict[int, float]] | None = None
+        self._stops = Stops(ranks)
 
     def look(self) -> Stall | None:
         """Why the run stands still, if it does for good; what may still go on is said, once."""
@@ -110,14 +112,18 @@ class Watchdog:
         self.read()
         if self._slept() or since_looked > _LATE_S * 1e9:
             self._armed = now
+            self._stops.forget()
+        states = self._states()
+        if held_up := self._held_up(states):
+            self._stops.forget()
+        self._tell_of_stops(states)
         newest = max(self._armed, *(standing.newest for standing in self.standings.values()))
-        if newest > self._newest:  # what goes on costs no look at processes
+        if newest > self._newest:
             self._newest, self._used, self._said = newest, None, False
             self._held.clear()
             self._stopped_since.clear()
             return None
-        states = self._states()
-        if self._held_up(states):
+        if held_up:
             self._armed = now
             return None
         if self._used is None:  # nothing has happened for a moment: from now on, what processors are had counts
@@ -151,6 +157,11 @@ class Watchdog:
     def _find(self, facts: Mapping[int, Fact], now: int) -> Stall:
         there = {rank: standing for rank, standing in self.standings.items() if not standing.has_left}
         return find_stall(there or self.standings, facts, now, own_loop=self._patience.own_loop)
+
+    def _tell_of_stops(self, states: Mapping[int, str]) -> None:
+        for rank, share in self._stops.look(states):
+            if self.standings[rank].steps and not self.standings[rank].has_left:
+                self._say(hindered(rank, share, self.standings).text)
 
     def _states(self) -> dict[int, str]:
         return {rank: self._system.state(pid) for rank, pid in self._pids.items()}

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from terrazzo.engine.links.label import RUN_THE_SAME
 from terrazzo.errors import listed
+from terrazzo.telemetry.watchdog.causes import CAUSES, Cause
 from terrazzo.telemetry.watchdog.standing import Key, Standing
 from terrazzo.telemetry.watchdog.wardens import RunMachine
 
-__all__ = ["GONE", "Cause", "Fact", "Stall", "cut_off", "find_stall"]
-
-Cause = Literal["died", "stopped", "slow", "input", "outside", "drive", "stuck", "desynchronised", "lost", "partition"]
-"""
-died             its process is gone
-stopped          a signal has stopped it
-slow             it computes: nobody need be ended for it
-input            it waits for its data, which may still come
-outside          it is between steps, in code of a loop that is not ours, which may still go on
-drive            it waits for a drive or a file system, which may still answer
-stuck            it does nothing, and waits for no other rank
-desynchronised   ranks wait for each other in different exchanges
-lost             all are in one exchange, which does not end
-partition        the machine of those that are waited for is not heard any more
-"""
+__all__ = ["GONE", "Fact", "Stall", "cut_off", "find_stall", "hindered"]
 
 _UNMATCHED = ("send", "all_to_all")
 """Kinds whose ordinals ranks do not share, or that not all of an axis take part in."""
@@ -71,11 +58,11 @@ class Stall(NamedTuple):
     @property
     def is_final(self) -> bool:
         """Whether nothing will come of waiting longer."""
-        return self.cause not in ("slow", "input", "outside", "drive")
+        return CAUSES[self.cause].ends
 
 
 def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: int, *, own_loop: bool = False) -> Stall:
-    """Of a run in which nothing has happened for long enough; see `Cause`.
+    """Of a run in which nothing has happened for long enough; see `CAUSES`.
 
     Args:
         ranks: by number.
@@ -102,22 +89,22 @@ def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: in
     return _apart(ranks, now)
 
 
-_WORDS = {
-    "died": "{has} ended",
-    "stopped": "{is_} stopped (SIGSTOP)",
-    "slow": "{is_} still at work, and {is_} not ended for it",
-    "input": "{waits} for data",
-    "outside": "{is_} between steps, in code of your own, and {is_} not ended for it",
-    "drive": "{waits} for a drive or a file system",
-    "stuck": "{does} nothing, and {waits} for no other rank",
-}
+def hindered(rank: int, share: float, ranks: Mapping[int, Standing]) -> Stall:
+    """A rank that goes on, and that somebody stops again and again, for that `share` of the time."""
+    others = [each for each in ranks if each != rank]
+    who, go = ("Ranks", "go") if len(others) > 1 else ("Rank", "goes")
+    text = (
+        f"{_named([rank], ranks)} is slow: a signal stops it again and again (SIGSTOP), for {share:.0%} of the time. It"
+        f" is not ended for it. {who} {_listed(others)} {go} as slowly. See who stops processes there."
+    )
+    return Stall("slow", [rank], text)
 
 
 def _of_some(cause: Cause, found: Sequence[int], ranks: Mapping[int, Standing], now: int) -> Stall:
     many = len(found) > 1
     verbs = {"has": "have", "is_": "are", "waits": "wait", "does": "do"}
     words = {name: plural if many else name.rstrip("_") for name, plural in verbs.items()}
-    text = f"{_named(found, ranks)} {_WORDS[cause].format(**words)}."
+    text = f"{_named(found, ranks)} {CAUSES[cause].verbs.format(**words)}."
     others = [rank for rank in ranks if rank not in found and ranks[rank].waits]
     if (key := _missed(found, others, ranks)) is not None:
         text += f" Missing from {_teller(key, others, ranks).words(key)}."

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
-from terrazzo.config import LaunchConfig
+from terrazzo.config import LaunchConfig, without_passwords
 from terrazzo.errors import BadInput, counted
+from terrazzo.telemetry.log.exit_note import ExitNote
 from terrazzo.train.launch.here import starter
 from terrazzo.train.launch.places import Places
 
@@ -41,6 +43,12 @@ class Ended(NamedTuple):
     unbegun: int | None = None
     rank: int | None = None
     step: int | None = None
+
+    @property
+    def note(self) -> ExitNote:
+        """What their launcher has to say of it."""
+        cause = self.why or (f"ended by {signal.Signals(self.code - 128).name}" if self.code > 128 else "unknown")
+        return ExitNote(self.code, str(without_passwords(cause)), self.rank, self.step)
 
 
 class Saved(NamedTuple):

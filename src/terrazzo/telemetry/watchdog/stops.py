@@ -1,0 +1,47 @@
+"""Ranks that somebody stops and lets go on, again and again: the run goes on, and as slowly as they do."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+
+__all__ = ["Stops"]
+
+_LOOKS = 80
+"""That are remembered: 20 s."""
+_FEWEST = 40
+_SHARE = 0.25
+"""Of the looks, in which a rank was found stopped."""
+_TIMES = 3
+"""That it was stopped anew in these: once may be somebody at a terminal."""
+
+
+class Stops:
+    """Which ranks were stopped in how many of the newest looks. Clean runs have none that is ever stopped alone."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._seen: dict[int, deque[bool]] = {rank: deque(maxlen=_LOOKS) for rank in ranks}
+        self._said: set[int] = set()
+
+    def forget(self) -> None:
+        """What was seen so far is of another time: all were stopped, or the machine has slept."""
+        for seen in self._seen.values():
+            seen.clear()
+
+    def look(self, states: Mapping[int, str]) -> Iterator[tuple[int, float]]:
+        """Each rank that was stopped for much of the time, and the share of it; once, until it has been well again."""
+        for rank, seen in self._seen.items():
+            seen.append(states[rank] in ("T", "t"))
+            share = sum(seen) / len(seen)
+            if rank in self._said:
+                if len(seen) == _LOOKS and not share:
+                    self._said.remove(rank)
+            elif len(seen) >= _FEWEST and share >= _SHARE and _begins(seen) >= _TIMES:
+                self._said.add(rank)
+                yield rank, share
+
+
+def _begins(seen: deque[bool]) -> int:
+    looks = list(seen)
+    return sum(now and not before for before, now in itertools.pairwise(looks))

@@ -1,0 +1,197 @@
+"""Whether a step is like those before it: judged by its loss and its gradients' norm, on all ranks alike.
+
+What is not finite ends a run in any case. With a guard, as `guard.action` or `guard.spike` ask for one, each step is
+judged before its update, and may be left out or gone back from.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.runtime import device as devices
+from terrazzo.engine.runtime.device import Stream
+from terrazzo.errors import Diverged
+from terrazzo.train.session.session import Session
+from terrazzo.train.settings.folders import swap_folders
+
+__all__ = ["FEWEST", "StepJudge", "spike_above"]
+
+FEWEST = 8
+"""Steps that there are before one is called a spike."""
+NORMAL = 1.4826  # of a normal distribution, the standard deviation as a multiple of the median absolute one
+LEAST = 0.01  # of the median: what is called a deviation at the least, where numbers hardly change
+
+
+def spike_above(before: Sequence[float], deviations: float) -> float:
+    """The value from which on a number is a spike, after those `before` it; infinite while they are too few.
+
+    The median and the median absolute deviation, as of a normal distribution: one spike in the window moves neither.
+    """
+    if len(before) < FEWEST:
+        return math.inf
+    middle = statistics.median(before)
+    spread = NORMAL * statistics.median(abs(value - middle) for value in before)
+    return middle + deviations * max(spread, LEAST * abs(middle))
+
+
+class StepJudge:
+    """Judges the steps of a session, each once. Both numbers are the same on every rank, and so is what is decided.
+
+    On a CPU they are known at once, before the optimizer's step. On CUDA the host reads the norm a step later, when the
+    next step's backward has been queued: it waits for what the device has long begun, and the device never for the
+    host; a guard has the host wait. A norm that is not finite, of a loss that is, is left to fp16's loss scaling where
+    there is that: it skips such steps, and has a limit of its own.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._settings = session, session.config.guard
+        self._on_cuda = devices.is_cuda(session.ranks.device)
+        self._scales = bool(session.optimizer.scaler_state())
+        self.forget()
+
+    def forget(self) -> None:
+        """Steps since the last `check` are done again."""
+        self._losses: list[Tensor] = []  # of steps that `check` has not seen, this rank's share of each
+        self._norms: list[Tensor] = []  # of the same steps, over all ranks
+        self._steps: list[int] = []  # their numbers
+        self._queued: tuple[Tensor, torch.Event | None] | None = None
+
+    @property
+    def has_unseen(self) -> bool:
+        """Whether there were steps since the last `check`."""
+        return bool(self._losses)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest step since the last `check`; none that was left out."""
+        return self._steps[-1] if self._steps else None
+
+    def objection(self, loss: Tensor, norm: Tensor) -> str | None:
+        """What is wrong with a step whose gradients are there, so that `act` is to be called; None lets it be.
+
+        Args:
+            loss: this rank's share of it.
+            norm: of the gradients over all ranks, before clipping.
+
+        Raises:
+            Diverged: on all ranks, without a guard, if this step's norm is not finite; on CUDA, if that of the step
+                before is not.
+        """
+        if self._settings.acts and (why := self._unlike(loss, norm)) is not None:
+            return why
+        self._losses.append(loss)
+        self._norms.append(norm)
+        self._steps.append(self._session.step + 1)
+        if not self._settings.acts and not self._scales and not math.isfinite(self._known(norm)):
+            self.check()
+        return None
+
+    def _unlike(self, loss: Tensor, norm: Tensor) -> str | None:
+        judged = self._session.progress.judged
+        both = (
+            ("loss", float(self._session.share.total(loss.detach().clone())), judged.losses),
+            ("gradients' norm", float(norm), judged.norms),
+        )
+        for what, value, before in both:
+            if not math.isfinite(value):
+                return None if self._scales and before is judged.norms else f"its {what} is {value}"
+            if self._settings.spike is not None and value > (most := spike_above(before, self._settings.spike)):
+                return f"its {what} is {value:.4g}, where more than {most:.4g} is a spike"
+        for _, value, before in both:
+            before.append(value)
+            del before[: -self._settings.window]
+        return None
+
+    def _known(self, norm: Tensor) -> float:
+        """The newest norm that the host can have without keeping the device waiting."""
+        if not self._on_cuda:
+            return float(norm)
+        copy = norm.to("cpu", non_blocking=True)  # torch pins it
+        before, self._queued = self._queued, (copy, Stream.current(norm.device).mark())
+        if before is None:
+            return 0.0
+        known, mark = before
+        if mark is not None:
+            mark.synchronize()
+        return float(known)
+
+    def check(self, numbers: Sequence[float] = ()) -> tuple[float, float, list[list[float]]]:
+        """The newest step's mean loss per token and norm. All steps since the last call are looked at. Collective.
+
+        Args:
+            numbers: for the other ranks, as many on each; those of all come back in rank order.
+
+        Raises:
+            Diverged: at the first that is not finite, in its loss or its norm: a NaN gradient leaves NaN weights behind
+                a finite loss.
+        """
+        values, everyone = self._session.share.total_beside(torch.stack(self._losses), numbers)
+        norms: list[float] = torch.stack(self._norms).tolist()
+        steps = self._steps
+        self._losses, self._norms, self._steps = [], [], []
+        for step, value, norm in zip(steps, values, norms, strict=True):
+            self.refuse(f"loss of step {step}", value)
+            if not self._scales:
+                self.refuse(f"gradients' norm of step {step}", norm)
+        return values[-1], norms[-1], everyone
+
+    def refuse(self, what: str, value: float) -> None:
+        """Raise `Diverged` where `value`, the same on all ranks, is not finite; `what` names it."""
+        if not math.isfinite(value):
+            raise Diverged(
+                f"The {what} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set train.clip, or use"
+                f" precision bf16 or fp32; checkpoints up to step {self._session.keeper.saved_step} are intact."
+                f"{self._doubt_of_drives()}"
+            )
+
+    def _doubt_of_drives(self) -> str:
+        config = self._session.config
+        if config.offload.digest or not swap_folders(config):
+            return ""
+        return " If nothing explains it: offload.digest=true checks what the drives of offload.path give back."
+
+    def act(self, why: str) -> str:
+        """Do what is to be done about the step that is under way; what was done, in words. Collective.
+
+        Raises:
+            Diverged: where that is to end the run.
+        """
+        session, settings, progress = self._session, self._settings, self._session.progress
+        session.optimizer.zero_grad()
+        step = session.step + 1
+        if settings.action == "stop":
+            raise Diverged(
+                f"Step {step} was not taken: {why}. Lower optimizer.lr, set train.clip, or let guard.action=skip or"
+                f" rollback go on; checkpoints up to step {session.keeper.saved_step} are intact."
+            )
+        if len(progress.skipped) >= settings.limit:
+            raise Diverged(
+                f"Step {step} was not taken: {why}. That is one more than guard.limit {settings.limit} allows; before:"
+                f" steps {', '.join(str(each['step']) for each in progress.skipped)}. Lower optimizer.lr, or raise it."
+            )
+        if settings.action == "skip":
+            session.schedule.step()
+            progress.step = step
+            progress.skipped.append({"step": step, "batches": 1, "why": why})
+            return f"step {step} not taken: {why}"
+        return self._roll_back(step, why)
+
+    def _roll_back(self, step: int, why: str) -> str:
+        session = self._session
+        session.keeper.wait()
+        if not session.keeper.has_saved:
+            raise Diverged(
+                f"Step {step} was not taken: {why}, and there is no checkpoint to go back to. Set checkpoint.every, or"
+                " guard.action=skip."
+            )
+        skipped = session.progress.skipped
+        reached = session.loader.cursor  # beyond the step, where batches were left out before
+        session.restore()
+        batches = session.loader.skip_to(reached) + session.loader.skip(self._settings.skip_batches)
+        session.progress.skipped = [*skipped, {"step": step, "batches": batches, "why": why}]
+        return f"step {step} not taken, back to {session.step}, around {batches} batches: {why}"
