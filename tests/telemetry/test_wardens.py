@@ -113,3 +113,54 @@ def test_strangers_are_not_listened_to(machines: list[WardenUnderTest]) -> None:
         stranger.sendall(f"other\n{told}\n".encode())
         assert stranger.recv(1) == b"", "it is hung up on"
     assert one.look() is None
+
+
+@pytest.mark.parametrize(
+    ("address", "reached", "cut"),
+    [
+        ("192.0.2.1", [1], True),  # for documentation: nobody has it
+        ("192.0.2.1", [], False),  # as behind a firewall
+        ("127.0.0.1", [1], False),  # its kernel answers that nobody listens: its warden is still to come
+    ],
+)
+def test_a_machine_that_was_reached_and_never_heard_is_cut_off_where_its_kernel_answers_nothing(
+    address: str, reached: list[int], cut: bool, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = socket.create_connection
+
+    def create_connection(place: tuple[str, int], timeout_s: float) -> socket.socket:
+        if place[0] == "192.0.2.1":
+            raise TimeoutError
+        return connect(place, timeout_s)
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    ranks, ears = Ranks(2), socket.create_server(("127.0.0.1", 0))
+    gone = socket.create_server(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in (ears, gone)]
+    places = [RunMachine("a", "127.0.0.1", ports[0], [0]), RunMachine("b", address, ports[1], [1])]
+    gone.close()
+    ranks.step()
+    ranks.wait(0)
+    standing = Standing()
+    standing.take(ranks.tails[0].table, ranks.tails[0].flight().records)
+    others = Others(Wardens(places, 0, "key", ears, reached), Patience(0.5, 600))
+    deadline, found = time.monotonic() + (20 if cut else 1.0), None
+    while found is None and time.monotonic() < deadline:
+        assert others.silent(print)
+        found = others.cut_off({0: standing})
+        time.sleep(0.02)
+    assert (found is not None) is cut
+    if found is not None:
+        assert (found.cause, list(found.ranks)) == ("partition", [1])
+    others.leave({}, None)
+    ranks.close()
+
+
+def test_who_listens_is_reached_and_nobody_behind_one_who_does_not() -> None:
+    there, gone = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    ports = [each.getsockname()[1] for each in (there, gone)]
+    gone.close()
+    places = [RunMachine(host, "127.0.0.1", port, []) for host, port in zip("abc", (1, *ports), strict=True)]
+    assert list(wardens.reached_of(places, 0)) == [1]
+    assert list(wardens.reached_of([places[0], places[2], places[1]], 0)) == []
+    there.close()

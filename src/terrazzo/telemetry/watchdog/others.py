@@ -65,10 +65,14 @@ class Others:
         return bool(unheard) or any(self._wardens.silent_s(number) for number in self._wardens.others)
 
     def cut_off(self, here: Mapping[int, Standing]) -> Stall | None:
-        """The machine that was heard, is silent now, and is waited for by ranks here."""
+        """The machine that was heard, or was reached when ranks began, is silent now, and is waited for by ranks here.
+
+        One that was reached only is silent where its kernel is, too: its warden may be on its way.
+        """
         for number, place in self._wardens.others.items():
-            silent_s = self._wardens.silent_s(number)
-            if self._wardens.heard(number) is not None and silent_s >= self._patience.stall_s:
+            heard = self._wardens.heard(number) is not None
+            silent_s = self._wardens.silent_s(number) if heard else self._wardens.unreached_s(number)
+            if silent_s >= self._patience.stall_s:
                 now = time.monotonic_ns()
                 if (found := cut_off(place, silent_s, here, now, self._patience.stall_s)) is not None:
                     return found

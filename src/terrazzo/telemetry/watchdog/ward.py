@@ -34,6 +34,7 @@ from terrazzo.telemetry.flight.recorder import Recorded
 from terrazzo.telemetry.watchdog.looking import Patience
 from terrazzo.telemetry.watchdog.recording import ASK, threads_memory
 from terrazzo.telemetry.watchdog.standing import LEFT
+from terrazzo.telemetry.watchdog.wardens import RunMachine, reached_of
 
 __all__ = ["ASKED", "END", "TOLD", "look_after"]
 
@@ -70,8 +71,9 @@ def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
         ears = listening() if starts else None
         told |= _places(everyone, machines, ears)
     start = functools.partial(_start, told, ears) if starts else None
+    reach = functools.partial(_reach, told) if ears is not None else None
     soon_s = min(_SOONEST_S, patience.stall_s / 4)
-    start_thread("terrazzo-ward", functools.partial(_listen, here, start, soon_s), here.leave)
+    start_thread("terrazzo-ward", functools.partial(_listen, here, (reach, start), soon_s), here.leave)
     return Ending(box, functools.partial(_leave, here, box.recorder))
 
 
@@ -138,6 +140,11 @@ def _leave(here: _Here, recorder: Recorded) -> None:
     here.leave()
 
 
+def _reach(told: dict[str, Any]) -> None:
+    """Note which machines answer now, while ranks reach each other: of these, silence means something later."""
+    told["reached"] = list(reached_of([RunMachine(*each) for each in told["places"]], told["own"]))
+
+
 def _start(told: Mapping[str, Any], ears: socket.socket | None) -> None:
     """The warden: not in the session of this process, with which it would be ended."""
     environment = os.environ | {
@@ -158,8 +165,15 @@ def _start(told: Mapping[str, Any], ears: socket.socket | None) -> None:
         ears.close()
 
 
-def _listen(here: _Here, start: Callable[[], None] | None, soon_s: float) -> None:
-    """Start the warden after a while, if this rank does that; then do what is said on the pipe."""
+def _listen(here: _Here, begins: Sequence[Callable[[], None] | None], soon_s: float) -> None:
+    """Start the warden after a while, if this rank does that; then do what is said on the pipe.
+
+    Args:
+        begins: what is done at once, and what is done then.
+    """
+    at_once, start = begins
+    if at_once is not None:
+        at_once()
     if start is not None:
         waiting = select.poll()
         waiting.register(here.ears, select.POLLIN)

@@ -248,7 +248,7 @@ def _main() -> None:
         if "places" in told:
             ears = socket.socket(fileno=told["ears"])
             places = [RunMachine(*each) for each in told["places"]]
-            others = Wardens(places, told["own"], told["key"], ears)
+            others = Wardens(places, told["own"], told["key"], ears, told.get("reached", ()))
         Warden(told["ranks"], Patience(*told["patience"]), others).run()
 
 

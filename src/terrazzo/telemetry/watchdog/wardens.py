@@ -7,15 +7,18 @@ told each other. Nobody waits for anybody: what was heard last, and when, is the
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hmac
 import json
 import socket
+import struct
+import termios
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["SILENT_S", "Heard", "RunMachine", "Wardens"]
+__all__ = ["SILENT_S", "Heard", "RunMachine", "Wardens", "reached_of"]
 
 _EVERY_S = 1.0
 _PATIENCE_S = 2.0
@@ -49,6 +52,18 @@ class Heard(NamedTuple):
     message: Mapping[str, Any]
 
 
+def reached_of(places: Sequence[RunMachine], own: int) -> Iterator[int]:
+    """The numbers of the machines that can be connected to now, as the kernel of each answers; until one cannot."""
+    for number, place in enumerate(places):
+        if number == own:
+            continue
+        try:
+            socket.create_connection((place.address, place.port), _PATIENCE_S).close()
+        except OSError:  # such as a firewall: all would be waited for, one by one
+            return
+        yield number
+
+
 class Wardens:
     """This machine's among those of all.
 
@@ -57,19 +72,23 @@ class Wardens:
         own: this one's number among them.
         key: that all have been told.
         ears: a socket that listens.
+        reached: machines that could be connected to before.
 
     Attributes:
         others: all machines but this one, by number.
     """
 
-    def __init__(self, places: Sequence[RunMachine], own: int, key: str, ears: socket.socket) -> None:
+    def __init__(
+        self, places: Sequence[RunMachine], own: int, key: str, ears: socket.socket, reached: Collection[int] = ()
+    ) -> None:
         self.others = {number: place for number, place in enumerate(places) if number != own}
         self._own, self._key, self._ears = own, key, ears
         self._heard: dict[int, Heard] = {}
         self._message = ""
         self._ended = threading.Event()
         self._began = time.monotonic_ns()
-        self._speaking = [self._thread(self._speak, place) for place in self.others.values()]
+        self._answered = dict.fromkeys(reached, self._began)  # when the kernel of each has last done so
+        self._speaking = [self._thread(self._speak, number, place) for number, place in self.others.items()]
         self._thread(self._accept)
 
     def _thread(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
@@ -89,6 +108,16 @@ class Wardens:
         if found is not None and found.message["leaves"]:
             return 0.0
         since = (time.monotonic_ns() - (self._began if found is None else found.at)) / 1e9
+        return since if since > SILENT_S else 0.0
+
+    def unreached_s(self, number: int) -> float:
+        """For how long a machine that could be connected to has answered nothing, not even that nobody listens.
+
+        0 for a moment, and of one that never could: a firewall may be between.
+        """
+        if (answered := self._answered.get(number)) is None:
+            return 0.0
+        since = (time.monotonic_ns() - answered) / 1e9
         return since if since > SILENT_S else 0.0
 
     def _accept(self) -> None:
@@ -132,16 +161,32 @@ class Wardens:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._ears.close()
 
-    def _speak(self, place: RunMachine) -> None:
+    def _speak(self, number: int, place: RunMachine) -> None:
         while not self._ended.is_set():
-            with contextlib.suppress(OSError):
-                self._speak_to(place)
+            try:
+                self._speak_to(number, place)
+            except ConnectionRefusedError:  # nobody listens, which its kernel says
+                self._has_answered(number)
+            except OSError:
+                pass
             self._ended.wait(_EVERY_S)
 
-    def _speak_to(self, place: RunMachine) -> None:
+    def _speak_to(self, number: int, place: RunMachine) -> None:
         ended = False
         with socket.create_connection((place.address, place.port), _PATIENCE_S) as mouth:
+            self._has_answered(number)
             while not ended:
                 ended = self._ended.is_set()
-                mouth.sendall(self._lines())
+                mouth.sendall(lines := self._lines())
                 self._ended.wait(_EVERY_S)
+                if lines and not _on_their_way(mouth):
+                    self._has_answered(number)
+
+    def _has_answered(self, number: int) -> None:
+        if number in self._answered:
+            self._answered[number] = time.monotonic_ns()
+
+
+def _on_their_way(mouth: socket.socket) -> int:
+    """Bytes that the other side's kernel has not said to have."""
+    return int(struct.unpack("i", fcntl.ioctl(mouth, termios.TIOCOUTQ, struct.pack("i", 0)))[0])
