@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -114,6 +117,7 @@ def test_what_bounds_a_script_of_others_is_found_and_nothing_changes(
     assert found.rank == (1 if mode == "late" else None)
     assert advice in advice_for(found.bound, facts)
     assert facts["workers"] == 0
+    assert facts["cores"] == max(1, len(os.sched_getaffinity(0)) // ranks)
     assert facts["ddp"]
     assert records[1]["comm"]["all_reduce"]["n"] == 1, "sums of gradients"
     assert records[1]["comm"]["broadcast"]["n"] == 1, "statistics of batches"
@@ -173,6 +177,62 @@ def test_the_command_passes_on_signals_output_and_the_exit_code(tmp_path: Path) 
     assert "3 steps seen" in done.stderr
     lines = [json.loads(line) for line in (tmp_path / "seen/metrics.jsonl").read_text().splitlines()]
     assert [(line["kind"], line["step"]) for line in lines] == [("step", 1), ("step", 3)]
+
+
+COUNTS = """
+import os, signal, sys, time
+got = []
+signal.signal(signal.SIGINT, lambda *_: got.append(time.monotonic()))
+open("ready", "w").close()
+while not got or time.monotonic() < got[0] + 1.0:
+    time.sleep(0.01)
+print(len(got))
+"""
+
+
+@pytest.mark.parametrize("whole_group", [True, False])
+def test_one_interrupt_is_one_whoever_it_was_sent_to(whole_group: bool, tmp_path: Path) -> None:
+    """To the whole group, as `timeout` sends it, or to the command alone."""
+    (tmp_path / "train.py").write_text(COUNTS)
+    words = [sys.executable, "-m", "terrazzo", "profile", "--out", "seen", "--", sys.executable, "train.py"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=60)[0] == "1\n"
+
+
+def test_a_second_interrupt_that_finds_the_script_at_its_end_leaves_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, sent = signal.sigtimedwait, []
+
+    def sigtimedwait(signals: Any, timeout_s: float) -> Any:
+        told = real(signals, timeout_s)
+        if told is not None and told.si_signo == signal.SIGCHLD and not sent:
+            sent.append(signal.pthread_kill(threading.get_ident(), signal.SIGINT))  # others do not block it
+        return told
+
+    monkeypatch.setattr(signal, "sigtimedwait", sigtimedwait)
+    assert profile([sys.executable, "-S", "-c", "raise SystemExit(3)"], tmp_path / "one") == (3, 0, None)
+    assert sent
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"workers": 2, "cores": 8, "persistent": False}, "DataLoader(..., num_workers=4, persistent_workers=True)"),
+        ({"workers": 6, "cores": 8, "persistent": True}, "DataLoader(..., num_workers=8)"),
+        (
+            {"workers": 8, "cores": 8, "persistent": True},
+            "Less work on each sample, as the DataLoader's 8 workers have all 8 cores of a rank, would help",
+        ),
+    ],
+)
+def test_workers_that_are_too_few_are_named_with_the_edit_as_far_as_there_are_cores(
+    facts: dict[str, Any], said: str
+) -> None:
+    assert advice_for("input", facts) == said
 
 
 def test_a_command_that_is_no_training_ends_as_it_does_by_itself(

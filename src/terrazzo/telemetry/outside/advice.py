@@ -48,7 +48,12 @@ def _reading(facts: Mapping[str, Any]) -> str:
         return "A DataLoader with workers"
     if workers == 0:
         return "DataLoader(..., num_workers=2, persistent_workers=True)"
-    return f"DataLoader(..., num_workers={2 * workers}), as far as there are cores, or less work in the dataset,"
+    cores = facts.get("cores", 2 * workers)
+    if workers >= cores:
+        return f"Less work on each sample, as the DataLoader's {workers} workers have all {cores} cores of a rank,"
+    more = min(2 * workers, cores)
+    kept = "" if facts.get("persistent", True) else ", persistent_workers=True"
+    return f"DataLoader(..., num_workers={more}{kept})"
 
 
 def _computing(cause: str, facts: Mapping[str, Any]) -> str:

@@ -8,9 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from terrazzo.errors import BadInput
 from terrazzo.telemetry.log.run_folder import RunFolder
@@ -25,6 +25,8 @@ _FROM_PROCESS = 0
 """`si_code` of what somebody sends by `kill`; what a terminal sends, all of its processes get."""
 
 _EVERY_S = 0.5
+_SENTINEL_S = 0.2
+"""For the sentinel to end by a signal that it was sent, too."""
 
 
 class Profiled(NamedTuple):
@@ -69,6 +71,44 @@ def profile(command: Sequence[str], folder: Path) -> Profiled:
     return Profiled(code, merged.made, Path(own) if own else None)
 
 
+class _Sentinel:
+    """A process of this one's group that any signal ends, and so knows of those that the whole group was sent.
+
+    Of these the script has had its own: passed on, one Ctrl-C would be two, which ends a run without a checkpoint.
+
+    Args:
+        mask: of signals, for the process.
+    """
+
+    def __init__(self, mask: Collection[int]) -> None:
+        self._mask = mask
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        """It ends with this process, too, whose end of the pipe is its input."""
+        unblock = lambda: signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)  # noqa: E731
+        return subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=unblock)
+
+    def was_told(self) -> bool:
+        """Whether the group has had a signal since the last call."""
+        try:
+            self._process.wait(_SENTINEL_S)
+        except subprocess.TimeoutExpired:
+            return False
+        self.__exit__()
+        self._process = self._started()
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
 def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[[], None]) -> int:
     """Until it ends. Signals that are meant for it, as this process stands in its place, go on to it."""
     path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -76,17 +116,20 @@ def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKED | {signal.SIGCHLD})
     sys.stdout.flush()
     try:
-        child = subprocess.Popen(
-            command,
-            env=environment,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
-        )
-        while child.poll() is None:
-            told = signal.sigtimedwait(_ASKED | {signal.SIGCHLD}, _EVERY_S)
-            if told is None:
-                meanwhile()
-            elif told.si_signo != signal.SIGCHLD and told.si_code <= _FROM_PROCESS:
-                child.send_signal(told.si_signo)
+        with _Sentinel(before) as sentinel:
+            child = subprocess.Popen(
+                command,
+                env=environment,
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+            )
+            while child.poll() is None:
+                told = signal.sigtimedwait(_ASKED | {signal.SIGCHLD}, _EVERY_S)
+                if told is None:
+                    meanwhile()
+                elif told.si_signo != signal.SIGCHLD and not sentinel.was_told() and told.si_code <= _FROM_PROCESS:
+                    child.send_signal(told.si_signo)
+        while signal.sigtimedwait(_ASKED, 0) is not None:  # a second Ctrl-C was meant for a script that has ended
+            pass
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode

@@ -127,10 +127,17 @@ def _read(probe: ScriptProbe, call: Any) -> Any:
     def wrapped(loader: Any) -> Any:
         if torch.is_grad_enabled():
             probe.facts |= {"workers": loader.num_workers, "batch_size": loader.batch_size}
+            probe.facts |= {"persistent": bool(loader.persistent_workers), "cores": _cores()}
         with probe.reading():
             return call(loader)
 
     return wrapped
+
+
+def _cores() -> int:
+    """Of one rank, where all of this machine have as many."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, there // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def _made(probe: ScriptProbe, call: Any) -> Any:
