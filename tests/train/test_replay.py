@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,23 @@ from torch import Tensor
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint import complete_checkpoints, latest, open_source
+from terrazzo.config import config_from_dict
 from terrazzo.engine import engine_of
 from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.states import held
 from terrazzo.engine.states.pieces import held_pieces
 from terrazzo.errors import BadInput, Corrupted
+from terrazzo.train.data import Cursor
 from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
 from terrazzo.train.replay.disagreement import RankAnswer, finding_of
+from terrazzo.train.replay.replay import Replay
 from terrazzo.train.session.opening import open_session
 from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
+from tests.helpers.threads import run_in_threads
 from tests.train.test_run_edges import on_ranks_of_a_run
 from tests.train.test_session import StopAfter, config_in
 
@@ -170,6 +175,27 @@ def test_two_ranks_cannot_tell_which_of_them_is_wrong(tmp_path: Path, monkeypatc
     said = on_ranks_of_a_run(2, config_of(tmp_path, 2, 1, "zero0"), run)
     assert "Inconclusive: ranks 0, 1 compute" in said[0]
     assert "Nothing was saved so far" in said[0] and "begins anew" in said[0]
+
+
+@pytest.mark.parametrize("known", [(True, True), (True, False)])
+def test_pairs_without_a_reference_are_not_replayed(known: tuple[bool, bool]) -> None:
+    """As behind the last step of DPO, where gradients would be NaN on all ranks alike, and nothing would be seen."""
+
+    def body(rank: int) -> tuple[Any, list[float]]:
+        def first_of(reader: int, cursor: Cursor | None = None) -> Any:
+            value = 1.0 if known[reader] or cursor is not None else float("nan")
+            return SimpleNamespace(reference=torch.full((1, 2), value), samples=1)
+
+        session: Any = SimpleNamespace(
+            config=config_from_dict({"objective": "dpo"}),
+            loader=SimpleNamespace(first_of=first_of),
+            share=SimpleNamespace(reader=rank, readers=2),
+            step=1,
+        )
+        found = Replay(session)._known_from()
+        return found, [first_of(reader, found).reference[0, 0].item() for reader in range(2)]
+
+    assert run_in_threads(2, body) == [(None if all(known) else Cursor(), [1.0, 1.0])] * 2
 
 
 def test_the_newest_checkpoint_that_is_known_to_be_right_is_never_pruned(tmp_path: Path) -> None:

@@ -325,12 +325,10 @@ class Config(Section):
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps {self.train.steps}:"
                 f" shorten the warm-up, with schedule.warmup_steps={self.train.steps // 10} for instance"
             )
-        left = self.train.steps - self.schedule.warmup_steps
-        if (decay := self.schedule.decay_steps or 0) > left:
-            warmup = f", of which {self.schedule.warmup_steps} are warm-up" if self.schedule.warmup_steps else ""
+        if (decay := self.schedule.decay_steps or 0) + self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
-                f"schedule.decay_steps {decay} is longer than the run: train.steps is {self.train.steps}{warmup}."
-                f" Shorten the decay, with schedule.decay_steps={max(1, left // 5)} for instance"
+                f"schedule.decay_steps {decay} is longer than the run, whose train.steps are {self.train.steps}, of"
+                f" which {self.schedule.warmup_steps} warm up: shorten it, or leave it out for a fifth of the run"
             )
         self._ranks_agree()
         self._pairs_agree()

@@ -123,9 +123,9 @@ class Loader:
         totals = self.dataset.valid_tokens(indices), self.dataset.samples(indices)
         return GlobalBatch(micro_batches, *totals), following
 
-    def first_of(self, rank: int) -> Batch:
-        """The first micro-batch that another rank reads of the step at the cursor; this rank's part of it."""
-        indices, _ = self.order.take(self.cursor, self.batch.global_batch)
+    def first_of(self, rank: int, cursor: Cursor | None = None) -> Batch:
+        """The first micro-batch that another rank reads of the step at a cursor, or at this one; this rank's part."""
+        indices, _ = self.order.take(self.cursor if cursor is None else cursor, self.batch.global_batch)
         return self.part(self.dataset.batch(self._share(indices, rank)[0]))
 
     def _share(self, indices: Indices, rank: int) -> Indices:

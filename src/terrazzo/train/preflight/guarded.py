@@ -20,9 +20,9 @@ def check_guard(config: Config) -> None:
     if guard.replay_every is not None and max(mesh.pp, mesh.ep) > 1:
         axis = "pp" if mesh.pp > 1 else "ep"
         raise BadInput(
-            f"guard.replay_every is {guard.replay_every}, and plan.mesh.{axis} {getattr(mesh, axis)}: what ranks along"
-            f" that axis compute of one micro-batch is not compared yet. Set guard.replay_every=null, or"
-            f" plan.mesh.{axis}=1."
+            f"guard.replay_every is {guard.replay_every}, and plan.mesh.{axis} {getattr(mesh, axis)}: ranks along that"
+            " axis compute with what others of it give them, so that a wrong one would not be told from these,"
+            f" and they are not compared. Set guard.replay_every=null, or plan.mesh.{axis}=1."
         )
     if guard.action == "rollback" and config.checkpoint.every is None and config.checkpoint.local.folder is None:
         raise BadInput(

@@ -14,8 +14,10 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Corrupted
 from terrazzo.exchange import gather_json
 from terrazzo.planner.timing.calibration import processor
+from terrazzo.train.data import Cursor
 from terrazzo.train.model.experts import forget_load
 from terrazzo.train.replay.disagreement import RankAnswer, finding_of
+from terrazzo.train.session.reference import is_known
 from terrazzo.train.session.session import Session
 from terrazzo.train.steps.step import learnt
 
@@ -49,7 +51,7 @@ class Replay:
 
     def check(self) -> None:
         """Raises `Corrupted` on all ranks where one computes wrongly. Collective."""
-        readers = self._session.share.readers
+        readers, self._from = self._session.share.readers, self._known_from()
         answers = self._answers([0, 1] if readers > 1 else [0, 0])
         if finding_of(answers) is None:
             return
@@ -70,6 +72,18 @@ class Replay:
             " they fail."
         )
 
+    def _known_from(self) -> Cursor | None:
+        """Where micro-batches are read; None: where the run stands. Collective where there is a reference.
+
+        Behind the last step of DPO nobody has computed that of pairs, and gradients would be NaN, alike on all ranks:
+        the pairs that the run began with are taken again.
+        """
+        session = self._session
+        if not session.config.objective.kind.against_initial:
+            return None
+        known = is_known(session.loader.first_of(session.share.reader))
+        return None if all(gather_json(known)) else Cursor()
+
     def _answers(self, offsets: Sequence[int]) -> list[RankAnswer]:
         """Of all ranks: what each has made of the micro-batches of those that many places before it. Collective."""
         with self._unnoticed():
@@ -86,7 +100,7 @@ class Replay:
         reader = (session.share.reader - offset) % session.share.readers
         place = session.ranks.rank % mesh.ranks_per_batch
         torch.manual_seed(session.config.train.seed + 1_000_003 * session.step + 1_009 * reader + place // mesh.tp)
-        batch = session.loader.first_of(reader)
+        batch = session.loader.first_of(reader, self._from)
         with unused_gradients(engine_of(session.model)) as unused:
             learnt(session, [batch], denominator=1.0)
         return [reader, place], unused.digests()
