@@ -13,6 +13,7 @@ from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.model.linears import try_linears
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.preflight.axes import check_axes
 from terrazzo.train.promise.as_setup import setup_of
 from tests.train.test_session import config_in, trained
 
@@ -77,6 +78,15 @@ def test_what_does_not_go_together_is_refused(precision: dict[str, Any], word: s
 def test_a_glob_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"precision.linears is .fp8-rowwise.*layers.*matches no linear layer"):
         prepare_model(run(tmp_path, precision={**EIGHT, "skip": ["layers.*"]}))
+
+
+def test_parts_of_matrices_that_do_not_fit_are_refused_before_a_process_starts(tmp_path: Path) -> None:
+    sharing = {"plan": {"mesh": {"tp": 2}}, "precision": EIGHT}
+    check_axes(run(tmp_path, **sharing, model={**MODEL, "ffn_dim": 64}))
+    with pytest.raises(
+        BadInput, match=r"precision.linears is .*feed_forward.down.* has 32 x 24, whose sizes are no multiples of 16"
+    ):
+        check_axes(run(tmp_path, **sharing))
 
 
 def test_what_comes_back_in_bf16_needs_it(tmp_path: Path) -> None:

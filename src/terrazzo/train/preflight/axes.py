@@ -13,6 +13,7 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel import Chunks, attention_heads, check_config, check_experts, check_line, check_styles
 from terrazzo.parallel.paper import cut_on_paper
 from terrazzo.train.model.huggingface import read_config, tensor_styles
+from terrazzo.train.model.parallel import plan_of
 from terrazzo.train.model.prepare import prepare_model
 
 __all__ = ["check_axes"]
@@ -35,6 +36,7 @@ def check_axes(config: Config) -> None:
         _check_context(config)
     if mesh.tp > 1:
         _check_tensor(config)
+        _check_linears(config)
 
 
 def _check_pipeline(config: Config) -> None:
@@ -198,6 +200,17 @@ def _check_own_plan(config: Config, kv_heads: Any) -> None:
         cut_on_paper(prepare_model(config), tp, settings.sequence, settings.plan)
     except BadInput as error:
         raise BadInput(f"parallel.tensor.plan: {error}") from None
+
+
+def _check_linears(config: Config) -> None:
+    """Try whether parts of matrices that multiply in 8 bits fit the matrix units."""
+    if config.precision.recipe is None:
+        return
+    model = prepare_model(config)
+    try:
+        cut_on_paper(model, config.plan.mesh.tp, config.parallel.tensor.sequence, plan_of(model, config))
+    except BadInput as error:
+        raise BadInput(f"precision.linears is '{config.precision.linears}'. {error}") from None
 
 
 def _check_heads(tp: int, counts: Mapping[str, Any]) -> None:
