@@ -229,6 +229,14 @@ def test_a_trace_of_a_cut_model_has_parts_of_its_activations() -> None:
     assert 0.5 * peaks[1] < peaks[2] < 0.7 * peaks[1]
 
 
+ROUTED = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+MIXTURES = {
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
+    "qwen2_moe": ROUTED | {"shared_expert_intermediate_size": 20},
+    "qwen3_moe": ROUTED,
+}
+
+
 def cut_tiny(family: str, size: int) -> tuple[nn.Module, TensorRanks, dict[str, Any]]:
     """A small model of transformers as the last of `size` ranks has it, with real memory, and its config."""
     import transformers
@@ -237,7 +245,7 @@ def cut_tiny(family: str, size: int) -> tuple[nn.Module, TensorRanks, dict[str, 
     config = kind(
         vocab_size=62, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4 if family == "gpt_neox" else 2, head_dim=8, max_position_embeddings=LENGTH,
-        tie_word_embeddings=False, pad_token_id=0,
+        tie_word_embeddings=False, pad_token_id=0, **MIXTURES.get(family, {}),
     )  # fmt: skip
     config._attn_implementation = "eager"
     with torch.device("meta"):
@@ -272,15 +280,25 @@ def test_a_request_with_tp_means_what_transformers_plan_makes_of_a_family(family
 
 
 def test_families_with_a_plan_are_those_that_transformers_cuts_with_known_styles() -> None:
-    """But for those whose queries and keys are put together for a norm over all heads, which the engine refuses."""
+    """But for those whose queries and keys are put together for a norm over all heads, which the engine refuses, and
+    for latent attention, whose rows say no splits.
+    """
     transformers = pytest.importorskip("transformers", reason="needs terrazzo[hf]")
     plans = {
         family: transformers.CONFIG_MAPPING[family].base_model_tp_plan for family in FAMILIES if family != BUILT_IN
     }
     known = {"colwise", "rowwise", "embedding_rowwise", "colwise_gather_output", "rowwise_split_input"}
     known |= {"replicated_with_grad_allreduce", "sequence_parallel", "replicate"}
-    cut = {family for family, plan in plans.items() if plan and set(plan.values()) <= known}
-    assert cut - {"olmo2", "olmo3"} == CUT_MATRICES
+    cut = {family for family, plan in plans.items() if plan and {*_beside_experts(plan).values()} <= known}
+    assert cut - {"olmo2", "olmo3", "olmoe", "deepseek_v3"} == CUT_MATRICES
+
+
+def _beside_experts(plan: dict[str, str]) -> dict[str, str]:
+    """Without a mixture's experts and their stacks, which the engine leaves whole."""
+    experts = [glob for glob, style in plan.items() if style == "moe_tp_experts"]
+    return {
+        glob: style for glob, style in plan.items() if not any(f"{glob}.".startswith(f"{each}.") for each in experts)
+    }
 
 
 def test_families_without_stages_are_those_that_transformers_has_no_line_of() -> None:

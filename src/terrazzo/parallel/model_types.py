@@ -9,7 +9,8 @@ __all__ = ["CUT_MATRICES", "DOCUMENTS_APART", "NO_STAGES", "SHARED_SEQUENCES"]
 
 # Each column is computed by a test of every type, last with transformers 5.23.0 and torch 2.13.0.
 #   cp         tokens meet in attention alone, by the registry of attention functions, with positions
-#   tp         the plan of tensor parallelism that transformers has is carried out here, and rows say their splits
+#   tp         the plan of tensor parallelism that transformers has is carried out here, where it leaves a mixture's
+#              experts whole, and rows say their splits
 #   pp         transformers says through which modules values go
 #   documents  attention is cut where position ids begin anew; OPT and BLOOM, say, take these and look further back
 _TABLE = """
@@ -31,7 +32,7 @@ _TABLE = """
     granite     yes   yes   yes   yes
     llama       yes   yes   yes   yes
     mistral     yes   yes   yes   yes
-    mixtral     yes   -     yes   yes
+    mixtral     yes   yes   yes   yes
     mpt         -     -     -     -
     olmo        yes   yes   yes   yes
     olmo2       yes   -     yes   yes
@@ -41,9 +42,9 @@ _TABLE = """
     phi         yes   yes   yes   yes
     phi3        yes   yes   yes   yes
     qwen2       yes   yes   yes   yes
-    qwen2_moe   yes   -     yes   yes
+    qwen2_moe   yes   yes   yes   yes
     qwen3       yes   yes   yes   yes
-    qwen3_moe   yes   -     yes   yes
+    qwen3_moe   yes   yes   yes   yes
     smollm3     yes   yes   yes   yes
     stablelm    yes   -     -     yes
     starcoder2  yes   yes   yes   yes

@@ -54,10 +54,11 @@ class Estimate:
         return plain(self.blocks()).rstrip()
 
     def blocks(self) -> list[Block]:
-        """The whole of it: what cannot work stands above everything."""
-        refused = [one for one in self.objections if one.severity == "refuse"]
-        others = [one for one in self.objections if one.severity != "refuse"]
-        blocks: list[Block] = [TextLine(f"{SEVERITIES['refuse']}: {one}", "bold red") for one in refused]
+        """The whole of it: what cannot run, or not yet, stands above everything."""
+        above = {"refuse": "bold red", "planned": "bold yellow"}
+        halting = [one for severity in above for one in self.objections if one.severity == severity]
+        others = [one for one in self.objections if one.severity not in above]
+        blocks: list[Block] = [TextLine(f"{SEVERITIES[one.severity]}: {one}", above[one.severity]) for one in halting]
         blocks += [TextLine(verdict(self.memory), _verdict_style(self.memory)), TextLine(setup_text(self.setup))]
         if self.time or self.no_time:
             blocks.append(pace_line(self.time) if self.time else TextLine(self.no_time, "yellow"))

@@ -23,8 +23,10 @@ def _no_tensor_plan(setup: Setup) -> bool:
 
 
 def _counts_tokens_again(setup: Setup) -> bool:
+    """Where ranks along ep would be given them; without, each rank's experts have the same gradient of the same."""
     routed = any(unit.block.experts for unit in setup.model.blocks if unit.block)
-    return routed and setup.mesh.tp > 1 and setup.whole_experts and not setup.sequence_parallel
+    shared = routed and (setup.mesh.ep > 1 or setup.model.family == BUILT_IN)
+    return shared and setup.mesh.tp > 1 and setup.whole_experts and not setup.sequence_parallel
 
 
 def _no_context(setup: Setup) -> bool:

@@ -34,6 +34,8 @@ def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
 
 def _is_cut(tensor: TensorShape, block: BlockShape | None, placement: Placement) -> bool:
     """Whether each tensor-parallel rank has a part of it; of fewer key heads than ranks all have all."""
+    if tensor.role == "expert" and placement.whole_experts:
+        return False
     if block is not None and block.kv_heads < placement.tp and _KEYS.search(tensor.name):
         return False
     return tensor.split != "none"
@@ -64,6 +66,7 @@ class PlannedBucket(BucketSpec):
         tensors = [unit.tensors[place] for place in places]
         self.places, self.tensors, self.shared, self._fixed_bytes = places, tensors, shared, recipe.fixed_bytes
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
+        self._whole_experts = placement.whole_experts
         self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
         self.end = sum(round_up(self.share(tensor), ALIGN if self.padded else 1) for tensor in tensors)
         axes = placement.axes(self.dealt > 1, shared)
@@ -93,7 +96,8 @@ class PlannedBucket(BucketSpec):
     def share(self, tensor: TensorShape) -> int:
         """Elements of a tensor on a rank, before data ranks divide it; of uneven parts the largest, the last rank's."""
         if tensor.split == "none" or self.tp == 1 or tensor.role == "expert" or not self.padded:
-            return -(-tensor.numel // ((self.tp if tensor.split != "none" else 1) * self.dealt))
+            is_whole = tensor.split == "none" or (tensor.role == "expert" and self._whole_experts)
+            return -(-tensor.numel // ((1 if is_whole else self.tp) * self.dealt))
         whole = tensor.shape[-1 if tensor.split in ("row", "row_splits") else 0]
         return tensor.numel // whole * -(-whole // self.tp)
 

@@ -9,7 +9,7 @@ from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.parallel import Balance, Mode
 from terrazzo.planner.machine.devices import Cluster
 from terrazzo.planner.machine.mesh import Mesh
-from terrazzo.planner.model.shapes import BUILT_IN, ModelShape
+from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 
 __all__ = ["Setup"]
@@ -112,9 +112,9 @@ class Setup:
     def whole_experts(self) -> bool:
         """Whether ranks along tp have whole experts, and each its own tokens for them; else a part of each expert.
 
-        So the engine shares experts along ep, and so the built-in decoder has them.
+        So the engine leaves a mixture's experts, whichever model's, and shares them along ep alone.
         """
-        return not self.as_megatron and (self.mesh.ep > 1 or self.model.family == BUILT_IN)
+        return not self.as_megatron
 
     @property
     def puts_logits_together(self) -> bool:

@@ -85,13 +85,14 @@ class _TensorMoves:
     def of_block(self, unit: UnitShape, block: BlockShape) -> Iterator[UnitTransfer]:
         """Two sums and, where sequences are split, two gatherings, and each the other way round on the way back.
 
-        Only one around attention where each rank computes its own tokens in whole experts.
+        Beside whole experts, for which each rank has its own tokens, one around each that ends in a matrix cut by rows.
 
         What is recomputed ends where nothing is kept of what follows: before the last sum.
         """
         again = _repeated(self._setup)
         yield from self._of_fused(unit, again)
-        regions = 1 if block.experts and self._setup.whole_experts else 2
+        ends = sum(tensor.role == "matrix" and tensor.split == "row" for tensor in unit.tensors)
+        regions = ends if block.experts and self._setup.whole_experts else 2
         sums = regions if block.dropout or block.norms > 2 else 1
         if not self._setup.sequence_parallel:
             yield self._reduced("forward", self._residual, regions)
