@@ -24,6 +24,7 @@ from terrazzo.planner.model.rows import (
     router,
     swiglu,
     transposed,
+    uncut,
 )
 from terrazzo.planner.model.shapes import BUILT_IN
 
@@ -96,7 +97,7 @@ _QWEN2_MOE = replace(
     attention=attention(qkv_bias="qkv_bias"),
     sparse=(
         *_ROUTED,
-        *swiglu(module="mlp.shared_expert", width="shared_ffn"),
+        *uncut(swiglu(module="mlp.shared_expert", width="shared_ffn")),
         TensorRow("mlp.shared_expert_gate.weight", ("one", "hidden"), "router"),
     ),
     defaults={

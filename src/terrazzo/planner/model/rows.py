@@ -24,6 +24,7 @@ __all__ = [
     "router",
     "swiglu",
     "transposed",
+    "uncut",
 ]
 
 
@@ -162,6 +163,11 @@ def swiglu(bias: str | bool = False, module: str = "mlp", width: str = "ffn") ->
         *linear(f"{module}.up_proj", width, "hidden", "column", bias),
         *linear(f"{module}.down_proj", "hidden", width, "row", bias),
     )
+
+
+def uncut(rows: Rows) -> Rows:
+    """Where transformers' plan of tensor parallelism leaves them whole."""
+    return tuple(TensorRow(r.name, r.shape, r.role, "none", r.when) for r in rows)
 
 
 def mlp(up: str, down: str, bias: str | bool = True) -> Rows:
