@@ -2,9 +2,26 @@
 
 It imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads. Each axis
 has a folder or a module: `tensor` (tp), `context` (cp), `expert` (ep), `pipeline` (pp); `face` brings them together.
+The way of a micro-batch through all of them, and where it is written:
+
+    tz.step                     pipeline/step.py      all ranks are given the same, or none begins
+    StagedStep                  pipeline/staged.py    takes what the stage before has sent, by Messages
+      the model's forward       pipeline/line.py      modules of other stages pass on what they are given
+        a block begins          tensor/uses.py        a rank along tp takes its part of the sequence
+          enter, column         tensor/uses.py        the parts are put together: whole tokens, a part of the heads
+            attention           context/context.py    keys, or heads, of the ranks along cp
+          row                   tensor/uses.py        sums, of which each takes its part of the sequence again
+          router, rows          expert/rows.py        in the order of their experts
+            experts             expert/ranks.py       to the ranks along ep that have them, and back
+        the last block ends     tensor/uses.py        whole sequences
+    StagedStep                  pipeline/staged.py    sends them on, or computes the loss; all meet at the end
+
+Each exchange is one `exchange(values, there, back)` of `exchanges`, whose gradient goes the other way.
+
 Open to other packages:
 
     mesh              the mesh of ranks by the names of its axes
+    limits            what ranks can share, in numbers, for those who refuse the rest before a model is there
     model_types       what is known of types of models of transformers, for those who refuse some or plan for them
     paper             a model cut for ranks that are not there, for those who count memory
     pipeline.order    what each rank of a pipeline runs, for those who count time and those who configure it

@@ -26,6 +26,7 @@ from terrazzo.parallel.context.modes import Shared, by_gathering, by_heads, by_r
 from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.exchanges import GroupRanks
 from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, inputs_in_number
+from terrazzo.parallel.limits import computes_windows, shares_heads
 
 __all__ = ["MODES", "Context", "Mode"]
 
@@ -205,7 +206,7 @@ class Context:
             BadInput: there.
         """
         ranks = self.size * self._tp
-        if self.mode == "ulysses" and heads % ranks:
+        if self.mode == "ulysses" and not shares_heads(heads, self.size, self._tp):
             along = f"{ranks} ranks (cp {self.size} x tp {self._tp})" if self._tp > 1 else f"{ranks} ranks (cp)"
             raise BadInput(
                 f"Context mode 'ulysses' gives each of {along} the same number of heads, and {heads} heads do not"
@@ -218,7 +219,7 @@ class Context:
         Raises:
             BadInput: there.
         """
-        if self.mode == "ring" and window is not None:
+        if window is not None and not computes_windows(self.mode):
             raise BadInput(
                 f"Context mode 'ring' computes causal and document masks, and this model attends within a sliding"
                 f" window of {window} tokens. Use mode 'gather' or 'ulysses'."

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from terrazzo.engine.plan.family import SHARES_SEQUENCES
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel.context.context import Context
+from terrazzo.parallel.limits import computes_windows
 from terrazzo.parallel.model_types import SHARED_SEQUENCES
 
 __all__ = ["attention_heads", "check_config", "is_of_transformers", "register"]
@@ -47,7 +48,7 @@ def check_config(values: Mapping[str, Any], mode: str, ranks: int) -> None:
     window = values.get("sliding_window")
     layers = values.get("layer_types")
     slides = window is not None and values.get("use_sliding_window", True) is not False
-    if mode == "ring" and slides and (layers is None or "sliding_attention" in layers):
+    if not computes_windows(mode) and slides and (layers is None or "sliding_attention" in layers):
         raise BadInput(
             f"Context mode 'ring' computes causal and document masks, and this model of model_type {kind!r} attends"
             f" within a sliding window of {window} tokens. Use mode 'gather' or 'ulysses'."

@@ -15,6 +15,7 @@ from terrazzo.errors import BadInput, Misuse, listed
 from terrazzo.parallel.adapters import adapted
 from terrazzo.parallel.expert.ranks import ExpertRanks, Experts
 from terrazzo.parallel.expert.stacked import looks_like_experts, stacked_experts
+from terrazzo.parallel.limits import shares_experts
 from terrazzo.parallel.parts import check_replaceable, replaced_by_part, watch_states
 
 __all__ = ["SharesExperts", "check_experts", "experts_of", "share_experts"]
@@ -79,7 +80,7 @@ def check_experts(model: nn.Module, size: int) -> dict[str, int]:
                 )
             check_replaceable(name, module, attribute)
             count = getattr(module, attribute).shape[0]
-            if counts.setdefault(name, count) != count or count % size:
+            if counts.setdefault(name, count) != count or not shares_experts(count, size):
                 raise BadInput(
                     f"'{name}.{attribute}' has {count} experts, of which {size} ranks (ep) cannot have as many each. "
                     f"Choose ep so that it divides {counts[name]}."

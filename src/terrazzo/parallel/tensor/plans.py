@@ -10,6 +10,7 @@ from torch import nn
 
 from terrazzo.errors import BadInput
 from terrazzo.parallel.adapters import base_of
+from terrazzo.parallel.limits import shares_heads
 from terrazzo.parallel.tensor.reading import TensorPlan, matching
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, SplitSequence, Style, Uncut
 
@@ -68,7 +69,7 @@ def _of_transformers(model: Any, theirs: Mapping[str, str], size: int) -> Tensor
     config = model.config.get_text_config()
     heads: int = config.num_attention_heads
     key_heads: int = getattr(config, "num_key_value_heads", None) or heads
-    if heads % size:
+    if not shares_heads(heads, size):
         raise BadInput(
             f"{type(model).__name__} has {heads} attention heads, which tp {size} does not divide: a rank needs whole "
             f"heads, as many as the others. Choose tp so that it divides {heads}."

@@ -16,6 +16,7 @@ from terrazzo.engine import Box, Family, Record
 from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.nn import Float8Linear
 from terrazzo.parallel.adapters import with_adapters
+from terrazzo.parallel.limits import shares_heads, shares_key_heads
 from terrazzo.parallel.parts import check_replaceable
 from terrazzo.parallel.tensor.cut import Cuts
 from terrazzo.parallel.tensor.ranks import TensorRanks, runs_of
@@ -129,9 +130,9 @@ def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> Non
     for part, count in zip(parts, heads, strict=True):
         if count is None:
             intervals = _parts(cuts, name, part, "outputs")
-        elif count % size == 0 and part % count == 0:
+        elif shares_heads(count, size) and part % count == 0:
             intervals = runs_of(part, size)
-        elif len(parts) == 1 and size % count == 0 and part % count == 0:
+        elif len(parts) == 1 and shares_key_heads(count, size) and part % count == 0:
             first = cuts.ranks.rank * count // size * (part // count)
             cuts.rows[name] = (first, first + part // count)
             return
