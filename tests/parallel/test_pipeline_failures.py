@@ -148,6 +148,33 @@ def test_another_number_of_micro_batches_on_a_data_rank_is_refused_on_all() -> N
         assert text.startswith("RanksApart: ") and "from 2 to 3 micro-batches" in text
 
 
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero2", "zero3"])
+def test_without_stages_data_ranks_may_have_other_numbers_where_nothing_is_exchanged_in_each(plan: str) -> None:
+    base = layers(2)
+    plain = copy.deepcopy(base)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.5)
+    for reader in range(2):
+        for x, y in batches(reader, 2 + reader):
+            loss_of(plain(x), y).backward()
+    optimizer.step()
+
+    def body(rank: int) -> Any:
+        model, optimizer, _ = cut(base, plan, dp_shard=2)
+        try:
+            tz.step(model, batches(rank, 2 + rank), loss_of, denominator=1.0)
+        except tz.RanksApart as error:
+            return str(error)
+        optimizer.step()
+        return tz.full_state_dict(model, keep=True)
+
+    for rank, found in enumerate(run_in_threads(2, body, timeout_s=10.0)):
+        if plan in ("zero2", "zero3"):
+            assert f"from 2 to 3 micro-batches on the mesh's ranks (here {2 + rank})" in found
+        elif rank == 0:
+            for name, each in plain.state_dict().items():
+                torch.testing.assert_close(found[name], each, rtol=1e-6, atol=1e-6)
+
+
 def detaching(stage: int, when: Any) -> nn.Sequential:
     model = layers()
     model[stage].then = lambda calls, x: x.detach() if when(calls) else x

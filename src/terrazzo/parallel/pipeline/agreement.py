@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from terrazzo.engine import Engine
 from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.plan.spec import Pass
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, form_of_inputs, values_of_inputs
-from terrazzo.parallel.pipeline.staged import Ways
+from terrazzo.parallel.pipeline.staged import Ways, exchanges_inside
 
-__all__ = ["Given", "begin_alike"]
+__all__ = ["Given", "begin_alike", "check_as_many"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,26 @@ def begin_alike(axes: Axes, ways: Ways, given: Callable[[], Given]) -> Given:
         )
     messages.values_compared = True
     return here
+
+
+def check_as_many(model: nn.Module, engine: Engine, count: int) -> None:
+    """Refuse other numbers of micro-batches on some ranks of a model without stages, where each of them exchanges.
+
+    Collective there: over the whole mesh.
+
+    Raises:
+        RanksApart: on every rank.
+    """
+    sums = torch.is_grad_enabled() and engine.sharding.pass_of(False, None) is Pass.REDUCES
+    if not (sums or exchanges_inside(model, engine)):
+        return
+    most, least = engine.axes.maximum(torch.tensor([count, -count], device=HOST)).tolist()
+    if most != -least:
+        raise RanksApart(
+            f"tz.step was given from {-least} to {most} micro-batches on the mesh's ranks (here {count}), and under "
+            "this plan ranks exchange in each. Give every rank as many; or take a plan that splits neither weights "
+            "nor gradients, such as zero1, under which the last one alone is summed."
+        )
 
 
 def _row(inputs: Any, looks: bool) -> tuple[int, int]:

@@ -24,7 +24,17 @@ from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.messages import Form, Messages, NothingSent, form_of
 from terrazzo.parallel.pipeline.order import Action, Kind, forwards_of
 
-__all__ = ["Auxiliary", "LossFunction", "MicroBatch", "StagedStep", "Ways", "called", "one_loss", "ways_of"]
+__all__ = [
+    "Auxiliary",
+    "LossFunction",
+    "MicroBatch",
+    "StagedStep",
+    "Ways",
+    "called",
+    "exchanges_inside",
+    "one_loss",
+    "ways_of",
+]
 
 MicroBatch = tuple[Any, Any]
 LossFunction = Callable[[Any, Any], Tensor]
@@ -51,6 +61,12 @@ def one_loss(loss: Any) -> Tensor:
             "number, a 0-d tensor, as loss.sum() is."
         )
     return loss
+
+
+def exchanges_inside(model: nn.Module, engine: Engine) -> bool:
+    """Whether forwards and backwards need other ranks: for weights that are split, or for what ranks share beside."""
+    marks = SHARES_MATRICES, SHARES_SEQUENCES, SHARES_EXPERTS
+    return engine.schedule.meet is not None or any(any(each.all_in(model)) for each in marks)
 
 
 class Ways(NamedTuple):
@@ -141,11 +157,9 @@ class StagedStep:
 
     def _meets_in_passes(self, schedule: StagedSchedule) -> bool:
         """Whether ranks with the same stages wait for each other inside of forwards and backwards."""
-        engine, marks = self.engine, (SHARES_MATRICES, SHARES_SEQUENCES, SHARES_EXPERTS)
-        if not engine.axes.live(engine.axes.every):
+        if not self.engine.axes.live(self.engine.axes.every):
             return False
-        agreed = all(program.order.agreed for program in schedule.programs)
-        return schedule.meet is not None or not agreed or any(any(each.all_in(self.model)) for each in marks)
+        return exchanges_inside(self.model, self.engine) or not all(each.order.agreed for each in schedule.programs)
 
     def _actions(self) -> Sequence[Action]:
         line, count = self.line, len(self.micro_batches)

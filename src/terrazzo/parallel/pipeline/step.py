@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine import accumulate, engine_of, stages_of
 from terrazzo.errors import BadInput
-from terrazzo.parallel.pipeline.agreement import Given, begin_alike
+from terrazzo.parallel.pipeline.agreement import Given, begin_alike, check_as_many
 from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.staged import (
     Auxiliary,
@@ -53,9 +53,10 @@ def step(
 
     Raises:
         BadInput: no micro-batch, other things than pairs, or too few for the pipeline; a loss that is not 0-d.
-        RanksApart: before any work, on every rank, where these were given other numbers of micro-batches, or those
-            along `pp` inputs of other forms or with other values, or the like. Values are compared in each step on
-            CPUs, and on other devices, for which the host would have to wait, in a model's first one.
+        RanksApart: before any work, on every rank, where these were given other numbers of micro-batches (without an
+            axis `pp`, where the plan exchanges in each of them), or those along `pp` inputs of other forms or with
+            other values, or the like. Values are compared in each step on CPUs, and on other devices, for which the
+            host would have to wait, in a model's first one.
         Misuse: on every rank, where no micro-batch has sent a gradient back through a stage.
         ConnectionError: where another rank has failed first, or its process has ended: it names that rank, its stage
             and the error. Terrazzo's own errors are raised on every rank as what they are.
@@ -77,6 +78,7 @@ def step(
             pairs = [(inputs, targets) for inputs, (_, targets) in zip(told.inputs, micro_batches, strict=True)]
             return StagedStep(model, line, ways, pairs, loss_fn, auxiliary).run()
     given()
+    check_as_many(model, engine, len(micro_batches))
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
