@@ -117,10 +117,6 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo", {"model": MOE, "precision": "fp8"}, "terrazzo", {"model": MOE},
     ),
     "optimizer that sees whole matrices": ("terrazzo", {"optimizer": "adafactor"}, "terrazzo", {"optimizer": "muon"}),
-    "stacks of matrices of which ranks have parts": (
-        "terrazzo", {"model": "mixtral-8x7b", "optimizer": "muon", "tp": 2},
-        "terrazzo", {"model": "mixtral-8x7b", "optimizer": "lion", "tp": 2},
-    ),
     "whole matrices away from the device": (
         "terrazzo", {"optimizer": "muon", "strategy": "zero3@cpu"}, "terrazzo", {"optimizer": "muon"},
     ),

@@ -43,12 +43,6 @@ def _too_small_a_share(setup: Setup) -> bool:
     )
 
 
-def _cuts_stacks(setup: Setup, _: object) -> bool:
-    stacks = (each for _, each, _ in setup.model.tensors() if each.trainable and each.is_matrix and len(each.shape) > 2)
-    whole = setup.optimizer.matrix_moments is not None
-    return whole and setup.mesh.tp > 1 and not setup.whole_experts and any(each.split != "none" for each in stacks)
-
-
 ENGINE_RULES = (
     Rule(
         "share without a unit",
@@ -159,15 +153,6 @@ ENGINE_RULES = (
         ),
         "Use adamw, adam, lion, ademamix, rmsprop, adagrad, momentum or sgd; or muon, whose matrices it does.",
         "terrazzo.engine.optim.elementwise.check_elementwise",
-    ),
-    Rule(
-        "stacks of matrices of which ranks have parts",
-        ("terrazzo",),
-        "refuse",
-        _cuts_stacks,
-        lambda it: f"{it.optimizer} updates whole matrices, and of each expert tp {it.tp} ranks have parts.",
-        "Use ep, by which ranks have whole experts; tp 1; or an elementwise optimizer such as adamw.",
-        "terrazzo.engine.sharding.matrix_checks.check_matrices",
     ),
     Rule(
         "whole matrices away from the device",
