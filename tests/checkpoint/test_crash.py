@@ -38,7 +38,7 @@ from tests.helpers.threads import run_in_threads
 
 pytestmark = pytest.mark.alone
 
-KILLS = 8  # at random moments
+KILLS = 4  # at random moments
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def dies(root: Path, fault: faults.Fault, work: Callable[[], None]) -> None:
 
 def test_a_save_that_is_killed_after_any_call(root: Path) -> None:
     def work(witness: Witness, attempt: Callable[[], None]) -> None:
-        points = points_of(root, attempt, 10)
+        points = points_of(root, attempt, 5)
         witness.clear(2)
         for number in points:
             dies(root, faults.killed_after(number), attempt)
@@ -74,7 +74,7 @@ def test_a_save_that_is_killed_within_a_write(root: Path) -> None:
     def work(witness: Witness, attempt: Callable[[], None]) -> None:
         writes = [call for call in calls_of(root, attempt) if call.name == "write"]
         witness.clear(2)
-        for number in sampled(range(len(writes)), 5):
+        for number in sampled(range(len(writes)), 3):
             dies(root, faults.killed_in_write(number), attempt)
             assert witness.sees() == [1]
             witness.saves(3)
@@ -93,7 +93,7 @@ def test_a_save_that_is_killed_while_it_sweeps_up_after_others(root: Path) -> No
 
         litter()
         swept = next(call.number for call in calls_of(root, attempt) if call.name == "posix_fallocate")
-        for number in sampled(range(swept), 5):
+        for number in sampled(range(swept), 2):
             litter()
             dies(root, faults.killed_after(number), attempt)
             assert witness.sees() == [1]
@@ -108,7 +108,7 @@ def test_a_removal_that_is_killed_after_any_call(root: Path) -> None:
             checkpoint.prune(root, keep_last=1)
 
         attempt()
-        points = points_of(root, prune, 8)
+        points = points_of(root, prune, 4)
         for number in points:
             if not Path(step_path(root, 1)).exists():
                 save(root, 1)
@@ -147,7 +147,7 @@ def failing_points(calls: list[Call]) -> list[int]:
     """A few of the many writes and reads of tensors, and all of the rest."""
     tensors = [call.number for call in calls if call.path.endswith(".safetensors")]
     rest = [call.number for call in calls if not call.path.endswith(".safetensors")]
-    return sorted({*sampled(tensors, 5), *sampled(rest, 15)})
+    return sorted({*sampled(tensors, 3), *sampled(rest, 8)})
 
 
 def failure_of(root: Path, fault: faults.Fault, attempt: Callable[[], None]) -> str | None:
@@ -180,7 +180,7 @@ def test_writes_that_arrive_as_something_else(root: Path) -> None:
     def work(witness: Witness, attempt: Callable[[], None]) -> None:
         writes = [call for call in calls_of(root, attempt) if call.name == "write"]
         witness.clear(2)
-        for number in sampled(range(len(writes)), len(writes)):
+        for number in sampled(range(len(writes)), len(writes) // 2):
             failure = failure_of(root, faults.corrupted_in_write(number), attempt)
             assert failure is not None and writes[number].path.rpartition("/")[2] in failure, writes[number]
             assert witness.sees() == [1]
@@ -258,7 +258,7 @@ def test_one_of_two_ranks_is_killed(root: Path, victim: int) -> None:
     calls = calls_of(root, lambda: run_in_threads(2, lambda rank: save(root, 1)))
     of_rank_1 = [call for call in calls if call.changes and "rank-00001" in call.path]
     changes = len(of_rank_1) if victim == 1 else sum(call.changes for call in calls) - len(of_rank_1)
-    for number in sampled(range(changes - 1), 8):
+    for number in sampled(range(changes - 1), 3):
         ends = ends_of_two(lambda rank: attempt(rank, killed_at_change(number), root / f"store-{number}"))  # noqa: B023
         assert ends[victim] == -signal.SIGKILL
         os.unlink(root / f"store-{number}")

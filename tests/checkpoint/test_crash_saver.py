@@ -135,7 +135,7 @@ def test_the_process_that_writes_dies_or_fails_at_any_call(root: Path, forked: F
         witness.clear(2)
         changing = [number for number, call in enumerate(calls) if call.changes]
         renamed = max(call.number for call in calls if call.name == "rename")
-        for number in sampled(changing[:-1], 6 if code is None else 4):
+        for number in sampled(changing[:-1], 3 if code is None else 2):
             forked(faults.killed_after(number) if code is None else faults.fails_at(number, code))
             said, visible = in_background(root), witness.sees() == [1, 2]
             committed = code is None and calls[number].number >= renamed  # died before it could say so
@@ -153,7 +153,7 @@ def test_the_run_is_killed_at_any_call_of_its_own(root: Path, forked: Forked) ->
         forked(faults.harmless)
         calls = calls_of(root, lambda: in_background(root))
         witness.clear(2)
-        for number in sampled(range(-1, len(calls)), 6):
+        for number in sampled(range(-1, len(calls)), 3):
             ended, held_by_all = os.pipe()
 
             def dying(number: int = number) -> None:

@@ -530,6 +530,7 @@ def example() -> None:
     module["train"]()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_example_runs(two_processes: Pool) -> None:
     two_processes.run(example)

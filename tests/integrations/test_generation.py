@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import terrazzo as tz
 from terrazzo.integrations import generation
+from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 from tests.integrations.accelerating import fresh_state
 from tests.integrations.trainers import PATIENCE_S, VOCABULARY, tiny_model
@@ -119,7 +120,7 @@ def _written(name: str, synced: list[dict[str, bool]]) -> dict[str, Any]:
     return {"length": expected.shape[1], "equal": [torch.equal(text, expected) for text in texts]}
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("door", mostly_long(DOORS, *list(DOORS)[::3]))
 def test_ranks_that_stop_early_wait_for_the_others(two_processes: Pool, door: str) -> None:
     if door in ("fabric", "lightning"):
         pytest.importorskip("lightning")

@@ -159,7 +159,7 @@ def test_valid_tokens_are_those_of_all_ranks(dataset: SequenceDataset) -> None:
     after=st.sampled_from([1, 2, 4, 8]),
     prefetch=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_resuming_at_another_world_size_and_batch_is_exact(
     tmp_path_factory: pytest.TempPathFactory, done: int, before: int, after: int, prefetch: bool
 ) -> None:

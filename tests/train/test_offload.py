@@ -493,6 +493,7 @@ def under_a_limit(folder: Path, *overrides: str) -> subprocess.CompletedProcess[
     return programs.run(*words, env={**kept, "OMP_NUM_THREADS": "1"}, timeout_s=170)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_states_larger_than_the_memory_limit_are_trained_from_a_disk(tmp_path: Path) -> None:
     """The same run with its states in memory is refused, and fails where nothing refuses it."""
