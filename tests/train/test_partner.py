@@ -50,6 +50,7 @@ def on_hosts(hosts: list[Path], *words: str) -> list[programs.Done]:
 
 
 @pytest.mark.processes
+@pytest.mark.long  # test_partners.py has the same of checkpoints alone
 def test_a_lost_host_is_replaced_and_the_run_goes_on_from_what_its_partner_has(tmp_path: Path) -> None:
     """The oracle is the run that nothing has happened to, on one host and without local checkpoints."""
     (whole := tmp_path / "whole").mkdir()
