@@ -31,7 +31,7 @@ from terrazzo.engine.schedule.order import contains
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.engine.schedule.staged import StagedSchedule
 
-__all__ = ["PaperStep", "PaperUnit", "parameters_of", "rehearse"]
+__all__ = ["PaperBucket", "PaperGradient", "PaperStep", "PaperUnit", "parameters_of", "rehearse"]
 
 
 @dataclass(frozen=True)
