@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.engine.parity import CUSTOM, FEATURES, Case, check, with_feature
+from tests.engine.parity import CUSTOM, FEATURES, Case, axes, check, with_feature
 from tests.helpers.cover import places
 
 ONE_AXIS = ("zero0", "zero1", "zero2", "zero3", "shard_grad_op")
@@ -26,14 +26,14 @@ def keeps_whole_gradients(case: Case) -> bool:
     return case.plan in ("zero0", "zero1", CUSTOM)
 
 
-@pytest.mark.cover(case=lambda case: {**places(case.plan), "uneven": case.ranks == 3})
+@pytest.mark.cover(case=axes)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("case", MESHES, ids=mesh_id)
 def test_fp32_is_bitwise_the_single_process(case: Case, feature: str) -> None:
     check(with_feature(case, feature))
 
 
-@pytest.mark.cover(strength=1, case=lambda case: {"grad": places(case.plan)["grad"], "mesh": case.replicas})
+@pytest.mark.cover(case=lambda case: {"grad": places(case.plan)["grad"], "mesh": case.replicas})
 @pytest.mark.parametrize("case", [case for case in MESHES if case.ranks == 4], ids=mesh_id)
 def test_the_default_of_accumulation_follows_from_the_plan(case: Case) -> None:
     """Whole gradients are added up locally, split ones are reduced by each micro-batch: so says the reference."""
