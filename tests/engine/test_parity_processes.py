@@ -115,7 +115,7 @@ POINTS: dict[str, tuple[type, str]] = {
     "after forward": (Schedule, "end_forward"),
     "before gather": (GlooCollectives, "_all_gather"),
     "before reduce": (GlooCollectives, "_reduce_scatter"),
-    "before step": (Schedule, "finish"),
+    "before step": (Schedule, "end_backward"),
     "before backward of units": (BackwardPass, "enter"),
 }
 

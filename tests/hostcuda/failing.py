@@ -78,7 +78,7 @@ def diverges(norms: list[float]) -> tuple[list[str], int | None, str | None]:
             except tz.Diverged as error:
                 ended = step, str(error)
                 break
-            session.progress.step += 1
+            session.step += 1
     return [str(finding) for finding in report.take() if finding.kind in FAULTS], *ended
 
 

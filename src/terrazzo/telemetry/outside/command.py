@@ -25,8 +25,8 @@ _FROM_PROCESS = 0
 """`si_code` of what somebody sends by `kill`; what a terminal sends, all of its processes get."""
 
 _EVERY_S = 0.5
-_SENTINEL_S = 0.2
-"""For the sentinel to end by a signal that it was sent, too."""
+_SENTINEL_S = 1.0
+"""For the sentinel to end by a signal that it was sent, too, on a busy machine as well."""
 
 
 class Profiled(NamedTuple):
