@@ -210,3 +210,62 @@ def test_linear_maps_in_eight_bits_are_those_of_one_process(
 
     run_in_threads(2, body, timeout_s=10.0)
     assert len(put_off) == (4 * 3 * 2 if schedule == "zero_bubble" else 0)  # layers, micro-batches, steps
+
+
+class Ascends(nn.Module):
+    """Looks for a worse input by a gradient of its own before it computes, as adversarial training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            at = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.inner(at).square().sum(), at)
+            x = x + 0.1 * slope.sign()
+        output: Tensor = self.inner(x)
+        return output
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_gradients_asked_for_by_name_add_nothing_to_those_of_weights(eight_bits: bool, schedule: str) -> None:
+    """In forwards, and in the loss: of an activation behind which the head's weight is, and of that weight."""
+    torch.manual_seed(1)
+    base = nn.Sequential(nn.Linear(8, 16), Ascends(), nn.Linear(16, 16), nn.Linear(16, 8))
+    if eight_bits:
+        assert tz.nn.float8(base, skip=["0", "3"]).names == ("1.inner", "2")
+
+    def asked(model: nn.Sequential, seen: list[Tensor]) -> Any:
+        hidden: list[Tensor] = []
+        model[2].register_forward_pre_hook(lambda module, given: hidden.append(given[0]))
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            found = loss_of(output, target)
+            wanted = [hidden[-1], model[2].weight]
+            seen.extend(torch.autograd.grad(found, wanted, retain_graph=True))
+            return found
+
+        return loss
+
+    plain, wanted = copy.deepcopy(base), []
+    optimizer, loss_fn = sgd(plain), asked(plain, wanted)
+    total = sum(loss_fn(plain(inputs), targets) for inputs, targets in batches(1))
+    assert isinstance(total, Tensor)
+    total.backward()
+    optimizer.step()
+
+    def body(rank: int) -> None:
+        model, mesh, seen = copy.deepcopy(base), tz.mesh(pp=2, device="cpu"), []
+        tz.parallelize(model, mesh, pipeline=tz.Pipeline(schedule, split=["2"]))
+        model, optimizer = tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "zero2", mesh=mesh)
+        tz.step(model, batches(1), asked(model, seen) if rank else loss_of, denominator=1)
+        optimizer.step()
+        state = tz.full_state_dict(model, keep=True)
+        for name, each in plain.state_dict().items():
+            torch.testing.assert_close(state[name], each)
+        for found, each in zip(seen, wanted if rank else [], strict=True):
+            torch.testing.assert_close(found, each)
+
+    run_in_threads(2, body, timeout_s=10.0)

@@ -36,7 +36,7 @@ __all__ = [
     "recipe_named",
 ]
 
-PutOff = Callable[[Tensor, Tensor], None]
+PutOff = Callable[[Tensor, Tensor], bool]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 1e-12
 """A matrix of nothing but zeros is scaled as if this were its largest value."""
@@ -98,7 +98,7 @@ class Float8:
         Under `torch.autocast` of its dtype.
 
         Args:
-            put_off: in place of the gradient of `weight`, is given what `of_weight` makes it of.
+            put_off: is given what `of_weight` makes the gradient of `weight` of, and says whether that is put off.
         """
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
@@ -146,9 +146,7 @@ class _Float8Product(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 left, right = _cast(grad, recipe.of_grad, recipe, largest), _cast(weight.t(), E4M3, recipe, highest)
                 of_rows = _multiplied(left, right, grad.dtype, fast=recipe.by_rows)
-            if ctx.needs_input_grad[1] and ctx.put_off is not None:
-                ctx.put_off(rows, grad)
-            elif ctx.needs_input_grad[1]:
+            if ctx.needs_input_grad[1] and not (ctx.put_off is not None and ctx.put_off(rows, grad)):
                 of_weight = ctx.float8.of_weight(rows, grad, largest)
         return of_rows, of_weight, None, None, None
 

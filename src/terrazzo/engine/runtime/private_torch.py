@@ -33,6 +33,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "uncompiled",
+    "will_run",
 ]
 
 
@@ -63,6 +64,9 @@ as_class: Callable[..., Any] = found(Tensor, "_make_subclass")
 """A tensor as one of a subclass: `as_class(kind, tensor, requires_grad)`."""
 graph_task: Callable[[], int] = found(torch, "_C", "_current_graph_task_id")
 """The number of the backward that has called what runs now on this thread; -1 outside."""
+will_run: Callable[[Any], bool] = found(torch, "_C", "_will_engine_execute_node")
+"""Whether the backward that is under way comes to a node of the graph. Raises: `RuntimeError` for the node at a leaf of
+which `torch.autograd.grad` wants the gradient."""
 queue_callback: Callable[[Callable[[], Any]], None] = found(
     torch.autograd, "Variable", "_execution_engine", "queue_callback"
 )

@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
 from terrazzo.engine import Engine
 from terrazzo.engine.buckets.parameter import has_hooks
+from terrazzo.engine.runtime.private_torch import will_run
 from terrazzo.nn import Float8, Float8Linear, product_of
 
 __all__ = ["DeferredWeights"]
@@ -104,11 +106,17 @@ class DeferredWeights:
         output: Tensor = _Linear.apply(input, weight, bias, dtype, self)  # type: ignore[no-untyped-call]
         return output
 
-    def add(self, weight: Tensor, inputs: Tensor, grad: Tensor, float8: Float8 | None = None) -> None:
-        """Put one off; its memory is there from now on."""
+    def add(self, weight: Tensor, inputs: Tensor, grad: Tensor, float8: Float8 | None = None) -> bool:
+        """Put one off, its memory being there from now on; returns whether this has been done.
+
+        Not where `torch.autograd.grad` runs, which adds to no weight's gradient, in a forward or a loss.
+        """
+        if not _adds_to(weight):
+            return False
         bucket, place = self._places[id(weight)]
         bucket.begin_gradient(self._engine.schedule.this_pass)
         self._waiting[self.turn].append(_Product(bucket, place, inputs, grad, float8))
+        return True
 
     @torch.no_grad()
     def compute(self, stage: int, micro_batch: int) -> None:
@@ -121,8 +129,16 @@ class DeferredWeights:
             bucket.add_gradient(place, product, self._engine.schedule.this_pass)
 
 
+def _adds_to(weight: Tensor) -> bool:
+    """Whether the backward that is under way adds to the gradient of a weight."""
+    try:
+        return will_run(get_gradient_edge(weight).node)
+    except RuntimeError:  # it is torch.autograd.grad, and returns this very gradient
+        return False
+
+
 class _Linear(torch.autograd.Function):
-    """`F.linear`, whose backward gives no gradient of the weight: it is put off.
+    """`F.linear`, whose backward puts off the gradient of the weight.
 
     Args:
         dtype: that it computes in, of inputs and bias; under `torch.autocast` the weight has another.
@@ -140,8 +156,9 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         inputs, weight = ctx.saved_tensors
-        ctx.deferred.add(ctx.weight, inputs, grad)
-        rows = grad.reshape(-1, grad.shape[-1])
+        rows, of_weight = grad.reshape(-1, grad.shape[-1]), None
         with torch.autocast(grad.device.type, enabled=False):
             to_inputs = rows.mm(weight.to(rows.dtype)).view(inputs.shape) if ctx.needs_input_grad[0] else None
-        return to_inputs, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
+            if ctx.needs_input_grad[1] and not ctx.deferred.add(ctx.weight, inputs, grad):
+                of_weight = (rows.t() @ inputs.reshape(-1, inputs.shape[-1])).to(weight.dtype)
+        return to_inputs, of_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
