@@ -89,6 +89,9 @@ def test_settings_are_refused() -> None:
     for make, options, words in (
         (tz.optim.Lion, {"lr": -1.0}, "Lion: lr is -1.0; give 0 or more"),
         (tz.optim.AdEMAMix, {"betas": (0.9, 0.99, 1.0)}, "AdEMAMix: betas is"),
+        (tz.optim.AdEMAMix, {"betas": (0.9, 0.99)}, "AdEMAMix: betas is .* give 3"),
     ):
         with pytest.raises(BadInput, match=words):
             make(Net().parameters(), **options)  # type: ignore[operator]
+        with pytest.raises(BadInput, match=words):
+            make([{"params": Net().parameters(), **options}])  # type: ignore[operator]

@@ -319,6 +319,29 @@ def test_settings_and_vectors_are_refused_by_name() -> None:
         tz.optim.Muon(*divided(Net()), adamw={"beta": 1})
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "settings", "words"),
+    [
+        ("muon", {"adjust_lr_fn": "match_rms_adam"}, "match_rms_adam is not supported"),
+        ("muon", {"ns_steps": -3}, "ns_steps is -3: give"),
+        ("muon", {"ns_steps": 2.5}, r"ns_steps is 2\.5"),
+        ("muon", {"lr": -1.0}, "Learning rate .*-1"),
+        ("muon", {"momentum": 7.0}, r"momentum is 7\.0: give"),
+        ("adamw", {"betas": (0.9, 1.5)}, r"beta .*1\.5"),
+        ("adamw", {"lr": -1.0}, "learning rate.*-1"),
+    ],
+)
+def test_settings_of_a_group_are_refused_too(algorithm: str, settings: dict[str, Any], words: str) -> None:
+    matrices, others = divided(Net())
+    group = [{"params": matrices if algorithm == "muon" else others, **settings}]
+    with pytest.raises(BadInput, match=words):
+        tz.optim.Muon(group if algorithm == "muon" else matrices, others if algorithm == "muon" else group)
+    optimizer = tz.optim.Muon(matrices)
+    with pytest.raises(BadInput, match=words):
+        optimizer.add_param_group({"params": others, "algorithm": algorithm, **settings})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_momentum_of_bf16_is_not_divided_by_its_norm() -> None:
     """As torch divides its own in place, without Nesterov; with fp32 gradients it divides a copy."""
     kept = []
@@ -394,13 +417,21 @@ class Mixed(nn.Module):
         self.experts = nn.ParameterDict({"up": torch.zeros(3, 4, 8), "bias": torch.zeros(3, 8)})
         self.Router = type("TopRouter", (nn.Module,), {})()
         self.Router.weight = nn.Parameter(torch.zeros(3, 4))
+        self.gate = nn.Module()
+        self.gate.weight = nn.Parameter(torch.zeros(3, 4))
 
 
 def test_names_of_ones_own_go_before_kinds() -> None:
     with pytest.warns(UserWarning, match=r"3 parameters .*: table, mine, experts\.bias\."):
         by_kind, _ = tz.optim.hidden_matrices(Mixed())
     weights = {f"recurrent.weight_{way}_l0" for way in ("ih", "hh")}
-    products = {"attention.in_proj_weight", "attention.out_proj.weight", "experts.up", "Router.weight", *weights}
+    products = {
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+        "experts.up",
+        "Router.weight",
+        "gate.weight",
+    } | weights
     assert {name for name, _ in by_kind} == products
     by_name, _ = tz.optim.hidden_matrices(Mixed(), adamw=["table", "*bias*", "experts.*"], muon=["mine"])
     assert {name for name, _ in by_name} == products - {"experts.up"} | {"mine"}

@@ -173,12 +173,14 @@ def test_what_cannot_be_converted_is_left_alone_and_says_why() -> None:
     block.odd, block.gate, block.own = nn.Linear(24, 16), nn.Linear(16, 16), Doubled(16, 16)
     block.attention, block.experts, block.mlp = nn.MultiheadAttention(16, 2), nn.ModuleList(), nn.Module()
     block.mlp.gate, block.wrapped = nn.Linear(16, 32), nn.Linear(16, 16)
+    block.chooser = type("TopRouter", (nn.Linear,), {})(16, 16)
     block.wrapped.forward = torch.zeros_like  # type: ignore[method-assign]
     found = tz.nn.float8(nn.ModuleList([block]))
     assert found.names == ("0.mlp.gate",)
     assert found.kept == {
         "0.odd": "a size is no multiple of 16",
         "0.gate": "chooses experts",
+        "0.chooser": "chooses experts",
         "0.own": "another forward",
         "0.wrapped": "another forward",
         "0.attention.out_proj": "nn.MultiheadAttention does not call it",

@@ -9,6 +9,7 @@ from terrazzo.nn.convert import Converted, float8
 from terrazzo.nn.forwards import replace_forward
 from terrazzo.nn.loss import MANY_LOGITS, PRODUCT_NUMEL, VocabularyParts, chunk_rows, linear_cross_entropy, outside_part
 from terrazzo.nn.products import MULTIPLE, RECIPES, Float8, Float8Linear, product_of
+from terrazzo.nn.routers import is_router
 
 __all__ = [
     "MANY_LOGITS",
@@ -21,6 +22,7 @@ __all__ = [
     "VocabularyParts",
     "chunk_rows",
     "float8",
+    "is_router",
     "linear_cross_entropy",
     "outside_part",
     "product_of",

@@ -12,11 +12,9 @@ from torch import nn
 from terrazzo.errors import BadInput, listed
 from terrazzo.nn.forwards import replace_forward
 from terrazzo.nn.products import MULTIPLE, Float8, Float8Linear, Recipe, multiplies, recipe_named
+from terrazzo.nn.routers import is_router
 
 __all__ = ["Converted", "float8"]
-
-ROUTERS = ("gate", "router")
-"""The last parts of the names of layers that, beside `experts`, choose them: a small error sends a token elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +131,11 @@ def _kept(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequence[str] |
             kept[name] = "skipped"
         elif name in outside:
             kept[name] = "outside of the blocks"
-        elif _routes(model, name):
+        elif is_router(model, name):  # a small error sends a token elsewhere
             kept[name] = "chooses experts"
         elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
             kept[name] = f"a size is no multiple of {MULTIPLE}"
     return kept
-
-
-def _routes(model: nn.Module, name: str) -> bool:
-    parent, _, last = name.rpartition(".")
-    return last in ROUTERS and hasattr(model.get_submodule(parent), "experts")
 
 
 def _outside(model: nn.Module, names: Sequence[str]) -> set[str]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from terrazzo.errors import BadInput, counted, did_you_mean, listed, warn
+from terrazzo.nn import is_router
 
-__all__ = ["HEADS", "Division", "divided", "hidden_matrices", "is_product"]
+__all__ = ["HEADS", "Division", "divided", "hidden_matrices"]
 
 HEADS = ("*lm_head*", "*embed_out*", "head.*", "*.head.*", "output.*", "model.output.*", "*classifier*", "score.*")
 """Names of heads, whose matrices have a row for each token or class; `output` inside a layer, as in BERT, is none."""
@@ -85,30 +86,9 @@ def _line(algorithm: str, what: str, named: Sequence[Named]) -> str:
     for name, _ in named:
         row = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
         rows[row] = rows.get(row, 0) + 1
-    listed = [f"{row} ({count})" if count > 1 else row for row, count in rows.items()]
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    found = [f"{row} ({count})" if count > 1 else row for row, count in rows.items()]
     numel = sum(parameter.numel() for _, parameter in named)
-    return f"{algorithm}: {len(named):,} {what}, {numel:,} elements: {', '.join(listed[:_SHOWN])}{more}"
-
-
-_SHOWN = 12
-
-
-def is_product(module: nn.Module, path: str, parameter: nn.Parameter) -> bool:
-    """Whether `module` multiplies inputs with its own `parameter`, or with each matrix of a stack of experts.
-
-    Args:
-        path: of the parameter in the model.
-    """
-    kind = type(module).__name__
-    if parameter.ndim == 3:
-        return "expert" in path.lower() or "Expert" in kind
-    return parameter.ndim == 2 and (isinstance(module, _PRODUCTS) or kind == "Conv1D" or _routes(kind, path))
-
-
-def _routes(kind: str, path: str) -> bool:
-    """Whether it chooses experts: such modules multiply with a parameter of their own."""
-    return path.endswith(".weight") and bool(re.search(r"Router|Gate$|Gating", kind))
+    return f"{algorithm}: {len(named):,} {what}, {numel:,} elements: {listed(found, 12)}"
 
 
 def hidden_matrices(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] = ()) -> Division:
@@ -159,12 +139,13 @@ def divided(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] 
 def _reasons(model: nn.Module) -> dict[int, str]:
     """Why a parameter is none of Muon's, by its identity; empty of those that are multiplied with."""
     found: dict[int, str] = {}
-    for path, module, parameter in _held(model):
+    for place, name, parameter in _held(model):
+        module = model.get_submodule(place)
         if isinstance(module, _TABLES):
             found[id(parameter)] = TABLE
         elif isinstance(module, _CONVOLUTIONS):
             found.setdefault(id(parameter), CONVOLUTION)
-        elif is_product(module, path, parameter):
+        elif _is_product(model, place, name, parameter):
             found.setdefault(id(parameter), "")
     asked = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
     for head in (ask() for ask in asked if callable(ask)):
@@ -174,12 +155,22 @@ def _reasons(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Each parameter of each module, those of several modules as often, with its path."""
+def _is_product(model: nn.Module, place: str, name: str, parameter: nn.Parameter) -> bool:
+    """Whether the module at `place` multiplies inputs with its own `parameter`, or with each matrix of experts."""
+    module = model.get_submodule(place)
+    kind = type(module).__name__
+    if parameter.ndim == 3:
+        return "expert" in f"{place}.{name}".lower() or "Expert" in kind
+    multiplies = isinstance(module, _PRODUCTS) or kind == "Conv1D" or (name == "weight" and is_router(model, place))
+    return parameter.ndim == 2 and multiplies
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Each parameter of each module, those of several modules as often, with the module's name and its own in it."""
     for place, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield f"{place}.{name}" if place else name, module, parameter
+                yield place, name, parameter
 
 
 def _check(muon: Sequence[str], named: Sequence[Named]) -> None:

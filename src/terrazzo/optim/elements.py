@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.errors import BadInput
-from terrazzo.optim.matrices import Group, loss_of
+from terrazzo.optim.common import Group, loss_of
 
 __all__ = ["AdEMAMix", "Lion"]
 
@@ -21,17 +21,26 @@ class _Elementwise(Optimizer):
     """Each element is updated from its own values alone, each parameter for itself."""
 
     elementwise = True
+    _averages: ClassVar[int]
+    """How many betas there are."""
 
     def __init__(self, params: Any, **settings: Any) -> None:
-        low = [key for key in ("lr", "weight_decay", "eps", "alpha", "warmup_steps") if settings.get(key, 0) < 0]
-        off = [each for each in settings["betas"] if not 0 <= each < 1]
-        if low or off:
-            raise BadInput(
-                f"tz.optim.{type(self).__name__}: {low[0] if low else 'betas'} is "
-                f"{settings[low[0]] if low else settings['betas']!r}; "
-                f"{'give 0 or more' if low else 'each of them is at least 0 and less than 1'}."
-            )
+        self._check(settings)
         super().__init__(params, settings)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As torch's; settings of its own are checked as those of all groups are."""
+        self._check({key: param_group.get(key, value) for key, value in self.defaults.items()})
+        super().add_param_group(param_group)
+
+    def _check(self, settings: Group) -> None:
+        low = [key for key, value in settings.items() if key != "betas" and not value >= 0]
+        betas = tuple(settings["betas"])
+        if low or len(betas) != self._averages or not all(0 <= each < 1 for each in betas):
+            key, edit = (
+                (low[0], "0 or more") if low else ("betas", f"{self._averages}, each at least 0 and less than 1")
+            )
+            raise BadInput(f"tz.optim.{type(self).__name__}: {key} is {settings[key]!r}; give {edit}.")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -61,6 +70,8 @@ class Lion(_Elementwise):
     Raises:
         BadInput: for negative settings, and betas that are not from 0 to 1.
     """
+
+    _averages = 2
 
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
@@ -92,6 +103,8 @@ class AdEMAMix(_Elementwise):
     Raises:
         BadInput: for negative settings, and betas that are not from 0 to 1.
     """
+
+    _averages = 3
 
     def __init__(  # structure: signature fixed by the paper's settings
         self,

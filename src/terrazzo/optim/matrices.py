@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Group", "MatrixOptimizer", "is_matrix_group", "loss_of"]
+from terrazzo.optim.common import Group, loss_of
 
-Group = dict[str, Any]
+__all__ = ["MatrixOptimizer", "is_matrix_group"]
 
 
 class MatrixOptimizer(Optimizer):
@@ -88,11 +88,3 @@ class MatrixOptimizer(Optimizer):
 def is_matrix_group(optimizer: Optimizer, group: Group) -> TypeGuard[MatrixOptimizer]:
     """Whether `optimizer` steps `group` matrix by matrix."""
     return isinstance(optimizer, MatrixOptimizer) and optimizer.is_of_matrices(group)
-
-
-def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of a step gives, with gradients enabled; None without one."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import AdamW, adamw
 
 from terrazzo.errors import BadInput
-from terrazzo.optim.matrices import Group, MatrixOptimizer
+from terrazzo.optim.common import Group
+from terrazzo.optim.matrices import MatrixOptimizer
 
 __all__ = ["Muon"]
 
@@ -56,16 +57,10 @@ class Muon(MatrixOptimizer):
         adjust_lr_fn: str | None = None,
         adamw: dict[str, Any] | None = None,
     ) -> None:
-        probe = nn.Parameter(torch.zeros(1, 1))
         settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         settings |= {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
         settings |= {"ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        try:
-            muon = torch.optim.Muon([probe], **settings).defaults  # which checks them
-            rest = AdamW([probe], **({} if adamw is None else adamw)).defaults
-        except (TypeError, ValueError) as error:
-            raise BadInput(f"tz.optim.Muon does not accept these settings: {error}.") from None
-        self._of = {"muon": muon, "adamw": {key: rest[key] for key in rest if key != "decoupled_weight_decay"}}
+        self._of = {"muon": _checked("muon", settings), "adamw": _checked("adamw", {} if adamw is None else adamw)}
         groups = [*_groups(matrices, "muon"), *_groups(others, "adamw")]
         super().__init__([group for group in groups if group["params"]], {})
 
@@ -76,6 +71,7 @@ class Muon(MatrixOptimizer):
             raise BadInput(f"A param group's algorithm is {algorithm!r}: give 'muon' or 'adamw'.")
         for key, value in self._of[algorithm].items():
             param_group.setdefault(key, value)
+        _checked(algorithm, {key: param_group[key] for key in self._of[algorithm]})
         super().add_param_group(param_group)
         flat = [tuple(each.shape) for each in param_group["params"] if each.ndim < 2]
         if algorithm == "muon" and flat:
@@ -125,6 +121,23 @@ class Muon(MatrixOptimizer):
         settings = {"has_complex": AdamW._init_group(self, group, *lists), "beta1": beta1, "beta2": beta2}  # type: ignore[arg-type]
         step: Any = adamw
         step(*lists, **settings, **{key: group[key] for key in _OF_ADAMW})
+
+
+def _checked(algorithm: str, settings: Group) -> Group:
+    """All settings of a group, defaults of torch's class where none are given; raises `BadInput` for those it refuses.
+
+    Beside these it refuses what torch's Muon takes: steps that are fewer than none, a mean that grows by itself.
+    """
+    kind: Any = {"muon": torch.optim.Muon, "adamw": AdamW}[algorithm]
+    try:
+        found: Group = kind([nn.Parameter(torch.zeros(1, 1))], **settings).defaults
+        if algorithm == "muon" and found["ns_steps"] not in range(100):
+            raise ValueError(f"ns_steps is {found['ns_steps']!r}: give a whole number from 0 to 99")
+        if algorithm == "muon" and not found["momentum"] < 1:
+            raise ValueError(f"momentum is {found['momentum']!r}: give a number from 0 to less than 1")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BadInput(f"tz.optim.Muon does not accept these settings: {error}.") from None
+    return {key: value for key, value in found.items() if key != "decoupled_weight_decay"}
 
 
 def _adjusted(rate: float, how: str | None, shape: tuple[int, int]) -> float:
