@@ -215,10 +215,11 @@ def numbered(ranks: Ranks) -> dict[int, tuple[Tail, int]]:
 class Watched:
     """Two ranks, of which rank 0 waits for the other in their second step."""
 
-    def __init__(self, patience: Patience | None = None) -> None:
+    def __init__(self, patience: Patience | None = None, at_steps: bool = True) -> None:
         self.ranks, self.world, self.said = Ranks(2), World(), list[str]()
         self.dog = Watchdog(numbered(self.ranks), patience or Patience(20, 600), self.world, self.said.append)
-        self.ranks.step(1)
+        if at_steps:
+            self.ranks.step(1)
         self.ranks.ask(1, ordinal=90)
         self.ranks.wait(0)
         self.world.at = time.monotonic_ns()
@@ -380,6 +381,23 @@ def test_a_rank_that_is_stopped_two_thirds_of_the_time_is_named_as_slow_once_and
         "Rank 1 (host b, pid 812) is slow: a signal stops it again and again (SIGSTOP), for 70% of the time. It is not"
         " ended for it. Rank 0 goes as slowly. See who stops processes there."
     )
+
+
+def test_a_rank_that_is_stopped_again_and_again_since_setup_is_named_at_its_steps() -> None:
+    watched, looks = Watched(at_steps=False), iter(range(10**6))
+
+    def hinder() -> None:
+        watched.world.states[1] = "T" if next(looks) % 4 else "S"
+
+    def hinder_steps() -> None:
+        hinder()
+        watched.go_on()
+
+    assert watched.watch(15, hinder) is None and watched.said == [], "nobody goes as slowly before the first step"
+    assert watched.watch(100, hinder_steps) is None
+    (said,) = watched.said
+    assert said.startswith("Rank 1 (host b, pid 812) is slow: a signal stops it again and again"), said
+    watched.ranks.close()
 
 
 @pytest.mark.parametrize("states", [["T", "S"], ["T"] * 30 + ["S"] * 50, ["S"]])

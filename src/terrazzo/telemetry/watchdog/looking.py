@@ -159,9 +159,10 @@ class Watchdog:
         return find_stall(there or self.standings, facts, now, own_loop=self._patience.own_loop)
 
     def _tell_of_stops(self, states: Mapping[int, str]) -> None:
-        for rank, share in self._stops.look(states):
-            if self.standings[rank].steps and not self.standings[rank].has_left:
-                self._say(hindered(rank, share, self.standings).text)
+        """Of ranks that are at their steps: in setup nobody goes as slowly as they do, and it is not their end."""
+        at_steps = [rank for rank, standing in self.standings.items() if standing.steps and not standing.has_left]
+        for rank, share in self._stops.look({rank: states[rank] for rank in at_steps}):
+            self._say(hindered(rank, share, self.standings).text)
 
     def _states(self) -> dict[int, str]:
         return {rank: self._system.state(pid) for rank, pid in self._pids.items()}

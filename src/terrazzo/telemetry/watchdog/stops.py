@@ -30,9 +30,14 @@ class Stops:
             seen.clear()
 
     def look(self, states: Mapping[int, str]) -> Iterator[tuple[int, float]]:
-        """Each rank that was stopped for much of the time, and the share of it; once, until it has been well again."""
-        for rank, seen in self._seen.items():
-            seen.append(states[rank] in ("T", "t"))
+        """Each rank that was stopped for much of the time, and the share of it; once, until it has been well again.
+
+        Args:
+            states: of ranks to look at: only what was seen of them counts, and only they are named.
+        """
+        for rank, state in states.items():
+            seen = self._seen[rank]
+            seen.append(state in ("T", "t"))
             share = sum(seen) / len(seen)
             if rank in self._said:
                 if len(seen) == _LOOKS and not share:
