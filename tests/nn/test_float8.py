@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of
-from terrazzo.errors import BadInput
+from terrazzo.errors import BadInput, Misuse
 from terrazzo.nn import Float8Linear
 from tests.helpers.threads import run_in_threads
 
@@ -382,6 +382,31 @@ def test_a_copy_multiplies_alike() -> None:
     again = copy.deepcopy(model)
     assert torch.equal(again(batch()), model(batch()))
     assert type(again.blocks[0].up).forward is Float8Linear.forward
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gradient_with_a_graph_is_refused(recipe: str) -> None:
+    """Of a sum of outputs, too, where torch's own check would see no gradient of a gradient, and keep no graph."""
+    layer = nn.ModuleList([nn.Linear(16, 16)])
+    tz.nn.float8(layer, recipe, skip=[])
+    x = torch.randn(4, 16, requires_grad=True)
+    with pytest.raises(Misuse, match=r"create_graph=True.*bf16"):
+        torch.autograd.grad(layer[0](x).sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(layer[0](x).sum(), x)
+    assert slope.shape == x.shape
+
+
+def test_layers_that_torch_evaluates_without_calling_them_are_left_alone() -> None:
+    """In evaluation a `TransformerEncoderLayer` computes all in one kernel, which reads plain weights."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), Block(), Block())
+    plain = copy.deepcopy(model)
+    found, x = tz.nn.float8(model), torch.randn(2, 8, 32)
+    assert found.names == ("1.up", "1.down", "2.up", "2.down")
+    assert found.kept["0.layers.1.linear2"] == "nn.TransformerEncoderLayer does not call it in evaluation"
+    for training in (True, False):
+        model.train(training), plain.train(training)
+        assert torch.equal(model[0](x), plain[0](x))
 
 
 @pytest.mark.gpu

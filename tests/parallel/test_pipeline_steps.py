@@ -28,7 +28,11 @@ def base() -> nn.Sequential:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return sgd_of(model.parameters())
+
+
+def sgd_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def batches(seed: int, rows: int = 3) -> list[tuple[Tensor, Tensor]]:
@@ -43,7 +47,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def cut(base: nn.Module, schedule: Any = "1f1b") -> tuple[Any, Any]:
     model, mesh = copy.deepcopy(base), tz.mesh(pp=2, device="cpu")
     tz.parallelize(model, mesh, pipeline=tz.Pipeline(schedule))
-    return tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "zero3", mesh=mesh)
+    return tz.shard(model, sgd_of, "zero3", mesh=mesh)
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[tuple[Tensor, Tensor]]) -> float:
@@ -259,7 +263,7 @@ def test_gradients_asked_for_by_name_add_nothing_to_those_of_weights(eight_bits:
     def body(rank: int) -> None:
         model, mesh, seen = copy.deepcopy(base), tz.mesh(pp=2, device="cpu"), []
         tz.parallelize(model, mesh, pipeline=tz.Pipeline(schedule, split=["2"]))
-        model, optimizer = tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "zero2", mesh=mesh)
+        model, optimizer = tz.shard(model, sgd_of, "zero2", mesh=mesh)
         tz.step(model, batches(1), asked(model, seen) if rank else loss_of, denominator=1)
         optimizer.step()
         state = tz.full_state_dict(model, keep=True)
@@ -267,5 +271,37 @@ def test_gradients_asked_for_by_name_add_nothing_to_those_of_weights(eight_bits:
             torch.testing.assert_close(state[name], each)
         for found, each in zip(seen, wanted if rank else [], strict=True):
             torch.testing.assert_close(found, each)
+
+    run_in_threads(2, body, timeout_s=10.0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_penalties_on_gradients_are_those_of_one_process(base: nn.Sequential, schedule: str) -> None:
+    """Also of a loss that is linear in the outputs, whose gradient there is a constant."""
+
+    def penalized(model: nn.Sequential) -> Any:
+        hidden: list[Tensor] = []
+        model[2].register_forward_pre_hook(lambda module, given: hidden.append(given[0]))
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            (slope,) = torch.autograd.grad(output.sum(), hidden[-1], create_graph=True)
+            return loss_of(output, target) + slope.square().sum()
+
+        return loss
+
+    plain = copy.deepcopy(base)
+    optimizer, loss_fn = sgd(plain), penalized(plain)
+    sum(loss_fn(plain(inputs), targets) for inputs, targets in batches(1)).backward()  # type: ignore[union-attr]
+    optimizer.step()
+
+    def body(rank: int) -> None:
+        model, mesh = copy.deepcopy(base), tz.mesh(pp=2, device="cpu")
+        tz.parallelize(model, mesh, pipeline=tz.Pipeline(schedule, split=["2"]))
+        model, optimizer = tz.shard(model, sgd_of, "zero2", mesh=mesh)
+        tz.step(model, batches(1), penalized(model) if rank else loss_of, denominator=1)
+        optimizer.step()
+        state = tz.full_state_dict(model, keep=True)
+        for name, each in plain.state_dict().items():
+            torch.testing.assert_close(state[name], each)
 
     run_in_threads(2, body, timeout_s=10.0)

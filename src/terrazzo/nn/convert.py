@@ -53,7 +53,8 @@ def float8(
     there, without its speed.
 
     Sizes that are no multiples of 16 are left alone, and so are layers that choose experts, those whose forward is not
-    torch's own, and the one of `nn.MultiheadAttention`.
+    torch's own, and those of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, whose kernels read the weights.
+    Products can be differentiated once: a gradient with `create_graph=True` raises `Misuse`.
 
     Args:
         recipe: `tensorwise`, or `rowwise`, which is more precise and gains less speed.
@@ -112,9 +113,7 @@ def _check_untouched(model: nn.Module) -> None:
 def _kept(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequence[str] | None) -> dict[str, str]:
     """Why layers are left alone, by name."""
     kept: dict[str, str] = {}
-    inside_attention = {
-        f"{name}.out_proj" for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
-    }
+    uncalled = dict(_uncalled(model))
     for glob in skip or ():
         if not fnmatch.filter(linears, glob):
             raise BadInput(
@@ -125,8 +124,8 @@ def _kept(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequence[str] |
     for name, module in linears.items():
         if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
             kept[name] = "another forward"
-        elif name in inside_attention:
-            kept[name] = "nn.MultiheadAttention does not call it"
+        elif name in uncalled:
+            kept[name] = uncalled[name]
         elif any(fnmatch.fnmatchcase(name, glob) for glob in skip or ()):
             kept[name] = "skipped"
         elif name in outside:
@@ -136,6 +135,16 @@ def _kept(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequence[str] |
         elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
             kept[name] = f"a size is no multiple of {MULTIPLE}"
     return kept
+
+
+def _uncalled(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Layers whose weights torch reads in a kernel of the module around them, by name, and why."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            yield f"{name}.out_proj".removeprefix("."), "nn.MultiheadAttention does not call it"
+        if isinstance(module, nn.TransformerEncoderLayer):
+            for each in ("linear1", "linear2"):
+                yield f"{name}.{each}".removeprefix("."), "nn.TransformerEncoderLayer does not call it in evaluation"
 
 
 def _outside(model: nn.Module, names: Sequence[str]) -> set[str]:

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from terrazzo.errors import BadInput
+from terrazzo.nn.once import check_no_graph
 
 __all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "VocabularyParts", "chunk_rows", "linear_cross_entropy", "outside_part"]
 
@@ -107,6 +107,7 @@ def linear_cross_entropy(  # structure: signature fixed by torch's cross_entropy
     Raises:
         BadInput: shapes or dtypes that do not go together; fp16, whose gradients would be rounded to zero, as they are
             formed before the loss scale is known; numbers outside of their range.
+        Misuse: in backward, where a gradient is taken with `create_graph=True`.
         RuntimeError: from torch, for a target outside of the vocabulary.
     """
     loss = _Loss(parts.vocabulary if parts else weight.shape[0], label_smoothing, z_loss, softcap, parts)
@@ -228,8 +229,8 @@ class _SummedLoss(torch.autograd.Function):
         return losses.sum()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_no_graph("linear_cross_entropy", "compute logits, and torch's cross_entropy of them")
         of_hidden, of_weight = ctx.saved_tensors
         if of_hidden is not None:
             of_hidden = torch.mul(of_hidden, grad, out=torch.empty_like(of_hidden))

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.nn.once import check_no_graph
 
 __all__ = [
     "E4M3",
@@ -139,6 +140,9 @@ class _Float8Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        check_no_graph(
+            "A float8 product", "compute these layers in bf16 (skip=[...] of tz.nn.float8 leaves them alone)"
+        )
         rows, weight, highest = ctx.saved_tensors
         recipe, of_rows, of_weight = ctx.float8.recipe, None, None
         largest = None if recipe.by_rows else grad.abs().amax()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from terrazzo.engine import Engine
@@ -153,7 +152,6 @@ class _Linear(torch.autograd.Function):
         return F.linear(inputs, weight.to(dtype), bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         inputs, weight = ctx.saved_tensors
         rows, of_weight = grad.reshape(-1, grad.shape[-1]), None
