@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from terrazzo.checkpoint import clear, complete_checkpoints
-from terrazzo.config import Config
+from terrazzo.checkpoint import clear, complete_checkpoints, open_source
+from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.checkpoints.local import local_checkpoints, local_folder, noted_run
 from terrazzo.train.checkpoints.resume import resume_from
@@ -99,6 +99,22 @@ def test_a_run_goes_on_from_what_survives_to_the_same_bits(
     assert losses(tmp_path / "crashed") == losses(tmp_path / "whole")
     assert state(tmp_path / "crashed") == state(tmp_path / "whole")
     assert names(config) == [] and not os.path.exists(str(local_folder(config))), "the run has ended"
+
+
+def test_one_that_becomes_the_last_keeps_its_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run ends at the step that it goes on from: what it saves again for others was validated before the crash."""
+
+    def config(steps: int) -> Config:
+        values = local_in(tmp_path).model_dump(mode="json", exclude_unset=True)
+        values["data"]["validation_fraction"] = 0.2
+        return config_from_dict({**values, "train": {"steps": steps, "eval_every": 2, "sample_tokens": 0}})
+
+    crashed(config(9), 7, monkeypatch)
+    found = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    (loss,) = [line["loss"] for line in found if line["kind"] == "validation" and line["step"] == 6]
+    assert trained(config(6)) == 0
+    (path,) = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    assert open_source(path).extra["metric"] == loss
 
 
 def test_an_older_one_is_not_preferred(

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, TypeVar
 
-__all__ = ["RunProgress"]
+from terrazzo.errors import BadInput
+
+__all__ = ["RunProgress", "taken_up"]
+
+
+Saved = TypeVar("Saved")
+
+
+def taken_up(kind: type[Saved], saved: Mapping[str, Any], name: str) -> Saved:
+    """What a checkpoint's extra has under `name`, as a dataclass. Raises: `BadInput` for other fields than it has."""
+    known = {each.name: each.default is MISSING and each.default_factory is MISSING for each in fields(kind)}  # type: ignore[arg-type]
+    strange = [f"has '{each}', which is not known here" for each in sorted(saved.keys() - known)]
+    strange += [f"lacks '{each}'" for each, needed in known.items() if needed and each not in saved]
+    if strange:
+        raise BadInput(
+            f"The checkpoint's extra['{name}'] {strange[0]}: another version of Terrazzo has written it. Go on with"
+            " that version, or start anew with checkpoint.resume=never."
+        )
+    return kind(**saved)
 
 
 @dataclass
@@ -66,9 +84,14 @@ class RunProgress:
         }
 
     def take_up(self, extra: Mapping[str, Any], *, same_evaluation: bool) -> None:
-        """Go on from what a checkpoint has; its best validation counts on the same validation data alone."""
+        """Go on from what a checkpoint has; its validations count on the same validation data alone.
+
+        Raises: `BadInput` for what another version has written, and this one cannot read.
+        """
         self.step, self.tokens = extra["step"], extra["tokens"]
         self.skipped = list(extra.get("skipped", ()))
-        self.judged = Judged(**extra.get("judged", {}))
+        self.judged = taken_up(Judged, extra.get("judged", {}), "judged")
         self.cadence = extra.get("cadence") or self.cadence
+        metric = extra.get("metric") if same_evaluation else None
+        self.validations.newest = None if metric is None else {"loss": metric, "step": self.step}
         self.validations.best = extra["best"] if same_evaluation else None

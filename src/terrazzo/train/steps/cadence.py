@@ -15,6 +15,7 @@ from typing import Any
 
 from terrazzo.config import Config
 from terrazzo.exchange import gather_json
+from terrazzo.train.session.progress import taken_up
 from terrazzo.train.session.session import Session
 
 __all__ = ["FIRST", "Cadence", "Choice", "optimal_interval_s"]
@@ -91,12 +92,13 @@ class Cadence:
         self._first = self._session.step
         self._saved: tuple[int, float] | None = None  # the first save that is measured: its step, and when it ended
         self._apart_s = self._busy_s = self._step_s = self._cost_s = 0.0
+        self.choice = self._taken_up() if self._every == "auto" else None  # what was found out, here or before
 
-    @property
-    def choice(self) -> Choice | None:
-        """What was found out, here or before the run was resumed."""
+    def _taken_up(self) -> Choice | None:
+        """What was found out before the run was resumed."""
         session = self._session
-        found = None if session.progress.cadence is None else Choice(**session.progress.cadence)
+        saved = session.progress.cadence
+        found = None if saved is None else taken_up(Choice, saved, "cadence")
         return found if found is not None and found.holds_for(session.config, session.ranks.world_size) else None
 
     def due(self, step: int) -> bool:
@@ -139,6 +141,6 @@ class Cadence:
             {"cost_s": self._cost_s, "step_s": self._step_s, "busy_s": self._busy_s}
         )
         slowest = {name: max(each[name] for each in told) for name in told[0]}
-        choice = Choice.of(session.config, session.ranks.world_size, **slowest)
+        self.choice = choice = Choice.of(session.config, session.ranks.world_size, **slowest)
         session.progress.cadence = asdict(choice)
         return choice
