@@ -173,6 +173,15 @@ def test_what_arrives_otherwise_is_no_copy(tmp_path: Path, monkeypatch: pytest.M
     assert files(tmp_path, 0) == [0]
 
 
+def test_a_copy_whose_thread_dies_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(self: spread.SpreadFolder, file: str, parts: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(spread.SpreadFolder, "_ask", ask)
+    with pytest.raises(SaveFailed, match=r"copy of another host's part .*: MemoryError: no room\. "):
+        saved(tmp_path)
+
+
 def test_those_of_another_run_and_older_ones_are_not_used(tmp_path: Path) -> None:
     saved(tmp_path)
     assert taken(tmp_path, run="s") == (None, {})

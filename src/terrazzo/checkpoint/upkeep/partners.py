@@ -166,7 +166,7 @@ class _Copying:
 
     def __init__(self, root: Path, name: str, giver: Giver, ranks: Sequence[int]) -> None:
         self._root, self._name, self._giver, self._ranks = root, name, giver, ranks
-        self._cancelled, self._problem, self._taken = threading.Event(), "", (0, 0.0)
+        self._cancelled, self._problem, self._taken = threading.Event(), "it was broken off", (0, 0.0)
         self._thread = start_thread("terrazzo-partner", self._work, self._cancelled.set)
 
     def cancel(self) -> None:
@@ -178,8 +178,8 @@ class _Copying:
         self._thread.join()
         if self._problem:
             raise SaveFailed(
-                f"The copy of another host's part of '{self._root / self._name}' was not saved: {self._problem}. Where"
-                " room is short: checkpoint.local.partner=none keeps none."
+                f"The copy of another host's part of '{self._root / self._name}' was not saved:"
+                f" {self._problem.removesuffix('.')}. Where room is short: checkpoint.local.partner=none keeps none."
             )
         return self._taken
 
@@ -187,10 +187,13 @@ class _Copying:
         start = time.perf_counter()
         try:
             count_bytes = self._copy()
-        except (OSError, BadInput, Damaged) as error:
+        except (OSError, TerrazzoError) as error:
             self._problem = str(error)
+        except BaseException as error:  # whatever it was, there is no copy
+            self._problem = f"{type(error).__name__}: {error}"
         else:
             self._taken = (count_bytes, time.perf_counter() - start)
+            self._problem = "it was broken off" if self._cancelled.is_set() else ""
 
     def _copy(self) -> int:
         opened = Checkpoint(LocalFolder(self._root / self._name), sizes=False)

@@ -180,6 +180,7 @@ class LocalCheckpoints:
             return
         if self._partners is not None:
             self._partners.done_reading()
+        self._take_no_copy()
         self._kept = None if path is None else os.path.basename(path)
         kept = self._kept
         self._hosts.on_firsts(
@@ -188,9 +189,7 @@ class LocalCheckpoints:
 
     def clear(self) -> None:
         """Remove all, and the folders."""
-        if self._partners is not None:
-            self._partners.abandon()
-            together(lambda: None, SaveFailed)  # nobody takes a copy any more
+        self._take_no_copy()
         if (folder := self._folder) is not None:
             self._hosts.on_firsts(lambda: _remove([folder] if _is_ours(folder) else []), SaveFailed)
         self._kept = None
@@ -205,6 +204,12 @@ class LocalCheckpoints:
         """This rank has no part in them any more. Not collective."""
         if self._partners is not None:
             self._partners.close()
+
+    def _take_no_copy(self) -> None:
+        """Nobody takes a copy any more of what is to be removed."""
+        if self._partners is not None:
+            self._partners.abandon()
+            together(lambda: None, SaveFailed)
 
     def _remove_but(self, kept: str | None) -> None:
         folder = self._folder

@@ -1,0 +1,83 @@
+"""Local checkpoints of a run on two hosts, each with a rank: what becomes of a copy that is under way, or fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import terrazzo as tz
+from terrazzo.checkpoint.storage.spread import SpreadFolder
+from terrazzo.checkpoint.upkeep.partners import Copied
+from terrazzo.config import config_from_dict
+from terrazzo.train.checkpoints import local
+from tests.helpers.threads import exclusive, run_in_threads
+
+Save = Callable[[int], Copied | None]
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where each has a folder."""
+    for name in ("host0", "host1", "durable"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(local, "host_folder", lambda config: str(tmp_path / f"host{dist.get_rank()}"))
+    return tmp_path
+
+
+def on_hosts(hosts: Path, body: Callable[[local.LocalCheckpoints, Save], Any], **settings: Any) -> list[Any]:
+    checkpoint = {"folder": str(hosts / "durable"), "local": {"folder": str(hosts), "every": 10, **settings}}
+    config = config_from_dict({"checkpoint": checkpoint})
+
+    def ranked(rank: int) -> Any:
+        checkpoints = local.LocalCheckpoints(config)
+        with exclusive():
+            torch.manual_seed(0)
+            model = nn.Linear(5, 3)
+        model, optimizer = tz.shard(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), "zero3")
+        try:
+            return body(checkpoints, lambda step: checkpoints.save(model, optimizer, {"step": step}, "r"))
+        finally:
+            checkpoints.close()
+
+    return run_in_threads(2, ranked)
+
+
+def files(hosts: Path) -> list[str]:
+    return sorted(f"{path.parts[-4]} {path.parent.name} {path.stem}" for path in hosts.glob("host*/*/step-*/rank-*"))
+
+
+BOTH = [f"host{host} step-{{:08d}} rank-0000{rank}" for host in range(2) for rank in range(2)]
+
+
+def of_step(step: int) -> list[str]:
+    """Of both hosts, once each has a copy of the other's part."""
+    return [name.format(step) for name in BOTH]
+
+
+def test_going_back_takes_no_copy_of_what_is_removed(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A durable one is newer than the local one whose copy is under way, and a rollback goes back to it."""
+    real, going_on = SpreadFolder._ask, threading.Event()
+
+    def ask(self: SpreadFolder, file: str, parts: Any) -> Any:
+        going_on.wait(20)
+        return real(self, file, parts)
+
+    monkeypatch.setattr(SpreadFolder, "_ask", ask)
+
+    def body(checkpoints: local.LocalCheckpoints, save: Save) -> list[Copied | None]:
+        save(10)
+        threading.Timer(0.2, going_on.set).start()  # the thread is asked to end, and then comes to it
+        checkpoints.resumed(None)
+        assert not files(hosts)
+        return [save(20), save(30)]
+
+    for first, second in on_hosts(hosts, body):
+        assert first is None, "nobody has a copy of step 10"
+        assert second is not None and (second.step, second.count_bytes > 0) == (20, True)
