@@ -1,10 +1,14 @@
 """A loop of your own under Ray Train: its workers are the ranks, and Ray makes the process group.
 
 python examples/clusters/ray_train.py
+
+Ray's result has the metrics of what was reported with a checkpoint; `folder` is one that all workers see.
 """
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +32,8 @@ def loop(config: dict[str, Any]) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    if folder := config.get("folder"):
+        tz.checkpoint.save(Path(folder, f"step-{len(losses):08d}"), model, optimizer)
     return losses
 
 
@@ -36,15 +42,19 @@ def main() -> None:
     from ray.train.torch import TorchConfig, TorchTrainer  # type: ignore[import-not-found, unused-ignore]
 
     def worker(config: dict[str, Any]) -> None:
-        train.report({"loss": loop(config)[-1]})
+        loss, is_first = loop(config)[-1], dist.get_rank() == 0
+        saved = train.Checkpoint.from_directory(config["folder"]) if is_first else None
+        train.report({"loss": loss}, checkpoint=saved)
 
-    trainer = TorchTrainer(
-        worker,
-        train_loop_config={"plan": "zero3", "steps": 40},
-        scaling_config=train.ScalingConfig(num_workers=2, use_gpu=False),
-        torch_config=TorchConfig(backend="gloo"),  # with GPUs: "cpu:gloo,cuda:nccl"
-    )
-    print(trainer.fit().metrics)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = TorchTrainer(
+            worker,
+            train_loop_config={"plan": "zero3", "steps": 40, "folder": folder},
+            scaling_config=train.ScalingConfig(num_workers=2, use_gpu=False),
+            torch_config=TorchConfig(backend="gloo"),  # with GPUs: "cpu:gloo,cuda:nccl"
+        )
+        result = trainer.fit()
+    print(result.metrics, result.checkpoint)
 
 
 if __name__ == "__main__":
