@@ -19,7 +19,7 @@ from terrazzo.config.optimizer import OptimizerConfig
 from terrazzo.config.running import CheckpointConfig, LaunchConfig
 from terrazzo.config.section import Named, Section
 from terrazzo.config.task import DataConfig, LoraConfig, ModelConfig, ObjectiveConfig
-from terrazzo.engine import DTYPE_FIELDS, TIERS, Place, dtype_named, preset_named
+from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, TIERS, Place, dtype_named, preset_named
 from terrazzo.errors import did_you_mean
 
 __all__ = [
@@ -164,8 +164,8 @@ class PrecisionConfig(Named):
     def _agrees(self) -> None:
         if self.skip is not None and self.linears == "compute":
             raise ValueError("skip says which linear layers are not in fp8, and linears is 'compute': remove skip")
-        named = {"fp32": "fp32", "bf16": "bf16", "bf16-pure": "bf16", "fp16": "fp16"}
-        if self.linears != "compute" and (self.compute or named[self.name]) not in ("bf16", "fp32"):
+        compute = self.compute or dtype_named(PRECISIONS[self.name].compute)
+        if self.linears != "compute" and compute not in ("bf16", "fp32"):
             raise ValueError(
                 f"linears '{self.linears}' goes with bf16 alone, and on a CPU with fp32: set name to 'bf16'"
             )

@@ -7,7 +7,15 @@ float8                  linear layers whose matrix products are of 8-bit floats
 
 from terrazzo.nn.convert import Converted, float8
 from terrazzo.nn.forwards import replace_forward
-from terrazzo.nn.loss import MANY_LOGITS, PRODUCT_NUMEL, VocabularyParts, chunk_rows, linear_cross_entropy, outside_part
+from terrazzo.nn.loss import (
+    MANY_LOGITS,
+    PRODUCT_NUMEL,
+    VocabularyParts,
+    chunk_rows,
+    linear_cross_entropy,
+    outside_part,
+    places_in_part,
+)
 from terrazzo.nn.products import MULTIPLE, RECIPES, Float8, Float8Linear, product_of
 from terrazzo.nn.routers import is_router
 
@@ -25,6 +33,7 @@ __all__ = [
     "is_router",
     "linear_cross_entropy",
     "outside_part",
+    "places_in_part",
     "product_of",
     "replace_forward",
 ]

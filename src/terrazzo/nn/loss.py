@@ -22,7 +22,15 @@ from torch import Tensor
 from terrazzo.errors import BadInput
 from terrazzo.nn.once import check_no_graph
 
-__all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "VocabularyParts", "chunk_rows", "linear_cross_entropy", "outside_part"]
+__all__ = [
+    "MANY_LOGITS",
+    "PRODUCT_NUMEL",
+    "VocabularyParts",
+    "chunk_rows",
+    "linear_cross_entropy",
+    "outside_part",
+    "places_in_part",
+]
 
 CHUNKS = 32
 """Into how many a large batch is cut, so that what a chunk needs is far below what all logits would."""
@@ -59,6 +67,15 @@ class VocabularyParts(Protocol):
 def outside_part(asked: Tensor, start: int, stop: int, numel: int) -> Tensor:
     """Which of `asked` are other ranks' of `numel` rows, of which this one has those from `start` to `stop`."""
     return ((asked >= 0) & (asked < start)) | ((asked >= stop) & (asked < numel))
+
+
+def places_in_part(asked: Tensor, start: int, stop: int, numel: int) -> tuple[Tensor, Tensor]:
+    """Of each of `asked` its place in this rank's part, 0 where that is another rank's; and which those are.
+
+    What no rank has is out of range here too: torch's to refuse. Arguments as of `outside_part`.
+    """
+    elsewhere = outside_part(asked, start, stop, numel)
+    return (asked - start).masked_fill(elsewhere, 0), elsewhere
 
 
 def chunk_rows(tokens: int, vocabulary: int) -> int:
@@ -202,8 +219,7 @@ class _Loss:
         if self.parts is None:
             return targets, torch.zeros_like(targets, dtype=torch.bool)
         start = self.parts.start
-        elsewhere = outside_part(targets, start, start + width, self.vocabulary)
-        return (targets - start).masked_fill(elsewhere, 0), elsewhere  # what no rank has is torch's to refuse
+        return places_in_part(targets, start, start + width, self.vocabulary)
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -59,7 +59,7 @@ class Agreement:
             strayed, any_late, seen = self._flags(backward)
             left = iter(seen)
             for bucket in _trainable(self._units):
-                bucket.gradient.seen = [bool(flag) for flag in islice(left, len(bucket.members))]
+                bucket.gradient.agree_on_seen(islice(left, len(bucket.members)))
             for unit in (unit for unit in self._units if any_late[unit.index]):
                 backward.start_reducing(unit)
             for program in self._schedule.programs if strayed else ():

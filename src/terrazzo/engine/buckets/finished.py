@@ -145,6 +145,10 @@ class FinishedGradient:
             self.sum.apply_factor()
             self.sum.change(change, self.space.layout.slots[index].range)
 
+    def expect_changes(self) -> None:
+        """It is in the hands of an optimizer, which may change it in place."""
+        self.changes += 1
+
     def forget(self) -> None:
         """There is none any more."""
         self.changes += 1

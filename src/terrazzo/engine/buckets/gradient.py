@@ -143,6 +143,14 @@ class Gradient:
         seen = torch.tensor(self.seen, device=HOST)
         self.seen = functools.reduce(torch.logical_or, _on_stages(axes, stages, seen, "control")).tolist()
 
+    def agree_on_seen(self, flags: Iterable[int]) -> None:
+        """Ranks have told one another which parameters got a gradient: each counts as seen where any rank saw one.
+
+        Args:
+            flags: of each parameter, 0 where no rank did.
+        """
+        self.seen = [bool(flag) for flag in flags]
+
     # -- over the ranks ----------------------------------------------------------------------------------------
 
     def reduce(self, denominator: float | None) -> Moves[Tensor]:

@@ -32,7 +32,6 @@ class UnitWeights:
 
     Attributes:
         updated: the label of the exchange that brings resting weights in line.
-        once_here: called, once, when full weights are there to be read.
     """
 
     def __init__(self, names: tuple[str, ...], index: int, buckets: Sequence[Bucket]) -> None:
@@ -42,7 +41,7 @@ class UnitWeights:
         self._gathering: list[Transfer[object]] = []
         self._publishing: Transfer[None] | None = None
         self._updates: list[Job] = []  # the one under way, or none; a list, which a chain can empty without these
-        self.once_here: Callable[[], None] | None = None
+        self._once_here: Callable[[], None] | None = None
 
     @property
     def transient(self) -> bool:
@@ -96,9 +95,13 @@ class UnitWeights:
         self._gathering = []
         for bucket in self._buckets:
             bucket.full.install()
-        if self.once_here is not None:
-            tell, self.once_here = self.once_here, None
+        if self._once_here is not None:
+            tell, self._once_here = self._once_here, None
             tell()
+
+    def tell_once_here(self, tell: Callable[[], None] | None) -> None:
+        """Call `tell`, once, when full weights are there to be read the next time; None: nobody wants to know."""
+        self._once_here = tell
 
     def begin_update(self, update: Job) -> None:
         """Note that its master weights change until `update` has ended: weights at rest wait for that."""

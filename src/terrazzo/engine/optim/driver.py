@@ -153,7 +153,7 @@ class OptimizerDriver:
         self.groups.recut([segment.cut(segment.seen, optimizer) for segment in self.segments])
         self._unpublished = True
         for bucket in self.buckets:
-            bucket.gradient.finished.changes += 1  # it is in the hands of an optimizer, which may change it in place
+            bucket.gradient.finished.expect_changes()
         self.background.begin(optimizer)
         self._on_device.begin(optimizer, self.segments)
 

@@ -102,53 +102,65 @@ def _room(held: _Held, numel: int) -> Tensor:
     return torch.empty(numel, dtype=held.dtype, device=held.device)
 
 
+class _Crossing:
+    """Parts of some matrices that cross `tp` between the ranks that have them and the owners, either way.
+
+    Attributes:
+        away: parts of this rank's, each with the rank that owns the matrix, in the order of these ranks.
+        home: parts of matrices that this rank owns, each with the rank that has it, likewise.
+        away_numels, home_numels: elements that cross to or from each rank.
+    """
+
+    def __init__(self, owners: Owners, among: Sequence[Matrix]) -> None:
+        rank, size = owners.along(CUT)
+        here = [matrix for matrix in among if owners.has_part(matrix)]
+        others = [other for other in range(size) if other != rank]
+        self.rank, self.own = rank, [matrix for matrix in here if owners.is_here(matrix)]
+        self.away = [(matrix, other) for other in others for matrix in here if owners.places[matrix][CUT] == other]
+        self.home = [(matrix, other) for other in others for matrix in self.own]
+        self.away_numels, self.home_numels = [0] * size, [0] * size
+        for matrix, other in self.away:
+            self.away_numels[other] += matrix.boxes[rank].local_numel
+        for matrix, other in self.home:
+            self.home_numels[other] += matrix.boxes[other].local_numel
+
+
 def _joined(held: _Held, owners: Owners, among: Sequence[Matrix], along: MatrixAxis) -> Moves[None]:
     """Bring the parts that ranks along `tp` have of matrices to the owners, which then have all of each."""
-    rank, size = owners.along(CUT)
-    here = [matrix for matrix in among if owners.has_part(matrix)]
-    sent = [[m for m in here if owners.places[m][CUT] == other != rank] for other in range(size)]
-    own = [matrix for matrix in here if owners.is_here(matrix)]
-    outgoing = _together(held, [held.parts[matrix][1] for matrices in sent for matrix in matrices])
-    parts = [(matrix, other) for other in range(size) if other != rank for matrix in own]
-    incoming = _room(held, sum(matrix.boxes[other].local_numel for matrix, other in parts))
+    crossing = _Crossing(owners, among)
+    outgoing = _together(held, [held.parts[matrix][1] for matrix, _ in crossing.away])
+    incoming = _room(held, sum(crossing.home_numels))
     with held.ledger.holding(outgoing.nbytes + incoming.nbytes):
-        for matrix in (matrix for matrices in sent for matrix in matrices):
+        for matrix, _ in crossing.away:
             held.drop(matrix)
-        numels = [sum(m.boxes[rank].local_numel for m in matrices) for matrices in sent]
-        received = [sum(m.boxes[other].local_numel for m in own) * (other != rank) for other in range(size)]
-        yield from along.all_to_all(outgoing, numels, incoming, received)
-        values = incoming.split([matrix.boxes[other].local_numel for matrix, other in parts])
-        arrived = dict(zip(parts, values, strict=True))
-        for matrix in own:
+        yield from along.all_to_all(outgoing, crossing.away_numels, incoming, crossing.home_numels)
+        values = incoming.split([matrix.boxes[other].local_numel for matrix, other in crossing.home])
+        parts = dict(zip(crossing.home, values, strict=True))
+        for matrix in crossing.own:
+            parts[matrix, crossing.rank] = held.parts[matrix][1]
             full = _room(held, math.prod(matrix.shape))
             for other, box in enumerate(matrix.boxes):
-                part = held.parts[matrix][1] if other == rank else arrived[matrix, other]
-                box.put(part.view(box.local_shape), full.view(matrix.shape))
+                box.put(parts[matrix, other].view(box.local_shape), full.view(matrix.shape))
             held.put(MatrixPart(matrix, matrix.whole), full)
 
 
 def _parted(held: _Held, owners: Owners, among: Sequence[Matrix], along: MatrixAxis) -> Moves[None]:
     """Bring what owners have of matrices to the ranks along `tp`, its part to each."""
-    rank, size = owners.along(CUT)
-    here = [matrix for matrix in among if owners.has_part(matrix)]
-    own = [matrix for matrix in here if owners.is_here(matrix)]
+    crossing = _Crossing(owners, among)
     parts = {
         (matrix, other): box.of(held.parts[matrix][1].view(matrix.shape)).reshape(-1)
-        for matrix in own
+        for matrix in crossing.own
         for other, box in enumerate(matrix.boxes)
     }
-    outgoing = _together(held, [parts[matrix, other] for other in range(size) if other != rank for matrix in own])
-    received = [[m for m in here if owners.places[m][CUT] == other != rank] for other in range(size)]
-    coming = [matrix for matrices in received for matrix in matrices]
-    incoming = _room(held, sum(matrix.range.numel for matrix in coming))
+    outgoing = _together(held, [parts[matrix, other] for matrix, other in crossing.home])
+    incoming = _room(held, sum(crossing.away_numels))
     with held.ledger.holding(outgoing.nbytes + incoming.nbytes):
-        for matrix in own:
-            held.put(MatrixPart(matrix, matrix.range), parts[matrix, rank])
-        sent = [sum(m.boxes[other].local_numel for m in own) * (other != rank) for other in range(size)]
-        numels = [sum(m.range.numel for m in matrices) for matrices in received]
-        yield from along.all_to_all(outgoing, sent, incoming, numels)
-        for matrix, values in zip(coming, incoming.split([each.range.numel for each in coming]), strict=True):
-            held.put(MatrixPart(matrix, matrix.range), values.clone())
+        for matrix in crossing.own:
+            held.put(MatrixPart(matrix, matrix.range), parts[matrix, crossing.rank])
+        yield from along.all_to_all(outgoing, crossing.home_numels, incoming, crossing.away_numels)
+        values = incoming.split([matrix.range.numel for matrix, _ in crossing.away])
+        for (matrix, _), own in zip(crossing.away, values, strict=True):
+            held.put(MatrixPart(matrix, matrix.range), own.clone())
 
 
 def _together(held: _Held, values: Sequence[Tensor]) -> Tensor:

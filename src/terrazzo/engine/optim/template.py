@@ -78,12 +78,12 @@ class Template(dict[str, StateSpec]):
 
     @property
     def fixed(self) -> dict[str, StateSpec]:
-        """The others."""
+        """What it keeps for the parameter as a whole, such as a count of steps."""
         return {key: spec for key, spec in self.items() if not spec.per_element}
 
     @property
     def fixed_numel(self) -> int:
-        """Numbers that these are."""
+        """Numbers kept for a parameter as a whole: elements of all that is in `fixed`."""
         return sum(math.prod(spec.shape) for spec in self.fixed.values())
 
     def keeps_per_element(self, key: str, value: Any, shape: torch.Size) -> bool:

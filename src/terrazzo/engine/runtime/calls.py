@@ -26,4 +26,4 @@ def do_all(calls: Iterable[Callable[[], object]]) -> None:
 
 
 def do_nothing(*_: object) -> None:
-    """Where nobody wants to know."""
+    """Take any arguments and do nothing: what is called where nobody wants to know."""

@@ -15,7 +15,7 @@ __all__ = ["check_matrices"]
 
 
 def check_matrices(buckets: Sequence[Bucket], templates: Templates, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse matrices of which this rank's part is cut, or that are stepped away from the device.
+    """Refuse stacks of matrices of which ranks have parts, and matrices that are stepped away from the device.
 
     Args:
         buckets: all trainable ones.

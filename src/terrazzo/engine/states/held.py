@@ -27,7 +27,7 @@ class HeldUnit:
         self.title = self._unit.title
         self._gathered: list[Tensor] = []
         self._before = [(piece, _sum(piece.tensor)) for piece in self._pieces()]
-        self._unit.weights.once_here = self._look_at_gathered
+        self._unit.weights.tell_once_here(self._look_at_gathered)
 
     def _pieces(self) -> Iterator[Piece]:
         return held_pieces(self._unit.buckets, self._engine.drivers.stepping())
@@ -47,7 +47,7 @@ class HeldUnit:
 
     def gathered(self) -> list[int]:
         """Of the full weights at their first use since: equal on ranks along data axes. Empty where there was none."""
-        self._unit.weights.once_here = None
+        self._unit.weights.tell_once_here(None)
         return torch.stack(self._gathered).tolist() if self._gathered else []
 
 

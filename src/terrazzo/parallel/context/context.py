@@ -263,7 +263,7 @@ class Context:
         self.chunks.check(tokens * self.size)
 
     def _known(self, positions: Tensor | None) -> Tensor | None:
-        """Where documents begin, as `_sight` finds it on the device, of positions that are as `place` gave them."""
+        """Where documents begin, as `_mask` finds it on the device, of positions that are as `place` gave them."""
         if self._placed is None or positions is None or positions.is_inference():
             return None
         placed, version, begins = self._placed

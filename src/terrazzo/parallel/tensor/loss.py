@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput
-from terrazzo.nn import linear_cross_entropy, outside_part
+from terrazzo.nn import linear_cross_entropy, places_in_part
 from terrazzo.parallel.tensor.ranks import TensorRanks, runs_of, tensor_ranks
 
 __all__ = ["VocabularyLoss", "leave_vocabulary", "vocabulary_of"]
@@ -93,8 +93,9 @@ class VocabularyLoss:
 
     def _own(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Targets as places in this rank's part, and which of them are not there; torch refuses what no rank has."""
-        outside = outside_part(targets, self.start, self._stop, self.vocabulary) | (targets == self._ignored)
-        return (targets - self.start).masked_fill(outside, 0).unsqueeze(-1), outside.unsqueeze(-1)
+        ignored = targets == self._ignored
+        own, elsewhere = places_in_part(targets.masked_fill(ignored, 0), self.start, self._stop, self.vocabulary)
+        return own.unsqueeze(-1), (elsewhere | ignored).unsqueeze(-1)
 
     def whole(self, logits: Tensor) -> Tensor:
         """All ranks' parts of `logits` together, `[..., vocabulary]`, the same on every rank. Collective."""
