@@ -74,6 +74,19 @@ def flights(two_processes: Pool, tmp_path: Path) -> list[Flight]:
 
 
 @pytest.mark.processes
+def test_units_and_the_trace_are_found_of_a_run_that_is_named_by_its_metrics(
+    flights: list[Flight], tmp_path: Path
+) -> None:
+    line = {"kind": "step", "step": 3, "steps": 3, "step_s": 1.0, "cause_s": {"compute": 1.0}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    shown, drawn = (
+        CliRunner().invoke(cli.app, [verb, str(tmp_path / "metrics.jsonl")]) for verb in ("verdict", "trace")
+    )
+    assert "Seconds of a step by unit, rank 0" in shown.output
+    assert drawn.output.strip() == str(tmp_path / "trace.json")
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 def test_losses_are_the_same_to_the_bit_with_and_without(two_processes: Pool, tmp_path: Path, plan: str) -> None:
     plain = two_processes.run(trained, plan, None)

@@ -241,6 +241,26 @@ def test_the_verbs_read_a_run_that_is_still_writing(tmp_path: Path) -> None:
     assert "http" not in page
 
 
+def test_a_run_is_named_by_its_folder_or_by_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "mine", [{"kind": "train", "step": 10, "loss": 2.0}, record(10, input=0.9)])
+    folder, file = str(run), str(run / "metrics.jsonl")
+    pages, shown = [], []
+    for argument in (folder, file):
+        shown.append(CliRunner().invoke(cli.app, ["verdict", argument]).output)
+        said = CliRunner().invoke(cli.app, ["report", argument, "--against", argument]).output
+        assert said.strip() == str(run / "report.html")
+        pages.append((run / "report.html").read_text())
+    assert shown[0] == shown[1]
+    assert pages[0] == pages[1] and "mine" in pages[0] and "metrics.jsonl" not in pages[0]
+    monkeypatch.chdir(run)
+    CliRunner().invoke(cli.app, ["report", "metrics.jsonl"])
+    assert "<title>mine" in (run / "report.html").read_text()
+    (run / "copy.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
+    for verb in ("verdict", "report", "trace", "watch"):
+        with pytest.raises(BadInput, match="is a file: give the folder of a run"):
+            CliRunner().invoke(cli.app, [verb, "copy.jsonl"], catch_exceptions=False)
+
+
 def test_the_summary_of_another_version_is_named_as_such(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [{"kind": "train", "step": 10, "loss": 2.0}, {"kind": "summary", "step": 10}])
     assert CliRunner().invoke(cli.app, ["report", str(run)]).exit_code == 0

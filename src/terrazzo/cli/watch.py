@@ -160,4 +160,4 @@ def _steps(run: Path) -> int | None:
 def _metrics(run: Path) -> Path:
     from terrazzo.telemetry.log.run_folder import RunFolder
 
-    return RunFolder(run).metrics if run.is_dir() else run
+    return RunFolder(run).metrics

@@ -9,6 +9,19 @@ import typer
 
 __all__ = ["Run"]
 
+
+def _folder(run: Path) -> Path:
+    """Of a run that is named by its folder or by its `metrics.jsonl`."""
+    from terrazzo.telemetry.log.run_folder import RunFolder  # telemetry, and torch with it
+
+    return RunFolder.of(run).path
+
+
 Run = Annotated[
-    Path, typer.Argument(metavar="RUN", help="Folder of a run, which log.folder names, or of tz.telemetry.attach.")
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        callback=_folder,
+        help="Folder of a run, which log.folder names, or of tz.telemetry.attach; or the metrics.jsonl in it.",
+    ),
 ]

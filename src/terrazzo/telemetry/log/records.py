@@ -31,7 +31,7 @@ def run_lines(run: Path) -> list[dict[str, Any]]:
     Raises:
         BadInput: there is no such file, or nothing in it.
     """
-    path = RunFolder(run).metrics if run.is_dir() else run
+    path = RunFolder.of(run).metrics
     try:
         lines = lines_of(path)
     except OSError as error:

@@ -21,8 +21,20 @@ class RunFolder(NamedTuple):
 
     @classmethod
     def of(cls, run: Path) -> RunFolder:
-        """Of a run that is named by its folder, or by its `metrics.jsonl`."""
-        return cls(run if run.is_dir() else run.parent)
+        """Of a run that is named by its folder, or by its `metrics.jsonl`, whether they are there or not.
+
+        Raises:
+            BadInput: it is another file.
+        """
+        if run.is_dir():
+            return cls(run)
+        if run.name == cls(run).metrics.name:
+            return cls(run.parent)
+        if run.exists():
+            raise BadInput(
+                f"'{run}' is a file: give the folder of a run, which `log.folder` names, or its metrics.jsonl in there."
+            )
+        return cls(run)
 
     @property
     def metrics(self) -> Path:

@@ -38,7 +38,7 @@ class Look:
     """What a run's folder says of it, read once.
 
     Args:
-        run: folder of the run.
+        run: folder of the run, or its `metrics.jsonl`.
         lines: of its `metrics.jsonl`, where they have been read already.
 
     Raises:
@@ -46,10 +46,10 @@ class Look:
     """
 
     def __init__(self, run: Path, lines: Lines | None = None) -> None:
-        self.run = run
-        self.lines: Lines = run_lines(run) if lines is None else lines
-        self.records = steps_of(self.lines)
         self._folder = RunFolder.of(run)
+        self.run = self._folder.path
+        self.lines: Lines = run_lines(self.run) if lines is None else lines
+        self.records = steps_of(self.lines)
 
     @property
     def ranks(self) -> int:
@@ -121,7 +121,7 @@ class Look:
             if (text := _text(file)) is not None:
                 details[heading] = text
         path = self._folder.page
-        page = page_of(self.run.name, self.lines, details, () if other is None else other.lines, tables)
+        page = page_of(self.run.absolute().name, self.lines, details, () if other is None else other.lines, tables)
         try:
             path.write_text(page, encoding="utf-8")
         except OSError as error:
