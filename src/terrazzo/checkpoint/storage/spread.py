@@ -12,10 +12,11 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from terrazzo.callers import answer_each
 from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.checkpoint.storage.local import LocalFolder
 from terrazzo.checkpoint.storage.store import Folder, step_of
@@ -43,7 +44,7 @@ class Giving:
 
     def __init__(self, root: Path, key: str, ears: socket.socket) -> None:
         self._root, self._key, self._ears = root, key, ears
-        self._thread(self._accept)
+        answer_each(ears, self._answer)
 
     def close(self) -> None:
         """Nobody else is heard; who is being given something gets it."""
@@ -51,24 +52,14 @@ class Giving:
             self._ears.shutdown(socket.SHUT_RDWR)  # a thread that accepts does not hear of `close`
         self._ears.close()
 
-    def _thread(self, work: Callable[..., None], *arguments: Any) -> None:
-        threading.Thread(target=work, args=arguments, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                caller, _ = self._ears.accept()
-                self._thread(self._answer, caller)
-
     def _answer(self, caller: socket.socket) -> None:
-        with caller, contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a stranger, or it has gone
-            lines = caller.makefile("rb")
-            caller.settimeout(_PATIENCE_S)
-            if not hmac.compare_digest(lines.readline(len(self._key) + 1).strip(), self._key.encode()):
-                return
-            caller.settimeout(None)  # it may have nothing to ask for long, and its end is noticed
-            while asked := lines.readline(_LONGEST):
-                self._give(caller, **json.loads(asked))
+        lines = caller.makefile("rb")
+        caller.settimeout(_PATIENCE_S)
+        if not hmac.compare_digest(lines.readline(len(self._key) + 1).strip(), self._key.encode()):
+            return
+        caller.settimeout(None)  # it may have nothing to ask for long, and its end is noticed
+        while asked := lines.readline(_LONGEST):
+            self._give(caller, **json.loads(asked))
 
     def _give(self, caller: socket.socket, name: str, file: str, parts: Sequence[tuple[int, int]]) -> None:
         if "/" in name or step_of(name) is None or not (FILE_NAME.fullmatch(file) or file in (MANIFEST, SEAL)):

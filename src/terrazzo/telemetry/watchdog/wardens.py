@@ -6,7 +6,6 @@ told each other. Nobody waits for anybody: what was heard last, and when, is the
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hmac
 import json
@@ -17,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from terrazzo.callers import answer_each
 
 __all__ = ["SILENT_S", "Heard", "RunMachine", "Wardens", "reached_of"]
 
@@ -89,7 +90,7 @@ class Wardens:
         self._began = time.monotonic_ns()
         self._answered = dict.fromkeys(reached, self._began)  # when the kernel of each has last done so
         self._speaking = [self._thread(self._speak, number, place) for number, place in self.others.items()]
-        self._thread(self._accept)
+        answer_each(ears, self._listen)
 
     def _thread(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
@@ -120,20 +121,13 @@ class Wardens:
         since = (time.monotonic_ns() - answered) / 1e9
         return since if since > SILENT_S else 0.0
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                caller, _ = self._ears.accept()
-                self._thread(self._listen, caller)
-
     def _listen(self, caller: socket.socket) -> None:
-        with caller, contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a stranger, or it has gone
-            caller.settimeout(2 * SILENT_S)
-            lines = caller.makefile("rb")
-            while hmac.compare_digest(lines.readline(len(self._key) + 1).strip(), self._key.encode()):
-                told = json.loads(lines.readline(_LONGEST))
-                now = time.monotonic_ns()
-                self._heard[int(told["machine"])] = Heard(now, now - int(told["now"]), told["message"])
+        caller.settimeout(2 * SILENT_S)
+        lines = caller.makefile("rb")
+        while hmac.compare_digest(lines.readline(len(self._key) + 1).strip(), self._key.encode()):
+            told = json.loads(lines.readline(_LONGEST))
+            now = time.monotonic_ns()
+            self._heard[int(told["machine"])] = Heard(now, now - int(told["now"]), told["message"])
 
     # -- what is told ------------------------------------------------------------------------------------------
 
