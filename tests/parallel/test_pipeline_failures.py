@@ -211,9 +211,10 @@ def test_a_stage_may_send_no_gradient_back_of_some_micro_batches(ranks: dict[str
                 front = plain[:2](x)
                 loss_of(plain[2:](front.detach() if when(number) else front), y).backward()
         optimizer.step()
+        base = detaching(2, when)
 
-        def body(rank: int, when: Any = when) -> Any:
-            model, optimizer, mesh = cut(detaching(2, when), **ranks)
+        def body(rank: int, base: nn.Module = base) -> Any:
+            model, optimizer, mesh = cut(base, **ranks)
             tz.step(model, batches(mesh.get_local_rank("dp_shard")), loss_of, denominator=1.0)
             optimizer.step()
             return tz.full_state_dict(model, keep=True)

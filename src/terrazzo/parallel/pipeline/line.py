@@ -1,10 +1,10 @@
 """A model's forward on a rank that has some of its stages.
 
-The whole forward runs on every rank. Modules of other ranks pass on what they are given, and run none of their hooks:
-the first of the line hands out what the stage before has sent, and what reaches the first one behind this stage is sent
-on. What the model does between two modules of the line runs on each rank, so a stage may begin only where it does
-nothing with the values: each tensor is checked to be the one that the module before has returned. What it does behind
-the line runs in the last stage alone.
+The model's forward runs on every rank, up to the first module behind this rank's stage: what reaches that is sent on,
+and there the forward ends. Modules of earlier stages run none of their hooks: the last of them hands out what the stage
+before has sent, and the others what cannot be computed with. What the model does between two modules of the line runs
+on ranks of later stages too, so a stage may begin only where it does nothing with the values: each tensor is checked to
+be the one that the module before has returned.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from terrazzo.engine import Stages, inside_backward
 from terrazzo.engine.plan.elsewhere import Absent, Turn
+from terrazzo.engine.runtime.overrides import function_name
 from terrazzo.engine.runtime.private_torch import tree_leaves
-from terrazzo.errors import BadInput, Misuse, TerrazzoError
+from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel.pipeline.order import Action, Kind, actions_of
 
 __all__ = ["Line", "put_in_line"]
@@ -95,7 +96,6 @@ class _Running:
         received: from the stage before.
         values: what the last of them has returned.
         version: of these then: how often they had been changed in place.
-        result: what goes to the next stage.
     """
 
     stage: int | None = None
@@ -103,14 +103,13 @@ class _Running:
     received: Any = None
     values: Any = None
     version: int = 0
-    result: Tensor | None = None
 
     def begin(self, stage: int, received: Tensor | None) -> None:
         self.stage, self.come_to, self.received = stage, 0, received
-        self.values = self.result = None
+        self.values = None
 
     def end(self) -> None:
-        self.stage = self.received = self.values = self.result = None
+        self.stage = self.received = self.values = None
 
 
 class _InLine:
@@ -133,13 +132,10 @@ class _InLine:
             )
         running.come_to += 1
         given = args[0] if args else next(iter(kwargs.values()), None)
-        if 0 < self.place <= end and (self.place <= first or self.place == end):
+        if self.place > 0 and (self.place <= first or self.place >= end):
             self._check(given)
         if self.place >= end:
-            running.result = running.values if self.place == end else running.result
-            if self.place == len(line.names) - 1:
-                raise _LineEnded
-            return given
+            raise _StageEnded
         if self.place >= first:
             before = _graphs_in(args, kwargs)
             running.values = self._single(self.inner(*args, **kwargs))
@@ -188,9 +184,20 @@ class _InLine:
 class _Away(Absent):
     """What a module of an earlier stage has returned, of which nothing was sent here.
 
-    What a model does to such values on their way to the next module, each element by itself, is done there: scaled by a
-    number or dropped out, this is what it was.
+    What a model does to such values on their way to the next module, each element by itself or in place, is done there:
+    scaled by a number, dropped out or masked, this is what it was.
     """
+
+    def __getattr__(self, attribute: str) -> Any:
+        return self._changed if _is_in_place(attribute) else super().__getattr__(attribute)
+
+    def _changed(self, *args: Any, **kwargs: Any) -> Self:
+        return self
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        pass
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = _changed
 
     def _scaled(self, other: Any) -> Self:
         if isinstance(other, int | float) or (isinstance(other, Tensor) and other.dim() == 0):
@@ -203,8 +210,10 @@ class _Away(Absent):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is F.dropout and isinstance(args[0], cls):
-            return args[0]
+        if args and isinstance(args[0], cls):
+            in_place = _is_in_place(function_name(func)) or (kwargs or {}).get("inplace", False)
+            if in_place or func is F.dropout:
+                return args[0]
         return super().__torch_function__(func, types, args, kwargs)
 
     def refusal(self, what: str) -> Misuse:
@@ -215,8 +224,8 @@ class _Away(Absent):
         )
 
 
-class _LineEnded(Exception):
-    """The model's forward has come to the line's end in a stage that is not the last: what is behind is not run."""
+class _StageEnded(Exception):
+    """The model's forward has come to the first module of the next stage: that and what is behind is run there."""
 
 
 class _StageForward:
@@ -226,24 +235,24 @@ class _StageForward:
         self.inner, self.line = inner, line
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        line, stage = self.line, _stage_of(self.line)
+        line = self.line
+        _stage_of(line)
         try:
             output = self.inner(*args, **kwargs)
-        except _LineEnded:
-            return line.running.result
-        except TerrazzoError:
-            raise
-        except Exception:
-            if line.is_last(stage) or line.running.result is None:
-                raise
-            return line.running.result  # what the model does behind this stage does not fit this stage's values
+        except _StageEnded:
+            return line.running.values
         come_to = line.running.come_to
         if come_to < len(line.names):
             raise BadInput(
                 f"The model's forward has ended without {line.names[come_to]!r}, which the pipeline's line has: "
                 "modules of the line are called once each, in every forward."
             )
-        return output if line.is_last(stage) else line.running.result
+        return output
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether an operation of torch is named as those are that change what they are called on: `mul_`."""
+    return name.endswith("_") and not name.startswith("_")
 
 
 def _is_all_of(given: Any, values: Any) -> bool:
