@@ -92,7 +92,7 @@ def test_a_name_of_many_sections_is_no_answer() -> None:
         ({"model": {"kind": "huggingface"}}, ["model.path"]),
         ({"plan": {"name": "zero3", "grad": "D"}}, ["'zero3'", "grad"]),
         ({"plan": {"weight": "D", "grad": "D"}}, ["between", "optim"]),
-        ({"schedule": {"warmup_steps": 10}, "train": {"steps": 5}}, ["warmup_steps 10", "train.steps 5"]),
+        ({"schedule": {"warmup_steps": 10}, "train": {"steps": 5}}, ["schedule.warmup_steps=0", "train.steps=10"]),
         (
             {"schedule": {"name": "wsd", "decay_steps": 9}, "train": {"steps": 5}},
             ["schedule.decay_steps 9 is longer than the run, whose train.steps are 5,", "leave it out"],

@@ -68,22 +68,25 @@ def test_a_step_that_is_left_out_leaves_all_as_it_was(tmp_path: Path, monkeypatc
     assert equal(skipped, final_state(other))
 
 
-@pytest.mark.parametrize("left_out", [10, 20])
+@pytest.mark.parametrize(
+    ("left_out", "save_every", "expected"),
+    [({10}, None, [5, 11, 15, 20]), ({20}, None, [5, 10, 15, 19]), ({18, 19, 20}, 1, [5, 10, 15, 17])],
+)
 def test_a_row_is_of_its_own_step_where_the_log_step_was_left_out(
-    left_out: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    left_out: set[int], save_every: int | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own: dict[int, float] = {}
 
     def loss_of(objective: Any, model: Any, output: Any, batch: Any) -> Tensor:
         loss = REAL(objective, model, output, batch)
         own[len(own) + 1] = loss.item() / batch.samples
-        return loss * (math.nan if len(own) == left_out else 1.0)
+        return loss * (math.nan if len(own) in left_out else 1.0)
 
     monkeypatch.setattr(NextToken, "loss_of", loss_of)
-    sections: dict[str, Any] = {"log": {"every": 5}, "checkpoint": {"every": None}}
+    sections: dict[str, Any] = {"log": {"every": 5}, "checkpoint": {"every": save_every}}
     assert trained(config_in(tmp_path, guard={"action": "skip"}, train={"steps": 20}, **sections)) == 0
     rows = {line["step"]: line["loss"] for line in metrics(tmp_path)}
-    assert list(rows) == ([5, 11, 15, 20] if left_out == 10 else [5, 10, 15])
+    assert list(rows) == expected
     assert rows == pytest.approx({step: own[step] for step in rows})
 
 
@@ -246,9 +249,14 @@ def test_two_ranks_decide_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             {"action": "skip", "limit": 1},
             None,
             {2: math.nan, 4: math.nan},
-            r"guard\.limit 1.*before: steps 2\.",
+            r"guard\.limit 1.*before it: step 2\. Gone on with.*or raise guard\.limit",
         ),
-        ({"action": "rollback", "limit": 2}, 1, dict.fromkeys(range(3, 9), math.nan), r"limit 2.*steps 3, 3\."),
+        (
+            {"action": "rollback", "limit": 2},
+            1,
+            dict.fromkeys(range(3, 9), math.nan),
+            r"limit 2.*before it: step 3, 2 times\.",
+        ),
     ],
 )
 def test_what_cannot_go_on_ends_and_says_why(

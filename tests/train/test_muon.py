@@ -18,7 +18,7 @@ from terrazzo.train.launch.ranks import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
 from terrazzo.train.promise.as_setup import setup_of
-from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.opening import _division_notes, open_session
 from terrazzo.train.settings.optimizer import build_optimizer, check_names
 from tests.helpers.threads import run_in_threads
 from tests.train.test_session import StopAfter, config_in
@@ -57,6 +57,7 @@ def test_a_run_goes_on_under_another_plan_and_number_of_ranks(tmp_path: Path) ->
 
     notes = trained(config("whole", "zero3"), 1)
     assert notes[0].startswith("optimizer: Muon: 7 matrices, ")
+    assert notes[1].startswith("optimizer: AdamW: 1 table that is looked up, and what is tied to it, ")
     trained(config("parts", "zero1"), 1, stop_after=2)
     trained(config("parts", "zero3"), 1)
     whole, parts = state(tmp_path / "whole"), state(tmp_path / "parts")
@@ -69,6 +70,13 @@ def test_a_run_goes_on_under_another_plan_and_number_of_ranks(tmp_path: Path) ->
     wider = state(tmp_path / "wider")
     for key, value in whole.items():
         torch.testing.assert_close(wider[key], value, rtol=2e-2, atol=2e-4)
+
+
+def test_where_there_are_two_rates_the_header_says_which_one_the_table_has(tmp_path: Path) -> None:
+    both = config_in(tmp_path, optimizer={**MUON, "muon": {"lr": 0.02}})
+    *_, line = _division_notes(both, nn.Linear(2, 2))
+    assert line == "optimizer: the column lr is of Muon, up to 2.0e-02; AdamW's is 0.15 times that"
+    assert "column" not in " ".join(_division_notes(config_in(tmp_path, optimizer=MUON), nn.Linear(2, 2)))
 
 
 class Small(nn.Module):

@@ -323,7 +323,8 @@ class Config(Section):
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(
                 f"schedule.warmup_steps {self.schedule.warmup_steps} is longer than train.steps {self.train.steps}:"
-                f" shorten the warm-up, with schedule.warmup_steps={self.train.steps // 10} for instance"
+                f" shorten the warm-up, with schedule.warmup_steps={self.train.steps // 10} for instance, or train for"
+                f" longer, with train.steps={self.schedule.warmup_steps} or more"
             )
         if (decay := self.schedule.decay_steps or 0) + self.schedule.warmup_steps > self.train.steps:
             raise ValueError(

@@ -36,6 +36,16 @@ TABLE, CONVOLUTION, HEAD, NAMED, VECTOR, UNKNOWN = (
     "in no module that is known to multiply with them",
 )
 
+MATRICES = "matrices"
+ONE = {
+    MATRICES: "matrix",
+    TABLE: "table that is looked up, and what is tied to it",
+    CONVOLUTION: "convolution",
+    HEAD: "head",
+    VECTOR: "vector or scalar",
+}
+"""Of a single parameter."""
+
 
 @dataclass(frozen=True)
 class Division:
@@ -71,7 +81,7 @@ class Division:
 
     def lines(self) -> list[str]:
         """A line for Muon, and one for each reason of the others."""
-        found = [_line("Muon", "matrices", self.matrices)]
+        found = [_line("Muon", MATRICES, self.matrices)]
         by_reason: dict[str, list[Named]] = {}
         for name, parameter in self.others:
             by_reason.setdefault(self.reasons[name], []).append((name, parameter))
@@ -88,6 +98,7 @@ def _line(algorithm: str, what: str, named: Sequence[Named]) -> str:
         rows[row] = rows.get(row, 0) + 1
     found = [f"{row} ({count})" if count > 1 else row for row, count in rows.items()]
     numel = sum(parameter.numel() for _, parameter in named)
+    what = ONE.get(what, what) if len(named) == 1 else what
     return f"{algorithm}: {len(named):,} {what}, {numel:,} elements: {listed(found, 12)}"
 
 

@@ -81,7 +81,7 @@ class TrainingLoop:
                 self.begin_anew()
                 continue
             last = stopped or session.step == train.steps
-            logs = self.judge.newest == session.step and (last or self.log_due())
+            logs = self.log_due(last=last)
             if logs:
                 self.log()
             if stopped and session.step < train.steps:
@@ -153,16 +153,23 @@ class TrainingLoop:
         self.recorder.step_done()
         self.ended(self.session.step)
 
-    def log_due(self) -> bool:
-        """Whether a row is due: behind every log step, and behind the next one that is taken where one was left out."""
-        every = self.session.config.log.every
-        return self.session.step // every > self.step_at_log // every
+    def log_due(self, *, last: bool) -> bool:
+        """Whether a row is due: behind every log step, and behind the next one that is taken where one was left out.
+
+        Behind the last step it is of the newest that was taken.
+        """
+        every, step, newest = self.session.config.log.every, self.session.step, self.judge.newest
+        if newest is None or newest <= self.step_at_log:
+            return False
+        return last or (newest == step and step // every > self.step_at_log // every)
 
     def log(self) -> None:
         """Check the losses and report the newest, with what was measured since the last log step."""
         loss, grad_norm, self.skew = self.judge.check(self.recorder.numbers())
-        session = self.session
+        session, newest = self.session, self.judge.newest
+        assert newest is not None
         measured = StepsMeasured(
+            step=newest,
             loss=loss,
             learning_rate=self.learning_rate,
             grad_norm=grad_norm,

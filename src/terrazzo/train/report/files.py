@@ -49,10 +49,10 @@ class Files:
     def __bool__(self) -> bool:
         return bool(self._sinks)
 
-    def log(self, kind: str, values: dict[str, Any]) -> None:
-        """A line of `kind` of the step that has just ended."""
+    def log(self, kind: str, values: dict[str, Any], step: int | None = None) -> None:
+        """A line of `kind` of a step, by default the one that has just ended."""
         for sink in self._sinks:
-            sink.log(kind, self._session.step, values)
+            sink.log(kind, self._session.step if step is None else step, values)
 
     def first_validation(self) -> tuple[int, Validation] | None:
         """The first on the validation data that the run has now, and its step, where its metrics are here."""

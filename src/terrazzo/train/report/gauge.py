@@ -20,8 +20,9 @@ __all__ = ["Gauge", "StepsMeasured"]
 
 @dataclass(frozen=True)
 class StepsMeasured:
-    """What the loop measured since the previous log step, on this rank; losses and load are of the newest step."""
+    """What the loop measured since the previous log step, on this rank; losses and load are of `step`."""
 
+    step: int
     loss: float
     learning_rate: float
     grad_norm: float
@@ -76,7 +77,7 @@ class Gauge:
         flops = session.flops_per_s(measured.steps, measured.total_s)
         fp16 = bool(session.optimizer.scaler_state())
         return StepMetrics(
-            step=session.step,
+            step=measured.step,
             loss=measured.loss,
             learning_rate=measured.learning_rate,
             tokens=session.progress.tokens,

@@ -77,10 +77,10 @@ class RunReport:
         self._pace.add(measured.steps, measured.tokens, measured.total_s)
         self._peak_bytes = measured.peak_memory_bytes
         metrics = self._gauge.metrics(measured)
-        self._files.log("train", metrics.as_dict())
+        self._files.log("train", metrics.as_dict(), metrics.step)
         if measured.load:
-            self._files.log("experts", {name: list(load.counts) for name, load in measured.load.items()})
-        self._voice.log_step(metrics, (self._session.config.train.steps - metrics.step) * metrics.step_s)
+            self._files.log("experts", {name: list(load.counts) for name, load in measured.load.items()}, metrics.step)
+        self._voice.log_step(metrics, (self._session.config.train.steps - self._session.step) * metrics.step_s)
 
     def step_record(self, record: dict[str, Any]) -> None:
         """Where the time of the steps since the last one went; in files alone."""

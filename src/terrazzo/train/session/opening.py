@@ -230,7 +230,13 @@ def _division_notes(config: Config, model: nn.Module) -> list[str]:
     found = division_of(config.optimizer, model)
     edit = found.unknown_note.replace("`muon`", "optimizer.muon.matrices").replace("`adamw`", "optimizer.muon.others")
     stage = "optimizer, of the first stage: " if config.plan.mesh.pp > 1 else "optimizer: "
-    return [f"{stage}{line}" for line in (*found.lines(), *([edit] if found.unknown else []))]
+    lines = [*found.lines(), *([edit] if found.unknown else [])]
+    rate, of_matrices = config.optimizer.lr, config.optimizer.muon.lr
+    if of_matrices not in (None, rate):
+        lines.append(
+            f"the column lr is of Muon, up to {of_matrices:.1e}; AdamW's is {rate / of_matrices:.3g} times that"
+        )
+    return [f"{stage}{line}" for line in lines]
 
 
 def _saying(ranks: Ranks) -> Callable[[str], None] | None:

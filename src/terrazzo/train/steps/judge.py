@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +61,7 @@ class StepJudge:
         self._losses: list[Tensor] = []  # of steps that `check` has not seen, this rank's share of each
         self._norms: list[Tensor] = []  # of the same steps, over all ranks
         self._steps: list[int] = []  # their numbers
+        self._newest: int | None = None
         self._queued: tuple[Tensor, torch.Event | None] | None = None
 
     @property
@@ -68,8 +71,8 @@ class StepJudge:
 
     @property
     def newest(self) -> int | None:
-        """The newest step since the last `check`; none that was left out."""
-        return self._steps[-1] if self._steps else None
+        """The newest step that was taken here, and not left out; None before the first, and behind `forget`."""
+        return self._newest
 
     def objection(self, loss: Tensor, norm: Tensor) -> str | None:
         """What is wrong with a step whose gradients are there, so that `act` is to be called; None lets it be.
@@ -86,7 +89,8 @@ class StepJudge:
             return why
         self._losses.append(loss)
         self._norms.append(norm)
-        self._steps.append(self._session.step + 1)
+        self._newest = self._session.step + 1
+        self._steps.append(self._newest)
         if not self._settings.acts and not self._scales and not math.isfinite(self._known(norm)):
             self.check()
         return None
@@ -121,7 +125,7 @@ class StepJudge:
         return float(known)
 
     def check(self, numbers: Sequence[float] = ()) -> tuple[float, float, list[list[float]]]:
-        """The newest step's mean loss per token and norm. All steps since the last call are looked at. Collective.
+        """The mean loss per token and the norm of `newest`. All steps since the last call are looked at. Collective.
 
         Args:
             numbers: for the other ranks, as many on each; those of all come back in rank order.
@@ -130,15 +134,18 @@ class StepJudge:
             Diverged: at the first that is not finite, in its loss or its norm: a NaN gradient leaves NaN weights behind
                 a finite loss.
         """
-        values, everyone = self._session.share.total_beside(torch.stack(self._losses), numbers)
-        norms: list[float] = torch.stack(self._norms).tolist()
+        own = torch.stack(self._losses) if self._losses else torch.zeros(0, device=self._session.ranks.device)
+        values, everyone = self._session.share.total_beside(own, numbers)
+        norms: list[float] = torch.stack(self._norms).tolist() if self._norms else []
         steps = self._steps
         self._losses, self._norms, self._steps = [], [], []
         for step, value, norm in zip(steps, values, norms, strict=True):
             self.refuse(f"loss of step {step}", value)
             if not self._scales:
                 self.refuse(f"gradients' norm of step {step}", norm)
-        return values[-1], norms[-1], everyone
+        if steps:
+            self._checked = values[-1], norms[-1]
+        return *self._checked, everyone
 
     def refuse(self, what: str, value: float) -> None:
         """Raise `Diverged` where `value`, the same on all ranks, is not finite; `what` names it."""
@@ -171,8 +178,9 @@ class StepJudge:
             )
         if len(progress.skipped) >= settings.limit:
             raise Diverged(
-                f"Step {step} was not taken: {why}. That is one more than guard.limit {settings.limit} allows; before:"
-                f" steps {', '.join(str(each['step']) for each in progress.skipped)}. Lower optimizer.lr, or raise it."
+                f"Step {step} was not taken: {why}. That is one more than guard.limit {settings.limit} allows; before"
+                f" it: {_skipped_text(progress.skipped)}. Gone on with, the run comes to the same steps again: lower"
+                " optimizer.lr, or raise guard.limit."
             )
         if settings.action == "skip":
             session.schedule.step()
@@ -194,4 +202,12 @@ class StepJudge:
         session.restore()
         batches = session.loader.skip_to(reached) + session.loader.skip(self._settings.skip_batches)
         session.progress.skipped = [*skipped, {"step": step, "batches": batches, "why": why}]
-        return f"step {step} not taken, back to {session.step}, around {batches} batches: {why}"
+        around = f"{batches} {'batch' if batches == 1 else 'batches'}"
+        return f"step {step} not taken, back to {session.step}, around {around}: {why}"
+
+
+def _skipped_text(skipped: Sequence[Mapping[str, Any]]) -> str:
+    """`step 3, 2 times, and step 7`; `none`, of a limit of zero."""
+    times = Counter(each["step"] for each in skipped)
+    found = [f"step {step}" if count == 1 else f"step {step}, {count} times" for step, count in times.items()]
+    return "; ".join(found) or "none"
