@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.nn import Float8Linear
+from terrazzo.nn.products import Float8Linear
 from tests.helpers.threads import run_in_threads
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -142,6 +143,16 @@ def test_under_autocast_it_computes_in_the_dtype_of_autocast() -> None:
     assert found.dtype == torch.bfloat16 and torch.equal(found, wanted)
     assert layer[0].weight.grad.dtype == torch.float32
     assert torch.equal(layer[0].weight.grad.bfloat16(), plain[0].weight.grad)
+
+
+def test_autocast_leaves_fp64_alone_as_it_does_in_torch() -> None:
+    layer = nn.ModuleList([nn.Linear(16, 16, dtype=torch.float64)])
+    tz.nn.float8(layer, skip=[])
+    x = torch.randn(4, 16, dtype=torch.float64)
+    wanted = layer[0](x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = layer[0](x)
+    assert found.dtype == torch.float64 and torch.equal(found, wanted)
 
 
 # -- which layers --------------------------------------------------------------------------------------------------
@@ -382,6 +393,17 @@ def test_a_copy_multiplies_alike() -> None:
     again = copy.deepcopy(model)
     assert torch.equal(again(batch()), model(batch()))
     assert type(again.blocks[0].up).forward is Float8Linear.forward
+
+
+def test_a_saved_module_multiplies_alike_when_it_is_loaded() -> None:
+    model, file = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), io.BytesIO()
+    tz.nn.float8(model)
+    torch.save(model, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    x = torch.randn(4, 16)
+    assert type(again[1]) is type(model[1]) and torch.equal(again(x), model(x))
+    assert "float8=tensorwise" in repr(again) and "float8" not in repr(again[0])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.nn import chunk_rows, linear_cross_entropy
+from terrazzo.nn.loss import chunk_rows, linear_cross_entropy
 from terrazzo.parallel import VocabularyLoss
 from terrazzo.parallel.tensor.ranks import runs_of, tensor_ranks
 from tests.helpers.threads import run_in_threads

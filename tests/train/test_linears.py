@@ -11,6 +11,7 @@ import torch
 from terrazzo.checkpoint import latest, open_source
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput
+from terrazzo.nn.products import FLOAT8
 from terrazzo.train.model.linears import try_linears
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight.axes import check_axes
@@ -52,7 +53,7 @@ def test_a_run_says_what_multiplies_in_eight_bits_and_goes_on_without(
 
 def test_layers_are_chosen_by_globs(tmp_path: Path) -> None:
     config = run(tmp_path, precision={**EIGHT, "skip": ["*.feed_forward.*", "head"]})
-    named = {name for name, module in prepare_model(config).named_modules() if "terrazzo_float8" in vars(module)}
+    named = {name for name, module in prepare_model(config).named_modules() if FLOAT8.find(module)}
     assert named == {f"blocks.{n}.attention.{each}" for n in range(2) for each in ("query", "key", "value", "output")}
 
 

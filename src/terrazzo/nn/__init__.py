@@ -3,37 +3,16 @@ plan.
 
 linear_cross_entropy    the loss of a language model's head, without its logits
 float8                  linear layers whose matrix products are of 8-bit floats
+
+Open to other packages:
+
+    forwards    another forward for a module, in place
+    loss        sizes of chunks, for the planner, and rows that other ranks have
+    products    what a linear layer multiplies with, where ranks share it or put its gradient off
+    routers     which modules choose experts
 """
 
 from terrazzo.nn.convert import Converted, float8
-from terrazzo.nn.forwards import replace_forward
-from terrazzo.nn.loss import (
-    MANY_LOGITS,
-    PRODUCT_NUMEL,
-    VocabularyParts,
-    chunk_rows,
-    linear_cross_entropy,
-    outside_part,
-    places_in_part,
-)
-from terrazzo.nn.products import MULTIPLE, RECIPES, Float8, Float8Linear, product_of
-from terrazzo.nn.routers import is_router
+from terrazzo.nn.loss import VocabularyParts, linear_cross_entropy
 
-__all__ = [
-    "MANY_LOGITS",
-    "MULTIPLE",
-    "PRODUCT_NUMEL",
-    "RECIPES",
-    "Converted",
-    "Float8",
-    "Float8Linear",
-    "VocabularyParts",
-    "chunk_rows",
-    "float8",
-    "is_router",
-    "linear_cross_entropy",
-    "outside_part",
-    "places_in_part",
-    "product_of",
-    "replace_forward",
-]
+__all__ = ["Converted", "VocabularyParts", "float8", "linear_cross_entropy"]

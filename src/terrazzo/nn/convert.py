@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from terrazzo.errors import BadInput, listed
+from terrazzo.marks import SHARES_MATRICES
 from terrazzo.nn.forwards import replace_forward
-from terrazzo.nn.products import MULTIPLE, Float8, Float8Linear, Recipe, multiplies, recipe_named
+from terrazzo.nn.products import FLOAT8, MULTIPLE, Float8, Float8Linear, Recipe, multiplies, recipe_named
 from terrazzo.nn.routers import is_router
 
 __all__ = ["Converted", "float8"]
@@ -83,7 +84,7 @@ def float8(
         )
     for name in names:
         module = linears[name]
-        vars(module)["terrazzo_float8"] = Float8(chosen)
+        FLOAT8.leave(module, Float8(chosen))
         replace_forward(module, Float8Linear.forward, extra_repr=Float8Linear.extra_repr)
     return Converted(chosen.name, names, kept)
 
@@ -101,9 +102,9 @@ def _check_device(recipe: Recipe, device: torch.device) -> None:
 
 def _check_untouched(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if "terrazzo_float8" in vars(module):
+        if FLOAT8.find(module) is not None:
             raise BadInput(f"{name!r} multiplies in 8 bits already: call float8 once.")
-        if "terrazzo_tensor_ranks" in vars(module):
+        if SHARES_MATRICES.find(module) is not None:
             raise BadInput(
                 f"The {type(model).__name__} has been cut by tz.parallelize, and float8 would scale each rank's part "
                 "by itself: call tz.nn.float8 before."

@@ -4,10 +4,9 @@
 largest absolute value becomes the largest of the format, and rounded. Products are summed in fp32 and brought back by
 both scales. Two recipes, with the numbers of torchao's of the same names (Float8LinearConfig, torchao 0.18):
 
-- `tensorwise`: one scale for a whole matrix; x and W in e4m3, dy in e5m2, which has more range and less precision
+- `tensorwise`: one scale for a whole matrix; x and W in e4m3, dy in e5m2, which has more range and is less precise
 - `rowwise`: one for each row of the left matrix and each column of the right one, a power of two; all in e4m3
 
-- `tensorwise`: one scale for a whole matrix; x and W in e4m3, dy in e5m2, which has more range and is less precise
 What is kept for backward is x and W as they are, as torch's own linear layer keeps them.
 """
 
@@ -22,11 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.marks import Mark
 from terrazzo.nn.once import check_no_graph
 
 __all__ = [
     "E4M3",
     "E5M2",
+    "FLOAT8",
     "MULTIPLE",
     "RECIPES",
     "Float8",
@@ -96,13 +97,13 @@ class Float8:
     ) -> Tensor:
         """`F.linear`: `[..., inputs]` and `[outputs, inputs]` make `[..., outputs]`, of the dtype of `input`.
 
-        Under `torch.autocast` of its dtype.
+        Under `torch.autocast` they are of its dtype, but for fp64, which autocast leaves alone.
 
         Args:
             put_off: is given what `of_weight` makes the gradient of `weight` of, and says whether that is put off.
         """
         kind = input.device.type
-        if torch.is_autocast_enabled(kind):
+        if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
             input = input.to(torch.get_autocast_dtype(kind))
         weight = weight.to(input.dtype)
         highest = None
@@ -127,6 +128,10 @@ class Float8:
         across, inputs = (F.pad(each.t(), (0, inner)) if inner else each.t() for each in (grad, rows))
         left, right = _cast(across, self.recipe.of_grad, self.recipe, largest), _cast(inputs, E4M3, self.recipe)
         return _multiplied(left, right, grad.dtype, fast=self.recipe.by_rows)
+
+
+FLOAT8 = Mark[Float8]("terrazzo_float8")
+"""On linear layers that have been converted."""
 
 
 class _Float8Product(torch.autograd.Function):
@@ -204,7 +209,7 @@ class Float8Linear(nn.Linear):
         return product_of(self)(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        recipe = vars(self)["terrazzo_float8"].recipe.name
+        recipe = FLOAT8.of(self).recipe.name
         return f"{nn.Linear.extra_repr(self)}, float8={recipe}"
 
 
@@ -217,5 +222,5 @@ def multiplies(recipe: Recipe, device: torch.device) -> None:
 
 def product_of(module: nn.Linear) -> Callable[..., Tensor]:
     """What a linear layer multiplies with: `F.linear`, or 8-bit products in one that `float8` has converted."""
-    found: Callable[..., Tensor] = vars(module).get("terrazzo_float8", F.linear)
-    return found
+    float8 = FLOAT8.find(module)
+    return F.linear if float8 is None else float8

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from terrazzo.errors import BadInput, counted, did_you_mean, listed, warn
-from terrazzo.nn import is_router
+from terrazzo.nn.routers import is_router
 
 __all__ = ["HEADS", "Division", "divided", "hidden_matrices"]
 

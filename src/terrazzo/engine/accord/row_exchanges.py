@@ -8,8 +8,8 @@ from torch import nn
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.plan.family import SHARES_EXPERTS
 from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.marks import SHARES_EXPERTS
 
 __all__ = ["RowExchanges"]
 

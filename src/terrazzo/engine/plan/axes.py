@@ -20,9 +20,9 @@ from terrazzo.engine.links.collectives import Collectives
 from terrazzo.engine.links.side import side_of
 from terrazzo.engine.links.tally import Tally
 from terrazzo.engine.plan.family import Family
-from terrazzo.engine.plan.marks import Mark
 from terrazzo.engine.plan.place import DATA_AXES
 from terrazzo.engine.runtime import device as devices
+from terrazzo.marks import Mark
 
 __all__ = ["BESIDE", "STAGES", "Axes", "data_mesh", "expert_mesh", "named_mesh"]
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from terrazzo.engine.plan.axes import Axes
-from terrazzo.engine.plan.marks import Mark
 from terrazzo.engine.runtime.overrides import function_name
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import Misuse
+from terrazzo.marks import Mark
 
 __all__ = ["STAGES_OF", "Absent", "Stages", "Turn", "as_one", "give_up", "readable", "require_whole", "stages_of"]
 

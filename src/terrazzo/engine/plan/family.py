@@ -11,19 +11,15 @@ import enum
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.marks import Mark
 from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of, whole
+from terrazzo.marks import Mark
 
 __all__ = [
-    "SHARES_EXPERTS",
-    "SHARES_MATRICES",
-    "SHARES_SEQUENCES",
     "Box",
     "Family",
     "Owned",
@@ -31,10 +27,6 @@ __all__ = [
     "leave_record",
     "record_of",
 ]
-
-SHARES_MATRICES, SHARES_SEQUENCES = Mark[Any]("terrazzo_tensor_ranks"), Mark[Any]("terrazzo_context")
-SHARES_EXPERTS = Mark[Any]("terrazzo_experts")
-"""On modules that share matrices, sequences or experts: what they exchange through, with the `traffic` of that."""
 
 
 class Family(enum.StrEnum):

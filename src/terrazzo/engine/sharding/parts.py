@@ -12,11 +12,12 @@ from terrazzo.engine.links.traffic import Traffic
 from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
 from terrazzo.engine.plan.elsewhere import stages_of
-from terrazzo.engine.plan.family import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Family, record_of
+from terrazzo.engine.plan.family import Family, record_of
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, Misuse, listed
+from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES
 
 __all__ = [
     "check_experts_shared",

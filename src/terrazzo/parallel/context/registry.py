@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from terrazzo.engine.plan.family import SHARES_SEQUENCES
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.marks import SHARES_SEQUENCES
 from terrazzo.parallel.context.context import Context
 from terrazzo.parallel.limits import computes_windows
 from terrazzo.parallel.model_types import SHARED_SEQUENCES

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.plan.family import SHARES_SEQUENCES
 from terrazzo.errors import BadInput
+from terrazzo.marks import SHARES_SEQUENCES
 from terrazzo.parallel.adapters import base_of
 from terrazzo.parallel.context.context import Context
 from terrazzo.parallel.context.registry import is_of_transformers, register

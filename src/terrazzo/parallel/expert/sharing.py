@@ -9,9 +9,9 @@ from torch import nn
 
 from terrazzo.engine import Box, Family, Record, leave_record, record_of, stages_of
 from terrazzo.engine.plan.axes import Axes
-from terrazzo.engine.plan.family import SHARES_EXPERTS
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, Misuse, listed
+from terrazzo.marks import SHARES_EXPERTS
 from terrazzo.parallel.adapters import adapted
 from terrazzo.parallel.expert.ranks import ExpertRanks, Experts
 from terrazzo.parallel.expert.stacked import looks_like_experts, stacked_experts

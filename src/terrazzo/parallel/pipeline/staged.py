@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine import Engine, StagedSchedule, as_one, engine_of, parameter_names
-from terrazzo.engine.plan.family import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES
-from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput, Misuse
+from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Mark
 from terrazzo.parallel.pipeline.deferred import DeferredWeights
 from terrazzo.parallel.pipeline.failures import PATIENCE_S, Failures, broke_a_connection
 from terrazzo.parallel.pipeline.line import Line

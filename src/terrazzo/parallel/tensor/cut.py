@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.engine import Record, leave_record, stages_of
-from terrazzo.engine.plan.family import SHARES_MATRICES
 from terrazzo.engine.states.materialize import synchronize
+from terrazzo.marks import SHARES_MATRICES
 from terrazzo.parallel.parts import replaced_by_part, watch_states
 from terrazzo.parallel.tensor.alike import watch_alike
 from terrazzo.parallel.tensor.direct import watch_direct_use

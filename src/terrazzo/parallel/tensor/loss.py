@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput
-from terrazzo.nn import linear_cross_entropy, places_in_part
+from terrazzo.marks import Mark
+from terrazzo.nn.loss import linear_cross_entropy, places_in_part
 from terrazzo.parallel.tensor.ranks import TensorRanks, runs_of, tensor_ranks
 
 __all__ = ["VocabularyLoss", "leave_vocabulary", "vocabulary_of"]

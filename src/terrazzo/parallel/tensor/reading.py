@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine import Box, Family, Record
 from terrazzo.errors import BadInput, did_you_mean, listed
-from terrazzo.nn import Float8Linear
+from terrazzo.nn.products import Float8Linear
 from terrazzo.parallel.adapters import with_adapters
 from terrazzo.parallel.limits import shares_heads, shares_key_heads
 from terrazzo.parallel.parts import check_replaceable

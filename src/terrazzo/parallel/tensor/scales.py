@@ -11,7 +11,7 @@ from torch import nn
 
 from terrazzo.engine import Record
 from terrazzo.errors import BadInput
-from terrazzo.nn import MULTIPLE, Float8
+from terrazzo.nn.products import FLOAT8, MULTIPLE, Float8
 from terrazzo.parallel.tensor.ranks import TensorRanks
 
 __all__ = ["check_scales", "share_scales"]
@@ -42,7 +42,7 @@ def share_scales(model: nn.Module, ranks: TensorRanks, records: Records, rows: R
     """Have the ranks along `tp` find the largest value of a matrix together. No part of compiled graphs."""
     highest: Any = torch.compiler.disable(ranks.highest)
     for _, module, float8 in _converted(model, records, rows):
-        vars(module)["terrazzo_float8"] = replace(float8, whole=highest)
+        FLOAT8.leave(module, replace(float8, whole=highest))
 
 
 def _converted(model: nn.Module, records: Records, rows: Rows) -> Iterator[tuple[str, Any, Float8]]:
@@ -50,5 +50,5 @@ def _converted(model: nn.Module, records: Records, rows: Rows) -> Iterator[tuple
     cut = {name for (name, attribute), record in records.items() if attribute == "weight" and not record.box.is_all}
     for name in sorted(cut | {*rows}):
         module = model.get_submodule(name)
-        if (float8 := vars(module).get("terrazzo_float8")) is not None:
+        if (float8 := FLOAT8.find(module)) is not None:
             yield name, module, float8

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.nn import outside_part, product_of, replace_forward
+from terrazzo.marks import Mark
+from terrazzo.nn.forwards import replace_forward
+from terrazzo.nn.loss import outside_part
+from terrazzo.nn.products import product_of
 from terrazzo.parallel.tensor.ranks import TensorRanks
 
 __all__ = [
@@ -276,11 +279,15 @@ def take_part(module: nn.Embedding, use: TensorUse, start: int, stop: int, rows:
     module.register_forward_hook(look.after)
 
 
+_USE = Mark[Any]("terrazzo_use")
+"""On linear layers with one of the forwards below: what that computes with."""
+
+
 class PartialSums(nn.Linear):
     """A linear map whose inputs are this rank's part: its outputs are summed, and the bias added once."""
 
     def forward(self, input: Tensor) -> Tensor:
-        use, splits = vars(self)["terrazzo_use"]
+        use, splits = _USE.of(self)
         summed: Tensor = use.leave(product_of(self)(input, self.weight), splits)
         return summed if self.bias is None else summed + self.bias
 
@@ -289,12 +296,12 @@ class LocalRows(nn.Linear):
     """A linear map that every rank has whole, and of which it computes some of the outputs."""
 
     def forward(self, input: Tensor) -> Tensor:
-        start, stop = vars(self)["terrazzo_use"]
+        start, stop = _USE.of(self)
         bias = None if self.bias is None else self.bias[start:stop]
         return product_of(self)(input, self.weight[start:stop], bias)
 
 
 def put_forward(module: nn.Module, forward: type[nn.Linear], use: Any) -> None:
     """Give a linear module another forward, in a class of its own name."""
-    vars(module)["terrazzo_use"] = use
+    _USE.leave(module, use)
     replace_forward(module, forward.forward)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine import inside_backward
 from terrazzo.engine.plan.axes import Axes
-from terrazzo.engine.plan.marks import Mark
+from terrazzo.marks import Mark
 from terrazzo.parallel import stacked_experts
 
 __all__ = ["Load", "RowsCounter", "count_rows", "counters_of", "load_of"]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.config import Config
-from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput
-from terrazzo.nn import MANY_LOGITS, linear_cross_entropy
+from terrazzo.marks import Mark
+from terrazzo.nn.loss import MANY_LOGITS, linear_cross_entropy
 from terrazzo.parallel import vocabulary_of
 from terrazzo.train.data import IGNORED
 from terrazzo.train.model.causal_lm import logits_of

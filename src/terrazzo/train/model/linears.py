@@ -8,8 +8,8 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.config import Config
 from terrazzo.engine import DTYPE_NAMES
-from terrazzo.engine.plan.marks import Mark
 from terrazzo.errors import BadInput
+from terrazzo.marks import Mark
 from terrazzo.train.settings.plan import build_precision
 
 __all__ = ["convert_linears", "linears_note", "try_linears"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-__all__ = ["Mark"]
+__all__ = ["SHARES_EXPERTS", "SHARES_MATRICES", "SHARES_SEQUENCES", "Mark"]
 
 T = TypeVar("T")
 
@@ -32,6 +32,16 @@ class Mark(Generic[T]):
         found: T | None = vars(owner).get(self._name)
         return found
 
+    def of(self, owner: object) -> T:
+        """What has been left there. Raises: `KeyError` where nothing has."""
+        left: T = vars(owner)[self._name]
+        return left
+
     def all_in(self, model: nn.Module) -> Iterator[T]:
         """What has been left on modules of `model`."""
         return (vars(module)[self._name] for module in model.modules() if self._name in vars(module))
+
+
+SHARES_MATRICES, SHARES_SEQUENCES = Mark[Any]("terrazzo_tensor_ranks"), Mark[Any]("terrazzo_context")
+SHARES_EXPERTS = Mark[Any]("terrazzo_experts")
+"""On modules that share matrices, sequences or experts: what they exchange through, with the `traffic` of that."""
