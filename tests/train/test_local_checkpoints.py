@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from terrazzo.checkpoint import clear, complete_checkpoints, open_source
+from terrazzo.checkpoint.upkeep.partners import Copied
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.train.checkpoints.local import local_checkpoints, local_folder, noted_run
+from terrazzo.train.checkpoints.local import LocalCheckpoints, local_checkpoints, local_folder, noted_run
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.prepare import prepare_model
@@ -175,6 +176,23 @@ def test_a_run_that_begins_anew_goes_on_from_its_own_alone(tmp_path: Path, monke
     crashed(anew, 3, monkeypatch)
     saved = again._newest()
     assert (saved.step, again._words(saved)) == (2, ["words", "checkpoint.resume=if_exists"])
+
+
+def test_a_copy_that_fails_is_said_once_and_stands_in_metrics_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = LocalCheckpoints.save
+
+    def save(self: LocalCheckpoints, model: Any, optimizer: Any, extra: dict[str, Any], run: str) -> Copied:
+        real(self, model, optimizer, extra, run)
+        return Copied(extra["step"] - 2, 2, 0, 0.0, "No copy: hung up.")
+
+    monkeypatch.setattr(LocalCheckpoints, "save", save)
+    assert trained(local_in(tmp_path)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("No copy: hung up. Until there is one, a lost host takes the run back to checkpoint.folder.") == 1
+    found = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["not_copied"] for line in found if line["kind"] == "partner"] == [0, 2, 4, 6]
 
 
 def test_a_strangers_folder_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import terrazzo as tz
 from terrazzo.checkpoint.storage.spread import SpreadFolder
 from terrazzo.checkpoint.upkeep.partners import Copied
 from terrazzo.config import config_from_dict
+from terrazzo.errors import SaveFailed
 from terrazzo.train.checkpoints import local
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -59,6 +61,33 @@ BOTH = [f"host{host} step-{{:08d}} rank-0000{rank}" for host in range(2) for ran
 def of_step(step: int) -> list[str]:
     """Of both hosts, once each has a copy of the other's part."""
     return [name.format(step) for name in BOTH]
+
+
+@pytest.fixture
+def hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither host gives what it has of step 10."""
+    real = SpreadFolder._ask
+
+    def ask(self: SpreadFolder, file: str, parts: Any) -> Any:
+        if self._name == "step-00000010":
+            raise ConnectionResetError("it has hung up")
+        return real(self, file, parts)
+
+    monkeypatch.setattr(SpreadFolder, "_ask", ask)
+
+
+@pytest.mark.usefixtures("hung_up")
+def test_a_run_goes_on_without_a_copy_until_there_is_one_again(hosts: Path) -> None:
+    for none, failed, copied in on_hosts(hosts, lambda checkpoints, save: [save(10), save(20), save(30)]):
+        assert none is None and (failed.step, failed.count_bytes) == (10, 0)
+        assert re.search(r"copy of another host's part of '.*step-00000010' .*: it has hung up", failed.problem)
+        assert (copied.step, copied.problem, copied.count_bytes > 0) == (20, "", True)
+
+
+@pytest.mark.usefixtures("hung_up")
+def test_a_run_that_requires_a_partner_ends_with_its_copy(hosts: Path) -> None:
+    with pytest.raises(SaveFailed, match=r"it has hung up.* checkpoint\.local\.partner=auto goes on without one\."):
+        on_hosts(hosts, lambda checkpoints, save: [save(10), save(20)], partner="required")
 
 
 def test_going_back_takes_no_copy_of_what_is_removed(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

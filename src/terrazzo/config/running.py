@@ -26,7 +26,7 @@ class LocalConfig(Section):
     partner: Literal["auto", "required", "none"] = Field(
         "auto",
         description="copies of each host's part on another host, so that one may be lost: `auto`: where there are "
-        "several; `required`: refuse one host; `none`: take none",
+        "several, and go on, and say so, where one fails; `required`: refuse one host, and end; `none`: take none",
     )
 
 

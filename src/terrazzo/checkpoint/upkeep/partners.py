@@ -38,15 +38,19 @@ class Copied(NamedTuple):
 
     Attributes:
         seconds: that the slowest has taken.
+        problem: why one could not be had, of which they have nothing then that counts; empty where all have.
     """
 
     step: int
     hosts: int
     count_bytes: int
     seconds: float
+    problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """As it is logged; the bandwidth is that of one host, in bytes per second."""
+        if self.problem:
+            return {"not_copied": self.step, "why": self.problem}
         rate = self.count_bytes / self.hosts / self.seconds if self.seconds else 0.0
         return {"copied": self.step, "bytes": self.count_bytes, "seconds": self.seconds, "bytes_s": rate}
 
@@ -134,16 +138,15 @@ class Partners:
             self._copying = _Copying(self._root, step_name(step), self._givers[before], self._hosts.ranks[before])
 
     def wait(self) -> Copied | None:
-        """Until every host has its copy; None where none was begun since. Collective.
-
-        Raises:
-            SaveFailed: one could not be had.
-        """
+        """Until every host has its copy, or could not have it; None where none was begun since. Collective."""
         step, self._step = self._step, None
         if step is None:
             return None
         copying, self._copying = self._copying, None
-        done = patiently(lambda: None if copying is None else copying.result(), SaveFailed)
+        try:
+            done = patiently(lambda: None if copying is None else copying.result(), SaveFailed)
+        except SaveFailed as error:
+            return Copied(step, self._hosts.count, 0, 0.0, str(error))
         taken = [each for each in gather_json(done) if each is not None]
         return Copied(step, len(taken), sum(nbytes for nbytes, _ in taken), max(seconds for _, seconds in taken))
 
@@ -179,7 +182,7 @@ class _Copying:
         if self._problem:
             raise SaveFailed(
                 f"The copy of another host's part of '{self._root / self._name}' was not saved:"
-                f" {self._problem.removesuffix('.')}. Where room is short: checkpoint.local.partner=none keeps none."
+                f" {self._problem.removesuffix('.')}."
             )
         return self._taken
 

@@ -151,11 +151,13 @@ class LocalCheckpoints:
         """In the place of the one that is there, once all hosts have their copies of that one, which is returned.
 
         Raises:
-            SaveFailed: this one, or a copy of that one, could not be written.
+            SaveFailed: this one could not be written, or a copy of that one where a partner is required.
         """
         folder = self._folder
         assert folder is not None
         copied = None if self._partners is None else self._partners.wait()
+        if copied is not None and copied.problem and self._settings.partner == "required":
+            raise SaveFailed(f"{copied.problem} checkpoint.local.partner=auto goes on without one.")
         path = checkpoint.step_path(folder, extra["step"])
         self._hosts.on_firsts(lambda: self._prepare(folder, run, path), SaveFailed)
         try:

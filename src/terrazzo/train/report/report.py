@@ -47,6 +47,7 @@ class RunReport:
         self._first_validation = self._files.first_validation()
         self._last_validation: Validation | None = None
         self._last_sample = ""
+        self._lacks_copy = False
 
     def lost(self) -> str | None:
         """What has become of the log folder, if its files are no longer where they were begun; rank 0 looks."""
@@ -112,8 +113,11 @@ class RunReport:
         self._remark(str(choice))
 
     def copied(self, copied: Copied) -> None:
-        """Hosts have copies of each other's part of a local checkpoint."""
+        """Hosts have copies of each other's part of a local checkpoint, or could not: the first time is said."""
         self._files.log("partner", copied.as_dict())
+        if copied.problem and not self._lacks_copy:
+            self._remark(f"{copied.problem} Until there is one, a lost host takes the run back to checkpoint.folder.")
+        self._lacks_copy = bool(copied.problem)
 
     def left_out(self, done: str, entry: dict[str, Any]) -> None:
         """The guard has left a step out."""
