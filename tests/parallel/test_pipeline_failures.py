@@ -123,6 +123,54 @@ def test_the_first_failure_is_named_on_every_rank(
             )
 
 
+class Counting(Layer):
+    """Has another tensor for a buffer in each forward, and one that is changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(()))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sum = self.sum + x.detach().sum()
+        self.count += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("failing", ["0", "3"])
+def test_buffers_are_as_if_a_step_that_failed_had_not_been(failing: str, schedule: str, trains: bool) -> None:
+    """Norms of a stage behind were given what stands for values; those of one before, values of half a step."""
+    torch.manual_seed(1)
+    base = nn.Sequential(Layer(), Counting(), nn.BatchNorm1d(4), Layer(), nn.BatchNorm1d(4), Counting())
+    plain = copy.deepcopy(base)
+    for seed in (0, 2):
+        for x, _ in batches(seed):
+            plain(x)
+
+    def fail(calls: int, x: Tensor) -> Tensor:
+        if calls == 2:
+            raise OutOfLuck
+        return x
+
+    def body(rank: int) -> Any:
+        model, optimizer, _ = cut(base, pipeline=tz.Pipeline(schedule, split=["3"]), pp=2)
+        layer = model.get_submodule(failing)
+        with torch.set_grad_enabled(trains):
+            tz.step(model, batches(0), loss_of)
+            layer.calls, layer.then = 0, fail
+            told(lambda: tz.step(model, batches(1), loss_of))
+            layer.then = lambda calls, x: x
+            optimizer.zero_grad()
+            tz.step(model, batches(2), loss_of)
+        return tz.full_state_dict(model)
+
+    found = run_in_threads(2, body, timeout_s=10.0)[0]
+    for name, each in plain.named_buffers():
+        assert torch.equal(found[name], each), name
+
+
 def test_what_one_data_rank_refuses_of_its_loss_is_raised_on_all() -> None:
     """Terrazzo's own errors keep their class."""
 

@@ -1,7 +1,8 @@
 """One step of one rank of a pipeline: it goes through its list of actions, and meets the others at the end.
 
 What the stage before sends is asked for while the action before still runs, and what is sent is waited for at the end.
-A rank that fails goes through the rest without computing, so that no other waits for it.
+A rank that fails goes through the rest without computing, so that no other waits for it. Others compute on what it
+sends for values, and all put their buffers back at the end.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from terrazzo.parallel.pipeline.failures import PATIENCE_S, Failures, broke_a_co
 from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.messages import Form, Messages, NothingSent, form_of
 from terrazzo.parallel.pipeline.order import Action, Kind, forwards_of
+from terrazzo.parallel.pipeline.restoring import BuffersBefore
 
 __all__ = [
     "Auxiliary",
@@ -137,6 +139,7 @@ class StagedStep:
         assert isinstance(schedule, StagedSchedule)
         actions = self._actions()
         self._patience_s = PATIENCE_S if self._meets_in_passes(schedule) else None
+        before = BuffersBefore(self.model, self.line)
         if self.trains:
             schedule.begin_step()
         try:
@@ -149,6 +152,7 @@ class StagedStep:
             if self.trains:
                 engine.progress.begin_backward(has_gradients=True)
                 engine.progress.backward_raised()
+            before.put_back()
             raise
         if self.trains:
             engine.hooks.end_step(schedule)
