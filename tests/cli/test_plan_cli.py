@@ -271,6 +271,38 @@ def test_a_plan_that_does_not_fit_says_so_first() -> None:
     assert shown("--model", "llama3-70b", "--gpus", "8", "--strategy", "zero1").startswith("does not fit: ")
 
 
+@pytest.mark.parametrize(
+    ("asked", "edit"),
+    [
+        (["llama3-8b", "--gpus", "8"], "--ac selective"),
+        (["llama3-8b", "--gpus", "8", "--micro-batch", "4", "--ac", "full", "--seq", "16384"], "--micro-batch 1"),
+        (["llama3-8b", "--gpus", "8", "--micro-batch", "4"], "--ac full --micro-batch 2"),
+        (["llama3-70b", "--gpus", "8", "--ac", "full"], "--gpus 32"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_given_the_options_with_which_it_does(asked: list[str], edit: str) -> None:
+    """The options are tried: with them it surely fits."""
+    command = ["--model", *asked, "--gpu", "h100-sxm", "--strategy", "zero3"]
+    command += [] if "--seq" in asked else ["--seq", "8192"]
+    said = answer(*command)
+    assert said["fits"] is False
+    assert said["warnings"][0].startswith(f"It fits with {edit}: "), said["warnings"][0]
+    words = edit.split()
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        command = [*command, name, value] if name not in command else _with(command, name, value)
+    assert answer(*command)["fits_surely"] is True
+
+
+def _with(command: list[str], name: str, value: str) -> list[str]:
+    place = command.index(name) + 1
+    return [*command[:place], value, *command[place + 1 :]]
+
+
+def test_where_no_option_helps_the_search_is_named() -> None:
+    said = answer("--model", "llama3-405b", "--gpus", "8", "--gpu", "h100-sxm", "--strategy", "zero0")
+    assert "leave --strategy out" in said["warnings"][0]
+
+
 def test_an_output_in_ascii_is_no_error() -> None:
     result = CliRunner(charset="ascii").invoke(cli.app, ["plan", *EIGHT, "--strategy", "zero3"])
     assert result.exit_code == 0

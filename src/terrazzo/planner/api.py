@@ -12,6 +12,7 @@ from typing import Any
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.assemble import Estimate, estimate
+from terrazzo.planner.choice.edits import edit_that_fits
 from terrazzo.planner.choice.frontier import Frontier, nearest, noted
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
@@ -110,7 +111,10 @@ def _one(request: Request) -> Estimate:
             "Leave it out, leave the strategy open, or give a range of GPUs such as 8..64."
         )
     found = _estimate_here(build_setup(request))
-    return replace(found, notes=(*assumptions(request, found.setup), *found.notes))
+    edit: tuple[str, ...] = ()
+    if found.memory.fits is False:
+        edit = (edit_that_fits(request, found, lambda changed: _estimate_here(build_setup(changed))),)
+    return replace(found, notes=(*edit, *assumptions(request, found.setup), *found.notes))
 
 
 def _of_search(request: Request, found: Frontier, sizing: Sizing | None = None) -> Answer:
