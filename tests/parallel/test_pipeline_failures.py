@@ -223,6 +223,18 @@ def test_without_stages_data_ranks_may_have_other_numbers_where_nothing_is_excha
                 torch.testing.assert_close(found[name], each, rtol=1e-6, atol=1e-6)
 
 
+def test_without_stages_what_one_data_rank_refuses_is_raised_on_all() -> None:
+    """The others would wait for it in the first exchange."""
+
+    def body(rank: int) -> str:
+        model, *_ = cut(layers(2), dp_shard=2)
+        return told(lambda: tz.step(model, [] if rank else batches(0), loss_of))
+
+    other, own = run_in_threads(2, body, timeout_s=10.0)
+    assert own.startswith("BadInput: tz.step was given [] for micro-batches")
+    assert other.startswith("BadInput: Rank 1 refuses what tz.step was given there")
+
+
 def detaching(stage: int, when: Any) -> nn.Sequential:
     model = layers()
     model[stage].then = lambda calls, x: x.detach() if when(calls) else x

@@ -404,6 +404,29 @@ def test_a_plan_is_checked_by_what_the_model_returns() -> None:
     run_in_threads(2, body)
 
 
+class Splitting(nn.Module):
+    """Returns as many tensors as a matrix between has sixes of columns here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        wide = self.up(x)
+        return self.down(wide), *wide.split(6, dim=-1)
+
+
+def test_a_plan_under_which_the_model_returns_another_number_of_outputs() -> None:
+    base = nn.Sequential(Splitting())
+
+    def body(rank: int) -> None:
+        mesh, plan = tz.mesh(tp=2, device="cpu"), {"0.up": "column", "0.down": "row"}
+        with pytest.raises(tz.BadInput, match="the model returns 2 outputs, and whole 3"):
+            tz.parallel.check(base, mesh, ACTIVATIONS, tensor=plan, sequence=False)
+
+    run_in_threads(2, body)
+
+
 class Scaled(nn.Module):
     """With parameters between two matrices: a child's, and its own."""
 

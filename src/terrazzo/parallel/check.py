@@ -70,7 +70,7 @@ def check(
         )
     with torch.set_grad_enabled(any(parameter.requires_grad for parameter in model.parameters())):
         wanted = tree_leaves(_called(whole, inputs))
-        found = all_or_none(ranks.axes, lambda: tree_leaves(_tried(lambda: _called(cut, inputs))))
+        found = all_or_none(ranks.axes, lambda: _outputs_of(cut, inputs, len(wanted)))
         pairs = [
             (one, _together(other, one, ranks))
             for one, other in zip(wanted, found, strict=True)
@@ -95,6 +95,14 @@ def _tried(action: Callable[[], T]) -> T:
         raise BadInput(
             f"Cut by this plan, the model raises {type(error).__name__}: {error}, and not so whole. {_HELP}"
         ) from error
+
+
+def _outputs_of(cut: nn.Module, inputs: Sequence[Any] | Mapping[str, Any], count: int) -> list[Any]:
+    """What the model returns that is cut, as many outputs as it returns whole."""
+    found = tree_leaves(_tried(lambda: _called(cut, inputs)))
+    if len(found) != count:
+        raise BadInput(f"Cut by this plan, the model returns {len(found)} outputs, and whole {count}. {_HELP}")
+    return found
 
 
 def _called(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> Any:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from terrazzo.engine import Engine
 from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.spec import Pass
 from terrazzo.engine.runtime.device import HOST
-from terrazzo.errors import RanksApart
+from terrazzo.errors import BadInput, RanksApart
 from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, form_of_inputs, values_of_inputs
 from terrazzo.parallel.pipeline.staged import Ways, exchanges_inside
 
@@ -79,18 +80,34 @@ def begin_alike(axes: Axes, ways: Ways, given: Callable[[], Given]) -> Given:
     return here
 
 
-def check_as_many(model: nn.Module, engine: Engine, count: int) -> None:
+def check_as_many(model: nn.Module, engine: Engine, given: Callable[[], Given]) -> None:
     """Refuse other numbers of micro-batches on some ranks of a model without stages, where each of them exchanges.
 
     Collective there: over the whole mesh.
 
+    Args:
+        given: what this rank was given; raises what it refuses.
+
     Raises:
         RanksApart: on every rank.
+        Exception: what `given` raises here.
+        BadInput: where it raises on another rank of those that exchange.
     """
     sums = torch.is_grad_enabled() and engine.sharding.pass_of(False, None) is Pass.REDUCES
     if not (sums or exchanges_inside(model, engine)):
+        given()
         return
-    most, least = engine.axes.maximum(torch.tensor([count, -count], device=HOST)).tolist()
+    problem, count = None, 0
+    try:
+        count = len(given().inputs)
+    except Exception as error:
+        problem = error
+    told = [count, -count, 0 if problem is None else dist.get_rank() + 1]
+    most, least, refusing = engine.axes.maximum(torch.tensor(told, device=HOST)).tolist()
+    if problem is not None:
+        raise problem
+    if refusing:
+        raise BadInput(f"Rank {refusing - 1} refuses what tz.step was given there: its own message has the edit.")
     if most != -least:
         raise RanksApart(
             f"tz.step was given from {-least} to {most} micro-batches on the mesh's ranks (here {count}), and under "

@@ -77,8 +77,7 @@ def step(
             told = begin_alike(engine.axes, ways, given)
             pairs = [(inputs, targets) for inputs, (_, targets) in zip(told.inputs, micro_batches, strict=True)]
             return StagedStep(model, line, ways, pairs, loss_fn, auxiliary).run()
-    given()
-    check_as_many(model, engine, len(micro_batches))
+    check_as_many(model, engine, given)
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
