@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where each has a folder."""
     for name in ("host0", "host1", "durable"):
         (tmp_path / name).mkdir()
+    (tmp_path / "durable" / ".run").write_text("r")
     monkeypatch.setattr(local, "host_folder", lambda config: str(tmp_path / f"host{dist.get_rank()}"))
     return tmp_path
 
@@ -110,3 +112,27 @@ def test_going_back_takes_no_copy_of_what_is_removed(hosts: Path, monkeypatch: p
     for first, second in on_hosts(hosts, body):
         assert first is None, "nobody has a copy of step 10"
         assert second is not None and (second.step, second.count_bytes > 0) == (20, True)
+
+
+def test_a_host_that_replaces_a_lost_one_has_its_part_and_a_copy_before_the_next_save(hosts: Path) -> None:
+    def begin(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
+        save(10)
+        assert checkpoints._partners is not None
+        return checkpoints._partners.wait()
+
+    on_hosts(hosts, begin)
+    assert files(hosts) == of_step(10)
+    was = {path: path.read_bytes() for path in hosts.glob("host1/*/step-*/*")}
+    shutil.rmtree(hosts / "host1")
+    (hosts / "host1").mkdir()
+
+    def go_on(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
+        (path,) = checkpoints.find(None)
+        checkpoints.resumed(path)
+        assert checkpoints._partners is not None
+        return checkpoints._partners.wait()
+
+    for copied in on_hosts(hosts, go_on):
+        assert (copied.step, copied.hosts, copied.problem) == (10, 1, "")
+    assert {path: path.read_bytes() for path in hosts.glob("host1/*/step-*/*")} == was
+    assert on_hosts(hosts, go_on) == [None, None], "nothing is taken of what two have"

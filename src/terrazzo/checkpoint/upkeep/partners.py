@@ -75,6 +75,7 @@ class Partners:
         self._copying: _Copying | None = None
         self._step: int | None = None  # that is being copied
         self._reading: list[SpreadFolder] = []
+        self._found: dict[str, Mapping[str, Sequence[int]]] = {}  # by path and file, the hosts that have it
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -93,7 +94,8 @@ class Partners:
                 found.setdefault((part["name"], part["identity"]), []).append((host, part))
                 self.damaged |= {f"{self._label}/{part['name']}": why for why in part["damaged"]}
         whole = {key: holders for key, parts in found.items() if (holders := _holders(parts)) is not None}
-        return {f"{self._label}/{name}": self._folder(name, whole[name, identity]) for name, identity in sorted(whole)}
+        self._found = {f"{self._label}/{name}": whole[name, identity] for name, identity in sorted(whole)}
+        return {path: self._folder(os.path.basename(path), holders) for path, holders in self._found.items()}
 
     def _have(self, run: str, since: int) -> Iterator[dict[str, Any]]:
         """Of each such checkpoint this rank's share of the files that are on this host."""
@@ -135,7 +137,17 @@ class Partners:
         self._step = step
         if self._hosts.is_first:
             before = self._hosts.before
-            self._copying = _Copying(self._root, step_name(step), self._givers[before], self._hosts.ranks[before])
+            names = [file_name(rank) for rank in self._hosts.ranks[before]]
+            self._copying = _Copying(self._root, step_name(step), dict.fromkeys(names, self._givers[before]))
+
+    def complete(self, path: str) -> None:
+        """Begin to take, of one that `find` has found, what one host alone has: the host after it takes that."""
+        lacking = [_lacking(self._found[path], host, self._hosts.count) for host in range(self._hosts.count)]
+        if any(lacking):
+            self._step, mine = step_of(path), lacking[self._hosts.own]
+            if self._hosts.is_first and mine:
+                givers = {file: self._givers[host] for file, host in mine.items()}
+                self._copying = _Copying(self._root, os.path.basename(path), givers)
 
     def wait(self) -> Copied | None:
         """Until every host has its copy, or could not have it; None where none was begun since. Collective."""
@@ -165,10 +177,14 @@ class Partners:
 
 
 class _Copying:
-    """A thread that takes files of `ranks` from another host into a folder beside, and puts them where they belong."""
+    """A thread that takes files from other hosts into a folder beside, and puts them where they belong.
 
-    def __init__(self, root: Path, name: str, giver: Giver, ranks: Sequence[int]) -> None:
-        self._root, self._name, self._giver, self._ranks = root, name, giver, ranks
+    Args:
+        givers: of each file; of the manifest and the seal too, unless they are here.
+    """
+
+    def __init__(self, root: Path, name: str, givers: Mapping[str, Giver]) -> None:
+        self._root, self._name, self._givers = root, name, givers
         self._cancelled, self._problem, self._taken = threading.Event(), "it was broken off", (0, 0.0)
         self._thread = start_thread("terrazzo-partner", self._work, self._cancelled.set)
 
@@ -199,33 +215,44 @@ class _Copying:
             self._problem = "it was broken off" if self._cancelled.is_set() else ""
 
     def _copy(self) -> int:
-        opened = Checkpoint(LocalFolder(self._root / self._name), sizes=False)
-        names, blocks = [file_name(rank) for rank in self._ranks], opened.blocks()
-        files = [file for file in opened.manifest.files if file.name in names]
-        there = SpreadFolder(f"the host before's {self._name}", self._name, None, dict.fromkeys(names, self._giver))
+        folder = self._root / self._name
+        there = SpreadFolder(f"another host's {self._name}", self._name, None, self._givers)
         draft = LocalDraft(self._root, self._name, secrets.token_hex(4))
         draft.begin()
         try:
+            opened = Checkpoint(there if SEAL in self._givers else LocalFolder(folder), sizes=False)
+            files, blocks = [file for file in opened.manifest.files if file.name in self._givers], opened.blocks()
+            folder.mkdir(0o700, exist_ok=True)
             for file in files:
-                self._take(there, draft, file)
+                self._take(there, draft, file.name, file.size_bytes)
                 if self._cancelled.is_set():
                     return 0
                 if problem := _damage(draft.folder(), file, blocks[file.name]):
                     raise Damaged(problem)
-                os.rename(draft.folder().path / file.name, self._root / self._name / file.name)
-            sync_folder(self._root / self._name)
+                os.rename(draft.folder().path / file.name, folder / file.name)
+            if SEAL in self._givers:
+                self._take_manifest(there, draft, folder)
+            sync_folder(folder)
         finally:
             there.close()
             draft.abandon()
         return sum(file.size_bytes for file in files)
 
-    def _take(self, there: Folder, draft: LocalDraft, file: File) -> None:
-        buffer, sink = memoryview(bytearray(BLOCK_BYTES)), draft.create(file.name, file.size_bytes)
+    def _take_manifest(self, there: Folder, draft: LocalDraft, folder: Path) -> None:
+        for name in (SEAL, MANIFEST):
+            self._take(there, draft, name, there.size_bytes(name))
+        if not self._cancelled.is_set():
+            Checkpoint(draft.folder(), sizes=False)  # as it was written
+            for name in (SEAL, MANIFEST):
+                os.rename(draft.folder().path / name, folder / name)
+
+    def _take(self, there: Folder, draft: LocalDraft, name: str, size_bytes: int) -> None:
+        buffer, sink = memoryview(bytearray(BLOCK_BYTES)), draft.create(name, size_bytes)
         try:
-            for first, last in blocks_of(file.size_bytes):
+            for first, last in blocks_of(size_bytes):
                 if self._cancelled.is_set():
                     break
-                there.read_into(file.name, first, buffer[: last - first])
+                there.read_into(name, first, buffer[: last - first])
                 sink.write(buffer[: last - first])
         except BaseException:
             sink.abandon()
@@ -254,3 +281,12 @@ def _holders(parts: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, list[i
             holders[file].append(host)
     hosts = list(dict.fromkeys(host for host, _ in parts))
     return {**holders, MANIFEST: hosts, SEAL: hosts} if all(holders.values()) else None
+
+
+def _lacking(holders: Mapping[str, Sequence[int]], host: int, count: int) -> dict[str, int]:
+    """What `host` is to take so that two have each file, and from whom; the manifest and the seal if it has none."""
+    alone = {file: hosts[0] for file, hosts in holders.items() if len(hosts) == 1 and file not in (MANIFEST, SEAL)}
+    files = {file: holder for file, holder in alone.items() if (holder + 1) % count == host}
+    if not files or host in holders[MANIFEST]:
+        return files
+    return {**files, **dict.fromkeys((MANIFEST, SEAL), holders[MANIFEST][0])}

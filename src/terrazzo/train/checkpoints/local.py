@@ -188,6 +188,9 @@ class LocalCheckpoints:
         self._hosts.on_firsts(
             lambda: _remove([each for each in _complete(folder) if os.path.basename(each) != kept]), SaveFailed
         )
+        if path is not None and self._partners is not None and self._copies:
+            self._hosts.on_firsts(lambda: _have_ours(folder), SaveFailed)
+            self._partners.complete(path)
 
     def clear(self) -> None:
         """Remove all, and the folders."""
@@ -221,10 +224,7 @@ class LocalCheckpoints:
     def _prepare(self, folder: str, run: str, path: str) -> None:
         """Have a folder with what is kept alone, a note of whose it is, and nothing at `path`."""
         try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
-            if not _is_ours(folder):
-                raise PermissionError(errno.EPERM, "it is a link, or others can write to it", folder)
+            _have_ours(folder)
             _remove(_folders(folder, but=self._kept))
             if run != self._run and dist.get_rank() == 0 and (note := _note(self._config)) is not None:
                 part = note.with_name(f"{note.name}.{os.getpid()}")
@@ -291,6 +291,14 @@ def _complete(folder: str) -> list[str]:
 def _remove(folders: Sequence[str]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _have_ours(folder: str) -> None:
+    """Make it unless it is there. Raises `OSError` unless it is ours then."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    if not _is_ours(folder):
+        raise PermissionError(errno.EPERM, "it is a link, or others can write to it", folder)
 
 
 def _is_ours(folder: str) -> bool:
