@@ -18,6 +18,7 @@ from typing import IO, Any
 from terrazzo.errors import BadInput, install
 
 __all__ = [
+    "CHECKPOINTS",
     "GIB",
     "brackets",
     "check_model_file",
@@ -30,6 +31,9 @@ __all__ = [
     "sync_folder",
     "to_nowhere",
 ]
+
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in that of a run, where nothing else was said."""
 
 GIB = 2**30
 MAX_DEPTH = 64

@@ -30,6 +30,7 @@ from terrazzo.telemetry import (
     TensorBoard,
     duration,
 )
+from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.steps import metrics as metrics_module
 from tests.helpers.threads import run_in_threads
 
@@ -288,3 +289,11 @@ def test_event_files_that_cannot_be_written_are_refused_on_every_rank(tmp_path: 
             attached(rank, tmp_path)
 
     run_in_threads(2, body)
+
+
+def test_each_place_in_a_runs_folder_is_among_what_is_written_there() -> None:
+    """So that data are never read from one: a place that is new has to be told of."""
+    own_keys = {"checkpoints", "swap"}
+    there = RunFolder(Path("run"))
+    for name in {name for name, it in vars(RunFolder).items() if isinstance(it, property)} - own_keys - {"written"}:
+        assert any(path.is_relative_to(getattr(there, name)) for path in there.written), name

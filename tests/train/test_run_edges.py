@@ -86,7 +86,10 @@ def test_a_folder_whose_files_a_glob_would_read_is_refused(tmp_path: Path, key: 
     for name in ("a.txt", "other/plan.txt", "other/a.py", "other/a.html", "other/deep/a.sha256"):
         (data / name).parent.mkdir(parents=True, exist_ok=True)
         (data / name).write_text("the number 1\n" * 100)
-    only = {"log": ("**/*.txt", "*/*", "*/plan.txt", "[or]*/*.html"), "checkpoint": ("*/*/*", "*/**/*.sha256")}[key]
+    only = {
+        "log": ("**/*.txt", "*/*", "*/plan.txt", "*/exit.*", "**/flight/*", "[or]*/*.html"),
+        "checkpoint": ("*/*/*", "*/**/*.sha256"),
+    }[key]
     for pattern in ("**/*.json", "**", "**/**", *only):
         with pytest.raises(BadInput, match=rf"{key}\.folder is '{data}/run', which is inside the data, '{data}'"):
             check(config_from_dict({**sections, "data": {"source": f"{data}/{pattern}"}}), 1)

@@ -21,6 +21,7 @@ from terrazzo.config.section import Named, Section
 from terrazzo.config.task import DataConfig, LoraConfig, ModelConfig, ObjectiveConfig
 from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, TIERS, Place, dtype_named, preset_named
 from terrazzo.errors import did_you_mean
+from terrazzo.files import CHECKPOINTS
 
 __all__ = [
     "BatchConfig",
@@ -307,7 +308,7 @@ class Config(Section):
     @property
     def checkpoint_folder(self) -> str:
         """Where checkpoints are, whether the key was given or not."""
-        return self.checkpoint.folder or str(self.log.folder / "checkpoints")
+        return self.checkpoint.folder or str(self.log.folder / CHECKPOINTS)
 
     def _agrees(self) -> None:
         if self.offload.activations == "cpu" and self.train.activation_checkpointing == "none":

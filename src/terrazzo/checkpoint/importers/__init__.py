@@ -7,6 +7,7 @@ from pathlib import Path
 
 from terrazzo.checkpoint.source import Source
 from terrazzo.errors import BadInput, listed
+from terrazzo.files import CHECKPOINTS
 
 __all__ = ["open_foreign"]
 
@@ -62,7 +63,7 @@ def _open_folder(path: Path, names: Sequence[str], frozen: Collection[str]) -> S
             " says how they fit together: load it there and save the state dict of the whole model with torch.save."
         )
     found = sorted(entry.name for entry in path.iterdir())
-    below = f" Did you mean '{path / 'checkpoints'}'?" if "checkpoints" in found else ""  # of a run's log.folder
+    below = f" Did you mean '{path / CHECKPOINTS}'?" if CHECKPOINTS in found else ""  # of a run's log.folder
     raise BadInput(
         f"The folder '{path}' is no checkpoint: it holds {listed(found, 10) or 'nothing'}.{below} Known are {_KNOWN}."
     )

@@ -20,6 +20,7 @@ from terrazzo.files import GIB
 from terrazzo.planner import Estimate, Frontier, Request
 from terrazzo.planner.api import compare
 from terrazzo.planner.choice.emit import TrainFiles, train_config
+from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.preflight import check
 from terrazzo.train.settings.command import program
 
@@ -126,7 +127,7 @@ def _document(files: TrainFiles, answers: Mapping[str, Any], file: Path) -> dict
     rate = DECODER_RATE if model.built_in else RATES[goal]
     offload, launch = dict(config.get("offload", {})), dict(config.get("launch", {}))
     if "path" in offload:
-        offload["path"] = str(log / "swap")
+        offload["path"] = str(RunFolder(log).swap)
     if answers["gpu"].on_cpu:
         launch["device"] = "cpu"
     return {

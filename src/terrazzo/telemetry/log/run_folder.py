@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from terrazzo.errors import BadInput
-from terrazzo.files import read_json
+from terrazzo.files import CHECKPOINTS, read_json
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "note_of"]
 
 _MOST_BYTES = 1 << 20
 """Of a configuration or a note; more is somebody else's file."""
+
+
+def note_of(folder: Path) -> Path:
+    """Beside a Hugging Face folder of a run: of which run and step it is."""
+    return folder.with_name(f"{folder.name}.json")
 
 
 class RunFolder(NamedTuple):
@@ -85,6 +90,46 @@ class RunFolder(NamedTuple):
     def script(self) -> Path:
         """Of a script that was only looked at: what it uses."""
         return self.path / "script.json"
+
+    @property
+    def ranks(self) -> Path:
+        """A folder of what each rank of a script that was only looked at has recorded."""
+        return self.path / "ranks"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints, where `checkpoint.folder` names no other."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def swap(self) -> Path:
+        """The folder of swap files that `terrazzo init` names in `offload.path`."""
+        return self.path / "swap"
+
+    @property
+    def hf(self) -> Path:
+        """The trained model as a Hugging Face folder."""
+        return self.path / "hf"
+
+    @property
+    def written(self) -> tuple[Path, ...]:
+        """A file of each kind that is written there: without checkpoints and swap files, whose folders have keys."""
+        model = ("config.json", "model.safetensors", "merges.txt", "chat_template.jinja")
+        return (
+            *(
+                self.metrics,
+                self.config,
+                self.plan,
+                self.page,
+                self.exit_note,
+                self.trace,
+                self.script,
+                note_of(self.hf),
+            ),
+            self.tensorboard / "events.out.tfevents.0",
+            *(self.flight / "rank-00000.live", self.stall / "stall.txt", self.ranks / "rank-00000.jsonl"),
+            *(self.hf / name for name in model),
+        )
 
     def settings(self) -> dict[str, Any] | None:
         """The configuration as it was written; None where there is none that can be read."""

@@ -49,7 +49,7 @@ def profile(command: Sequence[str], folder: Path) -> Profiled:
     """
     if shutil.which(command[0]) is None:
         raise BadInput(f"There is no command '{command[0]}': write what starts the script, such as python train.py.")
-    there, ranks = RunFolder(folder), folder.absolute() / "ranks"
+    there, ranks = RunFolder(folder), RunFolder(folder.absolute()).ranks
     if there.metrics.exists():
         raise BadInput(f"'{folder}' has records of an earlier run: name another folder by --out, or remove it.")
     try:

@@ -25,6 +25,7 @@ from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import on_first, patiently
 from terrazzo.files import read_json
 from terrazzo.integrations.peft import save_adapter
+from terrazzo.telemetry.log.run_folder import RunFolder, note_of
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
 from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
@@ -45,7 +46,7 @@ def export(config: Config, keeper: Keeper, model: nn.Module, step: int, *, train
         keeper: of the run, which has saved `step`.
         model: sharded.
     """
-    out = config.log.folder / "hf"
+    out = RunFolder(config.log.folder).hf
     origin = {"run": keeper.run, "step": step}
     if not trained and on_first(lambda: out.exists() and _origin(out) == origin):
         return out
@@ -60,19 +61,14 @@ def export(config: Config, keeper: Keeper, model: nn.Module, step: int, *, train
                 export_huggingface(checkpoint.open_source(path), out, describe_model(config))
 
         patiently(write, SaveFailed)
-    on_first(lambda: _note(out).write_text(json.dumps(origin) + "\n", encoding="utf-8"))
+    on_first(lambda: note_of(out).write_text(json.dumps(origin) + "\n", encoding="utf-8"))
     return out
-
-
-def _note(folder: Path) -> Path:
-    """Of which run and step an exported folder is."""
-    return folder.with_name(f"{folder.name}.json")
 
 
 def _origin(folder: Path) -> Any:
     """What the note says; None where there is none that can be read."""
     try:
-        return read_json(_note(folder), 1 << 10)
+        return read_json(note_of(folder), 1 << 10)
     except (OSError, BadInput):
         return None
 
@@ -80,12 +76,12 @@ def _origin(folder: Path) -> Any:
 def _set_aside(folder: Path) -> None:
     """Make room for another one. Its note goes first: without one, a folder is never taken for what it is not."""
     if not folder.exists():
-        _note(folder).unlink(missing_ok=True)
+        note_of(folder).unlink(missing_ok=True)
         return
     names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
-    aside = next(name for name in names if not name.exists() and not _note(name).exists())
+    aside = next(name for name in names if not name.exists() and not note_of(name).exists())
     with contextlib.suppress(FileNotFoundError):
-        _note(folder).rename(_note(aside))
+        note_of(folder).rename(note_of(aside))
     folder.rename(aside)
 
 

@@ -19,12 +19,8 @@ from terrazzo.train.data.sources import PYTHON_STDLIB, named_sources
 
 __all__ = ["check_written"]
 
-_LOG = RunFolder(Path())
 FILES = {
-    "log.folder": (
-        *map(str, (_LOG.config, _LOG.metrics, _LOG.plan, _LOG.page, _LOG.tensorboard / "events.out.tfevents.0")),
-        *("hf/config.json", "hf/model.safetensors", "hf/merges.txt", "hf/chat_template.jinja"),
-    ),
+    "log.folder": tuple(map(str, RunFolder(Path()).written)),
     "checkpoint.folder": tuple(
         f"step-00000001/{name}" for name in ("manifest.json", "manifest.sha256", "rank-00000.safetensors")
     ),
@@ -53,10 +49,8 @@ def check_written(config: Config) -> None:
             raise BadInput(f"'{file}', which the run writes, is no file that can be written to: move it away.")
     on_others = config.checkpoint.local.folder is not None and noted_run(config)  # such as a host that has been lost
     is_new = not on_others and resume_from(config) is None  # a run that goes on puts its own earlier one aside
-    if config.checkpoint.save_format == "hf" and (config.log.folder / "hf").exists() and is_new:
-        raise BadInput(
-            f"checkpoint.save_format is 'hf', and '{config.log.folder / 'hf'}' exists already: move it away."
-        )
+    if config.checkpoint.save_format == "hf" and log.hf.exists() and is_new:
+        raise BadInput(f"checkpoint.save_format is 'hf', and '{log.hf}' exists already: move it away.")
     anew = config.checkpoint.resume == "never" and config.checkpoint.overwrite
     if is_new and not anew:
         _check_metrics(config)
@@ -103,7 +97,7 @@ def _check_metrics(config: Config) -> None:
     if not metrics.exists() or not metrics.stat().st_size:
         return
     try:
-        theirs = None if written is None else str(written["checkpoint"]["folder"] or folder / "checkpoints")
+        theirs = None if written is None else str(written["checkpoint"]["folder"] or RunFolder(folder).checkpoints)
     except (KeyError, TypeError):
         theirs = None
     if theirs is not None and os.path.realpath(theirs) == os.path.realpath(own):  # its own, before it had saved
