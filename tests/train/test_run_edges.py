@@ -83,7 +83,8 @@ def test_a_folder_whose_files_a_glob_would_read_is_refused(tmp_path: Path, key: 
     data.mkdir()
     (data / "a.json").write_text("the number 1\n" * 100)
     sections: dict[str, Any] = {"log": {"folder": str(tmp_path / "run")}, key: {"folder": str(data / "run")}}
-    for name in ("a.txt", "other/plan.txt", "other/a.py", "other/a.html", "other/deep/a.sha256"):
+    theirs = ("a.txt", "other/plan.txt", "other/a.py", "other/a.html", "other/deep/a.sha256", "other/exit.md")
+    for name in (*theirs, "other/flight/a.txt"):
         (data / name).parent.mkdir(parents=True, exist_ok=True)
         (data / name).write_text("the number 1\n" * 100)
     only = {
