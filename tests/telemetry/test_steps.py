@@ -159,10 +159,11 @@ def test_a_wait_is_cut_where_the_last_rank_came() -> None:
     assert (times.exposed_s, times.late_s) == (5.0, 3.0)
     times.waited(30.0, 34.0, Moments(begun=32.0, ready=33.0, done=34.0))  # behind another exchange at first
     assert (times.exposed_s, times.late_s) == (9.0, 4.0)
+    assert times.total_s == 5.0 + 5.5 + 4.0, "no less than the host waited"
     times.waited(40.0, 41.0, Moments(begun=40.0, done=41.0))
-    assert (times.total_s, times.late_s) == (13.5, 4.0)
+    assert (times.total_s, times.late_s) == (15.5, 4.0)
     times.waited(50.0, 52.0)  # nobody notes when it was done
-    assert (times.total_s, times.exposed_s, times.late_s) == (15.5, 12.0, 4.0)
+    assert (times.total_s, times.exposed_s, times.late_s) == (17.5, 12.0, 4.0)
 
 
 def test_what_modules_and_the_engine_exchange_along_one_axis_is_one_row() -> None:

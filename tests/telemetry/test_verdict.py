@@ -40,6 +40,7 @@ def record(step: int, comm: dict[str, dict[str, float]] | None = None, **more: A
     causes["gather"] = sum(row["exposed_s"] - row["late_s"] for row in (comm or {}).values())
     causes["compute"] = 1.0 - sum(causes.values())
     found = {"kind": "step", "step": step, "steps": 10, "step_s": 1.0, "cause_s": causes, "comm": comm or {}}
+    found["phase_s"] = {name: causes.get(name, 0.0) for name in ("evaluate", "save")}
     if late:
         found["skew"] = {"late_peer_s": late, "compute_s": [1.0 - each for each in late], "input_s": [0.0] * len(late)}
     return found
@@ -88,6 +89,23 @@ def test_each_cause_is_named_with_its_number_and_an_edit(cause: str, words: str,
     assert str(found).startswith(f"{words}: 0.300 of 1.00 s (30%)")
     assert edit in found.edit
     assert "30% at most" in str(found)
+
+
+def test_waits_of_ranks_that_count_longer_steps_are_a_part_of_these() -> None:
+    line = record(10, late=[0.1, 2.0]) | {"step_s": 1.0}
+    line["skew"]["step_s"] = [1.0, 4.0]
+    found = of([line])
+    assert (found.bound, found.seconds) == ("late_peer", pytest.approx((0.1 + 2.0 / 4.0) / 2))
+    del line["skew"]["step_s"]
+    assert of([line]).seconds == pytest.approx((0.1 + 1.0) / 2), "of an older record: no more than its step"
+
+
+def test_what_ranks_wait_for_in_an_evaluation_goes_with_it() -> None:
+    line = record(10, evaluate=0.3, late=[0.35, 0.2])
+    line["phase_s"]["evaluate"] = 0.6
+    line["skew"]["step_s"] = [1.0, 1.0]
+    found = of([line])
+    assert (found.bound, found.seconds) == ("evaluate", pytest.approx(0.6))
 
 
 def test_exposed_communication_is_named_by_axis_without_waits_for_late_ranks() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+import torch.distributed as dist
+
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
@@ -44,7 +47,6 @@ class TrainingLoop:
         self.judge, self.cadence = StepJudge(session), Cadence(session)
         self.checks = Checks(session)
         self.recorder = StepRecorder(self.engine, session.micro_batches)
-        self.skew: list[list[float]] = []  # what ranks told at the last log step
         self.wait_s, self.learning_rate = 0.0, 0.0
         self.load: dict[str, Load] = {}  # of the experts in the newest step, by router
         self.step_at_log, self.tokens_at_log = session.step, session.progress.tokens
@@ -90,7 +92,7 @@ class TrainingLoop:
                 self.between_steps(finished=session.step == train.steps, last=last)
             self.recorder.take()
             if logs:
-                self.report.step_record(self.recorder.record() | {"skew": self.recorder.skew(self.skew)})
+                self.record()
         with self.phases.during("save"):
             if session.keeper.lacks(session.step):  # it was gone back to, and is on this machine alone
                 self.report.saved(session.save())
@@ -165,7 +167,7 @@ class TrainingLoop:
 
     def log(self) -> None:
         """Check the losses and report the newest, with what was measured since the last log step."""
-        loss, grad_norm, self.skew = self.judge.check(self.recorder.numbers())
+        loss, grad_norm = self.judge.check()
         session, newest = self.session, self.judge.newest
         assert newest is not None
         measured = StepsMeasured(
@@ -184,6 +186,19 @@ class TrainingLoop:
         self.report.log_step(measured)
         self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.progress.tokens, 0.0
         self.watch.reset()
+
+    def record(self) -> None:
+        """Write where the time of the steps since the last record went, what is between them included, on each rank.
+        Collective; it waits for no device.
+        """
+        numbers = torch.tensor(self.recorder.numbers(), dtype=torch.float64)
+        told = torch.zeros(dist.get_world_size(), len(numbers), dtype=torch.float64)
+        told[dist.get_rank()] = numbers  # zero on all others, so that sums are exact
+        self.engine.traffic.record("control", 8 * told.numel())
+        with self.engine.traffic.times_of("", "control").waiting(late=True):
+            dist.all_reduce(told)
+        self.report.step_record(self.recorder.record() | {"skew": self.recorder.skew(told.tolist())})
+        self.recorder.take()  # of the next record: the next step counts its exchanges from zero
 
     def validate(self) -> None:
         """Measure and report the validation loss, where there are data for it. Raises `Diverged`: it is not finite."""

@@ -36,7 +36,8 @@ class Times:
     Attributes:
         count: how many.
         sent_bytes: by this rank.
-        total_s: from begin to end, which may run while the rank computes; where nobody notes its moments, `exposed_s`.
+        total_s: from begin to end, which may run while the rank computes; where nobody notes its moments, and where the
+            host waited for longer, as its thread had others before it, what the host waited.
         exposed_s: that the host stood waiting.
         late_s: of `exposed_s` while not all other ranks were there.
         ever_s: as `exposed_s`, from the start: `clear` leaves it.
@@ -60,7 +61,7 @@ class Times:
         if moments is None or moments.begun is None or moments.done is None:
             self.total_s += end - start
             return
-        self.total_s += moments.done - moments.begun
+        self.total_s += max(moments.done - moments.begun, end - start)
         if moments.ready is not None:
             self.late_s += max(0.0, min(end, moments.ready) - max(start, moments.begun))
 

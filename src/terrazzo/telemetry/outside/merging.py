@@ -113,7 +113,8 @@ def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[Line]]) -> dict[
     record: dict[str, Any] = {"v": 1, "steps": steps, "step_s": whole / steps, "clock": "host" if on_cuda else "all"}
     record["phase_s"] = {phase: seconds / steps for phase, seconds in spent[0].seconds.items()}
     causes = [{name: seconds / steps for name, seconds in causes_of(each).items()} for each in spent]
-    told = ("input",) if on_cuda else ("late_peer", "compute", "input")
+    told = ("input",) if on_cuda else ("step", "late_peer", "compute", "input")
+    ranks_own = [own | {"step": sum(each.seconds.values()) / steps} for own, each in zip(causes, spent, strict=True)]
     if on_cuda:
         looks = sum(line["looks"] for line in lines[0])
         record["starved"] = sum(line["empty"] for line in lines[0]) / max(1, looks)
@@ -121,7 +122,7 @@ def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[Line]]) -> dict[
         record["cause_s"] = causes[0]
         record["comm"] = {key.strip(): _row(times, steps) for key, times in _by_key(spent[0].data)}
     record["memory_bytes"] = lines[0][-1]["memory"]
-    record["skew"] = {f"{name}_s": [own[name] for own in causes] for name in told}
+    record["skew"] = {f"{name}_s": [own[name] for own in ranks_own] for name in told}
     record["skew"]["peak_bytes"] = [own[-1]["memory"]["peak"] for own in lines]
     return record
 

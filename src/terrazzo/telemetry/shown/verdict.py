@@ -37,6 +37,8 @@ _TITLES = {
     "save": ("saving", "goes to checkpoints"),
 }
 
+_BETWEEN = ("evaluate", "save")
+"""Between steps: without them also what ranks wait for each other there would take no time."""
 
 _RESTS = ("compute", "device", "host")
 
@@ -134,7 +136,7 @@ def verdict_of(
 
 def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
     """All but compute. Exchanges stand apart by axis."""
-    found = [_of(records, name, "cause_s", name) for name in _TITLES]
+    found = [_of(records, name, "phase_s" if name in _BETWEEN else "cause_s", name) for name in _TITLES]
     exchanges: dict[tuple[str, str], list[str]] = {}
     for key in sorted({key for record in records for key in record.get("comm", {})}):
         axis, _, kind = key.rpartition(" ")
@@ -149,7 +151,7 @@ def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
 
 def _on_the_host(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
     """What the host alone knows of a device: phases in which it queues nothing."""
-    return [_of(records, name, "phase_s", name) for name in ("input", "evaluate", "save")]
+    return [_of(records, name, "phase_s", name) for name in ("input", *_BETWEEN)]
 
 
 def _rest(records: Sequence[Mapping[str, Any]], step_s: float, told: bool) -> _Cause:
@@ -176,7 +178,7 @@ def _mean(records: Sequence[Mapping[str, Any]], values: Sequence[float]) -> floa
 
 def _late(records: Sequence[Mapping[str, Any]]) -> _Cause:
     """Waits for late ranks: of one that all others wait for if there is one, else of all ranks, in the mean."""
-    tables = [record.get("skew", {}).get("late_peer_s") or [] for record in records]
+    tables = [_late_of_ranks(record) for record in records]
     if min(map(len, tables)) < 2:  # a loop of one's own has what its rank 0 has waited
         return _of(records, "late_peer", "cause_s", "late_peer")
     ranks = [_mean(records, column) for column in zip(*tables, strict=True)]
@@ -190,10 +192,20 @@ def _late(records: Sequence[Mapping[str, Any]]) -> _Cause:
     return _Cause("late_peer", _mean(records, each), each)
 
 
+def _late_of_ranks(record: Mapping[str, Any]) -> list[float]:
+    """How long each rank has waited for others, as a part of its own steps and in seconds of the record's: ranks begin
+    to count one after another. Records of older runs do not have steps of each rank: no wait is longer than theirs.
+    """
+    skew, step_s = record.get("skew", {}), record["step_s"]
+    waits = skew.get("late_peer_s") or []
+    steps = skew.get("step_s") or [step_s] * len(waits)
+    return [step_s * min(1.0, wait / own) for wait, own in zip(waits, steps, strict=True)]
+
+
 def _is_clear(cause: _Cause, step_s: float) -> bool:
     if cause.seconds < LEAST_SHARE * step_s:
         return False
-    if len(cause.each) < ENOUGH or cause.name in ("evaluate", "save"):  # these come every so many records
+    if len(cause.each) < ENOUGH or cause.name in _BETWEEN:  # these come every so many records
         return True
     middle = median(cause.each)
     return cause.seconds >= SPREADS * median(abs(value - middle) for value in cause.each)

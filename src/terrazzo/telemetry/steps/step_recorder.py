@@ -78,7 +78,7 @@ class StepRecorder:
             "grad": bill.grad_bytes,
             "moments": bill.moments_bytes,
         }
-        self._told = ("input",) if self._on_cuda else ("late_peer", "compute", "input")
+        self._told = ("input",) if self._on_cuda else ("step", "late_peer", "compute", "input")
         self._promised = {
             "sent_bytes": {kind: count for kind, count in sent.items() if kind != "control"},
             "transient": bill.transient_bytes,
@@ -114,7 +114,7 @@ class StepRecorder:
 
     def numbers(self) -> list[float]:
         """What ranks tell each other: see `skew`."""
-        causes = causes_of(self._spent)
+        causes = causes_of(self._spent) | {"step": sum(self._seconds.values())}
         return [*(causes[name] / max(1, self._steps) for name in self._told), float(self._peak.peak_bytes)]
 
     def skew(self, rows: Iterable[Iterable[float]]) -> dict[str, list[float]]:

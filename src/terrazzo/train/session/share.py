@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,17 +52,6 @@ class DataShare:
             own.zero_()
         dist.all_reduce(own)
         return own
-
-    def total_beside(self, own: Tensor, numbers: Sequence[float]) -> tuple[list[float], list[list[float]]]:
-        """`total` of a 1-D tensor, and by the same exchange every rank's `numbers`, as many on each. Collective."""
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        told = own.new_zeros(world_size, len(numbers))
-        told[rank] = torch.tensor(numbers, dtype=own.dtype)  # zero on all others, so that sums are exact
-        everything = torch.cat([own if self.counts else torch.zeros_like(own), told.view(-1)])
-        dist.all_reduce(everything)
-        flat: list[float] = everything.tolist()
-        totals, rest = flat[: own.numel()], flat[own.numel() :]
-        return totals, [rest[i : i + len(numbers)] for i in range(0, len(rest), max(1, len(numbers)))]
 
 
 def share_of(config: Config, ranks: Ranks, context: Context | None = None) -> DataShare:

@@ -54,6 +54,7 @@ class StepJudge:
         self._session, self._settings = session, session.config.guard
         self._on_cuda = devices.is_cuda(session.ranks.device)
         self._scales = bool(session.optimizer.scaler_state())
+        self._checked = math.nan, math.nan  # loss and norm that `check` has found last
         self.forget()
 
     def forget(self) -> None:
@@ -124,28 +125,25 @@ class StepJudge:
             mark.synchronize()
         return float(known)
 
-    def check(self, numbers: Sequence[float] = ()) -> tuple[float, float, list[list[float]]]:
+    def check(self) -> tuple[float, float]:
         """The mean loss per token and the norm of `newest`. All steps since the last call are looked at. Collective.
-
-        Args:
-            numbers: for the other ranks, as many on each; those of all come back in rank order.
 
         Raises:
             Diverged: at the first that is not finite, in its loss or its norm: a NaN gradient leaves NaN weights behind
                 a finite loss.
         """
-        own = torch.stack(self._losses) if self._losses else torch.zeros(0, device=self._session.ranks.device)
-        values, everyone = self._session.share.total_beside(own, numbers)
-        norms: list[float] = torch.stack(self._norms).tolist() if self._norms else []
+        if not self._steps:  # on all ranks alike
+            return self._checked
+        values: list[float] = self._session.share.total(torch.stack(self._losses)).tolist()
+        norms: list[float] = torch.stack(self._norms).tolist()
         steps = self._steps
         self._losses, self._norms, self._steps = [], [], []
         for step, value, norm in zip(steps, values, norms, strict=True):
             self.refuse(f"loss of step {step}", value)
             if not self._scales:
                 self.refuse(f"gradients' norm of step {step}", norm)
-        if steps:
-            self._checked = values[-1], norms[-1]
-        return *self._checked, everyone
+        self._checked = values[-1], norms[-1]
+        return self._checked
 
     def refuse(self, what: str, value: float) -> None:
         """Raise `Diverged` where `value`, the same on all ranks, is not finite; `what` names it."""
