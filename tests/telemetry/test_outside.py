@@ -190,12 +190,16 @@ print(len(got))
 """
 
 
-@pytest.mark.parametrize("whole_group", [True, False])
-def test_one_interrupt_is_one_whoever_it_was_sent_to(whole_group: bool, tmp_path: Path) -> None:
-    """To the whole group, as `timeout` sends it, or to the command alone."""
+@pytest.mark.parametrize(("whole_group", "behind"), [(True, False), (True, True), (False, False)])
+def test_one_interrupt_is_one_whoever_it_was_sent_to(whole_group: bool, behind: bool, tmp_path: Path) -> None:
+    """To the whole group, as `timeout` sends it, or to the command alone; started `behind` a shell's `&`, or not."""
     (tmp_path / "train.py").write_text(COUNTS)
     words = [sys.executable, "-m", "terrazzo", "profile", "--out", "seen", "--", sys.executable, "train.py"]
-    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    meant = signal.signal(signal.SIGINT, signal.SIG_IGN if behind else signal.default_int_handler)
+    try:
+        process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, meant)
     while not (tmp_path / "ready").exists():
         time.sleep(0.02)
     (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)

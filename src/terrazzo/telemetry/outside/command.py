@@ -25,8 +25,8 @@ _FROM_PROCESS = 0
 """`si_code` of what somebody sends by `kill`; what a terminal sends, all of its processes get."""
 
 _EVERY_S = 0.5
-_SENTINEL_S = 1.0
-"""For the sentinel to end by a signal that it was sent, too, on a busy machine as well."""
+_SENTINEL_S = 0.5
+"""For the sentinel to end by a signal that it was sent, too."""
 
 
 class Profiled(NamedTuple):
@@ -86,8 +86,13 @@ class _Sentinel:
 
     def _started(self) -> subprocess.Popen[bytes]:
         """It ends with this process, too, whose end of the pipe is its input."""
-        unblock = lambda: signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)  # noqa: E731
-        return subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=unblock)
+        return subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, preexec_fn=self._listen)
+
+    def _listen(self) -> None:
+        """A shell that starts a command behind `&`, or `nohup`, has it ignore signals, and so would the sentinel."""
+        for each in _ASKED:
+            signal.signal(each, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def was_told(self) -> bool:
         """Whether the group has had a signal since the last call."""
