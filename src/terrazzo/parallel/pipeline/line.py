@@ -71,8 +71,11 @@ class Line(Stages):
         return tuple(sorted({stage % self.ranks for stage in stages}))
 
     def runs(self, module: str) -> bool:
-        in_line = any(f"{module}.".startswith(f"{name}.") for name in self.names)
-        return bool(self.chunks_of(module)) if in_line else self.rank == self.ranks - 1
+        return bool(self.chunks_of(module)) if self.has(module) else self.rank == self.ranks - 1
+
+    def has(self, module: str) -> bool:
+        """Whether it is one of the line's, or inside of one."""
+        return any(f"{module}.".startswith(f"{name}.") for name in self.names)
 
     def is_last(self, stage: int) -> bool:
         return stage == len(self.bounds) - 1

@@ -20,7 +20,7 @@ class BuffersBefore:
     """Copies of the buffers that this rank's stages, and what is in no stage, have now."""
 
     def __init__(self, model: nn.Module, line: Line) -> None:
-        self._held = [(module, dict(module._buffers)) for module in _run_here(model, line) if module._buffers]
+        self._held = [(module, dict(module._buffers)) for module in _with_buffers(model, line)]
         each = [buffer for _, held in self._held for buffer in held.values() if buffer is not None]
         self._values: dict[Tensor, Tensor] = {buffer: buffer.detach().clone() for buffer in each}
 
@@ -34,9 +34,8 @@ class BuffersBefore:
             buffer.copy_(values)
 
 
-def _run_here(model: nn.Module, line: Line) -> Iterator[nn.Module]:
-    """All modules but those of the line that other ranks run."""
+def _with_buffers(model: nn.Module, line: Line) -> Iterator[nn.Module]:
+    """All modules that have some, but those of the line that other ranks run. Few: names are looked at for these."""
     for name, module in model.named_modules():
-        in_line = any(f"{name}.".startswith(f"{each}.") for each in line.names)
-        if not in_line or line.runs(name):
+        if module._buffers and (not line.has(name) or line.runs(name)):
             yield module
