@@ -150,8 +150,7 @@ def divided(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] 
 def _reasons(model: nn.Module) -> dict[int, str]:
     """Why a parameter is none of Muon's, by its identity; empty of those that are multiplied with."""
     found: dict[int, str] = {}
-    for place, name, parameter in _held(model):
-        module = model.get_submodule(place)
+    for place, module, name, parameter in _held(model):
         if isinstance(module, _TABLES):
             found[id(parameter)] = TABLE
         elif isinstance(module, _CONVOLUTIONS):
@@ -176,12 +175,12 @@ def _is_product(model: nn.Module, place: str, name: str, parameter: nn.Parameter
     return parameter.ndim == 2 and multiplies
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Each parameter of each module, those of several modules as often, with the module's name and its own in it."""
+def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Each parameter of each module, those of several modules as often: the module with its name, and its own in it."""
     for place, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield place, name, parameter
+                yield place, module, name, parameter
 
 
 def _check(muon: Sequence[str], named: Sequence[Named]) -> None:

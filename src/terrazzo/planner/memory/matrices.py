@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -161,7 +161,7 @@ def _paper_buckets(unit: Any, count: int, placement: Any) -> Iterator[_PaperBuck
     made = [_paper(bucket) for bucket in trained]
     for _ in range(count):
         for one in made:
-            yield _PaperBucket(one.precision, one.optim_axes, one.sharding, one.space, one.members)
+            yield replace(one)
 
 
 def _boxes(bucket: PlannedBucket, tensor: TensorShape) -> tuple[Box, ...]:

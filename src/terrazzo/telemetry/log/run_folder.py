@@ -116,18 +116,18 @@ class RunFolder(NamedTuple):
         """A file of each kind that is written there: without checkpoints and swap files, whose folders have keys."""
         model = ("config.json", "model.safetensors", "merges.txt", "chat_template.jinja")
         return (
-            *(
-                self.metrics,
-                self.config,
-                self.plan,
-                self.page,
-                self.exit_note,
-                self.trace,
-                self.script,
-                note_of(self.hf),
-            ),
+            self.metrics,
+            self.config,
+            self.plan,
+            self.page,
+            self.exit_note,
+            self.trace,
+            self.script,
+            note_of(self.hf),
             self.tensorboard / "events.out.tfevents.0",
-            *(self.flight / "rank-00000.live", self.stall / "stall.txt", self.ranks / "rank-00000.jsonl"),
+            self.flight / "rank-00000.live",
+            self.stall / "stall.txt",
+            self.ranks / "rank-00000.jsonl",
             *(self.hf / name for name in model),
         )
 
