@@ -19,7 +19,9 @@ from terrazzo import cli
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
+from terrazzo.telemetry.shown.bounds import BOUNDS
 from terrazzo.telemetry.shown.tables import tables_of
+from terrazzo.telemetry.steps.step_recorder import CAUSES
 from terrazzo.train.look import look
 from tests.helpers.processes import Pool
 from tests.telemetry.test_steps import trained
@@ -151,6 +153,19 @@ def test_below_five_percent_it_is_compute() -> None:
     assert (found.bound, found.seconds) == ("compute", pytest.approx(0.93))
     assert found.edit == "train.compile=true"
     assert "nothing else takes 5 %" in str(found)
+
+
+def test_what_takes_much_but_unevenly_is_not_said_to_take_nothing() -> None:
+    """Every other record waits for data for 40 % of its time: no steady bound, but a fifth of the whole."""
+    found = of([record(step, input=0.4 if step % 20 else 0.0) for step in range(10, 110, 10)], settings())
+    assert found.bound == "compute"
+    assert "nothing else takes" not in str(found)
+    assert "data takes 20% in the mean" in str(found)
+
+
+def test_all_that_may_bound_a_step_has_a_row_of_words() -> None:
+    assert {*CAUSES, "late_rank", "device", "host"} == set(BOUNDS)
+    assert [name for name, row in BOUNDS.items() if not row.color] == ["device", "host", "late_rank"]
 
 
 def test_an_update_counts_where_the_plan_could_divide_it() -> None:

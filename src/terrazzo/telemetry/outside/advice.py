@@ -5,17 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["advice_for"]
+from terrazzo.telemetry.shown.bounds import BOUNDS
 
-_WORDS = {
-    "late_rank": "A look at its machine (what else runs there, its clock, its drives), and at what the script does on"
-    " this rank alone,",
-    "late_peer": "Batches of equal length, and cores of its own for each rank (OMP_NUM_THREADS, numactl),",
-    "evaluate": "Evaluating less often, or on fewer batches,",
-    "save": "torch.distributed.checkpoint.async_save in the place of torch.save",
-    "exchange": "A smaller group, or one that stays inside a machine,",
-    "update": "fused=True for the optimizer",
-}
+__all__ = ["advice_for"]
 
 
 def advice_for(cause: str, facts: Mapping[str, Any]) -> str:
@@ -39,7 +31,7 @@ def _advice(cause: str, facts: Mapping[str, Any]) -> str:
         return f"{inner} for all but the last backward of several in a step, or larger batches,"
     if cause in ("compute", "device", "host"):
         return _computing(cause, facts)
-    return _WORDS.get(cause, "A look at what the script does there")
+    return BOUNDS[cause].script_edit or "A look at what the script does there"
 
 
 def _reading(facts: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """A run shown by its records.
 
+bounds      what may bound a step, and the words for each
 tables      where the time of a step goes
 edits       the edit that would help against what bounds a step
 verdict     what bounds it, with that edit

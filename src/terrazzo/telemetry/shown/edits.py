@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from terrazzo.telemetry.shown.bounds import BOUNDS
+
 __all__ = ["Admits", "edit_for"]
 
 Admits = Callable[[str], bool]
@@ -13,27 +15,12 @@ Admits = Callable[[str], bool]
 
 Settings = Mapping[str, Any]
 
-_WORDS = {
-    "compute": "More ranks, or faster ones, would shorten it",
-    "gather": "A plan that gathers less, such as zero2 in place of zero3, or larger micro-batches would help",
-    "reduce": "Larger micro-batches, or a plan that reduces once a step, such as zero1, would help",
-    "exchange": "A shorter {axis} axis, or one that stays inside a machine, would help",
-    "late_peer": "Cores of its own for each rank, and batches of equal length, would help",
-    "late_rank": "A look at its machine (what else runs there, its clock, its drives) would help",
-    "tier": "States on the device, as far as they fit, would help",
-    "update": "A plan that divides the optimizer's state, such as zero1, would help",
-    "input": "Batches read in the background, from a local drive, would help",
-    "evaluate": "Evaluating less often would help",
-    "save": "Saving in the background, or less often, would help",
-}
-"""Where no setting is known to help, or where there is no configuration: a loop of one's own."""
-
 
 def edit_for(cause: str, axis: str, settings: Settings | None, admits: Admits) -> str:
     """`section.key=value`, or a sentence where no such setting would help and can be.
 
     Args:
-        cause: of `CAUSES`, or `late_rank` for one rank that all others wait for.
+        cause: of `BOUNDS`.
         axis: of the exchange, if it is one.
         settings: of the run, as in its `config.json`; None for a loop of one's own.
         admits: asked of each edit, the best first.
@@ -41,7 +28,7 @@ def edit_for(cause: str, axis: str, settings: Settings | None, admits: Admits) -
     for edit in _candidates(cause, axis, settings) if settings is not None else ():
         if admits(edit):
             return edit
-    return _WORDS[cause].format(axis=axis)
+    return BOUNDS[cause].edit.format(axis=axis)
 
 
 def _candidates(cause: str, axis: str, settings: Settings) -> list[str]:

@@ -7,26 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from terrazzo.telemetry.shown.bounds import BOUNDS
+
 __all__ = ["PICTURE_STYLE", "step_picture"]
 
 WIDTH, HEIGHT, MARGIN, MOST_BARS = 720, 300, 48, 120
 
-COLORS = {
-    "compute": "#3b7dd8",
-    "gather": "#d9730d",
-    "reduce": "#c9a227",
-    "exchange": "#8f5fbf",
-    "late_peer": "#cf3f3f",
-    "tier": "#5f9ea0",
-    "update": "#4fa36b",
-    "input": "#b35c8f",
-    "evaluate": "#8b8f94",
-    "save": "#5d6b7a",
-    "forward": "#3b7dd8",
-    "backward": "#8f5fbf",
-    "clip": "#c9a227",
-    "other": "#8b8f94",
-}
+COLORS = {name: row.color for name, row in BOUNDS.items() if row.color}
+COLORS |= {"forward": "#3b7dd8", "backward": "#8f5fbf", "clip": "#c9a227", "other": "#8b8f94"}
 """Of causes, and of phases where causes are not known."""
 
 PICTURE_STYLE = "\n".join(f".part-{name} {{ fill: {color}; }}" for name, color in COLORS.items())

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from terrazzo.telemetry.log.records import of_these_ranks, weighted
+from terrazzo.telemetry.shown.bounds import BOUNDS
 from terrazzo.telemetry.shown.edits import Admits, edit_for
 from terrazzo.telemetry.steps.step_recorder import CAUSE_OF
 
@@ -27,15 +28,9 @@ STARVED = 0.8
 """Least share of looks at which a device had nothing to do: it waits for the host."""
 
 _ACTIVATIONS = ("tp", "cp", "ep", "pp")
-_FOR = {"gather": "weights", "reduce": "sums of gradients", "exchange": "activations"}
-
-_TITLES = {
-    "tier": ("offload", "is waiting for updates away from the device"),
-    "update": ("the optimizer", "is its update, which every rank makes of all weights"),
-    "input": ("data", "is waiting for the next batch"),
-    "evaluate": ("evaluation", "goes to it and to samples"),
-    "save": ("saving", "goes to checkpoints"),
-}
+_EXCHANGES = ("gather", "reduce", "exchange")
+_PARTS = ("tier", "update", "input", "evaluate", "save")
+"""Causes that a record has as one number each, without axes and without ranks."""
 
 _BETWEEN = ("evaluate", "save")
 """Between steps: without them also what ranks wait for each other there would take no time."""
@@ -114,19 +109,21 @@ def verdict_of(
         return None
     records = of_these_ranks(records)
     step_s = weighted(records, "step_s")
-    told = "cause_s" in records[-1]
-    causes = _causes(records) if told else _on_the_host(records)
-    clear = [cause for cause in causes if _is_clear(cause, step_s)]
-    clear = [cause for cause in clear if cause.name != "update" or _mends(cause, settings, admits)]
+    knows_causes = "cause_s" in records[-1]
+    causes = _causes(records) if knows_causes else _on_the_host(records)
+    causes = [cause for cause in causes if cause.seconds >= LEAST_SHARE * step_s]
+    causes = [cause for cause in causes if cause.name != "update" or _mends(cause, settings, admits)]
+    clear = [cause for cause in causes if _is_steady(cause)]
+    uneven = [cause for cause in causes if cause not in clear]
     largest = max(clear, key=lambda cause: cause.seconds, default=None)
     if largest is None:
-        largest = _rest(records, step_s, told)
+        largest = _rest(records, step_s, knows_causes)
     return Verdict(
         bound=largest.name,
         name=_title(largest),
         seconds=largest.seconds,
         step_s=step_s,
-        evidence=_evidence(largest, records),
+        evidence=_evidence(largest, records, uneven),
         edit=edit_for("compute" if largest.name in _RESTS else largest.name, largest.axis, settings, admits),
         steps=sum(record["steps"] for record in records),
         axis=largest.axis,
@@ -136,7 +133,7 @@ def verdict_of(
 
 def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
     """All but compute. Exchanges stand apart by axis."""
-    found = [_of(records, name, "phase_s" if name in _BETWEEN else "cause_s", name) for name in _TITLES]
+    found = [_of(records, name, "phase_s" if name in _BETWEEN else "cause_s", name) for name in _PARTS]
     exchanges: dict[tuple[str, str], list[str]] = {}
     for key in sorted({key for record in records for key in record.get("comm", {})}):
         axis, _, kind = key.rpartition(" ")
@@ -154,8 +151,8 @@ def _on_the_host(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
     return [_of(records, name, "phase_s", name) for name in ("input", *_BETWEEN)]
 
 
-def _rest(records: Sequence[Mapping[str, Any]], step_s: float, told: bool) -> _Cause:
-    if told:
+def _rest(records: Sequence[Mapping[str, Any]], step_s: float, knows_causes: bool) -> _Cause:
+    if knows_causes:
         seconds = weighted(records, "cause_s", "compute") + weighted(records, "cause_s", "update")
         return _Cause("compute", seconds, [])
     rest = step_s - sum(cause.seconds for cause in _on_the_host(records))
@@ -202,9 +199,7 @@ def _late_of_ranks(record: Mapping[str, Any]) -> list[float]:
     return [step_s * min(1.0, wait / own) for wait, own in zip(waits, steps, strict=True)]
 
 
-def _is_clear(cause: _Cause, step_s: float) -> bool:
-    if cause.seconds < LEAST_SHARE * step_s:
-        return False
+def _is_steady(cause: _Cause) -> bool:
     if len(cause.each) < ENOUGH or cause.name in _BETWEEN:  # these come every so many records
         return True
     middle = median(cause.each)
@@ -217,30 +212,25 @@ def _mends(cause: _Cause, settings: Mapping[str, Any] | None, admits: Admits) ->
 
 
 def _title(cause: _Cause) -> str:
-    if cause.name in _FOR:
-        return f"exposed communication{f' along {cause.axis}' if cause.axis else ''}"
-    names = {
-        "late_rank": f"rank {cause.rank}",
-        "late_peer": "waiting for late ranks",
-        "device": "the device's queue",
-        "host": "the host",
-    }
-    return names.get(cause.name) or _TITLES.get(cause.name, (cause.name, ""))[0]
+    along = f" along {cause.axis}" if cause.name in _EXCHANGES and cause.axis else ""
+    return BOUNDS[cause.name].title.format(rank=cause.rank) + along
 
 
-def _evidence(cause: _Cause, records: Sequence[Mapping[str, Any]]) -> str:
-    if cause.name in _FOR:
-        return f"is waiting for {_FOR[cause.name]}, all ranks being there"
-    if cause.name in _TITLES:
-        return _TITLES[cause.name][1]
+def _evidence(cause: _Cause, records: Sequence[Mapping[str, Any]], uneven: Sequence[_Cause]) -> str:
+    """What was measured, in words; `uneven` are causes that take their least share in the mean, but vary too much."""
+    words = BOUNDS[cause.name].evidence
     if cause.name == "late_rank":
-        return f"is what the others wait for it{_why(records, cause.rank or 0)}"
-    return {
-        "late_peer": "is waiting while not all are there, and no one rank is always the last",
-        "compute": "is arithmetic, the engine and the loop, and nothing else takes 5 %",
-        "host": "goes by while the device mostly has nothing to do, because the script queues work too slowly",
-        "device": "is neither input nor evaluation nor saving; compute and exchanges are not told apart on CUDA",
-    }[cause.name]
+        return words + _why(records, cause.rank or 0)
+    if cause.name == "compute":
+        return f"{words}, and {_beside(uneven, weighted(records, 'step_s'))}"
+    return words
+
+
+def _beside(uneven: Sequence[_Cause], step_s: float) -> str:
+    if not uneven:
+        return f"nothing else takes {LEAST_SHARE * 100:.0f} %"
+    most = max(uneven, key=lambda cause: cause.seconds)
+    return f"{_title(most)} takes {most.seconds / step_s:.0%} in the mean, and far more in some records than in others"
 
 
 def _why(records: Sequence[Mapping[str, Any]], rank: int) -> str:

@@ -1,0 +1,114 @@
+"""What may bound a step, each in a row of one table: by it a verdict is worded, a picture coloured, advice given."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["BOUNDS", "BoundRow"]
+
+
+class BoundRow(NamedTuple):
+    """A cause of the record of a step, or what a verdict says in place of one.
+
+    Attributes:
+        title: its name in a verdict; `{rank}` is the rank that others wait for.
+        evidence: what was measured, in the words behind the seconds.
+        edit: what would help, where no setting is known to, or there are none; `{axis}` is that of the exchange.
+        script_edit: the same for a script of somebody else's; empty where that depends on what the script uses.
+        color: of its part in a picture; empty for what no record has as a cause.
+    """
+
+    title: str
+    evidence: str
+    edit: str
+    script_edit: str = ""
+    color: str = ""
+
+
+_COMMUNICATION, _FASTER = "exposed communication", "More ranks, or faster ones, would shorten it"
+
+BOUNDS: dict[str, BoundRow] = {
+    "compute": BoundRow(
+        "compute",
+        "is arithmetic, the engine and the loop",
+        _FASTER,
+        color="#3b7dd8",
+    ),
+    "device": BoundRow(
+        "the device's queue",
+        "is neither input nor evaluation nor saving; compute and exchanges are not told apart on CUDA",
+        _FASTER,
+    ),
+    "host": BoundRow(
+        "the host",
+        "goes by while the device mostly has nothing to do, because the script queues work too slowly",
+        _FASTER,
+    ),
+    "gather": BoundRow(
+        _COMMUNICATION,
+        "is waiting for weights, all ranks being there",
+        "A plan that gathers less, such as zero2 in place of zero3, or larger micro-batches would help",
+        color="#d9730d",
+    ),
+    "reduce": BoundRow(
+        _COMMUNICATION,
+        "is waiting for sums of gradients, all ranks being there",
+        "Larger micro-batches, or a plan that reduces once a step, such as zero1, would help",
+        color="#c9a227",
+    ),
+    "exchange": BoundRow(
+        _COMMUNICATION,
+        "is waiting for activations, all ranks being there",
+        "A shorter {axis} axis, or one that stays inside a machine, would help",
+        "A smaller group, or one that stays inside a machine,",
+        "#8f5fbf",
+    ),
+    "late_peer": BoundRow(
+        "waiting for late ranks",
+        "is waiting while not all are there, and no one rank is always the last",
+        "Cores of its own for each rank, and batches of equal length, would help",
+        "Batches of equal length, and cores of its own for each rank (OMP_NUM_THREADS, numactl),",
+        "#cf3f3f",
+    ),
+    "late_rank": BoundRow(
+        "rank {rank}",
+        "is what the others wait for it",
+        "A look at its machine (what else runs there, its clock, its drives) would help",
+        "A look at its machine (what else runs there, its clock, its drives), and at what the script does on this rank"
+        " alone,",
+    ),
+    "tier": BoundRow(
+        "offload",
+        "is waiting for updates away from the device",
+        "States on the device, as far as they fit, would help",
+        color="#5f9ea0",
+    ),
+    "update": BoundRow(
+        "the optimizer",
+        "is its update, which every rank makes of all weights",
+        "A plan that divides the optimizer's state, such as zero1, would help",
+        "fused=True for the optimizer",
+        "#4fa36b",
+    ),
+    "input": BoundRow(
+        "data",
+        "is waiting for the next batch",
+        "Batches read in the background, from a local drive, would help",
+        color="#b35c8f",
+    ),
+    "evaluate": BoundRow(
+        "evaluation",
+        "goes to it and to samples",
+        "Evaluating less often would help",
+        "Evaluating less often, or on fewer batches,",
+        "#8b8f94",
+    ),
+    "save": BoundRow(
+        "saving",
+        "goes to checkpoints",
+        "Saving in the background, or less often, would help",
+        "torch.distributed.checkpoint.async_save in the place of torch.save",
+        "#5d6b7a",
+    ),
+}
+"""In the order in which their parts of a step stand in a picture."""
