@@ -19,7 +19,9 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.links.times import Moments, Times
 from terrazzo.engine.links.traffic import Traffic
+from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry import StepRecorder, lines_of
+from terrazzo.telemetry.log.exit_note import ExitNote, exit_of, leave_exit
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig
 from tests.helpers.processes import Pool
@@ -221,6 +223,8 @@ def test_a_loop_that_goes_on_keeps_the_records_of_its_earlier_steps(tmp_path: Pa
 
     for first_step in (0, 2):
         run_in_threads(2, functools.partial(life, first_step=first_step))
+        assert exit_of(tmp_path) is None, "of a run that goes on, `terrazzo watch` would say that it has ended"
+        leave_exit(tmp_path, ExitNote(STALLED, "rank 1 does nothing"))
     found = [(line["kind"], line["step"]) for line in lines_of(tmp_path / "metrics.jsonl")]
     assert found == [("step", 2), ("begin", 2), ("step", 4), ("step", 6)]
 

@@ -14,6 +14,7 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import timeout_s, together
 from terrazzo.telemetry.flight.folder import BlackBox
+from terrazzo.telemetry.log.exit_note import forget_exit
 from terrazzo.telemetry.log.records import lines_of, steps_of
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.log.sinks import JsonLines, Sink, TensorBoard
@@ -152,7 +153,7 @@ def attach(  # structure: signature fixed by what the records of a run have
 
 def _sinks(path: Path, events: Path | None, first_step: int) -> list[Sink]:
     """Where rank 0 writes to; of which all hear where it cannot."""
-    _try_to_write(path, is_new=first_step == 0)
+    _claim(path, is_new=first_step == 0)
     others = [] if events is None else [TensorBoard(events, first_step)]  # may fail: before a file is open
     lines = JsonLines(path, first_step)
     if first_step:
@@ -160,7 +161,8 @@ def _sinks(path: Path, events: Path | None, first_step: int) -> list[Sink]:
     return [lines, *others]
 
 
-def _try_to_write(path: Path, is_new: bool) -> None:
+def _claim(path: Path, is_new: bool) -> None:
+    """Refuse a file that cannot be written, or holds another run's records; how an earlier start ended is removed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab"):
@@ -170,6 +172,7 @@ def _try_to_write(path: Path, is_new: bool) -> None:
                 f"tz.telemetry.attach found records of an earlier run in '{path}', which it would replace: give it "
                 "another folder, the first_step of a run that goes on, or remove them."
             )
+        forget_exit(path.parent)
     except OSError as error:
         raise BadInput(
             f"tz.telemetry.attach cannot write '{path}' ({error.strerror or error}): give it a folder that rank 0 can"
