@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from terrazzo import cli
 from terrazzo.telemetry import StepRecorder
 from terrazzo.telemetry.flight.recorder import Recorded
-from terrazzo.telemetry.watchdog.standing import LEFT
+from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.train.report import RunReport
 
 __all__: list[str] = []

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 import torch.distributed as dist
 
-from terrazzo.telemetry.watchdog.ward import TOLD
+from terrazzo.telemetry.watchdog.watched_rank import TASK
 from terrazzo.train.launch.telling import REPORT
 from tests.helpers.forkserver import spawning_by_fork
 
@@ -147,7 +147,7 @@ class Popen(subprocess.Popen[Any]):
     """In a program: ranks that Terrazzo's launcher or Lightning's starts are forks, and so is who looks after them."""
 
     def __init__(self, args: Any, *, env: Mapping[str, str] | None = None, **options: Any) -> None:
-        if env is not None and (REPORT in env or TOLD in env or _is_of_lightning(args, env)):
+        if env is not None and (REPORT in env or TASK in env or _is_of_lightning(args, env)):
             words = [word for word in args[1:] if word != "-P"]
             options["preexec_fn"] = functools.partial(_become, words, env, options.get("pass_fds", ()))
             sys.stdout.flush()

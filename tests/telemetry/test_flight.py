@@ -24,7 +24,7 @@ from terrazzo.engine.links.label import Purpose
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import flights_of, save_flight, table_of_units, trace_of
 from terrazzo.telemetry.flight import folder, ring
-from terrazzo.telemetry.flight.ring import CAPACITY, Flight, Ring, Tail, Told, What
+from terrazzo.telemetry.flight.ring import CAPACITY, Event, EventKind, Flight, Ring, Tail
 from terrazzo.telemetry.flight.spans import bars_of
 from terrazzo.telemetry.flight.units import unit_times
 from tests.checkpoint.faults import reap, spawn_child
@@ -97,7 +97,7 @@ def test_losses_are_the_same_to_the_bit_with_and_without(two_processes: Pool, tm
 @pytest.mark.processes
 def test_every_exchange_is_there_and_ranks_have_issued_the_same(flights: list[Flight]) -> None:
     """A step of two micro-batches: three units are gathered for forward and backward, and reduced, each time."""
-    one, other = ([told for told in flight.records if told.event == What.ISSUED] for flight in flights)
+    one, other = ([told for told in flight.records if told.kind == EventKind.ISSUED] for flight in flights)
     tracks = flights[0].table["tracks"]
     assert tracks == flights[1].table["tracks"]
     for mine, theirs in zip(one, other, strict=True):
@@ -108,7 +108,7 @@ def test_every_exchange_is_there_and_ranks_have_issued_the_same(flights: list[Fl
     assert 3 * 3 * 2 < counts[0] <= 2 * 3 * 3 * 2  # what backward begins with is here still
     unit_bytes = (32 * 32 + 128) // 2 * 4  # of the flat space, padded to 128 elements: half of it is sent
     assert {told.value for told in one if tracks[told.track][1] == "reduce_scatter"} == {unit_bytes}
-    steps = [told.ordinal for told in flights[0].records if told.event == What.STEP]
+    steps = [told.ordinal for told in flights[0].records if told.kind == EventKind.STEP]
     assert steps == [1, 2, 3]
     micro = {told.micro for told in one if tracks[told.track][1] == "reduce_scatter"}
     assert micro == {1, 2}
@@ -119,9 +119,9 @@ def test_no_exchange_ends_before_its_last_rank_has_come(flights: list[Flight]) -
     issued: dict[Any, int] = defaultdict(int)
     for flight in flights:
         for told in flight.records:
-            if told.event == What.ISSUED:
+            if told.kind == EventKind.ISSUED:
                 issued[told.track, told.ordinal] = max(issued[told.track, told.ordinal], told.time)
-    done = [told for flight in flights for told in flight.records if told.event == What.DONE]
+    done = [told for flight in flights for told in flight.records if told.kind == EventKind.DONE]
     assert len(done) >= 2 * (3 * 3 * 2 + 3 * 3 * 2)
     for told in done:
         assert issued[told.track, told.ordinal] <= told.time
@@ -197,16 +197,16 @@ def test_the_newest_records_are_kept_and_a_follower_that_was_overtaken_goes_on()
     assert tail.new() == [] and tail.table == {}
     written.describe(TABLE)
     for number in range(1, 4):
-        written.write(What.STEP, 0, (number, 0, 0))
+        written.write(EventKind.STEP, 0, (number, 0, 0))
     assert [told.ordinal for told in tail.new()] == [1, 2, 3]
     assert tail.new() == [] and tail.table == TABLE
     for number in range(4, CAPACITY + 10):
-        written.write(What.STEP, 0, (number, 0, 0))
+        written.write(EventKind.STEP, 0, (number, 0, 0))
     seen = [told.ordinal for told in tail.new()]
     assert len(seen) >= CAPACITY - 1
     assert seen == list(range(CAPACITY + 10 - len(seen), CAPACITY + 10))
     assert [told.ordinal for told in tail.flight().records] == list(range(10, CAPACITY + 10))
-    written.write(What.STEP, 0, (7, 0, 0))
+    written.write(EventKind.STEP, 0, (7, 0, 0))
     assert [told.ordinal for told in tail.new()] == [7]
 
 
@@ -214,7 +214,7 @@ def test_a_record_that_is_torn_is_left_out() -> None:
     written = Ring(Ring.memory())
     written.describe(TABLE)
     for number in range(1, 4):
-        written.write(What.STEP, 0, (number, 0, 0))
+        written.write(EventKind.STEP, 0, (number, 0, 0))
     at = ring._RECORDS_AT + 2 * 64
     written._memory[at + 62 : at + 64] = b"\x07\x07"
     tail = Tail(written.descriptor)
@@ -228,7 +228,7 @@ def test_the_memory_of_a_rank_that_was_killed_is_there(tmp_path: Path) -> None:
     def body() -> None:
         written = Ring(descriptor)
         written.describe(TABLE | {"folder": str(tmp_path)})
-        written.write(What.STEP, 0, (5, 0, 0))
+        written.write(EventKind.STEP, 0, (5, 0, 0))
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert reap(spawn_child(body)) == -signal.SIGKILL
@@ -253,21 +253,21 @@ def flight_of(*records: tuple[Any, ...], **table: Any) -> Flight:
     found = []
     for number, (at, event, track, *rest) in enumerate(records):
         unit, ordinal = (*rest, 0, 0)[:2]
-        found.append(ring.Told(at, number + 1, ordinal, 0, 0, 0, unit, 0, 0, event, track, 0, 0, number + 1))
+        found.append(ring.Event(at, number + 1, ordinal, 0, 0, 0, unit, 0, 0, event, track, 0, 0, number + 1))
     return Flight(TABLE | table, found)
 
 
 def test_a_backward_lasts_until_the_next_one_and_what_has_raised_ends_with_what_is_around_it() -> None:
     flight = flight_of(
-        (10, What.BEGINS, 0, 0),
-        (20, What.BEGINS, 0, 1),  # never ends: its forward raised
-        (30, What.ENDS, 0, 0),
-        (40, What.BEGINS, 1, 2),
-        (50, What.BEGINS, 2, 1),
-        (60, What.ENDS, 0, 1),
-        (70, What.BEGINS, 1, 1),
-        (80, What.PHASE, 3),
-        (90, What.ENDS, 0, 2),  # whose beginning is lost
+        (10, EventKind.BEGINS, 0, 0),
+        (20, EventKind.BEGINS, 0, 1),  # never ends: its forward raised
+        (30, EventKind.ENDS, 0, 0),
+        (40, EventKind.BEGINS, 1, 2),
+        (50, EventKind.BEGINS, 2, 1),
+        (60, EventKind.ENDS, 0, 1),
+        (70, EventKind.BEGINS, 1, 1),
+        (80, EventKind.PHASE, 3),
+        (90, EventKind.ENDS, 0, 2),  # whose beginning is lost
     )
     bars = [(bar.name, bar.start, bar.end) for bar in bars_of(flight) if bar.group == "unit"]
     assert bars == [
@@ -280,9 +280,9 @@ def test_a_backward_lasts_until_the_next_one_and_what_has_raised_ends_with_what_
 
 
 def test_clocks_of_other_machines_are_moved_to_where_steps_end() -> None:
-    own = flight_of(*((100 * step, What.STEP, 0, 0, step) for step in (1, 2, 3)))
+    own = flight_of(*((100 * step, EventKind.STEP, 0, 0, step) for step in (1, 2, 3)))
     apart = 5_000_000
-    other = flight_of(*((100 * step + apart, What.STEP, 0, 0, step) for step in (2, 3, 4)), rank=1, boot="c")
+    other = flight_of(*((100 * step + apart, EventKind.STEP, 0, 0, step) for step in (2, 3, 4)), rank=1, boot="c")
     events = [event for event in trace_of([own, other], 9)["traceEvents"] if event["ph"] == "X"]
     ends = {(event["pid"], event["name"]): event["ts"] + event["dur"] for event in events}
     assert ends[0, "step 3"] == pytest.approx(ends[1, "step 3"])
@@ -294,7 +294,7 @@ def test_a_run_that_has_recorded_nothing_is_said(tmp_path: Path) -> None:
         flights_of(tmp_path)
     (tmp_path / "flight").mkdir()
     ended = tmp_path / "flight" / "rank-00000.ended"
-    whole = flight_of((1, What.STEP, 0, 0, 1)).saved()
+    whole = flight_of((1, EventKind.STEP, 0, 0, 1)).saved()
     ended.write_bytes(whole)
     assert [told.ordinal for told in flights_of(tmp_path)[0].records] == [1]
     ended.write_bytes(whole[:-10])  # a full disk
@@ -309,7 +309,7 @@ def test_a_run_that_has_recorded_nothing_is_said(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_is_read_from_its_memory_and_one_of_another_machine_is_not(tmp_path: Path) -> None:
     written = Ring(Ring.memory())
     written.describe(TABLE)
-    written.write(What.STEP, 0, (5, 0, 0))
+    written.write(EventKind.STEP, 0, (5, 0, 0))
     live = {"pid": os.getpid(), "descriptor": written.descriptor, "boot": folder.boot_id()}
     (tmp_path / "flight").mkdir()
     (tmp_path / "flight" / "rank-00000.live").write_text(json.dumps(live))
@@ -348,19 +348,21 @@ def test_a_unit_has_its_own_time_without_those_inside_of_it_and_waits() -> None:
     """In nanoseconds: a root unit from 0 to 100 in the second step, `one` from 10 to 60, which waits from 20 to 30."""
     label, at = (1, 1, int(Purpose.FORWARD)), itertools.count().__next__
 
-    def told(event: What, time: int, track: int = 0, ordinal: int = 0, since: int = 0, of: Any = (0, 0, 0)) -> Told:
-        return Told(time, at(), ordinal, since, 0, 0, *of, int(event), track, 0, 1, 0)
+    def told(
+        kind: EventKind, time: int, track: int = 0, ordinal: int = 0, since: int = 0, of: Any = (0, 0, 0)
+    ) -> Event:
+        return Event(time, at(), ordinal, since, 0, 0, *of, int(kind), track, 0, 1, 0)
 
     records = [
-        told(What.STEP, 0, ordinal=1),
-        told(What.BEGINS, 0),
-        told(What.BEGINS, 10, of=(1, 0, 0)),
-        told(What.ISSUED, 15, ordinal=1, of=label),
-        told(What.WAITS, 20, ordinal=1),
-        told(What.WAITED, 30, ordinal=1, since=20),
-        told(What.ENDS, 60, of=(1, 0, 0)),
-        told(What.ENDS, 100),
-        told(What.STEP, 200, ordinal=2),
+        told(EventKind.STEP, 0, ordinal=1),
+        told(EventKind.BEGINS, 0),
+        told(EventKind.BEGINS, 10, of=(1, 0, 0)),
+        told(EventKind.ISSUED, 15, ordinal=1, of=label),
+        told(EventKind.WAITS, 20, ordinal=1),
+        told(EventKind.WAITED, 30, ordinal=1, since=20),
+        told(EventKind.ENDS, 60, of=(1, 0, 0)),
+        told(EventKind.ENDS, 100),
+        told(EventKind.STEP, 200, ordinal=2),
     ]
     table = {**TABLE, "tracks": [["dp_shard", "all_gather", False]]}
     root, one = unit_times(Flight(table, records))

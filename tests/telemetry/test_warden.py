@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from terrazzo.exit_codes import FAILED, STALLED
 from terrazzo.telemetry import BlackBox, flights_of
-from terrazzo.telemetry.flight.ring import What
-from terrazzo.telemetry.watchdog import ward
-from terrazzo.telemetry.watchdog.looking import Patience
+from terrazzo.telemetry.flight.ring import EventKind
+from terrazzo.telemetry.watchdog import watched_rank
+from terrazzo.telemetry.watchdog.watchdog import Patience
 from tests.helpers import programs
 from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
@@ -27,13 +27,13 @@ import os, signal, sys, threading, time
 from pathlib import Path
 import torch, torch.distributed as dist
 import terrazzo as tz
-from terrazzo.telemetry.watchdog import ward
+from terrazzo.telemetry.watchdog import watched_rank
 
 how, folder, stall_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 if sys.argv[4:]:
-    ward._machine = lambda: f"machine {rank}"
+    watched_rank._machine = lambda: f"machine {rank}"
 os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error-{rank}.json")
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,7 +53,7 @@ def link(fd):
         return ""
 
 def looked_after():
-    found = [Path(f"/proc/{process.pid}/fd").glob("*") for process in ward._started]
+    found = [Path(f"/proc/{process.pid}/fd").glob("*") for process in watched_rank._started]
     return any(sum("terrazzo-threads" in link(fd) for fd in fds) >= (1 if sys.argv[4:] else 2) for fds in found)
 
 def act():
@@ -92,7 +92,7 @@ def train(folder: Path, how: str, stall_s: float = 0.5) -> list[Done]:
 
 
 def steps_of(folder: Path) -> list[list[int]]:
-    return [[told.ordinal for told in each.records if told.event == What.STEP] for each in flights_of(folder)]
+    return [[told.ordinal for told in each.records if told.kind == EventKind.STEP] for each in flights_of(folder)]
 
 
 def test_a_stopped_rank_is_named_and_all_is_kept_before_the_others_end_with_a_code_of_their_own(tmp_path: Path) -> None:
@@ -156,13 +156,13 @@ def test_ranks_on_several_machines_are_looked_after_by_a_warden_on_each(two_proc
 
 
 def looked_after(apart: bool) -> bool:
-    before, box = ward._machine, BlackBox(dist.get_rank(), 2)
+    before, box = watched_rank._machine, BlackBox(dist.get_rank(), 2)
     if apart:
-        ward._machine = lambda: f"machine {dist.get_rank()}"
+        watched_rank._machine = lambda: f"machine {dist.get_rank()}"
     try:
-        leave = ward.look_after(box, Patience(20, 600))
+        leave = watched_rank.look_after(box, Patience(20, 600))
     finally:
-        ward._machine = before
+        watched_rank._machine = before
     if leave is not None:
         leave()
     box.close()

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from terrazzo.telemetry.watchdog import wardens
-from terrazzo.telemetry.watchdog.looking import Patience
-from terrazzo.telemetry.watchdog.others import Others
+from terrazzo.telemetry.watchdog import warden_links
+from terrazzo.telemetry.watchdog.other_machines import OtherMachines
+from terrazzo.telemetry.watchdog.rank_progress import RankProgress
 from terrazzo.telemetry.watchdog.stall import Stall
-from terrazzo.telemetry.watchdog.standing import Standing
-from terrazzo.telemetry.watchdog.wardens import RunMachine, Wardens
+from terrazzo.telemetry.watchdog.warden_links import RunMachine, WardenLinks
+from terrazzo.telemetry.watchdog.watchdog import Patience
 from tests.telemetry.test_watchdog import Ranks
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wardens, "_EVERY_S", 0.02)
-    monkeypatch.setattr(wardens, "SILENT_S", 0.3)
+    monkeypatch.setattr(warden_links, "_EVERY_S", 0.02)
+    monkeypatch.setattr(warden_links, "SILENT_S", 0.3)
 
 
 class WardenUnderTest:
@@ -31,21 +31,21 @@ class WardenUnderTest:
 
     def __init__(self, number: int, ears: list[socket.socket], ranks: Ranks) -> None:
         places = [RunMachine("ab"[each], "127.0.0.1", ears[each].getsockname()[1], [each]) for each in range(2)]
-        self.number, self.wardens = number, Wardens(places, number, "key", ears[number])
-        self.others, self.standing = Others(self.wardens, Patience(0.5, 600)), Standing()
-        self.standing.take(ranks.tails[number].table, ranks.tails[number].flight().records)
-        self.standings = {0: Standing(), 1: Standing(), number: self.standing}
+        self.number, self.links = number, WardenLinks(places, number, "key", ears[number])
+        self.others, self.progress = OtherMachines(self.links, Patience(0.5, 600)), RankProgress()
+        self.progress.take(ranks.tails[number].table, ranks.tails[number].flight().records)
+        self.progress_of = {0: RankProgress(), 1: RankProgress(), number: self.progress}
 
     def message(self) -> dict[str, Any]:
         facts = {"state": "S", "traced": False, "drive": False, "used": 1.5, "left": False, "table": {}}
-        told = facts | {"newest": self.standing.newest, "standing": self.standing.told()}
-        return {"ranks": {self.number: told}}
+        facts = facts | {"newest": self.progress.newest, "progress": self.progress.to_json()}
+        return {"ranks": {self.number: facts}}
 
     def look(self) -> Stall | None:
-        self.others.tell(self.message())
-        if (told := self.others.hear(self.standings)) is not None:
-            return told
-        return self.others.cut_off({self.number: self.standing}) if self.others.silent(print) else None
+        self.others.send(self.message())
+        if (facts := self.others.take_reports(self.progress_of)) is not None:
+            return facts
+        return self.others.cut_off({self.number: self.progress}) if self.others.any_silent(print) else None
 
 
 @pytest.fixture
@@ -56,12 +56,12 @@ def machines(quick: None) -> Iterator[list[WardenUnderTest]]:
     ranks.wait(1)
     made = [WardenUnderTest(number, ears, ranks) for number in range(2)]
     deadline = time.monotonic() + 20
-    while [each for each in made if each.look() or each.wardens.heard(1 - each.number) is None]:
+    while [each for each in made if each.look() or each.links.report_of(1 - each.number) is None]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     yield made
     for each in made:
-        each.wardens.leave({}, "ended")
+        each.links.leave({}, "ended")
     ranks.close()
 
 
@@ -75,12 +75,12 @@ def found(machine: WardenUnderTest) -> Stall:
 
 def test_where_ranks_stand_arrives_as_it_was_told(machines: list[WardenUnderTest]) -> None:
     one, other = machines
-    one.others.hear(one.standings)
-    there = one.standings[1]
+    one.others.take_reports(one.progress_of)
+    there = one.progress_of[1]
     (key,) = there.waits
-    assert there.words(key) == other.standing.words(key)
+    assert there.words(key) == other.progress.words(key)
     assert (there.phase, there.steps, there.step, there.has_come_to(key)) == ("backward", 1, 811, True)
-    assert abs(there.newest - other.standing.newest) < 1e9
+    assert abs(there.newest - other.progress.newest) < 1e9
     assert one.others.system.state(one.others.system.pid(1)) == "S"
     assert one.others.system.processor_s(one.others.system.pid(1)) == 1.5
 
@@ -88,7 +88,7 @@ def test_where_ranks_stand_arrives_as_it_was_told(machines: list[WardenUnderTest
 def test_a_machine_that_is_not_heard_and_is_waited_for_is_cut_off(machines: list[WardenUnderTest]) -> None:
     """Its warden goes without a word, as where the power or the network fails."""
     one, other = machines
-    other.wardens._message = ""
+    other.links._message = ""
     stall = found(one)
     assert (stall.cause, list(stall.ranks), stall.is_final) == ("partition", [1], True)
     assert re.match(
@@ -106,11 +106,11 @@ def test_what_one_warden_has_found_ends_the_ranks_of_all(machines: list[WardenUn
 
 def test_strangers_are_not_listened_to(machines: list[WardenUnderTest]) -> None:
     one, _ = machines
-    told = json.dumps(
+    facts = json.dumps(
         {"machine": 1, "now": 0, "message": {"ranks": {}, "leaves": "stall", "stall": ["lost", [], "no"]}}
     )
-    with socket.create_connection(one.wardens._ears.getsockname()) as stranger:
-        stranger.sendall(f"other\n{told}\n".encode())
+    with socket.create_connection(one.links._ears.getsockname()) as stranger:
+        stranger.sendall(f"other\n{facts}\n".encode())
         assert stranger.recv(1) == b"", "it is hung up on"
     assert one.look() is None
 
@@ -141,13 +141,13 @@ def test_a_machine_that_was_reached_and_never_heard_is_cut_off_where_its_kernel_
     gone.close()
     ranks.step()
     ranks.wait(0)
-    standing = Standing()
-    standing.take(ranks.tails[0].table, ranks.tails[0].flight().records)
-    others = Others(Wardens(places, 0, "key", ears, reached), Patience(0.5, 600))
+    progress = RankProgress()
+    progress.take(ranks.tails[0].table, ranks.tails[0].flight().records)
+    others = OtherMachines(WardenLinks(places, 0, "key", ears, reached), Patience(0.5, 600))
     deadline, found = time.monotonic() + (20 if cut else 1.0), None
     while found is None and time.monotonic() < deadline:
-        assert others.silent(print)
-        found = others.cut_off({0: standing})
+        assert others.any_silent(print)
+        found = others.cut_off({0: progress})
         time.sleep(0.02)
     assert (found is not None) is cut
     if found is not None:
@@ -161,6 +161,6 @@ def test_who_listens_is_reached_and_nobody_behind_one_who_does_not() -> None:
     ports = [each.getsockname()[1] for each in (there, gone)]
     gone.close()
     places = [RunMachine(host, "127.0.0.1", port, []) for host, port in zip("abc", (1, *ports), strict=True)]
-    assert list(wardens.reached_of(places, 0)) == [1]
-    assert list(wardens.reached_of([places[0], places[2], places[1]], 0)) == []
+    assert list(warden_links.reached_of(places, 0)) == [1]
+    assert list(warden_links.reached_of([places[0], places[2], places[1]], 0)) == []
     there.close()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from terrazzo import cli
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput
-from terrazzo.telemetry import BlackBox, Whereabouts, has_ended, rows_of, screen_of
+from terrazzo.telemetry import BlackBox, LiveRanks, has_ended, rows_of, screen_of
 from tests.telemetry.test_verdict import record, settings, write_run
 
 
@@ -119,7 +119,7 @@ def test_a_pipe_gets_each_row_once_until_the_run_ends(tmp_path: Path) -> None:
 
 
 def test_where_ranks_are_now_is_read_from_what_they_record(tmp_path: Path) -> None:
-    ranks = Whereabouts(tmp_path)
+    ranks = LiveRanks(tmp_path)
     assert ranks.lines() == []
     box = BlackBox(1, 2)
     box.recorder.tell(folder=str(tmp_path), units=["", "blocks.1"])

@@ -17,11 +17,11 @@ from terrazzo.engine.links.label import Label, Purpose
 from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry import flights_of
 from terrazzo.telemetry.flight.recorder import Recorded
-from terrazzo.telemetry.flight.ring import Ring, Tail, What
-from terrazzo.telemetry.watchdog.causes import CAUSES, Cause
-from terrazzo.telemetry.watchdog.looking import Patience, System, Watchdog
+from terrazzo.telemetry.flight.ring import EventKind, Ring, Tail
+from terrazzo.telemetry.watchdog.rank_progress import LEFT, RankProgress
 from terrazzo.telemetry.watchdog.stall import Fact, Stall, find_stall
-from terrazzo.telemetry.watchdog.standing import LEFT, Standing
+from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause
+from terrazzo.telemetry.watchdog.watchdog import Patience, System, Watchdog
 from tests.helpers import programs
 from tests.helpers.cover import mostly_long
 
@@ -60,11 +60,11 @@ class Ranks:
         self.ranks[rank].waits(self.ask(rank, kind, ordinal, axis, **of), ordinal)
 
     def stall(self, facts: Mapping[int, Fact] | None = None, later_s: float = 21.0) -> Stall:
-        standings = {rank: Standing() for rank in range(len(self.ranks))}
+        progress_of = {rank: RankProgress() for rank in range(len(self.ranks))}
         for rank, tail in enumerate(self.tails):
-            standings[rank].take(tail.table, tail.flight().records)
-        all_facts = {rank: Fact("S", False) for rank in standings} | dict(facts or {})
-        return find_stall(standings, all_facts, time.monotonic_ns() + int(later_s * S))
+            progress_of[rank].take(tail.table, tail.flight().records)
+        all_facts = {rank: Fact("S", False) for rank in progress_of} | dict(facts or {})
+        return find_stall(progress_of, all_facts, time.monotonic_ns() + int(later_s * S))
 
 
 @pytest.fixture
@@ -119,12 +119,12 @@ def test_a_wait_whose_end_was_written_over_is_forgotten(ranks: Ranks) -> None:
     ranks.ranks[0].waited(0, 90, 0.0)
     ranks.wait(0, ordinal=91)
     records = ranks.tails[0].flight().records
-    ended = next(index for index, told in enumerate(records) if told.event == What.WAITED)
-    standing = Standing()
-    standing.take(ranks.tails[0].table, records[:ended])
-    assert [key[-1] for key in standing.waits] == [90]
-    standing.take(ranks.tails[0].table, records[ended + 1 :])
-    assert [key[-1] for key in standing.waits] == [91]
+    ended = next(index for index, told in enumerate(records) if told.kind == EventKind.WAITED)
+    progress = RankProgress()
+    progress.take(ranks.tails[0].table, records[:ended])
+    assert [key[-1] for key in progress.waits] == [90]
+    progress.take(ranks.tails[0].table, records[ended + 1 :])
+    assert [key[-1] for key in progress.waits] == [91]
 
 
 def test_while_one_is_at_work_others_that_do_nothing_are_not_blamed(ranks: Ranks) -> None:
@@ -278,8 +278,8 @@ def test_a_phase_that_has_taken_long_before_may_do_so_again(watched: Watched) ->
     watched.dog.look()
     watched.world.at += S
     watched.dog.look()
-    for standing in watched.dog.standings.values():
-        standing.slowest["backward"] = 10 * S
+    for progress in watched.dog.progress_of.values():
+        progress.slowest["backward"] = 10 * S
     assert watched.watch(48) is None
     assert watched.watch(4) is not None
 
@@ -417,10 +417,10 @@ def test_all_that_are_stopped_together_one_that_was_stopped_once_and_a_clean_run
 
 def test_every_cause_is_a_row_of_the_guides_table() -> None:
     guide = (Path(__file__).parents[2] / "docs/guides/slow-runs.md").read_text()
-    assert set(CAUSES) == set(get_args(Cause))
-    for row in CAUSES.values():
-        assert f"| {row.says} | {row.because} | {row.does} |\n" in guide, row.says
-        assert row.ends is ("ends" in row.does), row.says
+    assert set(STALL_CAUSES) == set(get_args(StallCause))
+    for key, row in STALL_CAUSES.items():
+        assert f"| `{key}` | {row.of(1)} | {row.because} | {row.does} |\n" in guide, key
+        assert row.ends is ("ends" in row.does), key
 
 
 # -- real ranks ----------------------------------------------------------------------------------------------------
@@ -479,8 +479,8 @@ run_rank(rank, work)
 LAUNCH = """
 import sys
 from terrazzo.train.launch.starting import launch_ranks
-from terrazzo.telemetry.watchdog.causes import CAUSES, Cause
-from terrazzo.telemetry.watchdog.looking import Patience
+from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause
+from terrazzo.telemetry.watchdog.watchdog import Patience
 sys.exit(launch_ranks(2, sys.argv[1:], patience=Patience(1.0, 60.0)))
 """
 
@@ -550,5 +550,5 @@ def test_a_killed_rank_leaves_its_records(tmp_path: Path) -> None:
     done, _ = launch(tmp_path, "killed")
     assert done.returncode == 1
     assert re.search(r"Rank 1 was ended by SIGKILL .*, in phase forward of step 3; the other", done.stderr), done.stderr
-    steps = [[told.ordinal for told in flight.records if told.event == 9] for flight in flights_of(tmp_path)]
+    steps = [[told.ordinal for told in flight.records if told.kind == 9] for flight in flights_of(tmp_path)]
     assert steps == [[1, 2], [1, 2]]

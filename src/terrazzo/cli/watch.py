@@ -12,7 +12,7 @@ import typer
 from terrazzo.cli.shared.arguments import Run
 
 if TYPE_CHECKING:
-    from terrazzo.telemetry import Whereabouts
+    from terrazzo.telemetry import LiveRanks
 
 __all__ = ["watch"]
 
@@ -32,12 +32,12 @@ def watch(
     """
     from rich.console import Console
 
-    from terrazzo.telemetry import Whereabouts
+    from terrazzo.telemetry import LiveRanks
 
     console = Console(highlight=False)
     try:
         if once:
-            console.print(_shown(run, _read(run), console.width, Whereabouts(run)), soft_wrap=True)
+            console.print(_shown(run, _read(run), console.width, LiveRanks(run)), soft_wrap=True)
         elif console.is_terminal:
             _on_screen(run)
         else:
@@ -50,9 +50,9 @@ def _on_screen(run: Path) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from terrazzo.telemetry import Whereabouts, has_ended
+    from terrazzo.telemetry import LiveRanks, has_ended
 
-    console, stamp, ranks = Console(highlight=False), None, Whereabouts(run)
+    console, stamp, ranks = Console(highlight=False), None, LiveRanks(run)
     lines: Sequence[Mapping[str, Any]] = []
     with Live(console=console, auto_refresh=False) as live:
         while not (has_ended(lines) or _failed(run, lines)):
@@ -113,12 +113,12 @@ def _read(run: Path, waits: bool = False) -> Sequence[Mapping[str, Any]]:
         raise
 
 
-def _waiting(ranks: Whereabouts) -> str:
+def _waiting(ranks: LiveRanks) -> str:
     return "\n".join(["waiting for the first log step", *ranks.lines()])
 
 
 def _shown(
-    run: Path, lines: Sequence[Mapping[str, Any]], width: int, ranks: Whereabouts, verdict: str | None = None
+    run: Path, lines: Sequence[Mapping[str, Any]], width: int, ranks: LiveRanks, verdict: str | None = None
 ) -> Any:
     from rich.text import Text
 

@@ -31,13 +31,14 @@ from terrazzo.telemetry.shown.verdict import Verdict, verdict_of
 from terrazzo.telemetry.steps.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
 from terrazzo.telemetry.steps.metrics import StepMetrics, Stopwatch
 from terrazzo.telemetry.steps.step_recorder import StepRecorder
-from terrazzo.telemetry.watchdog.whereabouts import Whereabouts
+from terrazzo.telemetry.watchdog.live_ranks import LiveRanks
 
 __all__ = [
     "VERDICT",
     "BlackBox",
     "Console",
     "JsonLines",
+    "LiveRanks",
     "PeakMemory",
     "ReportPage",
     "Sink",
@@ -49,7 +50,6 @@ __all__ = [
     "Telemetry",
     "TensorBoard",
     "Verdict",
-    "Whereabouts",
     "advice_for",
     "allowed_bytes",
     "attach",

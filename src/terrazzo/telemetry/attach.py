@@ -20,8 +20,8 @@ from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.log.sinks import JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.shown.verdict import Verdict, verdict_of
 from terrazzo.telemetry.steps.step_recorder import StepRecorder
-from terrazzo.telemetry.watchdog.looking import Patience
-from terrazzo.telemetry.watchdog.ward import look_after
+from terrazzo.telemetry.watchdog.watchdog import Patience
+from terrazzo.telemetry.watchdog.watched_rank import look_after
 
 __all__ = ["Telemetry", "attach"]
 

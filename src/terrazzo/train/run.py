@@ -17,10 +17,10 @@ from terrazzo.exchange import on_first, together
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import Console
 from terrazzo.telemetry.log.exit_note import forget_exit, leave_exit
-from terrazzo.telemetry.watchdog.looking import Patience
+from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.telemetry.watchdog.recording import black_box
-from terrazzo.telemetry.watchdog.standing import LEFT
-from terrazzo.telemetry.watchdog.ward import look_after
+from terrazzo.telemetry.watchdog.watchdog import Patience
+from terrazzo.telemetry.watchdog.watched_rank import look_after
 from terrazzo.train.checkpoints.local import local_checkpoints, noted_run
 from terrazzo.train.launch.again import Again, Saved, Start, refuse_restarts, told_of_restart
 from terrazzo.train.launch.failure import announce_claim, announce_ready, run_rank

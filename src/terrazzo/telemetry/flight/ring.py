@@ -24,7 +24,19 @@ import numpy as np
 from terrazzo.engine.links.label import Purpose
 from terrazzo.errors import BadInput
 
-__all__ = ["CAPACITY", "FIELDS", "LAST", "Flight", "Ring", "Tail", "Told", "What", "now_ns", "pack", "read_flight"]
+__all__ = [
+    "CAPACITY",
+    "FIELDS",
+    "LAST",
+    "Event",
+    "EventKind",
+    "Flight",
+    "Ring",
+    "Tail",
+    "now_ns",
+    "pack",
+    "read_flight",
+]
 
 CAPACITY = 1 << 15
 """Records: 2 MiB, a few steps of a large model and many of a small one."""
@@ -46,14 +58,14 @@ pack, now_ns = _RECORD.pack_into, time.monotonic_ns
 _DTYPE = np.dtype(
     [
         *[(name, "<u8") for name in ("time", "sequence", "ordinal", "since", "value", "live")],
-        *[("unit", "<u4"), ("number", "<u4"), ("purpose", "u1"), ("event", "u1"), ("track", "u1"), ("spare", "u1")],
+        *[("unit", "<u4"), ("number", "<u4"), ("purpose", "u1"), ("kind", "u1"), ("track", "u1"), ("spare", "u1")],
         *[("micro", "<u2"), ("check", "<u2")],
     ]
 )
 
 
-class What(IntEnum):
-    """What a record is of."""
+class EventKind(IntEnum):
+    """What an event is, and so what its numbers mean."""
 
     ISSUED = 1
     DONE = 2
@@ -66,11 +78,11 @@ class What(IntEnum):
     STEP = 9
 
 
-ISSUED, DONE, WAITS, WAITED, PHASE, BEGINS, ENDS, MOVED, STEP = map(int, What)
+ISSUED, DONE, WAITS, WAITED, PHASE, BEGINS, ENDS, MOVED, STEP = map(int, EventKind)
 """The same as plain numbers, which are packed and compared sooner."""
 
 
-class Told(NamedTuple):
+class Event(NamedTuple):
     """One event of a rank. Times are nanoseconds of CLOCK_MONOTONIC, which ranks of a machine share.
 
     Attributes:
@@ -83,7 +95,7 @@ class Told(NamedTuple):
         unit: of what is exchanged, or of what runs.
         number: of the forward or backward that an exchange is for.
         purpose: of an exchange, as in its `Label`.
-        event: a `What`.
+        kind: an `EventKind`.
         track: of an exchange; of all other records a name, as in the table.
         micro: forwards so far in this step.
     """
@@ -97,7 +109,7 @@ class Told(NamedTuple):
     unit: int
     number: int
     purpose: int
-    event: int
+    kind: int
     track: int
     spare: int
     micro: int
@@ -147,7 +159,7 @@ class Ring:
 
     def write(
         self,
-        event: int,
+        kind: int,
         track: int,
         numbers: tuple[int, int, int] = (0, 0, 0),
         live: int = 0,
@@ -160,14 +172,14 @@ class Ring:
             of: its `unit`, `number` and `purpose`.
         """
         n = self.next()
-        pack(self.records, (n & LAST) * 64, now_ns(), n, *numbers, live, *of, event, track, 0, self.micro, n & 0xFFFF)
+        pack(self.records, (n & LAST) * 64, now_ns(), n, *numbers, live, *of, kind, track, 0, self.micro, n & 0xFFFF)
 
 
 class Flight(NamedTuple):
     """What one rank has recorded: its table, and its records, oldest first."""
 
     table: Mapping[str, Any]
-    records: list[Told]
+    records: list[Event]
 
     def saved(self) -> bytes:
         """As `read_flight` reads it."""
@@ -199,9 +211,9 @@ class Tail:
                 continue
         return {}
 
-    def new(self) -> list[Told]:
+    def new(self) -> list[Event]:
         """Those since the last call, as far as they are still there, oldest first."""
-        found: list[Told] = []
+        found: list[Event] = []
         while batch := self._run(self._seen + 1):
             found += batch
             self._seen = batch[-1].sequence
@@ -214,7 +226,7 @@ class Tail:
         """All of it."""
         return Flight(self.table, _whole(self._memory[_RECORDS_AT:]))
 
-    def _run(self, first: int) -> list[Told]:
+    def _run(self, first: int) -> list[Event]:
         """Records from that number on that stand one behind the other, as far as they are whole; not all, as a rule."""
         place = first % CAPACITY
         start, count = _RECORDS_AT + place * 64, min(_BATCH, CAPACITY - place)
@@ -222,11 +234,11 @@ class Tail:
         for sequence, values in enumerate(_RECORD.iter_unpack(self._memory[start : start + count * 64]), first):
             if values[1] != sequence or values[-1] != sequence & 0xFFFF:
                 break
-            found.append(Told._make(values))
+            found.append(Event._make(values))
         return found
 
-    def _at(self, sequence: int) -> Told:
-        found = Told._make(_RECORD.unpack_from(self._memory, _RECORDS_AT + sequence % CAPACITY * 64))
+    def _at(self, sequence: int) -> Event:
+        found = Event._make(_RECORD.unpack_from(self._memory, _RECORDS_AT + sequence % CAPACITY * 64))
         return found if found.check == found.sequence & 0xFFFF else found._replace(sequence=0)
 
 
@@ -253,9 +265,9 @@ def read_flight(path: Path) -> Flight:
         raise BadInput(f"'{path}' is damaged, or not a flight record of this version of Terrazzo: remove it.")
 
 
-def _whole(data: bytes) -> list[Told]:
+def _whole(data: bytes) -> list[Event]:
     """Records that are not torn, oldest first."""
     rows = np.frombuffer(data[: len(data) // _RECORD.size * _RECORD.size], _DTYPE)
     rows = rows[rows["purpose"] <= max(Purpose)]
     rows = rows[(rows["sequence"] > 0) & (rows["sequence"] & 0xFFFF == rows["check"])]
-    return [Told._make(row) for row in rows[np.argsort(rows["sequence"])].tolist()]
+    return [Event._make(row) for row in rows[np.argsort(rows["sequence"])].tolist()]

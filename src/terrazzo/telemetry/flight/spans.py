@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from terrazzo.engine.links.label import Purpose
-from terrazzo.telemetry.flight.ring import Flight, Told, What
+from terrazzo.telemetry.flight.ring import Event, EventKind, Flight
 
 __all__ = ["GROUPS", "Bar", "Names", "bars_of"]
 
@@ -33,9 +33,9 @@ class Names:
     def __init__(self, table: Mapping[str, Any]) -> None:
         self._table = table
 
-    def name(self, told: Told) -> str:
+    def name(self, event: Event) -> str:
         """Of a record that is of no exchange."""
-        return self._of("names", told.track)
+        return self._of("names", event.track)
 
     def unit(self, index: int) -> str:
         return (self._of("units", index) or "the root unit") if index < len(self._table["units"]) else f"unit {index}"
@@ -50,9 +50,9 @@ class Names:
         groups = self._table["groups"]
         return list(groups.get(self.track(track)[0], groups[""]))
 
-    def moved(self, told: Told) -> str | None:
+    def moved(self, event: Event) -> str | None:
         """The unit that an exchange moves."""
-        return None if told.purpose in _AROUND else self.unit(told.unit)
+        return None if event.purpose in _AROUND else self.unit(event.unit)
 
     def _of(self, field: str, number: int) -> str:
         names = self._table[field]
@@ -62,10 +62,10 @@ class Names:
 def bars_of(flight: Flight) -> list[Bar]:
     """All bars of one rank, in the order of their ends. What has not ended yet lasts until the newest record."""
     found = _Bars(Names(flight.table))
-    for told in flight.records:
-        found.take(told)
+    for event in flight.records:
+        found.take(event)
     if flight.records:
-        found.close(max(told.time for told in flight.records))
+        found.close(max(event.time for event in flight.records))
     return found.bars
 
 
@@ -73,86 +73,86 @@ class _Bars:
     def __init__(self, names: Names) -> None:
         self._names, self.bars = names, list[Bar]()
         self._step: int | None = None
-        self._phase: Told | None = None
-        self._units: list[Told] = []
-        self._issued: dict[tuple[int, int], Told] = {}
-        self._waits: dict[tuple[int, int], Told] = {}
+        self._phase: Event | None = None
+        self._units: list[Event] = []
+        self._issued: dict[tuple[int, int], Event] = {}
+        self._waits: dict[tuple[int, int], Event] = {}
 
-    def take(self, told: Told) -> None:
-        key = (told.track, told.ordinal)
+    def take(self, event: Event) -> None:
+        key = (event.track, event.ordinal)
         if self._step is None:
-            self._step = told.time
-        if told.event == What.ISSUED:
-            self._issued[key] = told
-        elif told.event == What.DONE:
-            self._exchange(told, self._issued.get(key))
-        elif told.event == What.WAITS:
-            self._waits[key] = told
-        elif told.event == What.WAITED:
+            self._step = event.time
+        if event.kind == EventKind.ISSUED:
+            self._issued[key] = event
+        elif event.kind == EventKind.DONE:
+            self._exchange(event, self._issued.get(key))
+        elif event.kind == EventKind.WAITS:
+            self._waits[key] = event
+        elif event.kind == EventKind.WAITED:
             self._waits.pop(key, None)
-            self._wait(told, told.since, told.time)
-        elif told.event == What.PHASE:
-            self._turn(told)
-        elif told.event == What.BEGINS:
-            self._begin(told)
-        elif told.event == What.ENDS:
-            self._end(told)
-        elif told.event == What.MOVED:
-            self._add("tier", self._names.name(told), told.since, told.time, bytes=told.value)
-        elif told.event == What.STEP:
-            self._end_units(told.time)
-            self._add("step", f"step {told.ordinal}", self._step, told.time, step=told.ordinal, resident=told.value)
-            self._step = told.time
+            self._wait(event, event.since, event.time)
+        elif event.kind == EventKind.PHASE:
+            self._turn(event)
+        elif event.kind == EventKind.BEGINS:
+            self._begin(event)
+        elif event.kind == EventKind.ENDS:
+            self._end(event)
+        elif event.kind == EventKind.MOVED:
+            self._add("tier", self._names.name(event), event.since, event.time, bytes=event.value)
+        elif event.kind == EventKind.STEP:
+            self._end_units(event.time)
+            self._add("step", f"step {event.ordinal}", self._step, event.time, step=event.ordinal, resident=event.value)
+            self._step = event.time
 
     def close(self, now: int) -> None:
         """Nothing follows."""
         self._end_units(now)
-        for told in self._waits.values():
-            self._wait(told, told.time, now, unfinished=True)
+        for event in self._waits.values():
+            self._wait(event, event.time, now, unfinished=True)
         if self._phase is not None:
             self._add("phase", self._names.name(self._phase), self._phase.time, now)
 
-    def _exchange(self, told: Told, issued: Told | None) -> None:
-        axis, kind, activations = self._names.track(told.track)
-        more: dict[str, Any] = {"axis": axis, "n": told.ordinal}
-        if told.value:
-            more["all_there_after_us"] = max(0, told.value - told.since) / 1e3
+    def _exchange(self, event: Event, issued: Event | None) -> None:
+        axis, kind, activations = self._names.track(event.track)
+        more: dict[str, Any] = {"axis": axis, "n": event.ordinal}
+        if event.value:
+            more["all_there_after_us"] = max(0, event.value - event.since) / 1e3
         if issued is not None:
             more |= {"sent_bytes": issued.value, "issued": issued.time}
             if (unit := self._names.moved(issued)) is not None and not activations:
                 more |= {"unit": unit, "purpose": Purpose(issued.purpose).name.lower()}
-        self._add("exchange", f"{axis} {kind}".strip(), told.since, told.time, **more)
+        self._add("exchange", f"{axis} {kind}".strip(), event.since, event.time, **more)
 
-    def _wait(self, told: Told, start: int, end: int, **more: Any) -> None:
-        axis, kind, _ = self._names.track(told.track)
+    def _wait(self, event: Event, start: int, end: int, **more: Any) -> None:
+        axis, kind, _ = self._names.track(event.track)
         name = "an update" if kind == "update" else f"{axis} {kind}".strip()
-        issued = self._issued.get((told.track, told.ordinal))
+        issued = self._issued.get((event.track, event.ordinal))
         if issued is not None and (unit := self._names.moved(issued)) is not None:
             more |= {"unit": unit, "kind": kind}
-        self._add("wait", f"wait for {name}", start, end, n=told.ordinal, **more)
+        self._add("wait", f"wait for {name}", start, end, n=event.ordinal, **more)
 
-    def _turn(self, told: Told) -> None:
-        self._end_units(told.time)
+    def _turn(self, event: Event) -> None:
+        self._end_units(event.time)
         if self._phase is not None:
-            self._add("phase", self._names.name(self._phase), self._phase.time, told.time)
-        self._phase = told
+            self._add("phase", self._names.name(self._phase), self._phase.time, event.time)
+        self._phase = event
 
-    def _begin(self, told: Told) -> None:
+    def _begin(self, event: Event) -> None:
         if self._units and self._names.name(self._units[-1]) == "backward":
-            self._end_units(told.time)  # the next one begins
-        self._units.append(told)
+            self._end_units(event.time)  # the next one begins
+        self._units.append(event)
 
-    def _end(self, told: Told) -> None:
+    def _end(self, event: Event) -> None:
         """Those inside of it that have raised end with it; of one that is not known nothing is."""
-        if told.unit in [each.unit for each in self._units]:
-            while self._close_unit(told.time).unit != told.unit:
+        if event.unit in [each.unit for each in self._units]:
+            while self._close_unit(event.time).unit != event.unit:
                 pass
 
     def _end_units(self, now: int) -> None:
         while self._units:
             self._close_unit(now)
 
-    def _close_unit(self, now: int) -> Told:
+    def _close_unit(self, now: int) -> Event:
         begun = self._units.pop()
         doing = self._names.name(begun)
         more = {"doing": doing, "micro_batch": begun.micro, "unit": self._names.unit(begun.unit)}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from terrazzo.telemetry.flight.ring import Flight, What
+from terrazzo.telemetry.flight.ring import EventKind, Flight
 from terrazzo.telemetry.flight.spans import GROUPS, Bar, bars_of
 
 __all__ = ["trace_of"]
@@ -56,7 +56,9 @@ def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
 
 def _clocks(flights: Sequence[Flight]) -> list[int]:
     """What is added to the times of each rank."""
-    ends = [{told.ordinal: told.time for told in flight.records if told.event == What.STEP} for flight in flights]
+    ends = [
+        {event.ordinal: event.time for event in flight.records if event.kind == EventKind.STEP} for flight in flights
+    ]
     found = []
     for flight, own in zip(flights, ends, strict=True):
         shared = own.keys() & ends[0].keys()
@@ -108,15 +110,15 @@ def _apart(bars: Iterable[Bar]) -> list[list[Bar]]:
 def _counters(flight: Flight, first: int, shift: int) -> Iterator[dict[str, Any]]:
     """Bytes of transient memory wherever they change, and resident ones at the end of steps."""
     before = -1
-    for told in flight.records:
-        if told.time < first:
+    for event in flight.records:
+        if event.time < first:
             continue
-        at = {"ph": "C", "pid": flight.table["rank"], "ts": (told.time + shift) / 1e3}
-        if told.event in (What.ISSUED, What.DONE, What.BEGINS, What.ENDS) and told.live != before:
-            before = told.live
-            yield {"name": "transient memory", **at, "args": {"bytes": told.live}}
-        elif told.event == What.STEP and told.value:
-            yield {"name": "resident memory", **at, "args": {"bytes": told.value}}
+        at = {"ph": "C", "pid": flight.table["rank"], "ts": (event.time + shift) / 1e3}
+        if event.kind in (EventKind.ISSUED, EventKind.DONE, EventKind.BEGINS, EventKind.ENDS) and event.live != before:
+            before = event.live
+            yield {"name": "transient memory", **at, "args": {"bytes": event.live}}
+        elif event.kind == EventKind.STEP and event.value:
+            yield {"name": "resident memory", **at, "args": {"bytes": event.value}}
 
 
 def _about(what: str, rank: int, thread: int, **values: Any) -> dict[str, Any]:

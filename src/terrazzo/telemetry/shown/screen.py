@@ -35,13 +35,13 @@ def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
         steps: of the whole run; None where that is not known, as of a loop of one's own.
         width: the most characters of a line.
     """
-    told = [(line, _metrics(line)) for line in lines]
-    known = {name for _, metrics in told if metrics is not None for name in metrics.as_dict()}
+    parsed = [(line, _metrics(line)) for line in lines]
+    known = {name for _, metrics in parsed if metrics is not None for name in metrics.as_dict()}
     if not known and steps is not None and not has_ended(lines):
         return []
     table = StepTable(last := steps or int(lines[-1]["step"]), known, width)
     found = [table.header() if known else f"{'step':>6}  time"]
-    for line, metrics in told:
+    for line, metrics in parsed:
         if metrics is not None:
             found.append(table.row(metrics, max(0, last - metrics.step) * metrics.step_s))
         elif line["kind"] == "validation" and "loss" in line:

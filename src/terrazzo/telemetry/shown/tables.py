@@ -84,9 +84,9 @@ def _of_memory(records: Records) -> Table:
 
 
 def _of_ranks(records: Records) -> Table:
-    told = records[-1].get("skew", {})
-    columns = [name for name, values in told.items() if values]
-    ranks = len(told[columns[0]]) if columns else 0
+    skew = records[-1].get("skew", {})
+    columns = [name for name, values in skew.items() if values]
+    ranks = len(skew[columns[0]]) if columns else 0
     rows = [(str(rank), *(_of_rank(records, name, rank) for name in columns)) for rank in range(ranks)]
     return Table("Ranks", ("rank", *(_titled(name) for name in columns)), rows)
 

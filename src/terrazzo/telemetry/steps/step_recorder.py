@@ -78,7 +78,7 @@ class StepRecorder:
             "grad": bill.grad_bytes,
             "moments": bill.moments_bytes,
         }
-        self._told = ("input",) if self._on_cuda else ("step", "late_peer", "compute", "input")
+        self._compared = ("input",) if self._on_cuda else ("step", "late_peer", "compute", "input")
         self._promised = {
             "sent_bytes": {kind: count for kind, count in sent.items() if kind != "control"},
             "transient": bill.transient_bytes,
@@ -113,13 +113,13 @@ class StepRecorder:
                 into[phase] += seconds
 
     def numbers(self) -> list[float]:
-        """What ranks tell each other: see `skew`."""
+        """This rank's part of what is compared between ranks: see `skew`."""
         causes = causes_of(self._spent) | {"step": sum(self._seconds.values())}
-        return [*(causes[name] / max(1, self._steps) for name in self._told), float(self._peak.peak_bytes)]
+        return [*(causes[name] / max(1, self._steps) for name in self._compared), float(self._peak.peak_bytes)]
 
     def skew(self, rows: Iterable[Iterable[float]]) -> dict[str, list[float]]:
-        """What each rank told, by name, in rank order: the rank that all wait for has the least `late_peer_s`."""
-        names = (*(f"{name}_s" for name in self._told), "peak_bytes")
+        """What is compared between ranks, by name, in rank order: the one that all wait for has the least `late_peer_s`."""
+        names = (*(f"{name}_s" for name in self._compared), "peak_bytes")
         return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 
     def record(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from terrazzo.engine.runtime.system import text_of
 from terrazzo.exit_codes import STALLED
-from terrazzo.telemetry.flight.ring import Flight, What
+from terrazzo.telemetry.flight.ring import EventKind, Flight
 from terrazzo.telemetry.flight.spans import Names
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit
 from terrazzo.telemetry.log.run_folder import RunFolder
@@ -90,7 +90,7 @@ def _evidence(suspect: Suspect) -> Iterator[str]:
     yield "\nWhere its threads were:\n"
     yield recording.threads.strip() or _by_another(suspect.pid) or _by_system(suspect.pid)
     yield f"\nThe last {_NEWEST} of what it recorded, seconds before the newest first:\n"
-    yield from _told(recording.tail.flight())
+    yield from _in_words(recording.tail.flight())
 
 
 def _by_another(pid: int) -> str:
@@ -113,18 +113,18 @@ def _by_system(pid: int) -> str:
     return "\n".join(lines)
 
 
-def _told(flight: Flight) -> Iterator[str]:
+def _in_words(flight: Flight) -> Iterator[str]:
     names = Names(flight.table)
     newest = flight.records[-1].time if flight.records else 0
-    for told in flight.records[-_NEWEST:]:
-        what = What(told.event)
-        if what in (What.ISSUED, What.DONE, What.WAITS, What.WAITED):
-            axis, kind, _ = names.track(told.track)
-            words = f"{kind} {told.ordinal} {f'on {axis}' if axis else 'of all ranks'}"
-            if what is What.ISSUED and (unit := names.moved(told)) is not None:
-                words += f", {unit}, {told.value:,} bytes sent"
-        elif what in (What.BEGINS, What.ENDS):
-            words = names.unit(told.unit) + (f" {names.name(told)}" if what is What.BEGINS else "")
+    for event in flight.records[-_NEWEST:]:
+        kind = EventKind(event.kind)
+        if kind in (EventKind.ISSUED, EventKind.DONE, EventKind.WAITS, EventKind.WAITED):
+            axis, exchanged, _ = names.track(event.track)
+            words = f"{exchanged} {event.ordinal} {f'on {axis}' if axis else 'of all ranks'}"
+            if kind is EventKind.ISSUED and (unit := names.moved(event)) is not None:
+                words += f", {unit}, {event.value:,} bytes sent"
+        elif kind in (EventKind.BEGINS, EventKind.ENDS):
+            words = names.unit(event.unit) + (f" {names.name(event)}" if kind is EventKind.BEGINS else "")
         else:
-            words = str(told.ordinal) if what is What.STEP else names.name(told)
-        yield f"{(newest - told.time) / 1e9:12.6f}  {what.name.lower():<7} {words}"
+            words = str(event.ordinal) if kind is EventKind.STEP else names.name(event)
+        yield f"{(newest - event.time) / 1e9:12.6f}  {kind.name.lower():<7} {words}"

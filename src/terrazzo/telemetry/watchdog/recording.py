@@ -12,12 +12,12 @@ import signal
 
 from terrazzo.telemetry.flight.folder import BlackBox, save_flight
 from terrazzo.telemetry.flight.ring import Ring, Tail
-from terrazzo.telemetry.watchdog.standing import Standing
+from terrazzo.telemetry.watchdog.rank_progress import RankProgress
 
-__all__ = ["ASK", "GIVEN", "Recording", "black_box", "threads_memory"]
+__all__ = ["ASK", "DESCRIPTORS", "Recording", "black_box", "threads_memory"]
 
-GIVEN = "TERRAZZO_FLIGHT"
-"""Two descriptors in the environment of a rank: of its ring, and of the file that its threads write to."""
+DESCRIPTORS = "TERRAZZO_FLIGHT"
+"""A variable of a rank's environment: the descriptors of its ring, and of the file that its threads write to."""
 
 ASK = signal.SIGUSR2
 """Asks a rank where its threads are."""
@@ -27,19 +27,19 @@ class Recording:
     """The memory that one rank writes to, in another process, as a rule the one that starts it.
 
     Args:
-        given: of memory that is there already: the ring, and what its threads write to.
+        descriptors: of memory that is there already: the ring, and what its threads write to.
 
     Attributes:
         tail: what it has recorded.
     """
 
-    def __init__(self, given: tuple[int, int] | None = None) -> None:
-        self._ring, self._threads = given or (Ring.memory(), threads_memory())
+    def __init__(self, descriptors: tuple[int, int] | None = None) -> None:
+        self._ring, self._threads = descriptors or (Ring.memory(), threads_memory())
         self.tail = Tail(self._ring)
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """What the rank is given, as `GIVEN` names it."""
+        """What the rank gets in its environment, as `DESCRIPTORS` says."""
         return self._ring, self._threads
 
     @property
@@ -51,19 +51,19 @@ class Recording:
     @property
     def at(self) -> str:
         """Where it was last, in words that follow a sentence; empty before the first step."""
-        standing = self._standing()
-        return f", in phase {standing.phase} of step {standing.step + 1}" if standing.steps else ""
+        progress = self._progress()
+        return f", in phase {progress.phase} of step {progress.step + 1}" if progress.steps else ""
 
     @property
     def step(self) -> int | None:
         """The newest step that it has ended; None before the first."""
-        standing = self._standing()
-        return standing.step if standing.steps else None
+        progress = self._progress()
+        return progress.step if progress.steps else None
 
-    def _standing(self) -> Standing:
-        standing = Standing()
-        standing.take(self.tail.table, self.tail.flight().records)
-        return standing
+    def _progress(self) -> RankProgress:
+        progress = RankProgress()
+        progress.take(self.tail.table, self.tail.flight().records)
+        return progress
 
     def save(self) -> None:
         """Put what it has recorded into the run's folder."""
@@ -86,10 +86,10 @@ def threads_memory() -> int:
 
 def black_box(rank: int, world: int) -> BlackBox:
     """This rank's flight recorder. From now on `ASK` has it write where its threads are, if somebody reads that."""
-    given = os.environ.pop(GIVEN, None)  # what this rank starts is not this rank
-    if given is None:
+    inherited = os.environ.pop(DESCRIPTORS, None)  # what this rank starts is not this rank
+    if inherited is None:
         return BlackBox(rank, world)
-    ring, threads = map(int, given.split(","))
+    ring, threads = map(int, inherited.split(","))
     os.set_inheritable(threads, False)
     faulthandler.register(ASK, file=threads, all_threads=True, chain=False)
     return BlackBox(rank, world, ring)

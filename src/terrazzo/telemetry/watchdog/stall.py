@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from terrazzo.engine.links.label import RUN_THE_SAME
 from terrazzo.errors import listed
-from terrazzo.telemetry.watchdog.causes import CAUSES, Cause
-from terrazzo.telemetry.watchdog.standing import Key, Standing
-from terrazzo.telemetry.watchdog.wardens import RunMachine
+from terrazzo.telemetry.watchdog.rank_progress import ExchangeKey, RankProgress
+from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause
+from terrazzo.telemetry.watchdog.warden_links import RunMachine
 
 __all__ = ["GONE", "Fact", "Stall", "cut_off", "find_stall", "hindered"]
 
@@ -46,7 +46,7 @@ class Fact(NamedTuple):
 class Stall(NamedTuple):
     """Why, the ranks it lies with, and a sentence or three."""
 
-    cause: Cause
+    cause: StallCause
     ranks: Sequence[int]
     text: str
 
@@ -58,18 +58,20 @@ class Stall(NamedTuple):
     @property
     def is_final(self) -> bool:
         """Whether nothing will come of waiting longer."""
-        return CAUSES[self.cause].ends
+        return STALL_CAUSES[self.cause].ends
 
 
-def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: int, *, own_loop: bool = False) -> Stall:
-    """Of a run in which nothing has happened for long enough; see `CAUSES`.
+def find_stall(
+    ranks: Mapping[int, RankProgress], facts: Mapping[int, Fact], now: int, *, own_loop: bool = False
+) -> Stall:
+    """Of a run in which nothing has happened for long enough; see `STALL_CAUSES`.
 
     Args:
         ranks: by number.
         now: nanoseconds of CLOCK_MONOTONIC.
         own_loop: what ranks do between steps is not known.
     """
-    waits = {rank: standing.waits for rank, standing in ranks.items()}
+    waits = {rank: progress.waits for rank, progress in ranks.items()}
     for cause in ("died", "stopped"):
         found = [rank for rank in ranks if (facts[rank].gone if cause == "died" else facts[rank].stopped)]
         if found:
@@ -89,7 +91,7 @@ def find_stall(ranks: Mapping[int, Standing], facts: Mapping[int, Fact], now: in
     return _apart(ranks, now)
 
 
-def hindered(rank: int, share: float, ranks: Mapping[int, Standing]) -> Stall:
+def hindered(rank: int, share: float, ranks: Mapping[int, RankProgress]) -> Stall:
     """A rank that goes on, and that somebody stops again and again, for that `share` of the time."""
     others = [each for each in ranks if each != rank]
     who, go = ("Ranks", "go") if len(others) > 1 else ("Rank", "goes")
@@ -100,11 +102,8 @@ def hindered(rank: int, share: float, ranks: Mapping[int, Standing]) -> Stall:
     return Stall("slow", [rank], text)
 
 
-def _of_some(cause: Cause, found: Sequence[int], ranks: Mapping[int, Standing], now: int) -> Stall:
-    many = len(found) > 1
-    verbs = {"has": "have", "is_": "are", "waits": "wait", "does": "do"}
-    words = {name: plural if many else name.rstrip("_") for name, plural in verbs.items()}
-    text = f"{_named(found, ranks)} {CAUSES[cause].verbs.format(**words)}."
+def _of_some(cause: StallCause, found: Sequence[int], ranks: Mapping[int, RankProgress], now: int) -> Stall:
+    text = f"{_named(found, ranks)} {STALL_CAUSES[cause].of(len(found))}."
     others = [rank for rank in ranks if rank not in found and ranks[rank].waits]
     if (key := _missed(found, others, ranks)) is not None:
         text += f" Missing from {_teller(key, others, ranks).words(key)}."
@@ -115,21 +114,21 @@ def _of_some(cause: Cause, found: Sequence[int], ranks: Mapping[int, Standing], 
     return Stall(cause, found, text)
 
 
-def _missed(found: Sequence[int], others: Iterable[int], ranks: Mapping[int, Standing]) -> Key | None:
+def _missed(found: Sequence[int], others: Iterable[int], ranks: Mapping[int, RankProgress]) -> ExchangeKey | None:
     """What others wait for that these have not come to, or at least take part in; what has been waited for longest."""
-    waits = [(told.time, key, ranks[rank]) for rank in others for key, told in ranks[rank].waits.items()]
+    waits = [(event.time, key, ranks[rank]) for rank in others for key, event in ranks[rank].waits.items()]
     shared = [each for each in sorted(waits, key=lambda each: each[0]) if set(found) & set(each[2].ranks(each[1]))]
     absent = [each for each in shared if not all(ranks[rank].has_come_to(each[1]) for rank in found)]
     return next((key for _, key, _ in [*absent, *shared]), None)
 
 
-def _teller(key: Key, others: Iterable[int], ranks: Mapping[int, Standing]) -> Standing:
+def _teller(key: ExchangeKey, others: Iterable[int], ranks: Mapping[int, RankProgress]) -> RankProgress:
     return next(ranks[rank] for rank in others if key in ranks[rank].waits)
 
 
-def _apart(ranks: Mapping[int, Standing], now: int) -> Stall:
+def _apart(ranks: Mapping[int, RankProgress], now: int) -> Stall:
     """Every rank waits for others."""
-    waits = [(rank, key) for rank, standing in ranks.items() for key in standing.waits]
+    waits = [(rank, key) for rank, progress in ranks.items() for key in progress.waits]
     everyone = list(ranks)
     since = _waited(everyone, ranks, now)
     for rank, key in waits:
@@ -148,7 +147,9 @@ def _apart(ranks: Mapping[int, Standing], now: int) -> Stall:
     return Stall("lost", everyone, f"{text} See the network between them.")
 
 
-def cut_off(place: RunMachine, silent_s: float, here: Mapping[int, Standing], now: int, stall_s: float) -> Stall | None:
+def cut_off(
+    place: RunMachine, silent_s: float, here: Mapping[int, RankProgress], now: int, stall_s: float
+) -> Stall | None:
     """The stall of ranks here that wait for ranks on a machine which is silent; None while none has done so for long.
 
     Args:
@@ -156,7 +157,7 @@ def cut_off(place: RunMachine, silent_s: float, here: Mapping[int, Standing], no
         silent_s: for how long.
         here: where ranks of this machine stand.
     """
-    waits = [(told.time, rank, key) for rank, standing in here.items() for key, told in standing.waits.items()]
+    waits = [(event.time, rank, key) for rank, progress in here.items() for key, event in progress.waits.items()]
     for since, rank, key in sorted(waits, key=lambda each: each[0]):
         if set(here[rank].ranks(key)) & set(place.ranks) and now - since >= stall_s * 1e9:
             waiting = [rank for rank in here if here[rank].waits]
@@ -170,7 +171,7 @@ def cut_off(place: RunMachine, silent_s: float, here: Mapping[int, Standing], no
     return None
 
 
-def _differ(key: Key, here: Standing, there: Standing) -> bool:
+def _differ(key: ExchangeKey, here: RankProgress, there: RankProgress) -> bool:
     """Whether two ranks have asked for something else by the same number; False where it is not known any more."""
     one, other = here.issued(key), there.issued(key)
     if one is None or other is None:
@@ -179,7 +180,7 @@ def _differ(key: Key, here: Standing, there: Standing) -> bool:
     return not same_size or (one.unit, one.number, one.purpose) != (other.unit, other.number, other.purpose)
 
 
-def _named(found: Sequence[int], ranks: Mapping[int, Standing], *, first: bool = True) -> str:
+def _named(found: Sequence[int], ranks: Mapping[int, RankProgress], *, first: bool = True) -> str:
     if len(found) > 1:
         return f"Ranks {_listed(found)}"
     table = ranks[found[0]].table
@@ -187,8 +188,8 @@ def _named(found: Sequence[int], ranks: Mapping[int, Standing], *, first: bool =
     return f"{'Rank' if first else 'rank'} {found[0]}{where}"
 
 
-def _waited(others: Sequence[int], ranks: Mapping[int, Standing], now: int) -> str:
-    longest = max(now - told.time for rank in others for told in ranks[rank].waits.values())
+def _waited(others: Sequence[int], ranks: Mapping[int, RankProgress], now: int) -> str:
+    longest = max(now - event.time for rank in others for event in ranks[rank].waits.values())
     who, have = ("Ranks", "have") if len(others) > 1 else ("Rank", "has")
     return f"{who} {_listed(others)} {have} waited {longest / 1e9:.0f} s"
 

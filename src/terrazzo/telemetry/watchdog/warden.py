@@ -28,12 +28,12 @@ from terrazzo.engine.runtime.system import (
 )
 from terrazzo.exit_codes import FAILED, STALLED
 from terrazzo.telemetry.watchdog.evidence import Suspect, keep_evidence
-from terrazzo.telemetry.watchdog.looking import Patience, System, Watchdog
-from terrazzo.telemetry.watchdog.others import Others
+from terrazzo.telemetry.watchdog.other_machines import OtherMachines
 from terrazzo.telemetry.watchdog.recording import ASK, Recording
 from terrazzo.telemetry.watchdog.stall import GONE, Stall
-from terrazzo.telemetry.watchdog.ward import ASKED, END, TOLD
-from terrazzo.telemetry.watchdog.wardens import RunMachine, Wardens
+from terrazzo.telemetry.watchdog.warden_links import RunMachine, WardenLinks
+from terrazzo.telemetry.watchdog.watchdog import Patience, System, Watchdog
+from terrazzo.telemetry.watchdog.watched_rank import ASKED, END, TASK
 
 __all__ = ["Warden"]
 
@@ -45,20 +45,20 @@ _GRACE_S = 2.0
 """For a rank to end when it is told to, before it is killed."""
 
 
-class _Charge:
+class _WatchedRank:
     """One rank, seen from here.
 
     Args:
-        told: as its own side has it.
+        description: as the rank itself has written it.
 
     Raises:
         OSError: it is gone, or closed.
     """
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self.rank, self.pid, self._birth = int(told["rank"]), int(told["pid"]), told["birth"]
-        self._signalled = bool(told["signalled"])
-        opened = [self._open(told[name], mode) for name, mode in _WHAT.items()]
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        self.rank, self.pid, self._birth = int(description["rank"]), int(description["pid"]), description["birth"]
+        self._signalled = bool(description["signalled"])
+        opened = [self._open(description[name], mode) for name, mode in _MODES.items()]
         self._mouth = opened.pop()
         self.recording = Recording((opened[0], opened[1]))
         self._watch = -1
@@ -98,7 +98,7 @@ class _Charge:
         return True
 
     def facts(self) -> dict[str, Any]:
-        """What the system says of it, for other machines."""
+        """What the system knows of its process, for other machines."""
         return {
             "state": "" if self.is_gone else state_of(self.pid),
             "traced": is_traced(self.pid),
@@ -120,91 +120,93 @@ class _Charge:
             os.write(self._mouth, what)
 
 
-_WHAT = {"ring": os.O_RDONLY, "threads": os.O_RDONLY, "mouth": os.O_WRONLY | os.O_NONBLOCK}
+_MODES = {"ring": os.O_RDONLY, "threads": os.O_RDONLY, "mouth": os.O_WRONLY | os.O_NONBLOCK}
 
 
 class Warden:
     """Looks after ranks of this machine until they have ended, or stand still and are ended.
 
     Args:
-        told: of each rank, as its own side has it.
-        others: wardens of the other machines, if ranks are there, too.
+        ranks: descriptions of them, as they have written them.
+        links: to the wardens of other machines, if ranks are there, too.
 
     Raises:
         OSError: one of them is gone already, or nobody is to look after it any more.
     """
 
-    def __init__(self, told: Sequence[Mapping[str, Any]], patience: Patience, others: Wardens | None = None) -> None:
-        self._charges = [_Charge(each) for each in told]
-        ranks = {each.rank: (each.recording.tail, each.pid) for each in self._charges}
-        self._others = None if others is None else Others(others, patience)
+    def __init__(
+        self, ranks: Sequence[Mapping[str, Any]], patience: Patience, links: WardenLinks | None = None
+    ) -> None:
+        self._ranks = [_WatchedRank(each) for each in ranks]
+        here = {each.rank: (each.recording.tail, each.pid) for each in self._ranks}
+        self._others = None if links is None else OtherMachines(links, patience)
         system = System() if self._others is None else self._others.system
         elsewhere = {} if self._others is None else self._others.ranks()
-        self._watchdog = Watchdog(ranks | elsewhere, patience, system, say=_say)
-        self._oom_kills, self._told_of_dead = oom_kills(), False
+        self._watchdog = Watchdog(here | elsewhere, patience, system, say=_say)
+        self._oom_kills, self._has_said_who_died = oom_kills(), False
 
     def run(self) -> None:
         """Until then."""
         stall = None
         while stall is None and not self._all_ended():
             self._sleep()
-            self._tell_of_dead()
+            self._say_who_died()
             stall = self._look()
         if self._others is not None:
-            self._others.leave(self._told(), stall)
+            self._others.leave(self._report(), stall)
         if stall is not None:
             self._end(stall)
-        for each in self._charges:
-            if not self._watchdog.standings[each.rank].has_left:  # who has, has done so itself
+        for each in self._ranks:
+            if not self._watchdog.progress_of[each.rank].has_left:  # who has, has done so itself
                 each.recording.save()
 
     def _look(self) -> Stall | None:
         """Why the run stands still, as is seen from here, or as another machine's warden has found."""
         if self._others is None:
             return self._watchdog.look()
-        standings = self._watchdog.standings
-        self._others.tell(self._told())
-        if (told := self._others.hear(standings)) is not None:
-            return told
-        here = {each.rank: standings[each.rank] for each in self._charges}
-        if self._others.silent(_say):
+        progress_of = self._watchdog.progress_of
+        self._others.send(self._report())
+        if (stall := self._others.take_reports(progress_of)) is not None:
+            return stall
+        here = {each.rank: progress_of[each.rank] for each in self._ranks}
+        if self._others.any_silent(_say):
             return self._others.cut_off(here)
         return self._watchdog.look()
 
-    def _told(self) -> dict[str, Any]:
-        """What other machines are told of the ranks here."""
+    def _report(self) -> dict[str, Any]:
+        """What other machines need to know of the ranks here."""
         now, ranks = time.monotonic_ns(), {}
-        for each in self._charges:
-            standing = self._watchdog.standings[each.rank]
-            ranks[each.rank] = each.facts() | {"newest": standing.newest, "left": standing.has_left}
-            ranks[each.rank]["table"] = {name: standing.table.get(name, "?") for name in ("host", "pid")}
-            if now - standing.newest > _EVERY_S * 4e9:
-                ranks[each.rank]["standing"] = standing.told()
+        for each in self._ranks:
+            progress = self._watchdog.progress_of[each.rank]
+            ranks[each.rank] = each.facts() | {"newest": progress.newest, "left": progress.has_left}
+            ranks[each.rank]["table"] = {name: progress.table.get(name, "?") for name in ("host", "pid")}
+            if now - progress.newest > _EVERY_S * 4e9:
+                ranks[each.rank]["progress"] = progress.to_json()
         return {"ranks": ranks}
 
     def _all_ended(self) -> bool:
         self._watchdog.read()
-        return all(each.is_gone or self._watchdog.standings[each.rank].has_left for each in self._charges)
+        return all(each.is_gone or self._watchdog.progress_of[each.rank].has_left for each in self._ranks)
 
     def _sleep(self) -> None:
         """For a while, or until a rank has ended."""
         waiting = select.poll()
-        for each in self._charges:
+        for each in self._ranks:
             if each.watch >= 0 and not each.is_gone:
                 waiting.register(each.watch, select.POLLIN)
         waiting.poll(_EVERY_S * 1e3)
 
-    def _tell_of_dead(self) -> None:
-        """Of the first rank that has ended without a word, while others may still show what they wait for.
+    def _say_who_died(self) -> None:
+        """Name the first rank that has ended without a word, while others may still show what they wait for.
 
         Where one has left in order, or all end at once, somebody has ended the run, and knows why.
         """
-        if self._told_of_dead or not any(each.is_gone for each in self._charges):
+        if self._has_said_who_died or not any(each.is_gone for each in self._ranks):
             return
-        self._told_of_dead = True
+        self._has_said_who_died = True
         time.sleep(_TOGETHER_S)
         self._watchdog.read()
-        if self._all_ended() or any(standing.has_left for standing in self._watchdog.standings.values()):
+        if self._all_ended() or any(progress.has_left for progress in self._watchdog.progress_of.values()):
             return
         stall = self._watchdog.why()
         kept = keep_evidence(self._suspects, stall, FAILED)
@@ -215,23 +217,23 @@ class Warden:
 
     @property
     def _suspects(self) -> list[Suspect]:
-        return [Suspect(each.rank, each.pid, each.recording, each.ask) for each in self._charges]
+        return [Suspect(each.rank, each.pid, each.recording, each.ask) for each in self._ranks]
 
     def _end(self, stall: Stall) -> None:
         """Everything is kept before anything ends."""
         kept = keep_evidence(self._suspects, stall)
-        for each in self._charges:
+        for each in self._ranks:
             each.recording.save()
         _say(f"{stall.text}\nAll ranks are ended, with exit code {STALLED}. {kept}".rstrip())
         if self._others is not None:  # they have heard of it, and do the same: who is ended first fails the others
             time.sleep(_TOGETHER_ELSEWHERE_S)
-        for each in self._charges:
+        for each in self._ranks:
             if not is_stopped(each.pid):
                 each.end(stall.text)
         deadline = time.monotonic() + _GRACE_S
-        while time.monotonic() < deadline and not all(each.is_gone or is_stopped(each.pid) for each in self._charges):
+        while time.monotonic() < deadline and not all(each.is_gone or is_stopped(each.pid) for each in self._ranks):
             time.sleep(0.05)
-        for each in self._charges:
+        for each in self._ranks:
             each.kill()
 
 
@@ -242,14 +244,14 @@ def _say(text: str) -> None:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its ranks
-    told = json.loads(os.environ[TOLD])
+    task = json.loads(os.environ[TASK])
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a run that is over before it was looked after
-        others = None
-        if "places" in told:
-            ears = socket.socket(fileno=told["ears"])
-            places = [RunMachine(*each) for each in told["places"]]
-            others = Wardens(places, told["own"], told["key"], ears, told.get("reached", ()))
-        Warden(told["ranks"], Patience(*told["patience"]), others).run()
+        links = None
+        if "places" in task:
+            ears = socket.socket(fileno=task["ears"])
+            places = [RunMachine(*each) for each in task["places"]]
+            links = WardenLinks(places, task["own"], task["key"], ears, task.get("reached", ()))
+        Warden(task["ranks"], Patience(*task["patience"]), links).run()
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from terrazzo.engine.runtime.system import is_ending, is_stopped, oom_kills
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry.watchdog.evidence import Suspect
-from terrazzo.telemetry.watchdog.looking import Patience, Watchdog
-from terrazzo.telemetry.watchdog.recording import ASK, GIVEN, Recording
+from terrazzo.telemetry.watchdog.recording import ASK, DESCRIPTORS, Recording
 from terrazzo.telemetry.watchdog.stall import Stall
+from terrazzo.telemetry.watchdog.watchdog import Patience, Watchdog
 from terrazzo.tether import tethered
 from terrazzo.train.launch.failure import SIBLING_GRACE_S
 from terrazzo.train.launch.here import RUN_ID
@@ -85,7 +85,7 @@ class LocalRank:
         self._unread = b""
         numbers = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
         given = recording.descriptors if recording is not None else ()
-        recorded = {GIVEN: ",".join(map(str, given))} if given else {}
+        recorded = {DESCRIPTORS: ",".join(map(str, given))} if given else {}
         stdout, stderr = [output.theirs for output in outputs] or (None, None)
         try:
             os.set_blocking(self.line, False)

@@ -18,7 +18,7 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
 from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED
 from terrazzo.telemetry.watchdog.evidence import keep_evidence
-from terrazzo.telemetry.watchdog.looking import Patience
+from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.launch.again import Again, Ended, Start
 from terrazzo.train.launch.here import resolve_device
 from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks, Signals

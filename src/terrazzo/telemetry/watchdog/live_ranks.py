@@ -7,13 +7,13 @@ from pathlib import Path
 
 from terrazzo.telemetry.flight.folder import tails_of
 from terrazzo.telemetry.flight.ring import Tail
-from terrazzo.telemetry.watchdog.standing import Standing
+from terrazzo.telemetry.watchdog.rank_progress import RankProgress
 
-__all__ = ["Whereabouts"]
+__all__ = ["LiveRanks"]
 
 
-class Whereabouts:
-    """Reads what ranks record, each record once.
+class LiveRanks:
+    """The ranks of a run that goes on, by what they record; each record is read once.
 
     Args:
         run: its folder.
@@ -22,16 +22,16 @@ class Whereabouts:
     def __init__(self, run: Path) -> None:
         self._run = run
         self._tails: dict[int, Tail] = {}
-        self._standings: dict[int, Standing] = {}
+        self._progress_of: dict[int, RankProgress] = {}
 
     def lines(self) -> list[str]:
         """One for each rank that goes on on this machine: step, phase, unit, and what it waits for."""
         if not self._tails:
             self._tails = tails_of(self._run)
-            self._standings = {rank: Standing() for rank in self._tails}
+            self._progress_of = {rank: RankProgress() for rank in self._tails}
         for rank, tail in self._tails.items():
             if records := tail.new():
-                self._standings[rank].take(tail.table, records)
+                self._progress_of[rank].take(tail.table, records)
         now = time.monotonic_ns()
-        there = {rank: standing for rank, standing in self._standings.items() if not standing.has_left}
-        return [f"rank {rank:<4} {standing.line(now)}" for rank, standing in there.items()]
+        there = {rank: progress for rank, progress in self._progress_of.items() if not progress.has_left}
+        return [f"rank {rank:<4} {progress.line(now)}" for rank, progress in there.items()]

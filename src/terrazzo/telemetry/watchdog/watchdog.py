@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from terrazzo.engine.runtime.system import is_traced, processor_s, state_of, waits_for_drive
 from terrazzo.telemetry.flight.ring import Tail
+from terrazzo.telemetry.watchdog.rank_progress import RankProgress
+from terrazzo.telemetry.watchdog.repeated_stops import RepeatedStops
 from terrazzo.telemetry.watchdog.stall import GONE, Fact, Stall, find_stall, hindered
-from terrazzo.telemetry.watchdog.standing import Standing
-from terrazzo.telemetry.watchdog.stops import Stops
 
 __all__ = ["Patience", "System", "Watchdog"]
 
@@ -93,14 +93,14 @@ class Watchdog:
         self._pids = {rank: pid for rank, (_, pid) in ranks.items()}
         self._patience, self._say = patience, say
         self._system = system or System()
-        self.standings = {rank: Standing() for rank in ranks}
+        self.progress_of = {rank: RankProgress() for rank in ranks}
         self._looked = self._armed = self._system.now()
-        self._slept_s, self._said = self._system.slept_s(), False
+        self._slept_s, self._is_said = self._system.slept_s(), False
         self._stopped_since: dict[int, int] = {}
         self._newest = 0
         self._held: set[int] = set()  # ranks that have waited for a drive since the newest record
         self._used: tuple[int, dict[int, float]] | None = None
-        self._stops = Stops(ranks)
+        self._stops = RepeatedStops(ranks)
 
     def look(self) -> Stall | None:
         """Why the run stands still, if it does for good; what may still go on is said, once."""
@@ -117,9 +117,9 @@ class Watchdog:
         if held_up := self._held_up(states):
             self._stops.forget()
         self._tell_of_stops(states)
-        newest = max(self._armed, *(standing.newest for standing in self.standings.values()))
+        newest = max(self._armed, *(progress.newest for progress in self.progress_of.values()))
         if newest > self._newest:
-            self._newest, self._used, self._said = newest, None, False
+            self._newest, self._used, self._is_said = newest, None, False
             self._held.clear()
             self._stopped_since.clear()
             return None
@@ -137,8 +137,8 @@ class Watchdog:
         stall = self._find(self._facts(now, states), now)
         if stall.is_final:
             return stall
-        if not self._said:
-            self._said = True
+        if not self._is_said:
+            self._is_said = True
             if self._awaited or not self._patience.own_loop:
                 self._say(stall.text)
         return None
@@ -147,7 +147,7 @@ class Watchdog:
         """Take in what ranks have recorded."""
         for rank, tail in self._tails.items():
             if records := tail.new():
-                self.standings[rank].take(tail.table, records)
+                self.progress_of[rank].take(tail.table, records)
 
     def why(self) -> Stall:
         """Of what has happened to a rank now."""
@@ -155,14 +155,14 @@ class Watchdog:
         return self._find(self._facts(now, self._states()), now)
 
     def _find(self, facts: Mapping[int, Fact], now: int) -> Stall:
-        there = {rank: standing for rank, standing in self.standings.items() if not standing.has_left}
-        return find_stall(there or self.standings, facts, now, own_loop=self._patience.own_loop)
+        there = {rank: progress for rank, progress in self.progress_of.items() if not progress.has_left}
+        return find_stall(there or self.progress_of, facts, now, own_loop=self._patience.own_loop)
 
     def _tell_of_stops(self, states: Mapping[int, str]) -> None:
         """Of ranks that are at their steps: in setup nobody goes as slowly as they do, and it is not their end."""
-        at_steps = [rank for rank, standing in self.standings.items() if standing.steps and not standing.has_left]
+        at_steps = [rank for rank, progress in self.progress_of.items() if progress.steps and not progress.has_left]
         for rank, share in self._stops.look({rank: states[rank] for rank in at_steps}):
-            self._say(hindered(rank, share, self.standings).text)
+            self._say(hindered(rank, share, self.progress_of).text)
 
     def _states(self) -> dict[int, str]:
         return {rank: self._system.state(pid) for rank, pid in self._pids.items()}
@@ -170,7 +170,7 @@ class Watchdog:
     @property
     def _awaited(self) -> bool:
         """Whether a rank waits for others."""
-        return any(standing.waits for standing in self.standings.values())
+        return any(progress.waits for progress in self.progress_of.values())
 
     def _slept(self) -> bool:
         """Whether the machine was suspended since the last call."""
@@ -191,19 +191,21 @@ class Watchdog:
             else:
                 self._stopped_since.pop(rank, None)
         long = [rank for rank, since in self._stopped_since.items() if now - since >= self._patience.stall_s * 1e9]
-        awaited = any(self.standings[rank].waits for rank in self.standings if rank not in long)
+        awaited = any(self.progress_of[rank].waits for rank in self.progress_of if rank not in long)
         if not (long and awaited):
             return None
         return self._find({rank: Fact(state, False) for rank, state in states.items()}, now)
 
     def _limit_s(self, states: Mapping[int, str]) -> float:
         """How long nothing may happen now."""
-        if any(state in GONE and not self.standings[rank].has_left for rank, state in states.items()):
+        if any(state in GONE and not self.progress_of[rank].has_left for rank, state in states.items()):
             return self._patience.stall_s
-        now_in = [standing.phase for standing in self.standings.values()]
-        if any(phase not in _STEADY for phase in now_in) or not all(each.steps for each in self.standings.values()):
+        now_in = [progress.phase for progress in self.progress_of.values()]
+        if any(phase not in _STEADY for phase in now_in) or not all(each.steps for each in self.progress_of.values()):
             return float("inf")
-        slowest = max(standing.slowest[phase] for standing, phase in zip(self.standings.values(), now_in, strict=True))
+        slowest = max(
+            progress.slowest[phase] for progress, phase in zip(self.progress_of.values(), now_in, strict=True)
+        )
         return min(self._patience.timeout_s, max(self._patience.stall_s, _TIMES_SLOWEST * slowest / 1e9))
 
     def _processors(self) -> dict[int, float]:

@@ -1,7 +1,7 @@
-"""Wardens of several machines: each tells all others once a second how its ranks are, and hears who does not tell.
+"""The connections between wardens of several machines: each reports once a second, and sees who has fallen silent.
 
 Each has a connection to every other, on which it alone speaks, in lines of JSON that begin with a key which ranks have
-told each other. Nobody waits for anybody: what was heard last, and when, is there to be looked at.
+exchanged. Nobody waits for anybody: the newest report of each, and when it came, can be looked at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from terrazzo.callers import answer_each
 
-__all__ = ["SILENT_S", "Heard", "RunMachine", "Wardens", "reached_of"]
+__all__ = ["SILENT_S", "Report", "RunMachine", "WardenLinks", "reached_of"]
 
 _EVERY_S = 1.0
 _PATIENCE_S = 2.0
@@ -39,13 +39,13 @@ class RunMachine(NamedTuple):
     ranks: Sequence[int]
 
 
-class Heard(NamedTuple):
-    """What a machine has told last.
+class Report(NamedTuple):
+    """What a machine has reported last.
 
     Attributes:
-        at: when, in nanoseconds of this machine's clock.
+        at: when it came, in nanoseconds of this machine's clock.
         later_ns: this clock minus that one.
-        message: as `Wardens.tell` was given it there.
+        message: as `WardenLinks.send` was given it there.
     """
 
     at: int
@@ -65,13 +65,13 @@ def reached_of(places: Sequence[RunMachine], own: int) -> Iterator[int]:
         yield number
 
 
-class Wardens:
-    """This machine's among those of all.
+class WardenLinks:
+    """The connections of this machine's warden to those of all others.
 
     Args:
         places: of all machines, the same on each.
         own: this one's number among them.
-        key: that all have been told.
+        key: that all wardens of the run have.
         ears: a socket that listens.
         reached: machines that could be connected to before.
 
@@ -84,7 +84,7 @@ class Wardens:
     ) -> None:
         self.others = {number: place for number, place in enumerate(places) if number != own}
         self._own, self._key, self._ears = own, key, ears
-        self._heard: dict[int, Heard] = {}
+        self._reports: dict[int, Report] = {}
         self._message = ""
         self._ended = threading.Event()
         self._began = time.monotonic_ns()
@@ -97,18 +97,18 @@ class Wardens:
         thread.start()
         return thread
 
-    # -- what is heard -----------------------------------------------------------------------------------------
+    # -- what comes in ------------------------------------------------------------------------------------------
 
-    def heard(self, number: int) -> Heard | None:
-        """What that machine has told last; None before it has."""
-        return self._heard.get(number)
+    def report_of(self, number: int) -> Report | None:
+        """The newest report of that machine; None before the first."""
+        return self._reports.get(number)
 
     def silent_s(self, number: int) -> float:
         """For how long nothing has been heard of a machine that has not said that it leaves; 0 for a moment."""
-        found = self._heard.get(number)
-        if found is not None and found.message["leaves"]:
+        report = self._reports.get(number)
+        if report is not None and report.message["leaves"]:
             return 0.0
-        since = (time.monotonic_ns() - (self._began if found is None else found.at)) / 1e9
+        since = (time.monotonic_ns() - (self._began if report is None else report.at)) / 1e9
         return since if since > SILENT_S else 0.0
 
     def unreached_s(self, number: int) -> float:
@@ -125,30 +125,31 @@ class Wardens:
         caller.settimeout(2 * SILENT_S)
         lines = caller.makefile("rb")
         while hmac.compare_digest(lines.readline(len(self._key) + 1).strip(), self._key.encode()):
-            told = json.loads(lines.readline(_LONGEST))
+            report = json.loads(lines.readline(_LONGEST))
             now = time.monotonic_ns()
-            self._heard[int(told["machine"])] = Heard(now, now - int(told["now"]), told["message"])
+            self._reports[int(report["machine"])] = Report(now, now - int(report["now"]), report["message"])
 
-    # -- what is told ------------------------------------------------------------------------------------------
+    # -- what goes out ------------------------------------------------------------------------------------------
 
-    def tell(self, message: Mapping[str, Any], leaves: str = "") -> None:
-        """What there is to tell from now on, as plain JSON.
+    def send(self, message: Mapping[str, Any], leaves: str = "") -> None:
+        """Send this once a second from now on.
 
         Args:
-            leaves: why nothing more will be told; empty as long as that goes on.
+            message: plain JSON.
+            leaves: why nothing more will be sent; empty as long as that goes on.
         """
         self._message = json.dumps({**message, "leaves": leaves})
 
     def _lines(self) -> bytes:
-        """That, with the time here as it goes out."""
+        """The message in lines, with the time of this clock as it goes out."""
         if not self._message:
             return b""
-        told = f'{{"machine": {self._own}, "now": {time.monotonic_ns()}, "message": {self._message}}}'
-        return f"{self._key}\n{told}\n".encode()
+        report = f'{{"machine": {self._own}, "now": {time.monotonic_ns()}, "message": {self._message}}}'
+        return f"{self._key}\n{report}\n".encode()
 
     def leave(self, message: Mapping[str, Any], leaves: str) -> None:
-        """Tell this at last, as far as the others hear it within a moment."""
-        self.tell(message, leaves)
+        """Send this last message, as far as the others take it within a moment."""
+        self.send(message, leaves)
         self._ended.set()
         deadline = time.monotonic() + _PATIENCE_S
         for thread in self._speaking:

@@ -1,4 +1,4 @@
-"""A rank that a warden looks after: what the warden is told of it, and what it does when the warden says so.
+"""A rank that a warden looks after: how it describes itself to the warden, and does what that asks.
 
 Ranks that torchrun, Slurm or a launcher of scripts has started are not looked after by whoever has started them. The
 first rank of each machine starts a process for that, once a loop has gone on for a while: short ones never have one.
@@ -31,14 +31,14 @@ from terrazzo.exit_codes import STALLED
 from terrazzo.hosts import listening, own_address
 from terrazzo.telemetry.flight.folder import BlackBox
 from terrazzo.telemetry.flight.recorder import Recorded
-from terrazzo.telemetry.watchdog.looking import Patience
+from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.telemetry.watchdog.recording import ASK, threads_memory
-from terrazzo.telemetry.watchdog.standing import LEFT
-from terrazzo.telemetry.watchdog.wardens import RunMachine, reached_of
+from terrazzo.telemetry.watchdog.warden_links import RunMachine, reached_of
+from terrazzo.telemetry.watchdog.watchdog import Patience
 
-__all__ = ["ASKED", "END", "TOLD", "look_after"]
+__all__ = ["ASKED", "END", "TASK", "look_after"]
 
-TOLD = "TERRAZZO_WARD"
+TASK = "TERRAZZO_WARD"
 """In the environment of a warden: the ranks it looks after, and how, as JSON."""
 
 ASKED, END, _LEAVE = b"?", b"x", b"-"
@@ -57,27 +57,27 @@ def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
         What ends that for this rank, as does the end of the box; None where nobody looks: one rank waits for no other,
         and there are systems that do not show processes to each other.
     """
-    here = _Here()
-    everyone = gather_json(here.told(box.descriptor))
-    machines = list(dict.fromkeys(told["machine"] for told in everyone))
+    here = _OwnSide()
+    everyone = gather_json(here.description(box.descriptor))
+    machines = list(dict.fromkeys(each["machine"] for each in everyone))
     if len(everyone) == 1 or "" in machines:
         here.close()
         return None
     rank = box.recorder.table["rank"]
-    ranks = [{"rank": rank, **told} for rank, told in enumerate(everyone) if told["machine"] == here.machine]
+    ranks = [{"rank": rank, **each} for rank, each in enumerate(everyone) if each["machine"] == here.machine]
     starts = ranks[0]["rank"] == rank
-    told, ears = {"ranks": ranks, "patience": patience}, None
+    task, ears = {"ranks": ranks, "patience": patience}, None
     if len(machines) > 1:
         ears = listening() if starts else None
-        told |= _places(everyone, machines, ears)
-    start = functools.partial(_start, told, ears) if starts else None
-    reach = functools.partial(_reach, told) if ears is not None else None
+        task |= _links_task(everyone, machines, ears)
+    start = functools.partial(_start, task, ears) if starts else None
+    reach = functools.partial(_reach, task) if ears is not None else None
     soon_s = min(_SOONEST_S, patience.stall_s / 4)
     start_thread("terrazzo-ward", functools.partial(_listen, here, (reach, start), soon_s), here.leave)
     return Ending(box, functools.partial(_leave, here, box.recorder))
 
 
-def _places(
+def _links_task(
     everyone: Sequence[Mapping[str, Any]], machines: Sequence[str], ears: socket.socket | None
 ) -> dict[str, Any]:
     """Where wardens find each other, and the key that they know each other by. Collective."""
@@ -85,14 +85,14 @@ def _places(
     found = gather_json(own)
     places = []
     for machine in machines:
-        ranks = [rank for rank, told in enumerate(everyone) if told["machine"] == machine]
+        ranks = [rank for rank, each in enumerate(everyone) if each["machine"] == machine]
         address, port, _ = found[ranks[0]]
         places.append([everyone[ranks[0]]["host"], address, port, ranks])
     return {"places": places, "key": found[0][2], "own": machines.index(_machine())}
 
 
-class _Here:
-    """This rank's side: a pipe on which it hears, and memory for where its threads are."""
+class _OwnSide:
+    """What a rank has for its warden: a pipe to hear it on, and memory for where its threads are."""
 
     def __init__(self) -> None:
         self.machine, self._lock, self._open = _machine(), threading.Lock(), True
@@ -102,7 +102,7 @@ class _Here:
         if self._signalled:
             faulthandler.register(ASK, file=self._threads, all_threads=True, chain=False)
 
-    def told(self, ring: int) -> dict[str, Any]:
+    def description(self, ring: int) -> dict[str, Any]:
         """How another process of this machine finds what is here."""
         found = {}
         for name, number in (("ring", ring), ("threads", self._threads), ("mouth", self._mouth)):
@@ -135,20 +135,20 @@ def _machine() -> str:
     return ""
 
 
-def _leave(here: _Here, recorder: Recorded) -> None:
+def _leave(here: _OwnSide, recorder: Recorded) -> None:
     recorder.phase(LEFT)
     here.leave()
 
 
-def _reach(told: dict[str, Any]) -> None:
+def _reach(task: dict[str, Any]) -> None:
     """Note which machines answer now, while ranks reach each other: of these, silence means something later."""
-    told["reached"] = list(reached_of([RunMachine(*each) for each in told["places"]], told["own"]))
+    task["reached"] = list(reached_of([RunMachine(*each) for each in task["places"]], task["own"]))
 
 
-def _start(told: Mapping[str, Any], ears: socket.socket | None) -> None:
+def _start(task: Mapping[str, Any], ears: socket.socket | None) -> None:
     """The warden: not in the session of this process, with which it would be ended."""
     environment = os.environ | {
-        TOLD: json.dumps({**told, "ears": -1 if ears is None else ears.fileno()}),
+        TASK: json.dumps({**task, "ears": -1 if ears is None else ears.fileno()}),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
@@ -165,8 +165,8 @@ def _start(told: Mapping[str, Any], ears: socket.socket | None) -> None:
         ears.close()
 
 
-def _listen(here: _Here, begins: Sequence[Callable[[], None] | None], soon_s: float) -> None:
-    """Start the warden after a while, if this rank does that; then do what is said on the pipe.
+def _listen(here: _OwnSide, begins: Sequence[Callable[[], None] | None], soon_s: float) -> None:
+    """Start the warden after a while, if this rank does that; then do what comes on the pipe.
 
     Args:
         begins: what is done at once, and what is done then.
@@ -179,9 +179,9 @@ def _listen(here: _Here, begins: Sequence[Callable[[], None] | None], soon_s: fl
         waiting.register(here.ears, select.POLLIN)
         if not waiting.poll(soon_s * 1e3):
             start()
-    while (said := os.read(here.ears, 1)) == ASKED:
+    while (word := os.read(here.ears, 1)) == ASKED:
         here.show_threads()
-    if said == END:
+    if word == END:
         _end(os.read(here.ears, 1 << 16).decode())
     here.close()
 
@@ -189,7 +189,7 @@ def _listen(here: _Here, begins: Sequence[Callable[[], None] | None], soon_s: fl
 def _end(why: str) -> None:
     """At once: whatever this process waits for, it waits for in vain. torchrun is told why, for its own report."""
     if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        said = {"message": why, "extraInfo": {"timestamp": str(int(time.time()))}}
+        message = {"message": why, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):
-            Path(report).write_text(json.dumps({"message": said}))
+            Path(report).write_text(json.dumps({"message": message}))
     os._exit(STALLED)

@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 
-__all__ = ["Stops"]
+__all__ = ["RepeatedStops"]
 
 _LOOKS = 80
 """That are remembered: 20 s."""
@@ -17,16 +17,16 @@ _TIMES = 3
 """That it was stopped anew in these: once may be somebody at a terminal."""
 
 
-class Stops:
+class RepeatedStops:
     """Which ranks were stopped in how many of the newest looks. Clean runs have none that is ever stopped alone."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._seen: dict[int, deque[bool]] = {rank: deque(maxlen=_LOOKS) for rank in ranks}
-        self._said: set[int] = set()
+        self._looks: dict[int, deque[bool]] = {rank: deque(maxlen=_LOOKS) for rank in ranks}
+        self._named: set[int] = set()
 
     def forget(self) -> None:
         """What was seen so far is of another time: all were stopped, or the machine has slept."""
-        for seen in self._seen.values():
+        for seen in self._looks.values():
             seen.clear()
 
     def look(self, states: Mapping[int, str]) -> Iterator[tuple[int, float]]:
@@ -36,14 +36,14 @@ class Stops:
             states: of ranks to look at: only what was seen of them counts, and only they are named.
         """
         for rank, state in states.items():
-            seen = self._seen[rank]
+            seen = self._looks[rank]
             seen.append(state in ("T", "t"))
             share = sum(seen) / len(seen)
-            if rank in self._said:
+            if rank in self._named:
                 if len(seen) == _LOOKS and not share:
-                    self._said.remove(rank)
+                    self._named.remove(rank)
             elif len(seen) >= _FEWEST and share >= _SHARE and _begins(seen) >= _TIMES:
-                self._said.add(rank)
+                self._named.add(rank)
                 yield rank, share
 
 
