@@ -22,7 +22,7 @@ def _tree(root: Path, **files: str) -> Path:
         "__init__": "",
         "engine__plan____init__": "",
         "engine__plan__place": "",
-        "engine__links__collectives": "",
+        "engine__comm__collectives": "",
         **files,
     }.items():
         path = package / _path(name)
@@ -39,9 +39,9 @@ def test_a_tree_that_keeps_the_rules_is_clean(tmp_path: Path, capsys: pytest.Cap
     package = _tree(
         tmp_path,
         engine____init__='"""Open to other packages:\n\n    plan.place   a table\n"""\nfrom .model.shard import x\n',
-        engine__buckets__unit="from terrazzo.engine.links import collectives\nfrom ..plan.place import x\n",
+        engine__buckets__unit="from terrazzo.engine.comm import collectives\nfrom ..plan.place import x\n",
         engine__model__shard="from ..buckets.unit import x\n",
-        engine__links__collectives="import torch.distributed as dist\ndist.all_reduce(1)\n",
+        engine__comm__collectives="import torch.distributed as dist\ndist.all_reduce(1)\n",
         planner__memory="from ..engine.plan.place import x\nfrom terrazzo.errors import BadInput\n",
         errors="",
         cli__main="import terrazzo\nfrom terrazzo.train import loop\n",
@@ -76,8 +76,8 @@ def test_an_import_that_points_up(tmp_path: Path, name: str, source: str, line: 
             "from terrazzo.engine.offload.store import x\n",
             "'engine/buckets' must not import ",
         ),
-        ("engine__links__collectives", "\nfrom ..plan.place import x\n", "'engine/links' must not import "),
-        ("engine__links____init__", "from terrazzo.engine.plan import place\n", "'engine/links' must not import "),
+        ("engine__comm__collectives", "\nfrom ..plan.place import x\n", "'engine/comm' must not import "),
+        ("engine__comm____init__", "from terrazzo.engine.plan import place\n", "'engine/comm' must not import "),
         ("engine__offload__store", "import terrazzo.engine\n", "'engine/offload' must not import "),
     ],
 )
@@ -90,7 +90,7 @@ def test_an_import_that_points_up_inside_the_engine(tmp_path: Path, name: str, s
 FACE = '''"""The engine. What is below is open, too. Open to other
 packages, which ask for it:
 
-    plan.place, links   tables, and ways
+    plan.place, comm   tables, and ways
     model.names    names
 
     unit    indented like them, and no more of them
@@ -103,8 +103,8 @@ packages, which ask for it:
     [
         ("from terrazzo.engine import shard, engine_of\n", None),
         ("import terrazzo.engine\n", None),
-        ("from terrazzo.engine.plan.place import Plan\nfrom ..engine.links import collectives\n", None),
-        ("from terrazzo.engine.links.collectives import x\nfrom terrazzo.engine.model.names import x\n", None),
+        ("from terrazzo.engine.plan.place import Plan\nfrom ..engine.comm import collectives\n", None),
+        ("from terrazzo.engine.comm.collectives import x\nfrom terrazzo.engine.model.names import x\n", None),
         ("from terrazzo.engine.model.shard import _prepare\n", "terrazzo.engine.model.shard"),
         ("def f():\n    from terrazzo.engine.model import names, shard\n", "terrazzo.engine.model.shard"),
         ("from ..engine.buckets import unit\n", "terrazzo.engine.buckets.unit"),
@@ -118,14 +118,14 @@ def test_another_package_has_a_face(tmp_path: Path, source: str, inside: str | N
         "engine__plan__placement": "",
         "engine__model__shard": "",
     }
-    tree = _tree(tmp_path, **own, engine__model__names="", engine__links____init__="", planner__memory=source)
+    tree = _tree(tmp_path, **own, engine__model__names="", engine__comm____init__="", planner__memory=source)
     line = source.count("\n")
     want = f"planner/memory.py:{line}: '{inside}' is inside of another package: import from 'terrazzo.engine', or open"
     assert _texts(tree) == ([] if inside is None else [f"{want} it in its docstring"])
 
 
 def test_what_a_face_opens_is_there(tmp_path: Path) -> None:
-    tree = _tree(tmp_path, engine____init__=FACE, engine__links____init__="")
+    tree = _tree(tmp_path, engine____init__=FACE, engine__comm____init__="")
     assert _texts(tree) == ["engine/__init__.py:1: 'model.names' is opened to other packages, and not there"]
 
 
@@ -137,8 +137,8 @@ def test_a_new_folder_of_the_engine_must_be_given_a_layer(tmp_path: Path) -> Non
 
 
 def test_two_classes_with_one_name(tmp_path: Path) -> None:
-    package = _tree(tmp_path, engine__links__a="class Slot: ...\n", planner__b="\nclass Slot: ...\n")
-    assert "planner/b.py:2: 'Slot' is also a class of 'terrazzo.engine.links.a'" in _texts(package)
+    package = _tree(tmp_path, engine__comm__a="class Slot: ...\n", planner__b="\nclass Slot: ...\n")
+    assert "planner/b.py:2: 'Slot' is also a class of 'terrazzo.engine.comm.a'" in _texts(package)
 
 
 def test_two_modules_of_a_package_with_one_name(tmp_path: Path) -> None:

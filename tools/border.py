@@ -98,10 +98,10 @@ ACTS: Mapping[str, Act] = {
     ),
     "freeze": Act("p.requires_grad_(False)", "l", "l", "buckets/edits"),
     "replace": Act("module.weight = nn.Parameter(...)", "l", "l", "buckets/edits"),
-    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "traces/module_tree", note="On several ranks."),
+    "register": Act("module.prompt = nn.Parameter(...)", "l", "l", "autograd/module_tree", note="On several ranks."),
     "add": Act(
         "model.block = nn.Sequential(model.block, adapter)",
-        *("l", "l", "traces/module_tree"),
+        *("l", "l", "autograd/module_tree"),
         note="On several ranks. Modules that are moved or wrapped: a warning, since names in state dicts stay.",
     ),
     "give-grad": Act(
@@ -135,9 +135,9 @@ ACTS: Mapping[str, Act] = {
     "copy-optimizer": Act("copy.deepcopy(optimizer), torch.save(optimizer, file)", "r", "r", "border/optimizer"),
     "copy-module": Act(
         "copy.deepcopy(model.block)",
-        *("dddddd", "rdrrdd", "loop/forward_hooks", _REFUSED),
+        *("dddddd", "rdrrdd", "hooks/forward_hooks", _REFUSED),
         "The copy is an ordinary module.",
     ),
     "buffer": Act("buffer.mul_(0.5)", "d", "d", "torch"),
-    "forward": Act("model(x) under torch.no_grad()", "dddddd", "dddddr", "loop/forward_hooks", _DONE),
+    "forward": Act("model(x) under torch.no_grad()", "dddddd", "dddddr", "hooks/forward_hooks", _DONE),
 }

@@ -50,7 +50,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of norms are not summed over tp",
-        "engine/plan/family.py",
+        "engine/mesh/family.py",
         '(("tp",) if self is Family.SHARED else ())',
         "()",
         "parallel/test_tensor.py",
@@ -78,7 +78,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks with other experts add up their gradients",
-        "engine/plan/family.py",
+        "engine/mesh/family.py",
         '"edp" if self is Family.EXPERT',
         '"dp_shard" if self is Family.EXPERT',
         "parallel/test_expert_training.py",
@@ -92,7 +92,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank does not say that it has come to the end of a forward",
-        "engine/loop/forward_hooks.py",
+        "engine/hooks/forward_hooks.py",
         "self._exchanges.before_end(forward.end_label)",
         "pass",
         "parallel/test_expert.py",
@@ -148,7 +148,7 @@ MUTATIONS = [
     ),
     Mutation(
         "terms of a sum come in another order",
-        "engine/links/sums.py",
+        "engine/comm/sums.py",
         "for part in parts[1:-1]:",
         "for part in reversed(parts[1:-1]):",
         "engine/test_parity.py",
@@ -156,25 +156,25 @@ MUTATIONS = [
     # -- collectives
     Mutation(
         "memory is used again while a neighbour reads it",
-        "engine/links/gloo.py",
+        "engine/comm/gloo.py",
         "                neighbour.await_taken(kind)",
         "                pass",
-        "engine/links",
+        "engine/comm",
     ),
     Mutation(
         "the last element of a sum is left out",
-        "engine/links/gloo.py",
+        "engine/comm/gloo.py",
         "for start in range(0, total.numel(), step):",
         "for start in range(0, total.numel() - 1, step):",
-        "engine/links",
+        "engine/comm",
     ),
     # -- optimizers
     Mutation(
         "memory is given back while it is sent to another machine",
-        "engine/links/gloo.py",
+        "engine/comm/gloo.py",
         "            for work in going:\n                work.wait()",
         "            pass",
-        "engine/links engine/test_processes.py",
+        "engine/comm engine/test_processes.py",
     ),
     Mutation(
         "the norm counts a tied weight on each stage that has it",
@@ -192,7 +192,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the loss scale grows though steps overflowed between",
-        "engine/accord/loss_scale.py",
+        "engine/consensus/loss_scale.py",
         "self.skipped_steps += 1\n        self._good_steps = 0",
         "self.skipped_steps += 1",
         "engine/test_fp16.py",
@@ -294,7 +294,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sum that replaces its terms is billed beside them",
-        "engine/plan/spec.py",
+        "engine/plan/bucket_spec.py",
         "self.precision.accumulate.itemsize if partial and finish else 0",
         "self.precision.accumulate.itemsize",
         "engine/test_memory.py planner/test_engine_truth.py",

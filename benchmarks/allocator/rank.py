@@ -34,7 +34,7 @@ import terrazzo as tz
 from benchmarks.allocator.jobs import LAYERS, LONGEST, RANKS, SCALE, Job
 from hostcuda import caching, collectives, memory
 from hostcuda.device import start
-from terrazzo.engine.plan.axes import data_mesh
+from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 
 

@@ -34,7 +34,8 @@ from benchmarks.gpu.contenders import Workload
 from benchmarks.gpu.training import SMALL, Training, apart, same
 from terrazzo.engine import checkpoint_activations, compile_units
 from terrazzo.engine.buckets.buffer import Buffer
-from terrazzo.engine.plan.axes import Axes, data_mesh
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import terrazzo as tz
 from benchmarks.gpu.contenders import Workload
-from terrazzo.engine.plan.axes import data_mesh
+from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 
 __all__ = ["ADAMW", "SMALL", "Training", "apart", "same"]

@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch.distributed as dist
 
 import terrazzo.checkpoint.saving.background
-import terrazzo.engine.links.collectives
+import terrazzo.engine.comm.collectives
 import terrazzo.engine.model.engine
 
 DENSITY = int(os.environ.get("TERRAZZO_FAULTS", "1"))
@@ -286,7 +286,7 @@ def as_the_parent(work: Callable[[], object]) -> Callable[[], object]:
     def body() -> object:
         for module in (
             terrazzo.checkpoint.saving.background,
-            terrazzo.engine.links.collectives,
+            terrazzo.engine.comm.collectives,
             terrazzo.engine.model.engine,
         ):
             module.require_own = lambda *_: None  # type: ignore[attr-defined]

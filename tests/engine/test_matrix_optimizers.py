@@ -17,7 +17,7 @@ from torch.optim import _muon
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.links.tally import Tally
+from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.optim.matrix_steps import rehearse_matrices
 from terrazzo.errors import BadInput
 from tests.engine.parity import CUSTOM, Case, assert_parity, axes, run_on_threads

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import Precision, engine_of
-from terrazzo.engine.links.transfer import Released
+from terrazzo.engine.comm.transfer import Released
 from tests.engine.census import PeakBytes, census, live_bytes
 from tests.engine.toys import EVERY_PLAN, TABLE_2D, Block, Net, adamw, batch, loss_of, on_ranks, sharded, train
 from tests.helpers.cover import places

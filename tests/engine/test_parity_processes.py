@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from terrazzo.engine.links.gloo import GlooCollectives
+from terrazzo.engine.comm.gloo import GlooCollectives
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.schedule import Schedule
 from tests.engine.models import base_model, batch, loss_of

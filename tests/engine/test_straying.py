@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.engine.links import backends
-from terrazzo.engine.links.collectives import NativeCollectives
+from terrazzo.engine.comm import backends
+from terrazzo.engine.comm.collectives import NativeCollectives
 from terrazzo.engine.schedule.order import Event, Order, Visit
 from tests.engine.toys import EVERY_PLAN, Block, adamw, assert_close, batch, full_parameters, mesh_for, on_ranks
 from tests.helpers.cover import places

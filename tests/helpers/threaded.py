@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
-from terrazzo.engine.links.collectives import Collectives, MessageRoute, all_gather_single
-from terrazzo.engine.links.label import moving
-from terrazzo.engine.links.sums import add_in_order
-from terrazzo.engine.links.traffic import Ledger, Traffic
-from terrazzo.engine.links.transfer import Handle, Moves
+from terrazzo.engine.comm.collectives import Collectives, MessageRoute, all_gather_single
+from terrazzo.engine.comm.label import moving
+from terrazzo.engine.comm.sums import add_in_order
+from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.transfer import Handle, Moves
 from tests.helpers import turns
 
 __all__ = ["ThreadedCollectives"]

@@ -32,7 +32,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from terrazzo.engine.links.backends import KINDS
+from terrazzo.engine.comm.backends import KINDS
 from tests.helpers import turns
 from tests.helpers.threaded import ThreadedCollectives
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import terrazzo as tz
 from hostcuda.device import FAULTS, Finding, Watching, report
 from terrazzo.engine import checkpoint_activations, compile_units, engine_of
-from terrazzo.engine.links.transfer import Handle, Transfer
+from terrazzo.engine.comm.transfer import Handle, Transfer
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.runtime.worker import Worker
 from tests.helpers.cover import cover, places

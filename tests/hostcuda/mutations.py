@@ -14,9 +14,9 @@ from torch import Tensor
 from hostcuda.device import FAULTS, Watching, report
 from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.buckets.gradient import Gradient
-from terrazzo.engine.links.collectives import NativeCollectives
-from terrazzo.engine.links.side import Side
-from terrazzo.engine.links.transfer import Handle
+from terrazzo.engine.comm.collectives import NativeCollectives
+from terrazzo.engine.comm.side import Side
+from terrazzo.engine.comm.transfer import Handle
 from terrazzo.engine.offload.activations import Copy, Route
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.segment import Segment

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from terrazzo.engine import checkpoint_activations
-from terrazzo.engine.links.transfer import Handle
+from terrazzo.engine.comm.transfer import Handle
 from terrazzo.parallel import Context, VocabularyLoss, context_of
 from terrazzo.parallel.context import kernels
 from terrazzo.parallel.exchanges import GroupRanks

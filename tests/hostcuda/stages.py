@@ -13,8 +13,8 @@ from torch import Tensor
 import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from terrazzo.engine import checkpoint_activations
-from terrazzo.engine.links.collectives import MessageRoute, NativeCollectives
-from terrazzo.engine.links.transfer import Handle
+from terrazzo.engine.comm.collectives import MessageRoute, NativeCollectives
+from terrazzo.engine.comm.transfer import Handle
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from tests.hostcuda.cases import apart
 from tests.hostcuda.shared import sharded_decoder

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu import checks
 from hostcuda import memory
-from terrazzo.engine.links.collectives import Collectives
+from terrazzo.engine.comm.collectives import Collectives
 from tests.helpers.cover import mostly_long
 from tests.helpers.processes import RankFailed
 from tests.hostcuda.ranks import Ranks

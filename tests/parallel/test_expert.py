@@ -232,7 +232,7 @@ def test_weights_that_differ_between_ranks_take_the_first_ones_values() -> None:
 
 
 def test_the_mesh_names_ranks_that_share_experts() -> None:
-    from terrazzo.engine.plan.axes import expert_mesh
+    from terrazzo.engine.mesh.meshes import expert_mesh
 
     def body(_: int) -> list[list[int]]:
         mesh = tz.mesh(dp_replicate=2, tp=2, ep=2)

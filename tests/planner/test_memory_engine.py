@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import Offload, Plan, Precision, estimate
-from terrazzo.engine.links.gloo import GlooCollectives
+from terrazzo.engine.comm.gloo import GlooCollectives
+from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.partition import find_units, partition
 from terrazzo.engine.plan.place import OFFLOADS
-from terrazzo.engine.plan.spec import Pass
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.buckets import buckets

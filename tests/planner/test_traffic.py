@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, Precision, engine_of
-from terrazzo.engine.plan.spec import When
+from terrazzo.engine.plan.bucket_spec import When
 from terrazzo.planner.figures import TrafficFigures
 from terrazzo.planner.machine.devices import Cluster, Device, device
 from terrazzo.planner.machine.mesh import Mesh

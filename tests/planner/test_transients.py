@@ -16,7 +16,7 @@ import torch
 
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Offload, Plan, stages_of
-from terrazzo.engine.links.collectives import NativeCollectives
+from terrazzo.engine.comm.collectives import NativeCollectives
 from terrazzo.engine.paper.bill import memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep
 from terrazzo.engine.plan import axes as engine_axes

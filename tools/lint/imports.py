@@ -34,8 +34,8 @@ INNER_LAYERS = {
         *("accelerate", "fsdp2", "lightning", "megatron", "terrazzo", "torchtitan", "trainer", "registry", "verbs", ""),
     ),
     "engine": (
-        *("runtime", "links", "plan", "buckets", "schedule", "traces", "accord", "loop", "optim", "offload", "paper"),
-        *("model", "states", "border", "sharding", ""),
+        *("runtime", "comm", "mesh", "plan", "buckets", "schedule", "autograd", "consensus", "hooks", "optim"),
+        *("offload", "paper", "model", "states", "border", "sharding", ""),
     ),
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),
@@ -97,7 +97,7 @@ def _check_inside(modules: dict[str, Module]) -> Iterator[Finding]:
 
 
 def _folder(module: Module) -> str:
-    """Of a module of such a package, as in `INNER_LAYERS`: `links` for `terrazzo.engine.links.label`."""
+    """Of a module of such a package, as in `INNER_LAYERS`: `comm` for `terrazzo.engine.comm.label`."""
     inner, known = module.name.split(".")[2:], INNER_LAYERS.get(module.part, ())
     return "" if not inner else inner[0] if inner[1:] or module.is_folder or inner[0] in known else CORE
 

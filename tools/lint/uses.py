@@ -63,12 +63,12 @@ def _cuda_uses(tree: ast.Module) -> Iterator[int]:
 
 def check_collectives(modules: dict[str, Module], package: str) -> Iterator[Finding]:
     """Inside the engine, only one module calls torch.distributed's collectives."""
-    caller = f"{package}.engine.links.collectives"
+    caller = f"{package}.engine.comm.collectives"
     for module in modules.values():
         if module.part != "engine" or module.name == caller:
             continue
         for line, name in _collective_uses(module.tree):
-            text = f"'{name}' is called outside engine/links/collectives.py, which accounts for traffic"
+            text = f"'{name}' is called outside engine/comm/collectives.py, which accounts for traffic"
             yield Finding(module.path, line, text)
 
 

@@ -3,13 +3,14 @@
 Folders, from the lowest to the highest:
 
     runtime     threads, devices, memory, and torch's own runtime
-    links       how ranks exchange
+    comm        how ranks exchange
+    mesh        the axes of the mesh, and the collectives along each
     plan        what is stated: flat spaces, places, what moves
     buckets     what is in memory, and how parameters are views of it
     schedule    when it moves
-    traces      what a forward leaves behind, in autograd's graph and on modules
-    accord      what ranks must have alike, and where they meet
-    loop        what torch calls while a model runs
+    autograd    what a forward leaves behind, in autograd's graph and on modules
+    consensus   what ranks must have alike, and where they meet
+    hooks       what torch calls while a model runs
     optim       stock optimizers over flat master weights
     offload     what is away from the device
     paper       memory and traffic of a step that has not run
@@ -22,26 +23,30 @@ A module imports from its own folder and from those before it in this list. Othe
 want of a sharded model, they ask its `Engine`. Open to other packages:
 
     runtime                                     what a device, and this process, can do and may use
+    mesh                                        the axes of a mesh
     plan                                        what is stated, for the planner and for checkpoints
-    links                                       the collectives of a group, and where a step's time goes
+    comm                                        the collectives of a group, and where a step's time goes
     schedule.schedule, paper.rehearsal          a step on paper, for the planner
     optim.matrix_owners, optim.matrix_steps, optim.template  updates of whole matrices on paper, likewise
     offload.needs                               what rests away from the device, likewise
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
     offload.topology                            CPUs that a rank may use
-    states.materialize, sharding.parts          what is done to a model before it is sharded
+    states.materialize, sharding.mesh_checks          what is done to a model before it is sharded
     model.together                              what ranks are told alike, or refuse as one
     buckets.parameter                           what a forward does with a weight
 
 `python -m tools.lint` checks both.
 """
 
+from terrazzo.engine.autograd.listeners import inside_backward
 from terrazzo.engine.border.methods import register_forward_method
 from terrazzo.engine.border.module import ShardedModule
 from terrazzo.engine.border.optimizer import ShardedOptimizer
 from terrazzo.engine.border.unattached import on_unattached_step
 from terrazzo.engine.buckets.parameter import Zeros
-from terrazzo.engine.links.traffic import Traffic
+from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.mesh.family import Family
+from terrazzo.engine.mesh.meshes import data_mesh, named_mesh
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine, engine_of, is_sharded
 from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, persistent_buffers
@@ -49,9 +54,8 @@ from terrazzo.engine.model.unused import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise
 from terrazzo.engine.paper.bill import MemoryBill
-from terrazzo.engine.plan.axes import data_mesh, named_mesh
-from terrazzo.engine.plan.elsewhere import STAGES_OF, Stages, as_one, give_up, stages_of
-from terrazzo.engine.plan.family import Box, Family, Owned, Record, leave_record, record_of
+from terrazzo.engine.plan.absent import as_one, give_up
+from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
 from terrazzo.engine.plan.partition import Units, find_units, parameter_names
 from terrazzo.engine.plan.place import OFFLOADS, PLANS, TIERS, Place, Plan
 from terrazzo.engine.plan.precision import (
@@ -66,7 +70,8 @@ from terrazzo.engine.plan.precision import (
     preset_named,
 )
 from terrazzo.engine.plan.rectangles import Rectangle
-from terrazzo.engine.schedule.staged import StagedSchedule
+from terrazzo.engine.plan.stages import STAGES_OF, Stages, stages_of
+from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.sharding.attach import attach
 from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
@@ -79,7 +84,6 @@ from terrazzo.engine.states.pieces import Piece
 from terrazzo.engine.states.restore import Read
 from terrazzo.engine.states.state_dict import whole_state_dict
 from terrazzo.engine.states.whole import collect_buffers, whole_weights
-from terrazzo.engine.traces.listeners import inside_backward
 
 __all__ = [
     "DTYPES",
@@ -107,6 +111,7 @@ __all__ = [
     "ParameterInfo",
     "PersistentBuffer",
     "Piece",
+    "PipelineSchedule",
     "Place",
     "Plan",
     "Precision",
@@ -115,7 +120,6 @@ __all__ = [
     "Rectangle",
     "ShardedModule",
     "ShardedOptimizer",
-    "StagedSchedule",
     "Stages",
     "Traffic",
     "Units",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import nn
 
-from terrazzo.engine.sharding.parts import exchanged_along
+from terrazzo.engine.sharding.mesh_checks import exchanged_along
 from terrazzo.errors import BadInput
 from terrazzo.nn import float8
 

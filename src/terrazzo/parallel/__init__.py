@@ -5,7 +5,7 @@ has a folder or a module: `tensor` (tp), `context` (cp), `expert` (ep), `pipelin
 The way of a micro-batch through all of them, and where it is written:
 
     tz.step                     pipeline/step.py      all ranks are given the same, or none begins
-    StagedStep                  pipeline/staged.py    takes what the stage before has sent, by Messages
+    PipelineStep                  pipeline/pipeline_step.py    takes what the stage before has sent, by Messages
       the model's forward       pipeline/line.py      modules of other stages pass on what they are given
         a block begins          tensor/uses.py        a rank along tp takes its part of the sequence
           enter, column         tensor/uses.py        the parts are put together: whole tokens, a part of the heads
@@ -14,7 +14,7 @@ The way of a micro-batch through all of them, and where it is written:
           router, rows          expert/rows.py        in the order of their experts
             experts             expert/ranks.py       to the ranks along ep that have them, and back
         the last block ends     tensor/uses.py        whole sequences
-    StagedStep                  pipeline/staged.py    sends them on, or computes the loss; all meet at the end
+    PipelineStep                  pipeline/pipeline_step.py    sends them on, or computes the loss; all meet at the end
 
 Each exchange is one `exchange(values, there, back)` of `exchanges`, whose gradient goes the other way.
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from terrazzo.engine.links.backends import collectives_for
-from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.links.traffic import Ledger, Traffic
-from terrazzo.engine.links.transfer import Handle, Transfer
+from terrazzo.engine.comm.backends import collectives_for
+from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.transfer import Handle, Transfer
 
 __all__ = ["GroupRanks", "Move", "exchange"]
 

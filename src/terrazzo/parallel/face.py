@@ -9,10 +9,12 @@ from typing import Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.links.tally import Tally
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.mesh.family import STAGES
+from terrazzo.engine.mesh.meshes import expert_mesh
 from terrazzo.engine.model.together import all_or_none, check_agreement
-from terrazzo.engine.plan.axes import STAGES, Axes, expert_mesh
-from terrazzo.engine.sharding.parts import check_uncut
+from terrazzo.engine.sharding.mesh_checks import check_uncut
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.context.chunks import Balance
 from terrazzo.parallel.context.context import Context, Mode

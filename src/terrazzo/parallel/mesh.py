@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine import named_mesh
-from terrazzo.engine.plan.axes import STAGES
+from terrazzo.engine.mesh.family import STAGES
 from terrazzo.engine.runtime.device import kind_of_group
 from terrazzo.errors import BadInput, Misuse
 

@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.links.gloo import NEAR_BLOCK_BYTES
-from terrazzo.engine.links.traffic import Ledger, Traffic
-from terrazzo.engine.links.transfer import Handle, Moves
+from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.gloo import NEAR_BLOCK_BYTES
+from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.transfer import Handle, Moves
 from terrazzo.parallel.context.chunks import Run
 from terrazzo.parallel.context.context import Context
 from terrazzo.parallel.context.tiles import AttentionMask

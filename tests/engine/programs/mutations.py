@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from terrazzo.engine.accord.progress import Denominator
 from terrazzo.engine.buckets import gradient
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.finished import FinishedGradient
 from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.buckets.gradient import Gradient
-from terrazzo.engine.loop.backward_hooks import BackwardHooks
+from terrazzo.engine.consensus.progress import Denominator
+from terrazzo.engine.hooks.backward_hooks import BackwardHooks
 from terrazzo.engine.optim import driver
 from terrazzo.engine.sharding import prepare
 

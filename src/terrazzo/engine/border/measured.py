@@ -19,8 +19,8 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameter import Refusing, note_of
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import Engine
-from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.runtime.overrides import by_torch_names, function_name
 from terrazzo.engine.runtime.weak import weakly
 from terrazzo.errors import Misuse, RanksApart

@@ -13,18 +13,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from terrazzo.engine.autograd.listeners import eager, inside_backward
 from terrazzo.engine.border.measured import Spread, measured_gradient
 from terrazzo.engine.border.stand_in import Key, StandIn
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameter import register_hearer
-from terrazzo.engine.loop.backward_hooks import GradientListener
+from terrazzo.engine.hooks.backward_hooks import GradientListener
+from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.clipping import norms
-from terrazzo.engine.plan.family import Family
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.engine.runtime.weak import weakly
-from terrazzo.engine.traces.listeners import eager, inside_backward
 from terrazzo.errors import Misuse
 
 __all__ = ["show_gradients"]

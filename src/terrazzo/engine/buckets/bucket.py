@@ -13,14 +13,14 @@ from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, copy_c
 from terrazzo.engine.buckets.edits import adopt_data
 from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.buckets.gradient import Gradient
-from terrazzo.engine.links.traffic import Ledger
-from terrazzo.engine.links.transfer import Moves
-from terrazzo.engine.plan.family import Box
+from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.plan.box import Box
+from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass
 from terrazzo.engine.plan.layout import Layout, Slot
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
-from terrazzo.engine.plan.sharding import ShardingSpec
-from terrazzo.engine.plan.spec import BucketSpec, Pass
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.private_torch import plainly
 
 __all__ = ["Bucket", "adopt_displaced"]

@@ -16,8 +16,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from terrazzo.engine.links.transfer import Moves
-from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.layout import Layout, Range, Slot, share
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job

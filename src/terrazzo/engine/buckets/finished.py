@@ -10,9 +10,9 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space
 from terrazzo.engine.buckets.summed import SummedGradient
-from terrazzo.engine.links.sums import multiply
+from terrazzo.engine.comm.sums import multiply
 from terrazzo.engine.plan.layout import Range
-from terrazzo.engine.plan.sharding import ShardingSpec
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
 
 __all__ = ["FinishedGradient"]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from terrazzo.engine.buckets.buffer import Buffer, Resting, Space, view
 from terrazzo.engine.buckets.edits import Edits, Watched
 from terrazzo.engine.buckets.parameter import Guard, Note
-from terrazzo.engine.links.traffic import Ledger
-from terrazzo.engine.links.transfer import Moves
+from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.plan.spec import BucketSpec
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.pages import use_large_pages, with_room
 from terrazzo.engine.runtime.private_torch import plainly

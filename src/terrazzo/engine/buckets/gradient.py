@@ -20,15 +20,15 @@ from terrazzo.engine.buckets.buffer import Buffer, Homes, Space
 from terrazzo.engine.buckets.finished import FinishedGradient
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.buckets.unreduced import UnreducedGradient
-from terrazzo.engine.links.collectives import MessageRoute
-from terrazzo.engine.links.sums import divide
-from terrazzo.engine.links.traffic import Ledger
-from terrazzo.engine.links.transfer import Moves, Released, branching, converted, for_computation, further
-from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.comm.collectives import MessageRoute
+from terrazzo.engine.comm.sums import divide
+from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.comm.transfer import Moves, Released, branching, converted, for_computation, further
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.plan.bucket_spec import MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.plan.partition import Member
-from terrazzo.engine.plan.sharding import ShardingSpec
-from terrazzo.engine.plan.spec import MoveBytes, Reduction, Sums
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.device import HOST
 
 __all__ = ["Gradient"]

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
 from terrazzo.engine.buckets.unit_weights import UnitWeights
-from terrazzo.engine.links.label import title_of
-from terrazzo.engine.links.side import Side
-from terrazzo.engine.links.transfer import Moves
-from terrazzo.engine.plan.sharding import ShardingSpec
-from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.comm.label import title_of
+from terrazzo.engine.comm.side import Side
+from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.compiled import compilation_of, has_fixed_addresses
 from terrazzo.engine.runtime.private_torch import plainly
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.links.transfer import Moves, Transfer, at_once, for_computation
+from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.comm.transfer import Moves, Transfer, at_once, for_computation
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.worker import Job
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import view
-from terrazzo.engine.links.collectives import MessageRoute
+from terrazzo.engine.comm.collectives import MessageRoute
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.digest import digest
-from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart, listed

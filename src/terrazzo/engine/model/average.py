@@ -10,8 +10,8 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Access, Buffer
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.together import check_agreement
-from terrazzo.engine.plan.axes import Axes
 from terrazzo.errors import BadInput, Misuse
 
 __all__ = ["Average", "KeptAverage"]

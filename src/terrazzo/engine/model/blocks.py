@@ -11,9 +11,9 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.loop.hooks import Hooks
+from terrazzo.engine.hooks.hooks import Hooks
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.alike import broadcast_first, compare_written
-from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 

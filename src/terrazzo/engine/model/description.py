@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.plan.place import Plan
-from terrazzo.engine.plan.sharding import ShardingSpec
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
 
 __all__ = ["described"]
 

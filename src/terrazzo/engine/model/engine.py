@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.ending import require_own
-from terrazzo.engine.accord.progress import Progress
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
-from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.traffic import Traffic
-from terrazzo.engine.loop.hooks import Hooks
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.consensus.progress import Progress
+from terrazzo.engine.hooks.hooks import Hooks
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.average import KeptAverage
 from terrazzo.engine.model.blocks import GatheredBlocks, Write
 from terrazzo.engine.model.description import described
@@ -26,11 +27,10 @@ from terrazzo.engine.model.gradients import ModelGradients
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.paper.promise import Promise
-from terrazzo.engine.plan.axes import Axes
-from terrazzo.engine.plan.elsewhere import Stages
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.plan.sharding import ShardingSpec
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.plan.stages import Stages
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.errors import BadInput
 
 __all__ = ["all_or_none", "check_agreement"]

@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from terrazzo.engine.autograd.saved import others_watch
 from terrazzo.engine.offload.host import HostPool
 from terrazzo.engine.runtime.device import KINDS, Stream
-from terrazzo.engine.traces.saved import others_watch
 from terrazzo.errors import Misuse
 
 __all__ = ["SMALLEST_BYTES", "OffloadedActivations", "offloading_of"]

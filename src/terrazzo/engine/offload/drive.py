@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.buffer import Access, Resting, Space
-from terrazzo.engine.links.transfer import Handle, Moves
+from terrazzo.engine.comm.transfer import Handle, Moves
 from terrazzo.engine.offload.disk import Disk, Pending, page_aligned
 from terrazzo.engine.plan.layout import Range, padded_bytes, round_up
 from terrazzo.engine.runtime.device import Stream

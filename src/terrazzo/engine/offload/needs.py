@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.template import Templates
+from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import padded_bytes
-from terrazzo.engine.plan.spec import BucketSpec
 
 __all__ = [
     "SENDS",

@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.plan.axes import Axes
-from terrazzo.engine.plan.family import Box
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Range, share
 
 __all__ = ["CUT", "AxisExchange", "Matrix", "MatrixPart", "Owners", "owners_of"]

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.traffic import Ledger, Traffic
-from terrazzo.engine.links.transfer import Moves, Transfer
+from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.transfer import Moves, Transfer
 from terrazzo.engine.optim.kept import KeptStates
 from terrazzo.engine.optim.matrix_owners import CUT, AxisExchange, Matrix, MatrixPart, Owners, owners_of
 from terrazzo.engine.optim.segment import Segment, held_range, runs

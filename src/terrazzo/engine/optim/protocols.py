@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch.optim import Optimizer
 
-from terrazzo.engine.accord.progress import Progress
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["Driven", "OffDeviceUpdates"]

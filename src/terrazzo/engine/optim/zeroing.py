@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from terrazzo.engine.accord.progress import Progress
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.consensus.progress import Progress
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 

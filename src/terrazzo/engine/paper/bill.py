@@ -15,8 +15,8 @@ from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segment import held_range, runs
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
+from terrazzo.engine.plan.bucket_spec import resting_bytes
 from terrazzo.engine.plan.layout import padded_bytes
-from terrazzo.engine.plan.spec import resting_bytes
 
 __all__ = ["MemoryBill", "memory_bill"]
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.links.traffic import Traffic
+from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
-from terrazzo.engine.plan.elsewhere import Stages
-from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.stages import Stages
 from terrazzo.engine.schedule.schedule import Schedule
 
 __all__ = ["Promise"]

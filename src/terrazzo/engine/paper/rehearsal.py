@@ -13,23 +13,23 @@ from typing import NamedTuple
 
 import torch
 
-from terrazzo.engine.accord.agreement import flags_numel
-from terrazzo.engine.accord.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.links.label import Label
-from terrazzo.engine.links.side import Side
-from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.traffic import Traffic
-from terrazzo.engine.links.transfer import Handle, Moves, Released
+from terrazzo.engine.comm.label import Label
+from terrazzo.engine.comm.side import Side
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.comm.transfer import Handle, Moves, Released
+from terrazzo.engine.consensus.agreement import flags_numel
+from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
 from terrazzo.engine.optim.matrix_steps import rehearse_matrices
 from terrazzo.engine.optim.template import Templates
-from terrazzo.engine.plan.elsewhere import Stages
-from terrazzo.engine.plan.sharding import ShardingSpec
-from terrazzo.engine.plan.spec import BucketSpec, MoveBytes, Pass, When
+from terrazzo.engine.plan.bucket_spec import BucketSpec, MoveBytes, Pass, When
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.plan.stages import Stages
 from terrazzo.engine.schedule.order import contains
+from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
-from terrazzo.engine.schedule.staged import StagedSchedule
 
 __all__ = ["PaperBucket", "PaperGradient", "PaperStep", "PaperUnit", "parameters_of", "rehearse"]
 
@@ -75,7 +75,7 @@ def rehearse(units: Sequence[Unit], step: PaperStep, templates: Templates = ()) 
                 _record_control(sharding, traffic, flags_numel(units))
     else:
         chunks = step.stages.share_out([*map(parameters_of, units)])
-        staged = StagedSchedule(paper, chunks, step.prefetch, meeting)
+        staged = PipelineSchedule(paper, chunks, step.prefetch, meeting)
         staged.begin_step()
         for turn in step.stages.turns(step.micro_batches):
             staged.turn_to(turn.chunk, turn.ends_model)

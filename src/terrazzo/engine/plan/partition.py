@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from terrazzo.engine.plan.family import Box, Family, Record, record_of
+from terrazzo.engine.mesh.family import Family
+from terrazzo.engine.plan.box import Box, Record, record_of
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["Member", "UnitSpec", "Units", "find_units", "parameter_names", "partition"]

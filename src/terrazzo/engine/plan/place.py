@@ -18,12 +18,10 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from terrazzo.engine.mesh.family import DATA_AXES
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["DATA_AXES", "OFFLOADS", "ON_DEVICE", "PLANS", "ROWS", "TIERS", "Place", "Plan", "Tiers"]
-
-DATA_AXES = ("dp_shard", "cp", "dp_replicate")
-"""Mesh axes along which ranks see different data, innermost first: the order in which `D` cuts a state."""
+__all__ = ["OFFLOADS", "ON_DEVICE", "PLANS", "ROWS", "TIERS", "Place", "Plan", "Tiers"]
 
 _SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES, "-": ()}
 TIERS = ("device", "cpu", "nvme")

@@ -2,5 +2,5 @@
 
 Read order, what ranks agree to do; runnable, of what; gathered and reductions, what is here and what is under way;
 forward and backward, the passes along the order; straying, what comes elsewhere; schedule, which makes the passes;
-staged, which runs several micro-batches at once.
+pipeline, which runs several micro-batches at once.
 """

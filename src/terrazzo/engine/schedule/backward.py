@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 
-from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.order import Program, position_from
 from terrazzo.engine.schedule.reductions import Reductions

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.order import Event, Program, position_from
 from terrazzo.engine.schedule.runnable import Runnable

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterable, Sequence
 
-from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.schedule.runnable import Runnable
 

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable
 from typing import NamedTuple
 
-from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.links.transfer import Transfer
+from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.comm.transfer import Transfer
 from terrazzo.engine.schedule.runnable import Runnable
 
 __all__ = ["Divisor", "Reductions"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from terrazzo.engine.links.label import Label
-from terrazzo.engine.links.side import Side
-from terrazzo.engine.links.transfer import Moves
-from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.comm.label import Label
+from terrazzo.engine.comm.side import Side
+from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.plan.bucket_spec import Pass
 
 __all__ = ["Runnable"]
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
-from terrazzo.engine.links.label import Purpose
-from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.comm.label import Purpose
+from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.schedule.backward import BackwardPass
 from terrazzo.engine.schedule.forward import ForwardPass
 from terrazzo.engine.schedule.gathered import GatheredWeights

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from terrazzo.engine.links.label import Label, Purpose
+from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.schedule.gathered import GatheredWeights
 from terrazzo.engine.schedule.order import Program
 from terrazzo.engine.schedule.runnable import Runnable

@@ -15,12 +15,13 @@ from terrazzo.engine.buckets.aliases import check_views
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameter import note_of
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.links.backends import backend_of
+from terrazzo.engine.comm.backends import backend_of
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES
 from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.plan.axes import BESIDE, STAGES, Axes
-from terrazzo.engine.plan.place import DATA_AXES, Plan
+from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse, listed, warn

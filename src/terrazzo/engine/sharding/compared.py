@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.together import check_agreement
 from terrazzo.engine.optim.settings import NOT_HYPER
-from terrazzo.engine.plan.axes import Axes
 from terrazzo.engine.plan.partition import UnitSpec
 
 __all__ = ["check_versions", "model_facts", "optimizer_facts", "state_facts"]

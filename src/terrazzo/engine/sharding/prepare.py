@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.traffic import Ledger
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.options import Offload
@@ -24,12 +26,12 @@ from terrazzo.engine.optim.elementwise import check_optimizer
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups
 from terrazzo.engine.optim.template import Templates
-from terrazzo.engine.plan.axes import Axes, data_mesh
-from terrazzo.engine.plan.elsewhere import as_one, stages_of
+from terrazzo.engine.plan.absent import as_one
 from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
-from terrazzo.engine.plan.sharding import ShardingSpec
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.plan.stages import stages_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.compiled import compilation_of
 from terrazzo.engine.sharding.checks import (
@@ -47,7 +49,7 @@ from terrazzo.engine.sharding.checks import (
 )
 from terrazzo.engine.sharding.compared import check_versions, model_facts, optimizer_facts, state_facts
 from terrazzo.engine.sharding.matrix_checks import check_matrices
-from terrazzo.engine.sharding.parts import check_experts_shared, check_parts, check_sequences, check_stages
+from terrazzo.engine.sharding.mesh_checks import check_experts_shared, check_parts, check_sequences, check_stages
 from terrazzo.engine.states.materialize import check_initializable
 from terrazzo.errors import BadInput
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.accord.pass_end import meet, weights_are_split
-from terrazzo.engine.accord.progress import Denominator, Progress
 from terrazzo.engine.border.measured import let_measure
 from terrazzo.engine.border.module import make_sharded_module
 from terrazzo.engine.border.shown import show_gradients
 from terrazzo.engine.border.unattached import watch_steps
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.loop.hooks import Hooks
+from terrazzo.engine.consensus.pass_end import meet, weights_are_split
+from terrazzo.engine.consensus.progress import Denominator, Progress
+from terrazzo.engine.hooks.hooks import Hooks
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.model.wrappers import watch_wrapping
@@ -32,16 +32,16 @@ from terrazzo.engine.optim.stock import orphans
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, parameters_of
-from terrazzo.engine.plan.elsewhere import stages_of
 from terrazzo.engine.plan.partition import Units
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
+from terrazzo.engine.plan.stages import stages_of
 from terrazzo.engine.runtime.pages import keep_freed, return_freed
+from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
-from terrazzo.engine.schedule.staged import StagedSchedule
 from terrazzo.engine.schedule.straying import Meet
 from terrazzo.engine.sharding.attach import put_on
-from terrazzo.engine.sharding.parts import exchanged_along
+from terrazzo.engine.sharding.mesh_checks import exchanged_along
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
 from terrazzo.engine.states.materialize import (
     initializer_of,
@@ -251,7 +251,7 @@ def _schedule_of(
     stages = stages_of(model)
     if stages is None:
         return Schedule(units, prefetch, meeting, denominator)
-    return StagedSchedule(units, stages.share_out([*map(parameters_of, units)]), prefetch, meeting, denominator)
+    return PipelineSchedule(units, stages.share_out([*map(parameters_of, units)]), prefetch, meeting, denominator)
 
 
 def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> dict[nn.Parameter, nn.Parameter]:

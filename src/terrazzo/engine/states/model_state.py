@@ -17,8 +17,8 @@ from terrazzo.engine.model.digest import digest
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.model.names import PersistentBuffer
 from terrazzo.engine.model.together import all_or_none
-from terrazzo.engine.plan.elsewhere import as_one
-from terrazzo.engine.plan.family import Box
+from terrazzo.engine.plan.absent import as_one
+from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.pieces import (

@@ -23,7 +23,7 @@ from terrazzo.engine.optim.settings import NOT_HYPER
 from terrazzo.engine.optim.stepper import bare_copy
 from terrazzo.engine.optim.stock import take_fused
 from terrazzo.engine.optim.template import Template
-from terrazzo.engine.plan.elsewhere import require_whole
+from terrazzo.engine.plan.stages import require_whole
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.pieces import require_known_states
 from terrazzo.engine.states.restore import restore_optimizer

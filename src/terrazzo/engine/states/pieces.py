@@ -19,7 +19,7 @@ from terrazzo.engine.buckets.buffer import Buffer, Resting
 from terrazzo.engine.model.digest import digest
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
-from terrazzo.engine.plan.family import Owned
+from terrazzo.engine.plan.box import Owned
 from terrazzo.engine.plan.layout import Range, Slot
 from terrazzo.engine.plan.rectangles import Rectangle, whole
 from terrazzo.errors import Misuse, listed

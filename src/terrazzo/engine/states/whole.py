@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Resting, view
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.links.transfer import Transfer
+from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.comm.transfer import Transfer
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.engine import engine_of
 from terrazzo.engine.model.names import persistent_buffers
-from terrazzo.engine.plan.axes import Axes
-from terrazzo.engine.plan.elsewhere import stages_of
-from terrazzo.engine.plan.family import Box
+from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Slot
 from terrazzo.engine.plan.rectangles import Rectangle
+from terrazzo.engine.plan.stages import stages_of
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.errors import BadInput, RanksApart, did_you_mean, listed

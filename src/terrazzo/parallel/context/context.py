@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.links.traffic import Traffic
+from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
 from terrazzo.parallel.context.chunks import BALANCES, Chunks, Run
 from terrazzo.parallel.context.modes import Shared, by_gathering, by_heads, by_ring

@@ -18,8 +18,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from terrazzo.engine.links.label import Label, Purpose
-from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.comm.label import Label, Purpose
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 from terrazzo.parallel.exchanges import GroupRanks, exchange

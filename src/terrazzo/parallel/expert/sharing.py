@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from terrazzo.engine import Box, Family, Record, leave_record, record_of, stages_of
-from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, Misuse, listed
 from terrazzo.marks import SHARES_EXPERTS

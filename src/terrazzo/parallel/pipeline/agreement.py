@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from terrazzo.engine import Engine
-from terrazzo.engine.plan.axes import Axes
-from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, RanksApart
 from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, form_of_inputs, values_of_inputs
-from terrazzo.parallel.pipeline.staged import Ways, exchanges_inside
+from terrazzo.parallel.pipeline.pipeline_step import Ways, exchanges_inside
 
 __all__ = ["Given", "begin_alike", "check_as_many"]
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from terrazzo import errors
-from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import TerrazzoError
 

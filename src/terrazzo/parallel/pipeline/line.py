@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrazzo.engine import Stages, inside_backward
-from terrazzo.engine.plan.elsewhere import Absent, Turn
+from terrazzo.engine.plan.absent import Absent
+from terrazzo.engine.plan.stages import Turn
 from terrazzo.engine.runtime.overrides import function_name
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse

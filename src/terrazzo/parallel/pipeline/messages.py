@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from terrazzo.engine.links.collectives import Collectives, MessageRoute
-from terrazzo.engine.links.transfer import Handle
+from terrazzo.engine.comm.collectives import Collectives, MessageRoute
+from terrazzo.engine.comm.transfer import Handle
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.engine import STAGES_OF, give_up
-from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.partition import parameter_names
-from terrazzo.engine.sharding.parts import check_uncompiled, check_uncut
+from terrazzo.engine.sharding.mesh_checks import check_uncompiled, check_uncut
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.adapters import adapted

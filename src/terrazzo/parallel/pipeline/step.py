@@ -12,11 +12,11 @@ from terrazzo.engine import accumulate, engine_of, stages_of
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.agreement import Given, begin_alike, check_as_many
 from terrazzo.parallel.pipeline.line import Line
-from terrazzo.parallel.pipeline.staged import (
+from terrazzo.parallel.pipeline.pipeline_step import (
     Auxiliary,
     LossFunction,
     MicroBatch,
-    StagedStep,
+    PipelineStep,
     called,
     one_loss,
     ways_of,
@@ -76,7 +76,7 @@ def step(
         with ways.failures.named():
             told = begin_alike(engine.axes, ways, given)
             pairs = [(inputs, targets) for inputs, (_, targets) in zip(told.inputs, micro_batches, strict=True)]
-            return StagedStep(model, line, ways, pairs, loss_fn, auxiliary).run()
+            return PipelineStep(model, line, ways, pairs, loss_fn, auxiliary).run()
     check_as_many(model, engine, given)
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):

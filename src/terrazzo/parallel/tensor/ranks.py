@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from terrazzo.engine.links.collectives import Collectives
-from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.transfer import Moves, Transfer
-from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.comm.transfer import Moves, Transfer
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.parallel.exchanges import Move, exchange
 from terrazzo.parallel.mesh import once_for
 

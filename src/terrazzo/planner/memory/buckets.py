@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 
 import torch
 
+from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.layout import ALIGN, padded_bytes, round_up
-from terrazzo.engine.plan.spec import BucketSpec
 from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from terrazzo.engine.plan.spec import MoveBytes, Pass
+from terrazzo.engine.plan.bucket_spec import MoveBytes, Pass
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.model.shapes import UnitShape

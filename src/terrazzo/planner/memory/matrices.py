@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.traffic import Traffic
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.optim.matrix_owners import CUT, Owners, owners_of
 from terrazzo.engine.optim.matrix_steps import rehearse_matrices
 from terrazzo.engine.optim.template import MatrixNeeds, Template
-from terrazzo.engine.plan.family import Box
+from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Layout, Range, share
 from terrazzo.optim import Muon
 from terrazzo.planner.memory.buckets import PlannedBucket, buckets

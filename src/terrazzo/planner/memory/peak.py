@@ -41,11 +41,11 @@ FORMULAS = {
     "memory.messages": Formula(
         "tokens x hidden x bytes of an element, whole over tp: what a stage has made of each micro-batch in flight, "
         "gradients that it has sent back, until the step ends, and two messages that it has asked for",
-        "terrazzo/parallel/pipeline/staged.py and messages.py",
+        "terrazzo/parallel/pipeline/pipeline_step.py and messages.py",
     ),
     "memory.receive": Formula(
         "gradients under way to their ranks, and on CPU what arrives from the others",
-        "terrazzo/engine/plan/spec.py, terrazzo/engine/links/collectives.py",
+        "terrazzo/engine/plan/bucket_spec.py, terrazzo/engine/comm/collectives.py",
     ),
 }
 

@@ -10,8 +10,8 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 
 from terrazzo.engine import Place, Plan, Precision
-from terrazzo.engine.links.columns import MANY_FAR, ROUNDS
-from terrazzo.engine.links.gloo import NEAR_BLOCK_BYTES
+from terrazzo.engine.comm.columns import MANY_FAR, ROUNDS
+from terrazzo.engine.comm.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.stages import Cut, cut_of, stage_units, units_of_stage

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from terrazzo.engine.links.side import Side
-from terrazzo.engine.links.tally import Tally
-from terrazzo.engine.links.traffic import Ledger
-from terrazzo.engine.links.transfer import Moves, Released
+from terrazzo.engine.comm.side import Side
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.comm.transfer import Moves, Released
 from terrazzo.engine.paper.rehearsal import PaperBucket, PaperGradient, PaperUnit
+from terrazzo.engine.plan.bucket_spec import Pass, resting_bytes
 from terrazzo.engine.plan.place import Tiers
-from terrazzo.engine.plan.spec import Pass, resting_bytes
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Formula, Term
@@ -126,7 +126,7 @@ def _states(found: Sequence[PlannedBucket]) -> tuple[dict[str, int], int]:
 
 
 class _Player:
-    """Drives the schedule by the events of a trace, as `engine.loop.hooks` does by those of a model."""
+    """Drives the schedule by the events of a trace, as `engine.hooks.hooks` does by those of a model."""
 
     def __init__(self, setup: Setup, units: Sequence[Sequence[PlannedBucket]], trace: ActivationTrace) -> None:
         self.peaks: dict[str, dict[str, int]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from terrazzo.engine.plan.spec import Pass
+from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.buckets import buckets
 from terrazzo.planner.memory.placement import Placement, placed_units, placement_of
@@ -18,7 +18,7 @@ FORMULAS = {
     "memory.weights": Formula(
         "sum over units of padded elements / ranks of `weight` x bytes of the resting weights; where they are split as "
         "the optimizer's and only a cast away, master weights serve as both",
-        "arXiv 1910.02054, section 3; terrazzo/engine/plan/spec.py",
+        "arXiv 1910.02054, section 3; terrazzo/engine/plan/bucket_spec.py",
     ),
     "memory.gradients": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `accumulate`, from the end of "
@@ -27,7 +27,7 @@ FORMULAS = {
     ),
     "memory.master": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `master`, unless it is the weight",
-        "arXiv 1710.03740; terrazzo/engine/plan/spec.py",
+        "arXiv 1710.03740; terrazzo/engine/plan/bucket_spec.py",
     ),
     "memory.moments": Formula(
         "tensors per element x held trainable elements / ranks of `optim` x bytes of `moments`, and one step count for "

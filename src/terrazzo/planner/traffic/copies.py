@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from terrazzo.engine.plan.bucket_spec import MoveBytes
 from terrazzo.engine.plan.place import TIERS
-from terrazzo.engine.plan.spec import MoveBytes
 from terrazzo.planner.memory.buckets import PlannedBucket
 
 __all__ = ["copies"]

@@ -6,8 +6,8 @@ description of each bucket says. The other axes are in `exchanges`.
 
 from __future__ import annotations
 
+from terrazzo.engine.plan.bucket_spec import When
 from terrazzo.engine.plan.place import ON_DEVICE
-from terrazzo.engine.plan.spec import When
 from terrazzo.planner.figures import Sent, TrafficFigures
 from terrazzo.planner.formulas import Formula
 from terrazzo.planner.machine.network import Network, RankGroup, UnitTransfer, group_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from terrazzo.engine.links.label import Purpose
+from terrazzo.engine.comm.label import Purpose
 from terrazzo.telemetry.flight.ring import Event, EventKind, Flight
 
 __all__ = ["GROUPS", "Bar", "Names", "bars_of"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from terrazzo.engine.links.times import Times
+from terrazzo.engine.comm.times import Times
 from terrazzo.telemetry.outside.probe import EVERY
 from terrazzo.telemetry.steps.step_recorder import PHASES, Spent, causes_of
 

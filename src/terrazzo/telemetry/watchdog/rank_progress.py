@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.engine.links.label import Purpose
+from terrazzo.engine.comm.label import Purpose
 from terrazzo.telemetry.flight.ring import BEGINS, DONE, ENDS, ISSUED, PHASE, STEP, WAITED, WAITS, Event
 from terrazzo.telemetry.flight.spans import Names
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from terrazzo.engine.links.label import RUN_THE_SAME
+from terrazzo.engine.comm.label import RUN_THE_SAME
 from terrazzo.errors import listed
 from terrazzo.telemetry.watchdog.rank_progress import ExchangeKey, RankProgress
 from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause

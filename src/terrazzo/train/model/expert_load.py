@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.engine import inside_backward
-from terrazzo.engine.plan.axes import Axes
+from terrazzo.engine.mesh.axes import Axes
 from terrazzo.marks import Mark
 from terrazzo.parallel import stacked_experts
 

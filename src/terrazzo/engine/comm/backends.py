@@ -1,0 +1,74 @@
+"""Which collectives a group gets: one algorithm per backend."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from terrazzo.engine.comm.collectives import Collectives, NativeCollectives
+from terrazzo.engine.comm.gloo import GlooCollectives
+from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.runtime.device import HOST
+from terrazzo.errors import BadInput
+
+__all__ = ["KINDS", "backend_of", "collectives_for"]
+
+KINDS: dict[str, type[Collectives]] = {
+    "gloo": GlooCollectives,
+    "nccl": NativeCollectives,
+    "fake": NativeCollectives,
+}
+"""By backend; `fake` is that of simulations. Tests add one whose ranks are threads."""
+
+
+def collectives_for(
+    group: dist.ProcessGroup, device: torch.device, traffic: Traffic, ledger: Ledger, axis: str = ""
+) -> Collectives:
+    """The collectives of the backend that serves `device` in `group`, which is that of `axis`. Collective.
+
+    Raises:
+        BadInput: for a backend whose order of sums this version does not know.
+    """
+    backend = backend_of(group, device)
+    if backend not in KINDS:
+        raise BadInput(
+            f"The process group's backend for {device.type} is {backend!r}, in whose order of sums nobody has looked; "
+            f"this version knows {', '.join(KINDS)}. Initialise it with "
+            'init_process_group("cpu:gloo,cuda:nccl").'
+        )
+    found = KINDS[backend](group, traffic, ledger, axis)
+    found.host_group = _for_host(group)
+    return found
+
+
+def _for_host(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """What carries numbers of the host's memory between the ranks of `group`: itself, or gloo beside NCCL alone."""
+    if group.size() == 1 or HOST.type in _by_device(group) or "nccl" not in _by_device(group).values():
+        return group
+    if (beside := _BESIDE.get(group)) is None:
+        ranks = dist.get_process_group_ranks(group)
+        try:
+            beside = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            error.add_note(
+                "Terrazzo's ranks exchange small numbers over gloo, beside NCCL. If it does not find the network "
+                "between them, name the interface: GLOO_SOCKET_IFNAME=eth0."
+            )
+            raise
+        _BESIDE[group] = beside
+    return beside
+
+
+_BESIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves `device` in `group`, such as `gloo`."""
+    return _by_device(group).get(device.type, dist.get_backend(group))
+
+
+def _by_device(group: dist.ProcessGroup) -> dict[str, str]:
+    pairs = str(dist.get_backend_config(group)).split(",")
+    return dict(pair.split(":") for pair in pairs if ":" in pair)

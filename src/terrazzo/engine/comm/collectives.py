@@ -1,0 +1,318 @@
+"""Collectives along a mesh axis, every byte counted: all of torch.distributed's that the engine calls.
+
+All sums run in rank order along an axis, ((r0 + r1) + r2) + ..., on every backend but NCCL, which is what makes results
+reproducible bit by bit (see docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terrazzo.ending import leaves_to_parent, require_own
+from terrazzo.engine.comm.label import moving
+from terrazzo.engine.comm.sums import divide
+from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.transfer import Handle, Moves, converted, for_computation, further
+
+__all__ = ["TRAIL", "Collectives", "MessageRoute", "NativeCollectives", "all_gather_single"]
+
+TRAIL = 16
+"""How many of the last exchanges a rank remembers."""
+
+
+class MessageRoute(NamedTuple):
+    """The way of messages of one kind from one rank of an axis to another; of flags, "control"."""
+
+    kind: str
+    source: int
+    to: int
+
+    @property
+    def counts_as(self) -> str:
+        """As which kind of traffic: flags are none that is promised."""
+        return "control" if self.kind == "control" else "send"
+
+
+class Collectives(ABC):
+    """Collectives along one mesh axis. Tensors are 1-D, contiguous, and divide evenly over the axis's ranks.
+
+    Args:
+        axis: by which waits are counted; empty where there are no others.
+
+    Attributes:
+        host_group: of the same ranks, for what is in the host's memory: `group`, where that can.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
+        self._group, self.traffic, self.ledger = group, traffic, ledger
+        self.host_group = group
+        self.axis = axis
+        self.size, self.rank = group.size(), group.rank()
+        self.trail, self.checksum = deque[int](maxlen=TRAIL), 0
+        self._process = os.getpid()
+        leaves_to_parent(self)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            Misuse: in a forked child, which has no part in it.
+        """
+        require_own(self._process)
+        return self._group
+
+    def leave_to_parent(self) -> None:
+        """Keep the group, in a forked child: gloo's destructor would wait for threads that are not here."""
+        for group in (self._group, self.host_group, dist.group.WORLD):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def _group_for(self, values: Tensor) -> dist.ProcessGroup:
+        """The one that carries them."""
+        group = self.group
+        return group if values.is_cuda else self.host_group
+
+    def all_gather(self, full: Tensor) -> Moves[Tensor]:
+        """Fill `full` from every rank's own chunk of it, in place."""
+        self.traffic.record("all_gather", self._share_bytes(full), axis=self.axis)
+        yield from self._all_gather(full, "all_gather")
+        return full
+
+    def reduce_scatter(self, full: Tensor, dtype: torch.dtype) -> Moves[Tensor]:
+        """This rank's chunk of the sum of every rank's `full`, as a new tensor of `dtype`."""
+        self.traffic.record("reduce_scatter", self._share_bytes(full), axis=self.axis)
+        return (yield from self._reduce_scatter(full, dtype, "reduce_scatter"))
+
+    def all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves[Tensor]:
+        """The sum of every rank's `full` divided by `denominator`, in `dtype`; may reuse `full`'s memory."""
+        self.traffic.record("all_reduce", 2 * self._share_bytes(full), axis=self.axis)
+        return (yield from self._all_reduce(full, dtype, denominator))
+
+    def all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves[Tensor]:
+        """Fill `received` with what every rank of the axis has for this one, in rank order, from each one's `sent`.
+
+        Args:
+            sent_numels: elements for each rank, of which this one is given none.
+            received_numels: elements from each.
+        """
+        self.traffic.record("all_to_all", sent.nbytes, axis=self.axis)
+        yield from self._all_to_all(sent, sent_numels, received, received_numels)
+        return received
+
+    def maximum(self, values: Tensor, patience_s: float | None = None) -> Tensor:
+        """The elementwise maximum over the ranks, for small control data; blocks.
+
+        Args:
+            patience_s: how long to wait for the others, in place of the group's own time.
+
+        Raises:
+            RuntimeError: where they have not come in that time; the group is of no use then.
+        """
+        self.traffic.record("control", values.nbytes, axis=self.axis)
+        with self._meeting("control"):
+            group, ends = self._group_for(values), patience_s is not None
+            work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=ends)
+            if patience_s is not None:
+                work.wait(timedelta(seconds=patience_s))
+        return values
+
+    def gather_rows(self, values: Tensor) -> Tensor:
+        """Every rank's `values`, stacked in rank order along a new first dim, for small control data; blocks."""
+        rows = values.new_empty((self.size, values.numel()))
+        self.traffic.record("control", values.nbytes, axis=self.axis)
+        with self._meeting("control"):
+            all_gather_single(rows.view(-1), values.reshape(-1), group=self._group_for(values))
+        return rows.view(self.size, *values.shape)
+
+    def broadcast(self, values: Tensor, source: int = 0) -> None:
+        """Overwrite `values` with those of one rank of the axis, by default of the first; blocks."""
+        self.traffic.record("broadcast", values.nbytes if self.rank == source else 0, axis=self.axis)
+        with self._meeting("broadcast"):
+            dist.broadcast(_carried(values), group=self._group_for(values), group_src=source)
+
+    @contextlib.contextmanager
+    def _meeting(self, kind: str) -> Iterator[None]:
+        """What is inside blocks until all ranks are there; the wait is counted."""
+        with self.traffic.times_of(self.axis, kind).waiting(late=True):
+            try:
+                yield
+            except RuntimeError as error:
+                for why in self._standing_still():
+                    error.add_note(why)
+                raise
+
+    def _standing_still(self) -> Iterable[str]:
+        """What there is to say of ranks that stand still, as far as this one can see."""
+        return ()
+
+    def break_off(self) -> None:  # noqa: B027
+        """This rank exchanges nothing on this axis any more: others are to hear that at once, where a backend can."""
+
+    def open_routes(self, routes: Sequence[MessageRoute], device: torch.device) -> None:  # noqa: B027
+        """Make ready for messages of a device's memory on these routes, and on no others. Collective."""
+
+    def send(self, values: Tensor, route: MessageRoute, tag: int) -> Handle:
+        """Start sending contiguous `values` to a rank of the axis; they must stay as they are until that has ended.
+
+        Args:
+            route: from this rank to that one. What is sent on one is asked for in the same order.
+            tag: what the rank asks for it by; no two messages under way between two ranks have the same.
+        """
+        self.traffic.record(route.counts_as, values.nbytes, axis=self.axis)
+        work = dist.isend(_carried(values), group=self._group_for(values), group_dst=route.to, tag=tag)
+        return Handle([work], (values,), self.traffic.times_of(self.axis, route.counts_as))
+
+    def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
+        """Start receiving contiguous `into` on a route to this rank."""
+        work = dist.irecv(_carried(into), group=self._group_for(into), group_src=route.source, tag=tag)
+        return Handle([work], (into,), self.traffic.times_of(self.axis, route.counts_as))
+
+    @abstractmethod
+    def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
+        """As `all_gather`; waits are counted as those of `kind`."""
+
+    @abstractmethod
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
+        """As `reduce_scatter`; likewise."""
+
+    @abstractmethod
+    def _all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves[None]:
+        """As `all_to_all`."""
+
+    all_reduce_steps = 2
+    """Collectives in a row that an all-reduce is made of."""
+
+    @abstractmethod
+    def receive_bytes(self, full_bytes: int) -> int:
+        """Memory that summing a tensor of `full_bytes` needs besides it and its result."""
+
+    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves[Tensor]:
+        own = yield from self._reduce_scatter(full, dtype, "all_reduce")
+        # What fp16 sends back keeps the loss scale, without which small gradients would be zero.
+        scaled = full.dtype == torch.float16
+        self._chunks(full)[self.rank].copy_(divide(own, self.size if scaled else denominator))
+        yield from self._all_gather(full, "all_reduce")
+        return divide(full.to(dtype), denominator / self.size) if scaled else full.to(dtype)
+
+    def _chunks(self, full: Tensor) -> list[Tensor]:
+        return list(full.view(self.size, -1).unbind())
+
+    def _share_bytes(self, full: Tensor) -> int:
+        return full.nbytes // self.size * (self.size - 1)
+
+
+class NativeCollectives(Collectives):
+    """The backend's own collectives: NCCL, and the `fake` backend of simulations."""
+
+    all_reduce_steps = 1
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
+        super().__init__(group, traffic, ledger, axis)
+        self._routes: dict[tuple[str, bool], dist.ProcessGroup] = {}
+
+    def open_routes(self, routes: Sequence[MessageRoute], device: torch.device) -> None:
+        """NCCL knows no tags: of two ranks, each runs what it sends and receives in its own order, and waits for the
+        other. So each route has a communicator to itself. They connect one after the other, while nobody needs them.
+        """
+        ranks = dist.get_process_group_ranks(self.group)
+        for route in routes:
+            upward = route.kind, route.to > route.source
+            if upward not in self._routes:
+                self._routes[upward] = dist.new_group(ranks, backend="nccl", use_local_synchronization=True)
+        for route in routes:
+            if self.rank in (route.source, route.to):
+                act = self.send if self.rank == route.source else self.receive
+                act(torch.zeros(1, device=device), route, 0).wait()
+
+    def send(self, values: Tensor, route: MessageRoute, tag: int) -> Handle:
+        if (group := self._group_of(values, route)) is None:
+            return super().send(values, route, tag)
+        self.traffic.record("send", values.nbytes, axis=self.axis)
+        return self._queued("send", dist.isend(_carried(values), group=group, group_dst=route.to), values)
+
+    def receive(self, into: Tensor, route: MessageRoute, tag: int) -> Handle:
+        if (group := self._group_of(into, route)) is None:
+            return super().receive(into, route, tag)
+        return self._queued("send", dist.irecv(_carried(into), group=group, group_src=route.source), into)
+
+    def _group_of(self, values: Tensor, route: MessageRoute) -> dist.ProcessGroup | None:
+        """Where it is carried; None for what is in the host's memory, which gloo carries by tags."""
+        return self._routes[route.kind, route.to > route.source] if values.is_cuda else None
+
+    def gather_rows(self, values: Tensor) -> Tensor:
+        self._leave_trail()
+        return super().gather_rows(values)
+
+    def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
+        self._leave_trail()
+        whole = _carried(full)
+        own = whole.view(self.size, -1)[self.rank]
+        yield self._queued(kind, all_gather_single(whole, own, group=self.group, async_op=True), full)
+        return full
+
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
+        self._leave_trail()
+        make = functools.partial(full.new_empty, full.numel() // self.size)
+        own = for_computation(make) if full.dtype == dtype else make()
+        yield self._queued(kind, _reduce_scatter_single(own, full, group=self.group, async_op=True), full, own)
+        return converted(own, dtype)
+
+    def _all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves[None]:
+        self._leave_trail()
+        sizes = list(received_numels), list(sent_numels)
+        work = dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
+        yield self._queued("all_to_all", work, sent, received)
+
+    def _queued(self, kind: str, work: Any, *tensors: Tensor) -> Handle:
+        return Handle([work], tensors, self.traffic.times_of(self.axis, kind), queued=True)
+
+    def _leave_trail(self) -> None:
+        """Note what is moved now, on a transport whose messages cannot say it: see `pass_end`."""
+        code = moving.get().code
+        self.trail.append(code)
+        self.checksum = zlib.crc32(code.to_bytes(8, "little"), self.checksum)
+
+    def receive_bytes(self, full_bytes: int) -> int:
+        return 0
+
+    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves[Tensor]:
+        self._leave_trail()
+        yield self._queued("all_reduce", dist.all_reduce(full, group=self.group, async_op=True), full)
+        further()
+        return divide(converted(full, dtype), denominator)
+
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_NUMBERS = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+"""Which NCCL and gloo both have. torch gives them complex numbers as pairs of these."""
+
+
+def _carried(values: Tensor) -> Tensor:
+    """`values`, or a view of its bytes where NCCL or gloo has no such numbers."""
+    if values.dtype in _NUMBERS or values.is_complex():
+        return values
+    return values.view(-1).view(torch.uint8)  # contiguous, as all that is exchanged
+
+
+# torch 2.13 renamed these two; the old names warn there and are the only ones before.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,246 @@
+"""Collectives over gloo: ranks of one machine read each other's memory, machines send each other chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.columns import columns_of
+from terrazzo.engine.comm.label import Stamp, moving
+from terrazzo.engine.comm.neighbours import Memory, Neighbour, find_neighbours
+from terrazzo.engine.comm.sums import add_in_order, divide
+from terrazzo.engine.comm.times import Moments, Times
+from terrazzo.engine.comm.traffic import Ledger, Traffic
+from terrazzo.engine.comm.transfer import Handle, Moves
+from terrazzo.engine.runtime.pages import use_large_pages
+from terrazzo.engine.runtime.worker import Worker
+
+__all__ = ["NEAR_BLOCK_BYTES", "GlooCollectives"]
+
+_Source = Tensor | Memory
+"""A rank's chunk: in memory of this process, or of another."""
+
+NEAR_BLOCK_BYTES = 1 << 20
+"""Read at a time from another process when the next thing is to add it up: half of a core's second-level cache."""
+
+
+_models: Counter[str] = Counter()
+"""How many models exchange on a group, by its name: the messages of one must not meet those of another."""
+
+
+class GlooCollectives(Collectives):
+    """Each chunk goes straight from its source memory to its place in the result, or into the sum.
+
+    Ranks on one machine read each other's memory (see `neighbours`). Between machines gloo's point-to-point carries the
+    chunks; its own all-gather goes through a hidden full copy and its reduce-scatter through a full all-reduce
+    (docs/decisions.md). Over many machines exchanges go by `columns`. Gathers and reductions have a thread each, which
+    reads and sums while the rank computes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic, ledger: Ledger, axis: str = "") -> None:
+        super().__init__(group, traffic, ledger, axis)
+        self._near: Mapping[int, Neighbour] = {}
+        kinds = ("gather", "reduce") if self.size > 1 else ()
+        self._names = [_name_of(rank, job) for rank, job in enumerate(dist.get_process_group_ranks(group))]
+        timeout_s = _timeout_s(group)
+        self._near = find_neighbours(self.rank, self.gather_rows, kinds, timeout_s, self._names) if kinds else {}
+        self._columns = columns_of(self.rank, self.size, self._near, self.gather_rows) if kinds else None
+        if self._columns is not None and self._columns.width == 1:
+            self._near = {}
+        self._far = [rank for rank in range(self.size) if rank != self.rank and rank not in self._near]
+        self.break_off = functools.partial(_break_off, self._near, group)  # type: ignore[method-assign]
+        self._workers = {kind: Worker(f"terrazzo-{kind}", break_off=self.break_off) for kind in kinds}
+        self._counts = dict.fromkeys(kinds, 0)
+        self._model = _models[group.group_name] = _models[group.group_name] + 1
+
+    def _standing_still(self) -> Iterable[str]:
+        for neighbour in self._near.values():
+            if (why := neighbour.why_stopped) is not None:
+                yield f"{neighbour.name}: {why}"
+
+    def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
+        chunks, times = self._chunks(full), self.traffic.times_of(self.axis, kind)
+        if (columns := self._columns) is not None:
+            stamp = self._stamp("gather")
+            yield self._errand("gather", lambda _: columns.gather(self.group, stamp, self._near, full), [full], times)
+            return full
+
+        def fill(sources: Sequence[_Source]) -> None:
+            for chunk, source in zip(chunks, sources, strict=True):
+                if isinstance(source, Memory):
+                    source.read(0, chunk)
+
+        yield self._exchange("gather", [chunks[self.rank]] * self.size, chunks, fill, times)
+        return full
+
+    def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
+        total = full.new_empty(full.numel() // self.size, dtype=dtype)
+        return (yield from self._sum_chunks(full, use_large_pages(total), 1, kind))
+
+    def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves[Tensor]:
+        if full.dtype != dtype:
+            return (yield from super()._all_reduce(full, dtype, denominator))
+        yield from self._sum_chunks(full, self._chunks(full)[self.rank], denominator, "all_reduce")
+        return (yield from self._all_gather(full, "all_reduce"))
+
+    def _all_to_all(
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+    ) -> Moves[None]:
+        arriving = received.split(list(received_numels))
+
+        def fill(sources: Sequence[_Source]) -> None:
+            for chunk, source in zip(arriving, sources, strict=True):
+                if isinstance(source, Memory):
+                    source.read(0, chunk)
+
+        sizes, times = [chunk.nbytes for chunk in arriving], self.traffic.times_of(self.axis, "all_to_all")
+        yield self._exchange("gather", sent.split(list(sent_numels)), arriving, fill, times, sizes)
+
+    def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float, kind: str) -> Moves[Tensor]:
+        """Sum this rank's chunk of every rank's `full` into `total`, which may be that chunk, and divide."""
+        chunks, times = self._chunks(full), self.traffic.times_of(self.axis, kind)
+        with self.ledger.holding(self.receive_bytes(full.nbytes)):
+            sizes = [self._receive_bytes(rank, total.numel() * full.itemsize) for rank in range(self.size)]
+            if (columns := self._columns) is not None:  # they have memory of their own for what comes from afar
+                sizes = [size if rank in self._near else 0 for rank, size in enumerate(sizes)]
+            space = [use_large_pages(full.new_empty(size_bytes // full.itemsize)) for size_bytes in sizes]
+            space[self.rank] = chunks[self.rank]
+
+            def add(sources: Sequence[_Source]) -> None:
+                step = max(1, NEAR_BLOCK_BYTES // full.itemsize)
+                for start in range(0, total.numel(), step):
+                    stop = min(start + step, total.numel())
+                    parts = [
+                        source.read(start * full.itemsize, scratch[: stop - start])
+                        if isinstance(source, Memory)
+                        else source[start:stop]
+                        for source, scratch in zip(sources, space, strict=True)
+                    ]
+                    add_in_order(parts, total[start:stop])
+                    divide(total[start:stop], denominator)
+
+            if columns is None:
+                yield self._exchange("reduce", chunks, space, add, times)
+            else:
+                stamp = self._stamp("reduce")
+                go = functools.partial(columns.reduce, self.group, stamp, self._near, full, add)
+                yield self._errand("reduce", lambda _: go(), [full, *space], times)
+        return total
+
+    def receive_bytes(self, full_bytes: int) -> int:
+        staging_bytes = self._columns.staging_chunks * (full_bytes // self.size) if self._columns is not None else 0
+        return staging_bytes + sum(self._receive_bytes(rank, full_bytes // self.size) for rank in range(self.size))
+
+    def _receive_bytes(self, rank: int, chunk_bytes: int) -> int:
+        """Memory for what comes from `rank` to be summed: all of it, or a block at a time."""
+        return chunk_bytes if rank in self._far else min(chunk_bytes, NEAR_BLOCK_BYTES) if rank in self._near else 0
+
+    def _exchange(
+        self,
+        kind: str,
+        outgoing: Sequence[Tensor],
+        space: Sequence[Tensor],
+        use: Callable[[Sequence[_Source]], None],
+        times: Times,
+        sizes: Sequence[int] | None = None,
+    ) -> Handle:
+        """Offer `outgoing[rank]` to each other rank, and call `use` with what each offers this one, in rank order.
+
+        Args:
+            kind: of collective: those of one kind come in the same order on every rank.
+            space: where chunks from other machines arrive; this rank's own entry is its own chunk.
+            sizes: bytes that each rank offers; by default as many as this one keeps.
+        """
+        label, first, then = self._stamp(kind)
+        own = torch.tensor([label.code])
+        codes = {rank: torch.empty_like(own) for rank in self._far}
+        asked = {rank: self.group.recv([codes[rank]], rank, first) for rank in self._far}
+        coming = [self.group.recv([space[rank]], rank, then) for rank in self._far]
+        told = [self.group.send([own], rank, first) for rank in self._far]
+        going = told + [self.group.send([outgoing[rank]], rank, then) for rank in self._far]
+        offered_bytes = [outgoing[self.rank].nbytes] * self.size if sizes is None else sizes
+
+        def exchange(moments: Moments) -> None:
+            for rank, neighbour in self._near.items():
+                neighbour.offer(kind, outgoing[rank], label)
+            for rank, work in asked.items():
+                work.wait()
+                label.check(int(codes[rank]), self._names[rank])
+            sources: list[_Source] = list(space)
+            for rank, neighbour in self._near.items():
+                sources[rank] = neighbour.offered(kind, offered_bytes[rank], label)
+            moments.ready = time.perf_counter()
+            for work in coming:
+                work.wait()
+            use(sources)
+            for neighbour in self._near.values():
+                neighbour.say_taken(kind)
+            for neighbour in self._near.values():
+                neighbour.await_taken(kind)
+            for work in going:
+                work.wait()
+
+        return self._errand(kind, exchange, [*outgoing, *space], times)
+
+    def _stamp(self, kind: str) -> Stamp:
+        """The mark of the messages of an exchange that begins now.
+
+        Data tagged with another label are never received: gloo ends a process when a message is longer than its place.
+        """
+        label = moving.get()
+        self._counts[kind] += 1
+        number = zlib.crc32(struct.pack("<QQ", self._model, self._counts[kind]))
+        mixed = zlib.crc32(label.code.to_bytes(8, "little"), number)
+        of_kind = list(self._counts).index(kind)
+        return Stamp(label, (number % (1 << 28)) << 2 | of_kind, (mixed % (1 << 28)) << 2 | 2 | of_kind)
+
+    def _errand(self, kind: str, exchange: Callable[[Moments], None], keep: Sequence[Tensor], times: Times) -> Handle:
+        """Have the thread for `kind` do `exchange`; a failure is one for the neighbours as well."""
+        moments, ordinal = Moments(), times.ordinal
+
+        def job() -> None:
+            moments.begun = begun = time.perf_counter()
+            try:
+                exchange(moments)
+            except BaseException:
+                for neighbour in self._near.values():
+                    neighbour.hang_up()
+                raise
+            moments.done = time.perf_counter()
+            times.recorder.done(times.track, ordinal, begun, moments.ready)
+
+        return Handle([self._workers[kind].submit(job)], keep, times, moments=moments)
+
+
+def _name_of(rank: int, of_job: int) -> str:
+    return f"rank {of_job}" if rank == of_job else f"rank {of_job} ({rank} of its group)"
+
+
+def _break_off(near: Mapping[int, Neighbour], group: dist.ProcessGroup) -> None:
+    """Nothing is waited for any more, as where this process exits. gloo says so by a message that comes too late."""
+    for neighbour in near.values():
+        neighbour.hang_up()
+    for other in range(group.size()):  # from one that has ended it comes as an error, which nobody else is told of
+        if other != group.rank():
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+_NEVER_SENT = (1 << 30) + 1
+"""A tag that no message has."""
+
+
+def _timeout_s(group: dist.ProcessGroup) -> float:
+    timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout.total_seconds()

@@ -1,0 +1,41 @@
+"""What is counted of one model on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from terrazzo.engine.comm.phases import Phases
+from terrazzo.engine.comm.recorder import SILENT, Recorder
+from terrazzo.engine.comm.traffic import Ledger, Traffic
+
+__all__ = ["Tally"]
+
+
+@dataclass
+class Tally:
+    """The counts of one model, of a step that runs or of one on paper.
+
+    Attributes:
+        traffic: what this rank has sent.
+        ledger: transient memory held.
+        phases: where the training loop is.
+        recorder: who hears of all of it as it happens.
+    """
+
+    traffic: Traffic = field(default_factory=Traffic)
+    ledger: Ledger = field(default_factory=Ledger)
+    phases: Phases = field(init=False)
+    recorder: Recorder = field(default=SILENT, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.phases = Phases(self.traffic)
+
+    def tell(self, recorder: Recorder) -> None:
+        """Have `recorder` hear of what is done from now on."""
+        self.recorder = self.phases.recorder = recorder
+        self.traffic.tell(recorder)
+
+    def reset(self) -> None:
+        """Count from now on."""
+        self.traffic.reset()
+        self.ledger.live_bytes = self.ledger.peak_bytes = 0

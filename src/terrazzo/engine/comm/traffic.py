@@ -1,0 +1,134 @@
+"""What is counted of exchanges: bytes sent, time waited, memory held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from terrazzo.engine.comm.label import moving
+from terrazzo.engine.comm.recorder import SILENT, Recorder
+from terrazzo.engine.comm.times import Times
+
+__all__ = ["Ledger", "Traffic"]
+
+
+@dataclass
+class Traffic:
+    """Collectives that one rank took part in, bytes that it sent, and how long it waited; the first two are exact.
+
+    Attributes:
+        count, bytes: by kind of collective.
+        times: the same by mesh axis and kind, with how long it took; activations have no axis but their own.
+        along: beside these, what modules exchange of activations, by mesh axis: `tp`, `cp`.
+    """
+
+    count: Counter[str] = field(default_factory=Counter)
+    bytes: Counter[str] = field(default_factory=Counter)
+    times: dict[tuple[str, str], Times] = field(default_factory=dict)
+    along: dict[str, Traffic] = field(default_factory=dict)
+    _recorder: Recorder = field(default=SILENT, repr=False)
+    _activations_along: str | None = None
+
+    def record(self, kind: str, sent_bytes: int, count: int = 1, axis: str = "") -> None:
+        self.count[kind] += count
+        self.bytes[kind] += sent_bytes
+        times = self.times_of(axis, kind)
+        times.count += count
+        times.sent_bytes += sent_bytes
+        times.ordinal += count
+        times.recorder.issued(times.track, times.ordinal, moving.get(), sent_bytes)
+
+    def times_of(self, axis: str, kind: str) -> Times:
+        """Where waits for exchanges of that kind along that axis are counted."""
+        if (times := self.times.get((axis, kind))) is None:
+            times = self.times[axis, kind] = Times()
+            self._tell(axis, kind, times)
+        return times
+
+    def tell(self, recorder: Recorder, activations_along: str | None = None) -> None:
+        """Have `recorder` hear of what is exchanged from now on.
+
+        Args:
+            activations_along: the axis, where this counts what modules exchange.
+        """
+        self._recorder, self._activations_along = recorder, activations_along
+        for (axis, kind), times in self.times.items():
+            self._tell(axis, kind, times)
+        for axis, each in self.along.items():
+            each.tell(recorder, axis)
+
+    def _tell(self, axis: str, kind: str, times: Times) -> None:
+        along = self._activations_along
+        times.recorder = self._recorder
+        times.track = self._recorder.track(axis if along is None else along, kind, along is not None)
+
+    def reset(self) -> None:
+        self.count.clear()
+        self.bytes.clear()
+        for times in self.times.values():
+            times.clear()
+        for each in self.along.values():
+            each.reset()
+
+    def by_name(self) -> dict[str, int]:
+        """Bytes by kind; of what modules exchange by axis and kind, such as `tp all_gather`, flags left out."""
+        found = dict(self.bytes)
+        for axis, traffic in self.along.items():
+            found |= {f"{axis} {kind}": sent for kind, sent in traffic.bytes.items() if kind != "control"}
+        return found
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all kinds, along all axes."""
+        return sum(self.bytes.values()) + sum(each.total_bytes for each in self.along.values())
+
+    @property
+    def wait_s(self) -> float:
+        """That this rank stood waiting for weights and gradients."""
+        return sum(times.exposed_s for (_, kind), times in self.times.items() if kind not in _BESIDE_DATA)
+
+    @property
+    def control_wait_s(self) -> float:
+        """That it stood waiting for the others to agree, and for norms: a few numbers, so for whoever comes last."""
+        own = sum(times.exposed_s for (_, kind), times in self.times.items() if kind == "control")
+        return own + sum(each.control_wait_s for each in self.along.values())
+
+    @property
+    def waited_ever_s(self) -> float:
+        """That it stood waiting for other ranks, and for updates away from the device, whatever was reset."""
+        own = sum(times.ever_s for times in self.times.values())
+        return own + sum(each.waited_ever_s for each in self.along.values())
+
+    @property
+    def total_wait_s(self) -> float:
+        """For weights, gradients and activations."""
+        return self.wait_s + sum(each.total_wait_s for each in self.along.values())
+
+
+_BESIDE_DATA = ("control", "update")
+"""Kinds of waits for what is neither weights nor gradients: for small numbers, and for updates of this rank itself."""
+
+
+@dataclass
+class Ledger:
+    """Bytes of transient memory held now, and at most: gathered weights, unreduced gradients, receive buffers."""
+
+    live_bytes: int = 0
+    peak_bytes: int = 0
+
+    def acquire(self, count_bytes: int) -> None:
+        self.live_bytes += count_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def release(self, count_bytes: int) -> None:
+        self.live_bytes -= count_bytes
+
+    @contextmanager
+    def holding(self, count_bytes: int) -> Iterator[None]:
+        self.acquire(count_bytes)
+        try:
+            yield
+        finally:
+            self.release(count_bytes)

@@ -1,0 +1,97 @@
+"""What ranks agree on once they have run a pass: the program, and which gradients there are.
+
+After a training forward whose order is not settled they compare what they ran, and the merged list is the program from
+then on. At the end of a step's last backward they hear which parameters got a gradient on any rank, to which units one
+came too late, and whether a rank has left the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, islice
+
+import torch
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, meet
+from terrazzo.engine.consensus.progress import Progress
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.runtime.device import HOST
+from terrazzo.engine.schedule.backward import BackwardPass
+from terrazzo.engine.schedule.order import Event, Visit, merge
+from terrazzo.engine.schedule.schedule import Schedule
+
+__all__ = ["Agreement", "flags_numel"]
+
+
+class Agreement:
+    """The agreement of one model's ranks; each method is collective, and blocks."""
+
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, axes: Axes, progress: Progress) -> None:
+        self._units, self._schedule, self._axes, self._progress = units, schedule, axes, progress
+
+    def on_order(self) -> None:
+        """Compare what the ranks ran, and make it the program; see `Order`."""
+        program, axes = self._schedule.program, self._axes
+        numbers = _encoded(program.visits, program.recomputed)
+        rows = self._rows(numbers) if axes.differing({"program": numbers}) else [numbers]
+        ranks = [_decoded(row) for row in rows]
+        for _, recomputed in ranks:
+            program.join(recomputed)
+        program.follow(merge([visits for visits, _ in ranks]))
+
+    def _rows(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank, none of which is negative."""
+        axes = self._axes
+        longest = int(axes.maximum(torch.tensor([len(numbers)], device=HOST)).item())
+        own = torch.tensor([*numbers, *[-1] * (longest - len(numbers))], dtype=torch.int64, device=HOST)
+        return [[number for number in row if number >= 0] for row in axes.rows(own).tolist()]
+
+    def on_gradients(self, backward: BackwardPass) -> None:
+        """A backward has run its program to the end.
+
+        Raises:
+            RanksApart: if the ranks have not run the same.
+        """
+        if backward.this_pass is Pass.FINISHES:
+            strayed, any_late, seen = self._flags(backward)
+            left = iter(seen)
+            for bucket in _trainable(self._units):
+                bucket.gradient.agree_on_seen(islice(left, len(bucket.members)))
+            for unit in (unit for unit in self._units if any_late[unit.index]):
+                backward.start_reducing(unit)
+            for program in self._schedule.programs if strayed else ():
+                program.doubt()
+        elif backward.this_pass is Pass.REDUCES and self._schedule.meet is None:
+            self._flags(backward)  # ranks that have not run the same hear it here
+
+    def _flags(self, backward: BackwardPass) -> tuple[int, list[int], list[int]]:
+        """One small reduction: has any rank left the order, had each unit late, seen a gradient of each parameter?"""
+        own_late = [int(unit.index in backward.late) for unit in self._units]
+        own_seen = [int(flag) for bucket in _trainable(self._units) for flag in bucket.gradient.seen]
+        own = [int(any(program.strayed for program in self._schedule.programs)), *own_late, *own_seen]
+        strayed, *flags = meet(self._axes, self._progress, backward.end_label, own)
+        return strayed, flags[: len(own_late)], flags[len(own_late) :]
+
+
+def flags_numel(units: Sequence[Unit]) -> int:
+    """int64 elements that `Agreement.on_gradients` exchanges over every axis."""
+    return MEETING_NUMEL + 1 + len(units) + sum(len(bucket.members) for bucket in _trainable(units))
+
+
+def _encoded(visits: Sequence[Visit], recomputed: Collection[tuple[int, int]]) -> list[int]:
+    """How many visits there are, the visits, and the pairs of units that are recomputed in one region."""
+    return [len(visits), *chain.from_iterable(visits), *chain.from_iterable(sorted(recomputed))]
+
+
+def _decoded(numbers: Sequence[int]) -> tuple[list[Visit], list[tuple[int, int]]]:
+    """The reverse of `_encoded`."""
+    count, *flat = numbers
+    pairs = list(zip(flat[::2], flat[1::2], strict=True))
+    return [(unit, Event(event)) for unit, event in pairs[:count]], pairs[count:]
+
+
+def _trainable(units: Iterable[Unit]) -> list[Bucket]:
+    return [bucket for unit in units for bucket in unit.trainable()]

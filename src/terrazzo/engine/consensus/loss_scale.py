@@ -1,0 +1,265 @@
+"""The loss scale, invisible to the user's loop: none, or under fp16 a dynamic one.
+
+The model's outputs, and what its modules put aside, are handed over in fp32; on their way back, gradients are
+multiplied by the scale before anything is rounded to fp16. The engine divides the scale out when it divides by the
+`Denominator`. The loss itself is never scaled, so neither are logged losses, gradients seen after backward, or norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.autograd.asides import map_asides
+from terrazzo.engine.autograd.outputs import map_tensors
+from terrazzo.engine.plan.precision import LossScaling
+from terrazzo.errors import Diverged, Misuse
+
+__all__ = ["DynamicLossScale", "LossScale"]
+
+_LARGEST = 2.0**127  # the largest power of two that fp32 has
+
+
+class LossScale:
+    """What a loop tells the loss scale of its model, and asks of it; this one scales nothing.
+
+    Attributes:
+        scales: whether gradients inside of the model are multiplied by it, and are others than those outside.
+        scale: that factor.
+        skipped_steps: steps that an overflow on any rank has cancelled, since the start.
+    """
+
+    scales: ClassVar[bool] = False
+    scale = 1.0
+    skipped_steps = 0
+
+    def begin_forward(self, model: nn.Module) -> None:
+        """The model's own forward begins, perhaps behind a backward that raised."""
+
+    def check_unit(self, title: str) -> None:
+        """A unit runs outside of the model's forward, and is differentiated.
+
+        Raises:
+            Misuse: where its gradients would lack the scale.
+        """
+
+    def of_input(self, tensor: Tensor) -> Tensor:
+        """What the model gets of an input that is differentiated, whose gradient is that of an unscaled run."""
+        return tensor
+
+    def of_output(self, output: Any) -> Any:
+        """What the user gets of what the model's forward has returned, or of what is run again in backward.
+
+        Raises:
+            Misuse: for an object that cannot be opened and has a tensor with a gradient, which would lack the scale.
+        """
+        return output
+
+    def end_forward(self, model: nn.Module) -> None:
+        """The model's own forward has returned, or raised."""
+
+    def gradient_has_it(self) -> None:
+        """Gradients of the backward now under way have been multiplied, here or on another stage."""
+
+    def check_gradient(self, name: str) -> None:
+        """A gradient has come for the parameter `name`.
+
+        Raises:
+            Misuse: where it lacks the scale.
+        """
+
+    def end_backward(self) -> None:
+        """Every gradient of a backward has come."""
+
+    def skips(self, overflowed: Callable[[], bool]) -> bool:
+        """Whether a step is not to be taken.
+
+        Args:
+            overflowed: whether a gradient on any rank is not finite; collective, and the host waits for it.
+
+        Raises:
+            Diverged: on an overflow at the minimum scale.
+        """
+        return False
+
+    def state(self) -> dict[str, float]:
+        """Plain numbers to restore by `load_state`; none where nothing is scaled."""
+        return {}
+
+    def load_state(self, state: Mapping[str, float], accumulating: bool) -> None:
+        """Go on with what `state` gave, if that was any.
+
+        Args:
+            accumulating: whether there are gradients that an earlier scale is in.
+
+        Raises:
+            Misuse: there.
+        """
+
+
+class DynamicLossScale(LossScale):
+    """A power of two that grows while gradients are finite, and shrinks behind steps where they were not."""
+
+    scales = True
+
+    def __init__(self, settings: LossScaling) -> None:
+        self.settings, self.scale = settings, settings.init
+        self._in_use = False  # whether gradients of the backward now under way have been multiplied by it
+        self._good_steps = 0
+        self._patience = settings.hysteresis
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def skips(self, overflowed: Callable[[], bool]) -> bool:
+        overflow = overflowed()
+        self.update(overflow)
+        return overflow
+
+    def update(self, overflow: bool) -> None:
+        """Adapt the scale after a step.
+
+        Raises:
+            Diverged: on an overflow at the minimum scale.
+        """
+        settings = self.settings
+        if not overflow:
+            self._good_steps += 1
+            if self._good_steps % settings.interval == 0:
+                self.scale = min(self.scale * settings.growth, _LARGEST)
+                self._patience = settings.hysteresis
+            return
+        self.skipped_steps += 1
+        self._good_steps = 0
+        self._patience = max(0, self._patience - 1)
+        if self._patience > 0:
+            return
+        if self.scale <= settings.minimum:
+            raise Diverged(
+                f"Gradients overflowed at the minimum loss scale {settings.minimum:g} ({self.skipped_steps} steps "
+                "skipped so far): they are non-finite at any scale. Lower the learning rate, clip, or train in bf16."
+            )
+        self.scale = max(settings.minimum, self.scale * settings.backoff)
+
+    def state(self) -> dict[str, float]:
+        return {
+            "scale": self.scale,
+            "skipped_steps": self.skipped_steps,
+            "good_steps": self._good_steps,
+            "patience": self._patience,
+        }
+
+    def load_state(self, state: Mapping[str, float], accumulating: bool) -> None:
+        if not state:
+            return
+        if accumulating:
+            raise Misuse(
+                "A loss scale was loaded while gradients were still being accumulated, which have been multiplied by "
+                "the one before. Load it before the step's first micro-batch, or call optimizer.zero_grad() first."
+            )
+        self.scale = float(state["scale"])
+        self.skipped_steps = int(state["skipped_steps"])
+        self._good_steps = int(state["good_steps"])
+        self._patience = max(0, int(state["patience"]))  # releases that counted on below zero have saved that
+
+    # -- passes ------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, model: nn.Module) -> None:
+        """Modules find what they have put aside as they left it: in a forward its gradient comes from the outputs."""
+        self._in_use = False
+        map_asides(model, _unscaled)
+
+    def check_unit(self, title: str) -> None:
+        raise Misuse(
+            f"{title} was called outside of the model's forward, whose outputs alone get the loss scale of fp16: its "
+            "gradients would be too small by that. Call it in a method and name that by "
+            "tz.register_forward_method, call it under torch.no_grad(), or train in bf16."
+        )
+
+    def of_input(self, tensor: Tensor) -> Tensor:
+        unscaled: Tensor = _UnscaleBackward.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return unscaled
+
+    def of_output(self, output: Any) -> Any:
+        """Its structure in fp32."""
+
+        def scaled(tensor: Tensor) -> Tensor:
+            return self._scaled(tensor) if tensor.is_floating_point() else tensor
+
+        return map_tensors(scaled, output, _check_closed)
+
+    def end_forward(self, model: nn.Module) -> None:
+        """What modules have put aside in attributes, or in lists and dicts there, is as an output is."""
+
+        def scaled(tensor: Tensor) -> Tensor:
+            if _unscaled(tensor) is not tensor:
+                return tensor
+            made = self._scaled(tensor)
+            made.grad_fn.unscaled = tensor  # type: ignore[union-attr]
+            return made
+
+        with torch.inference_mode(False), torch.enable_grad():
+            map_asides(model, scaled)
+
+    def gradient_has_it(self) -> None:
+        self._in_use = True
+
+    def check_gradient(self, name: str) -> None:
+        if not self._in_use:
+            raise Misuse(
+                f"A gradient reached {name!r} without passing through the model's output, so the loss scale of fp16 "
+                "is missing from it. Return every tensor that a loss is computed from out of the model's forward, in "
+                "tuples, lists or dicts."
+            )
+
+    def end_backward(self) -> None:
+        self._in_use = False
+
+    def _scaled(self, output: Tensor) -> Tensor:
+        """`output` in fp32, whose gradient is multiplied by the scale on its way in."""
+        scaled: Tensor = _ScaleBackward.apply(output, self)  # type: ignore[no-untyped-call]
+        return scaled
+
+
+def _check_closed(leaf: Any) -> None:
+    held = dict(getattr(leaf, "__dict__", {}))
+    if isinstance(leaf, Mapping | list | tuple):
+        held |= leaf if isinstance(leaf, Mapping) else dict(enumerate(leaf))
+    for name, value in held.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise Misuse(
+                f"The model returned a {type(leaf).__name__}, and the loss scale of fp16 is missing from gradients of "
+                f"its {name!r}. Return every tensor that a loss is computed from out of the model's forward, in "
+                "tuples, lists, dicts or dataclasses."
+            )
+
+
+def _unscaled(tensor: Tensor) -> Tensor:
+    """What a tensor was before its forward ended, unless it has been replaced or changed in place."""
+    unscaled: Tensor = getattr(tensor.grad_fn, "unscaled", tensor)
+    return unscaled
+
+
+class _ScaleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, scale: DynamicLossScale) -> Tensor:
+        ctx.scale, ctx.dtype = scale, output.dtype
+        return output.to(torch.float32, copy=True)  # never the input itself: the caller may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.scale.gradient_has_it()
+        return (grads[0] * ctx.scale.scale).to(ctx.dtype), None
+
+
+class _UnscaleBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: DynamicLossScale) -> Tensor:
+        ctx.scale, ctx.dtype = scale, tensor.dtype
+        return tensor.to(torch.float32, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return (grads[0] / ctx.scale.scale).to(ctx.dtype), None

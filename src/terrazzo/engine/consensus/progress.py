@@ -1,0 +1,136 @@
+"""How far the training of one model has come on this rank."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+
+from terrazzo.engine.consensus.hyper_parameters import HyperParameters
+from terrazzo.engine.consensus.loss_scale import LossScale
+from terrazzo.errors import Misuse
+
+__all__ = ["Denominator", "Progress"]
+
+
+@dataclass
+class Denominator:
+    """What sums of gradients are divided by, once they are finished.
+
+    Attributes:
+        ranks: over which gradients are summed.
+        chosen: by the user, in place of their number; None where that is meant.
+        loss_scale: what gradients have been multiplied by on their way in.
+        used: whether gradients have been divided that no step has taken yet.
+    """
+
+    ranks: int
+    chosen: float | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
+    used: bool = False
+
+    def choose(self, chosen: float | None) -> None:
+        """Set what the user chooses.
+
+        Raises:
+            Misuse: where gradients have been divided by another one already.
+        """
+        if self.used and chosen != self.chosen:
+            raise Misuse(
+                f"The gradient denominator was set to {chosen!r} when gradients had been divided by {self.unscaled:g} "
+                "already, in the last micro-batch's backward. Call set_gradient_denominator before that backward, or "
+                "behind optimizer.step() or zero_grad() for the next step."
+            )
+        self.chosen = chosen
+
+    @property
+    def unscaled(self) -> float:
+        """The part that the user chooses; the same on every rank."""
+        return float(self.ranks if self.chosen is None else self.chosen)
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether it is the number of ranks alone: what each adds to its gradients is then added to their mean."""
+        return self.chosen is None and not self.loss_scale.scales
+
+    def numbers(self) -> dict[str, float]:
+        """What ranks must have alike."""
+        scaling = {f"loss scaler's {name}": each for name, each in self.loss_scale.state().items()}
+        return {"denominator": self.unscaled, **scaling}
+
+    def __call__(self) -> float:
+        self.used = True
+        return self.unscaled * self.loss_scale.scale
+
+
+@dataclass
+class Progress:
+    """What changes from step to step and must be equal on all ranks, which `accord.pass_end` compares.
+
+    Attributes:
+        denominator: of finished gradient sums, as this rank was told; has the loss scale.
+        steps: how often this rank's optimizers have stepped.
+        hyper_parameters: those of each optimizer's last step, by the number of its first param group. On every rank
+            the same names, which are fixed when the optimizer is attached.
+        edits: a checksum of all that the loop has done to gradients: forgotten, zeroed, scaled, clipped.
+        last_edit: the last of it, as a user writes it.
+        abandoned: whether gradients were forgotten because a backward had raised, and nothing has been run since.
+    """
+
+    denominator: Denominator
+    steps: int = 0
+    hyper_parameters: dict[int, HyperParameters] = field(default_factory=dict)
+    edits: int = 0
+    last_edit: str = "none"
+    abandoned: bool = False
+    _forward_raised: bool = False
+    _had_gradients: bool = False
+
+    def note(self, edit: str) -> None:
+        """Gradients are edited, before the same step on every rank; in any order, for a loop may go through a set."""
+        self.edits = (self.edits + zlib.crc32(f"{self.steps} {edit}".encode())) % _LIMIT
+        self.last_edit = edit
+
+    @property
+    def failed(self) -> bool:
+        """Whether a forward or backward has raised since gradients were last forgotten: there may be none here, where
+        other ranks have some.
+        """
+        return self._forward_raised or self.abandoned
+
+    def forward_raised(self, differentiated: bool) -> None:
+        self._forward_raised |= differentiated
+
+    def begin_backward(self, has_gradients: bool) -> None:
+        """A backward begins, where there are gradients of other micro-batches or not."""
+        self._had_gradients = has_gradients
+
+    def backward_raised(self) -> None:
+        """Gradients were forgotten because a backward had raised."""
+        self.abandoned = True
+
+    def gradients_zeroed(self) -> None:
+        """The user has forgotten them, or set them to zero: the step can be run again."""
+        self.abandoned = self._forward_raised = self.denominator.used = False
+
+    def end_step(self) -> None:
+        """An optimizer has stepped."""
+        self.steps += 1
+        self.denominator.used = False
+
+    def begin_forward(self) -> None:
+        """A differentiated forward begins: behind a backward that raised, it is the same micro-batch again.
+
+        Raises:
+            Misuse: where gradients of earlier micro-batches went with that backward.
+        """
+        if self.abandoned and self._had_gradients:
+            raise Misuse(
+                "A forward came after a backward that raised, and that took what earlier micro-batches had left with "
+                "it: optimizer.step() would use later ones alone. Call optimizer.zero_grad(), and run all "
+                "micro-batches of the step again."
+            )
+        self.abandoned = False
+
+
+_LIMIT = 1 << 62
+"""Of a checksum that is compared as an int64."""

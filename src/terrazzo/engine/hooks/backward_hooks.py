@@ -1,0 +1,181 @@
+"""What torch calls in a backward: as it comes to units, to gradients, and to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.parameter import register_last
+from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.comm.label import Purpose
+from terrazzo.engine.consensus.agreement import Agreement
+from terrazzo.engine.consensus.progress import Progress
+from terrazzo.engine.consensus.row_exchanges import RowExchanges
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.runtime.calls import do_nothing
+from terrazzo.engine.runtime.private_torch import plainly, queue_callback
+from terrazzo.engine.runtime.weak import weakly, while_kept
+from terrazzo.engine.schedule.backward import BackwardPass
+from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.errors import Misuse
+
+__all__ = ["BackwardHooks", "GradientListener"]
+
+
+class GradientListener:
+    """Hears of the gradients of one model. This one does nothing of it."""
+
+    def begin_backward(self) -> None:
+        """A backward begins: no gradient of it is there."""
+
+    def end_backward(self) -> None:
+        """It has ended: all are there."""
+
+    def before_use(self) -> None:
+        """Gradients are about to be clipped, or taken by the optimizer."""
+
+
+class BackwardHooks:
+    """Hooks on the backwards of one sharded model, which torch holds weakly: the model can be freed at once.
+
+    A backward begins at the first sign of it, whichever that is, and ends when autograd says so.
+
+    Attributes:
+        listener: told of each backward.
+        recover: ends optimizer steps that have raised, before a forward or a backward uses weights.
+        surprised: whether backward has come to a unit unannounced, or may do so.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        sharding: ShardingSpec,
+        progress: Progress,
+        exchanges: RowExchanges,
+        agreement: Agreement,
+    ) -> None:
+        self.units, self.schedule, self._progress = units, schedule, progress
+        self.agreement, self._exchanges = agreement, exchanges
+        self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
+        self.listener = GradientListener()
+        self.recover: Callable[[], None] = do_nothing
+        self.surprised = False
+
+    def attach(self) -> None:
+        """Register the hooks on the units' trainable parameters."""
+        for unit in self.units:
+            for number, bucket in enumerate(unit.buckets):
+                for index, member in enumerate(bucket.members if bucket.trainable else ()):
+                    told = BackwardHooks.accumulate_gradient
+                    hook = while_kept(self, told, repr(member.name), unit.index, number, index)
+                    register_last(member.parameter, hook)
+
+    # -- it begins ---------------------------------------------------------------------------------------------
+
+    def start(self) -> BackwardPass:
+        """The backward that is under way, which may begin with this."""
+        if self.schedule.backward is not None:
+            return self.schedule.backward
+        self.recover()
+        self._phases.begin("backward")
+        self.listener.begin_backward()
+        trainable = (bucket for unit in self.units for bucket in unit.trainable())
+        self._progress.begin_backward(any(bucket.gradient.exists for bucket in trainable))
+        backward = self.schedule.begin_backward()
+        queue_callback(weakly(self, BackwardHooks.end))
+        return backward
+
+    def may_surprise(self) -> None:
+        """Nothing may announce the backward of what runs in a forward now."""
+        self.surprised = True  # what holds it ends with any backward, be it another forward's
+        self.listener.begin_backward()  # nothing else may tell of it
+
+    # -- it comes to units -------------------------------------------------------------------------------------
+
+    def enter(self, index: int, generation: int, forward: int | None) -> None:
+        """Backward comes to a call of a unit, which ran in that forward, when its weights were of `generation`."""
+        self.recover()
+        unit = self.units[index]
+        if unit.weights.generation != generation:
+            raise Misuse(
+                f"Backward came to {unit.title}, whose weights have been changed since its forward, by "
+                "optimizer.step() or by writing into them. Run the forward again, or step after its backward."
+            )
+        if torch.is_grad_enabled() and unit.weights.transient:
+            raise Misuse(
+                f"Backward with create_graph=True came to {unit.title}, whose weights are not kept for a second "
+                "backward. Use a plan that keeps them whole: zero0, zero1 or zero2 in fp32."
+            )
+        self._exchanges.before_weights(unit, Purpose.BACKWARD)
+        self.start().enter(unit, forward)
+        self._tally.recorder.unit_begins(unit.index, "backward")
+
+    def recompute(self, unit: Unit) -> None:
+        """The forward of `unit` is about to run again."""
+        backward = self.start()
+        self._exchanges.before_weights(unit, Purpose.BACKWARD)
+        backward.recompute(unit)
+        self._tally.recorder.unit_begins(unit.index, "recompute")
+
+    def use_saved(self, index: int) -> None:
+        """A part of backward is about to read the weights of a unit."""
+        unit = self.units[index]
+        if not unit.weights.present:
+            self.surprised = True
+            self.start().enter(unit, forward=0)
+
+    # -- it comes to gradients ---------------------------------------------------------------------------------
+
+    def accumulate_gradient(self, unit_index: int, number: int, index: int, parameter: Tensor) -> None:
+        """The gradient of the parameter `index` in the unit's bucket `number` has been accumulated."""
+        unit = self.units[unit_index]
+        bucket = unit.buckets[number]
+        backward = self.schedule.backward
+        if backward is None:
+            with plainly():
+                grad, parameter.grad = parameter.grad, None  # which was not there before this backward
+                backward = self.start()
+                parameter.grad = grad
+        if not bucket.full.present or torch.is_grad_enabled():
+            self._refuse(unit, bucket, index)
+        self._progress.denominator.loss_scale.check_gradient(bucket.members[index].name)
+        dtype = bucket.pending_dtype(backward.this_pass)
+        bucket.gradient.accumulate(index, bucket.members[index].parameter, dtype)
+        backward.gradient_came(unit)
+
+    def _refuse(self, unit: Unit, bucket: Bucket, index: int) -> NoReturn:
+        """A gradient came where it cannot be taken."""
+        if not bucket.full.present:
+            self.surprised = True
+            raise Misuse(
+                f"A gradient came for {bucket.members[index].name!r} while the weights of {unit.title} were not "
+                "here: its backward was reached past the outputs of its forward, which nothing had told. Return every "
+                "tensor that the loss is computed from out of that module's forward, in tuples, lists or dicts; or run "
+                "the step again, which is watched more closely from now on."
+            )
+        raise Misuse(
+            f"backward(create_graph=True) reached {bucket.members[index].name!r}, whose gradient goes into flat "
+            "memory and keeps no graph. Take torch.autograd.grad(..., create_graph=True) of inputs instead."
+        )
+
+    # -- it ends -----------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Autograd has come to the end of a backward. Collective."""
+        if (backward := self.schedule.backward) is not None:
+            self._exchanges.before_end(backward.end_label)
+            backward.end()
+            self.complete(backward)
+
+    def complete(self, backward: BackwardPass) -> None:
+        """The sums of all its gradients have been started. Collective."""
+        self.agreement.on_gradients(backward)  # which may start those of late ones once more
+        self.schedule.end_backward()
+        self._progress.denominator.loss_scale.end_backward()
+        self.listener.end_backward()
+        self._phases.begin("other")

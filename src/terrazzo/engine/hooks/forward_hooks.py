@@ -1,0 +1,259 @@
+"""What torch calls in a forward: as one of the model, or of a unit, begins and ends."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from terrazzo.engine.autograd.announce import Announcements
+from terrazzo.engine.autograd.copies import Copies
+from terrazzo.engine.autograd.listeners import eager, inside_backward, on_backward
+from terrazzo.engine.autograd.module_tree import ModuleTree
+from terrazzo.engine.autograd.recomputed import Regions, is_differentiated
+from terrazzo.engine.autograd.saved import SavedWeights
+from terrazzo.engine.buckets.full import Storages
+from terrazzo.engine.buckets.parameter import note_of
+from terrazzo.engine.buckets.unit import Unit, adopt_edits
+from terrazzo.engine.comm.label import Purpose
+from terrazzo.engine.consensus.loss_scale import LossScale
+from terrazzo.engine.consensus.progress import Progress
+from terrazzo.engine.consensus.row_exchanges import RowExchanges
+from terrazzo.engine.hooks.backward_hooks import BackwardHooks
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.runtime.callers import calls_of
+from terrazzo.engine.runtime.calls import do_nothing
+from terrazzo.engine.runtime.private_torch import tree_map_only
+from terrazzo.engine.runtime.weak import weakly
+from terrazzo.engine.schedule.schedule import Schedule
+from terrazzo.errors import Misuse
+
+__all__ = ["ForwardHooks"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class ForwardHooks:
+    """Hooks around the forwards of one sharded model, which torch holds weakly: the model can be freed at once.
+
+    A call of the model is a pass of its own; or a part of one, inside of whose call it is; or a part of backward, which
+    activation checkpointing runs again. Which it is shows from where it is called, and not from how many have begun:
+    one in which a user's hook raises may begin without a word, or end without one.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        sharding: ShardingSpec,
+        progress: Progress,
+        exchanges: RowExchanges,
+        backward: BackwardHooks,
+    ) -> None:
+        self._units, self._schedule, self._progress, self._backward = units, schedule, progress, backward
+        self._agreement, self._exchanges = backward.agreement, exchanges
+        self._tally, self._phases = sharding.axes.tally, sharding.axes.tally.phases
+        self._compute, self._alone = sharding.precision.compute, sharding.axes.size() == 1
+        self.refuse(None)
+        self._pass_call: Callable[[], Callable[..., Any] | None] = do_nothing  # weakly, the call that is the pass
+        storages = Storages()
+        for unit in units:
+            for bucket in unit.buckets:
+                bucket.full.list_in(storages, unit.index)
+        self._saved = SavedWeights(storages, weakly(backward, BackwardHooks.use_saved))
+        self._copies, self._announcements, self._regions = Copies(storages), Announcements(units), Regions()
+
+    def attach(self, model: nn.Module) -> None:
+        """Register the hooks on `model`, its modules and its units' parameters."""
+        model.register_forward_pre_hook(eager(weakly(self, ForwardHooks.before_model)), with_kwargs=True, prepend=True)
+        for unit in self._units:
+            if unit.module is not model:
+                told = (ForwardHooks.before_unit, ForwardHooks.after_unit)
+                before, after = (weakly(self, each, unit.index) for each in told)
+                unit.module.register_forward_pre_hook(eager(before), prepend=True)
+                unit.module.register_forward_hook(eager(after))
+            for member in (member for bucket in unit.buckets for member in bucket.members):
+                if (note := note_of(member.parameter)) is not None:
+                    note.reach = weakly(self, ForwardHooks.reach, unit.index)
+        members = [member for unit in self._units for bucket in unit.buckets for member in bucket.members]
+        lets_in = self._alone and not self._loss_scale.scales
+        self._tree = ModuleTree(model, {each.parameter: each.names for each in members}, lets_in)
+        for module in model.modules():
+            module.register_state_dict_post_hook(eager(weakly(self._copies, Copies.in_state_dict)))
+        model.register_forward_hook(eager(weakly(self, ForwardHooks.after_model)))
+        model.register_forward_hook(eager(weakly(self, ForwardHooks.model_ended)), always_call=True)
+
+    def refuse(self, why: str | None) -> None:
+        """From now on, no forward may gather weights; None: it may again."""
+        self._refusal = why
+
+    @property
+    def _loss_scale(self) -> LossScale:
+        return self._progress.denominator.loss_scale
+
+    # -- the model ---------------------------------------------------------------------------------------------
+
+    def before_model(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A forward of the model is about to run; returns its inputs, cast."""
+        again = inside_backward()
+        begins = not again and not self._is_in_pass(module)
+        if begins:
+            self._pass_call = weakref.ref(next(calls_of(module)))
+            self._begin(module)
+        if self._units[0].is_root:
+            self.before_unit(0)
+        if self._loss_scale.scales and (begins or again) and torch.is_grad_enabled():
+            args, kwargs = tree_map_only(Tensor, self._unscaled, (args, kwargs))
+        return (self._cast(args), self._cast(kwargs)) if self._compute in _HALF else (args, kwargs)
+
+    def _is_in_pass(self, model: nn.Module) -> bool:
+        """Whether the call of the model that runs now is inside of that which is the pass."""
+        if self._schedule.forward is None:
+            return False
+        own = self._pass_call()
+        return any(call is own for call in islice(calls_of(model), 1, None))
+
+    def _is_pass(self, model: nn.Module) -> bool:
+        """Whether it is that one."""
+        return next(calls_of(model)) is self._pass_call()
+
+    def _begin(self, model: nn.Module) -> None:
+        """Start from what the user and the last pass have left, be it a backward that raised."""
+        training, schedule = torch.is_grad_enabled(), self._schedule
+        self._backward.recover()
+        self._phases.begin("forward" if training else "evaluate")
+        adopt_edits(self._units)
+        self._tree.check(model)
+        unsettled = not schedule.order.agreed or schedule.awaits_backward
+        self._loss_scale.begin_forward(model)
+        if schedule.backward is not None:  # it raised: some gradients hold a part of it and some do not
+            self._progress.backward_raised()
+            schedule.zero_grad()
+        if training:
+            self._progress.begin_forward()
+        schedule.begin_forward(training)
+        self._regions.begin()
+        if training and (self._backward.surprised or unsettled):
+            self._saved.begin()
+
+    def after_model(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """A forward of the model has returned `output`; returns what its caller gets. Collective where a pass ends."""
+        output = self._copies.of_output(output)
+        if inside_backward():  # a reentrant checkpoint around the model differentiates what it runs again
+            return self._loss_scale.of_output(output) if is_differentiated() else output
+        if self._units[0].is_root:
+            self.after_unit(0, module, args, output)
+        return self._end(output) if self._is_pass(module) else output
+
+    def _end(self, output: Any) -> Any:
+        """The pass ends; returns what the user gets."""
+        schedule, forward = self._schedule, self._schedule.forward
+        self._announcements.leave_leaves()
+        training = torch.is_grad_enabled()
+        assert forward is not None, "before_model has begun it"
+        self._exchanges.before_end(forward.end_label)
+        schedule.end_forward()
+        if training and not schedule.order.agreed:
+            self._agreement.on_order()
+        return self._loss_scale.of_output(output) if schedule.ends_model else output
+
+    def model_ended(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward of the model has returned, or raised."""
+        if self._is_pass(module):
+            self._saved.end()
+            self._loss_scale.end_forward(module)
+            if self._schedule.forward is not None:
+                self._progress.forward_raised(torch.is_grad_enabled())
+                self._schedule.abandon_forward()
+
+    def _unscaled(self, tensor: Tensor) -> Tensor:
+        """An input whose gradient leaves the model."""
+        leaves = tensor.requires_grad and tensor.is_floating_point()
+        return self._loss_scale.of_input(tensor) if leaves else tensor
+
+    def _cast(self, inputs: Any) -> Any:
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self._compute) if tensor.is_floating_point() else tensor
+
+        return tree_map_only(Tensor, cast, inputs)
+
+    # -- units: in a pass of the model, again in backward, or called alone ----------------------------------------
+
+    def before_unit(self, index: int, module: nn.Module | None = None, args: Any = ()) -> None:
+        """The forward of the unit `index` is about to run."""
+        unit = self._units[index]
+        if not self._runs_here(unit, module):
+            return
+        if self._refusal is not None and unit.weights.transient:
+            raise Misuse(self._refusal)
+        if inside_backward():
+            self._backward.recompute(unit)
+            return
+        forward = self._schedule.forward
+        if forward is None:
+            self._backward.recover()
+            if torch.is_grad_enabled():
+                self._loss_scale.check_unit(unit.title)
+        if not self._schedule.order.agreed and (pair := self._regions.enter(index, args)):
+            self._schedule.program.join([pair])
+        self._exchanges.before_weights(unit, Purpose.FORWARD)
+        self._schedule.enter_alone(unit) if forward is None else forward.enter(unit)
+        self._tally.recorder.unit_begins(index, "forward")
+
+    def after_unit(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
+        """The forward of a unit has returned `output`, through whose tensors its backward will be announced.
+
+        Returns:
+            What its caller gets: copies of gathered weights in place of views, which end when they are released.
+        """
+        unit = self._units[index]
+        if not self._runs_here(unit, module):
+            return output
+        self._tally.recorder.unit_ends(index)
+        output = self._copies.of_output(output)
+        if inside_backward():
+            if is_differentiated() and self._watch(unit, output)[0]:
+                self._backward.start().expect(unit)
+            return output
+        training, forward = torch.is_grad_enabled(), self._schedule.forward
+        announced, opaque = self._watch(unit, output) if training else (False, False)
+        if opaque:
+            self._keep_until_backward_ends(unit)
+        elif forward is None:
+            self._schedule.leave_alone(unit, announced)
+        else:
+            forward.leave(unit, announced=announced, recomputed=not training and self._regions.reentrant)
+        return output
+
+    def _runs_here(self, unit: Unit, module: nn.Module | None) -> bool:
+        """Not in a deep copy, which has the hooks of what it was copied from, or where it is another stage's turn."""
+        return (module is None or module is unit.module) and self._schedule.program.has(unit.index)
+
+    def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
+        tell = on_backward(self._backward, unit.index, unit.weights.generation, self._schedule.forward_number)
+        return self._announcements.watch(unit, output, tell)
+
+    def _keep_until_backward_ends(self, unit: Unit) -> None:
+        """Nothing may announce the backward of `unit`."""
+        self._backward.may_surprise()
+        (self._schedule.forward or self._schedule).keep_until_backward_ends(unit)
+
+    def reach(self, index: int) -> bool:
+        """Weights of a unit are asked for outside of its own forward: inside the model's, they are gathered.
+
+        They stay until backward ends, since nothing announces where that comes to them; without gradients until this
+        forward does.
+
+        Returns: whether they are here.
+        """
+        unit, forward = self._units[index], self._schedule.forward
+        if forward is None or inside_backward():
+            return False
+        forward.enter(unit)
+        if torch.is_grad_enabled():
+            self._keep_until_backward_ends(unit)
+        return unit.weights.present

@@ -1,0 +1,59 @@
+"""Connects a schedule to a model: what torch calls in forwards, in backwards, and what the engine asks of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.consensus.agreement import Agreement
+from terrazzo.engine.consensus.progress import Progress
+from terrazzo.engine.consensus.row_exchanges import RowExchanges
+from terrazzo.engine.hooks.backward_hooks import BackwardHooks, GradientListener
+from terrazzo.engine.hooks.forward_hooks import ForwardHooks
+from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.schedule.pipeline import PipelineSchedule
+from terrazzo.engine.schedule.schedule import Schedule
+
+__all__ = ["Hooks"]
+
+
+class Hooks:
+    """The hooks of one sharded model.
+
+    Args:
+        units: in registration order, root first.
+    """
+
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, sharding: ShardingSpec, progress: Progress) -> None:
+        self._names, self._exchanges = units[0].names, RowExchanges(schedule)
+        agreement = Agreement(units, schedule, sharding.axes, progress)
+        self._backward = BackwardHooks(units, schedule, sharding, progress, self._exchanges, agreement)
+        self._forward = ForwardHooks(units, schedule, sharding, progress, self._exchanges, self._backward)
+
+    def attach(self, model: nn.Module) -> None:
+        """Register every hook on `model`, its modules and its trainable parameters."""
+        self._exchanges.find(model, self._names)
+        self._forward.attach(model)
+        self._backward.attach()
+
+    def tell_of_gradients(self, listener: GradientListener) -> None:
+        """Have `listener` hear of them from now on."""
+        self._backward.listener = listener
+
+    def before_use(self) -> None:
+        """Gradients are about to be clipped, or taken by the optimizer."""
+        self._backward.listener.before_use()
+
+    def recover_with(self, recover: Callable[[], None]) -> None:
+        """Call this before a forward or a backward uses weights: it ends steps that have raised."""
+        self._backward.recover = recover
+
+    def refuse_forwards(self, why: str | None) -> None:
+        """From now on, no forward may gather weights; None: it may again."""
+        self._forward.refuse(why)
+
+    def end_step(self, schedule: PipelineSchedule) -> None:
+        """Every micro-batch of a step in stages has run: sum what they have added up. Collective."""
+        self._backward.complete(schedule.end_step())

@@ -1,0 +1,190 @@
+"""The axes of a device mesh: their sizes, this rank's place on them, and the collectives along each."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from terrazzo.engine.comm.backends import backend_of, collectives_for
+from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.comm.side import side_of
+from terrazzo.engine.comm.tally import Tally
+from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES, Family
+from terrazzo.engine.mesh.meshes import expert_mesh, groups_of
+from terrazzo.engine.runtime import device as devices
+
+__all__ = ["Axes"]
+
+
+class Axes:
+    """The axes of a mesh, innermost first.
+
+    Ranks see different data along the data axes. `dp_shard` and `cp` are one of them, under the name of the first: over
+    both together states are split, and gradients are summed. Along `tp` ranks see the same data, and have parts of
+    matrices. Where experts are shared, the ranks of `dp_shard`, `cp` and `tp` are those of `edp` and `ep` as well:
+    along `ep` they have other experts, and over `edp` the states of these are split, and gradients summed.
+
+    Which axes an attribute has:
+
+    | | data axes | `tp` | `edp` | `ep` |
+    |---|---|---|---|---|
+    | `every` | yes | yes | no | no |
+    | `exchanging` | yes | yes | yes | no |
+    | `beside` | no | yes | no | no |
+    | `names`, of the mesh and of dense parameters | yes | no | no | no |
+    | `names`, of parameters that ranks along `tp` share | yes | yes | no | no |
+    | `names`, of experts | `dp_replicate` alone | no | yes | no |
+    | `summed_beside` | no | where `names` has it | no | no |
+
+    Args:
+        tally: where what goes through them is counted.
+
+    Attributes:
+        names: those over which gradients are summed: the data axes, or those of a family, as `of` gives them.
+        every: all of the mesh, but for that of a pipeline's stages.
+        has_experts: whether there are `edp` and `ep`.
+        tally: as given.
+        device: the device whose memory holds every state.
+        side: where chains of collectives run as a whole; None where the host waits for each.
+    """
+
+    def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
+        groups, experts = groups_of(mesh), expert_mesh(mesh)
+        self.every, self.tally = tuple(axis for axis in groups if axis != STAGES), tally
+        self.has_experts = experts is not None
+        self.names = tuple(axis for axis in self.every if axis in DATA_AXES)
+        if experts is not None:
+            groups |= {axis: experts.get_group(axis) for axis in ("edp", "ep")}
+        self.device = devices.current(mesh.device_type)
+        self._collectives: dict[str, Collectives] = {
+            axis: collectives_for(group, self.device, tally.traffic, tally.ledger, axis)
+            for axis, group in groups.items()
+        }
+        backends = [backend_of(group, self.device) for group in groups.values()]
+        self.side = side_of(self.device, backends)
+
+    def of(self, family: Family) -> Axes:
+        """The same mesh for parameters of a family; axes that it lacks are left out."""
+        data = [axis for axis in self.every if axis in DATA_AXES]
+        summed = copy.copy(self)
+        summed.names = tuple(axis for axis in family.summed_over(data) if axis in self._collectives)
+        return summed
+
+    def cut_along(self, family: Family) -> tuple[str, ...]:
+        """The axis along which ranks have other parts of a family's parameters; none where it has one rank."""
+        axis = family.cut_along
+        return self.live([axis]) if axis in self._collectives else ()
+
+    @property
+    def exchanging(self) -> tuple[str, ...]:
+        """The axes along which states and gradients are exchanged; a rank may be at several places on them."""
+        return (*self.every, "edp") if self.has_experts else self.every
+
+    @property
+    def summed_beside(self) -> tuple[str, ...]:
+        """The axes along which ranks see the same data and hold the same parameters, whose gradients are summed."""
+        return tuple(axis for axis in self.names if axis in BESIDE)
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The axes along which ranks see the same data."""
+        return tuple(axis for axis in self.every if axis in BESIDE)
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The axis along which ranks have other parameters, if there is one."""
+        return tuple(axis for axis in self._collectives if axis == STAGES)
+
+    @property
+    def place_among_stages(self) -> int:
+        """This rank's number along the axis of stages; 0 where there is none."""
+        return self.cuts(self.stages)[0][0] if self.stages else 0
+
+    @property
+    def with_stages(self) -> tuple[str, ...]:
+        """All axes of the mesh."""
+        return (*self.every, *self.stages)
+
+    def along(self, axis: str) -> Collectives:
+        return self._collectives[axis]
+
+    def size(self, axes: Iterable[str] | None = None) -> int:
+        """How many ranks the axes span; by default those over which gradients are summed."""
+        return math.prod(self._collectives[axis].size for axis in (self.names if axes is None else axes))
+
+    def live(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The axes with more than one rank: the others split nothing and need no communication."""
+        return tuple(axis for axis in axes if self._collectives[axis].size > 1)
+
+    def cuts(self, axes: Iterable[str]) -> list[tuple[int, int]]:
+        """This rank's (index, parts) on each axis."""
+        return [(self._collectives[axis].rank, self._collectives[axis].size) for axis in axes]
+
+    def is_first(self, axes: Iterable[str]) -> bool:
+        """Whether this rank is the first on each of the axes."""
+        return all(self._collectives[axis].rank == 0 for axis in axes)
+
+    def maximum(self, values: Tensor, axes: Iterable[str] | None = None, patience_s: float | None = None) -> Tensor:
+        """The elementwise maximum over all ranks of the axes, by default `every`, in place; blocks.
+
+        Args:
+            patience_s: as for `Collectives.maximum`, along each axis.
+        """
+        for axis in self.live(self.every if axes is None else axes):
+            self.along(axis).maximum(values, patience_s)
+        return values
+
+    def rows(self, values: Tensor) -> Tensor:
+        """The 1-D `values` of all ranks as rows; blocks."""
+        rows = values.unsqueeze(0)
+        for axis in self.live(self.every):
+            rows = self.along(axis).gather_rows(rows).flatten(0, 1)
+        return rows
+
+    def total(self, value: Tensor, axes: Iterable[str], reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
+        """`reduce` of the values of the ranks of `axes`, on rows in rank order: all ranks get equal bits; blocks."""
+        for axis in self.live(axes):
+            value = reduce(self.along(axis).gather_rows(value), dim=0)
+        return value
+
+    def differing(self, facts: Mapping[str, object], axes: Iterable[str] | None = None) -> list[str]:
+        """Names of the facts that are not the same on all ranks of the axes, by default of all; blocks.
+
+        Args:
+            facts: under the same names on every rank. A number that is on a device is an int64 tensor of one element;
+                anything else is what JSON can hold, or `str` can tell apart.
+        """
+        live = self.live(self.every if axes is None else axes)
+        if not facts or not live:
+            return []
+        told = torch.stack(
+            [
+                fact.to(devices.HOST).reshape(())
+                if isinstance(fact, Tensor)
+                else torch.tensor(_checksum(fact), device=devices.HOST)  # torch's default may be paper
+                for fact in facts.values()
+            ]
+        )
+        highest, lowest = both = torch.stack([told, ~told])
+        for axis in live:
+            self.along(axis).maximum(both)
+        return [name for name, same in zip(facts, (highest == ~lowest).tolist(), strict=True) if not same]
+
+    def broadcast(self, values: Tensor, axes: Iterable[str]) -> None:
+        """Overwrite `values` with those of the first rank of the axes; blocks. They cross outer links once."""
+        live = self.live(axes)
+        for position in reversed(range(len(live))):
+            if self.is_first(live[:position]):
+                self.along(live[position]).broadcast(values)
+
+
+def _checksum(fact: object) -> int:
+    text = json.dumps(fact, sort_keys=True, default=str)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])

@@ -1,0 +1,67 @@
+"""Meshes of ranks: how one is made, and the process group of each of its axes."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES
+from terrazzo.marks import Mark
+
+__all__ = ["data_mesh", "expert_mesh", "groups_of", "named_mesh"]
+
+
+def data_mesh(kind: str, *sizes: int) -> DeviceMesh:
+    """The mesh of all ranks on a `kind` of device, in sizes (ranks,) or (replicas, shards). Collective."""
+    return named_mesh(kind, dict(zip(("dp_replicate", "dp_shard")[-len(sizes) :], sizes, strict=True)))
+
+
+def named_mesh(kind: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all ranks on a `kind` of device, by axis, outermost first. Collective.
+
+    Models share one of several axes, and its process groups, as long as the default group is the same; that one is the
+    group of a single axis.
+
+    Args:
+        sizes: of the axes; with `ep`, which is none of its own: neighbours among the ranks of one replica of a stage,
+            `dp_shard` × `cp` × `tp`, share experts, whatever else they do.
+    """
+    known = _MESHES.setdefault(dist.group.WORLD, {}) if dist.is_initialized() and len(sizes) > 1 else {}
+    key = (kind, *sizes.items())
+    if (mesh := known.get(key)) is None:
+        own = {axis: size for axis, size in sizes.items() if axis != "ep"}
+        mesh = known[key] = init_device_mesh(kind, tuple(own.values()), mesh_dim_names=tuple(own))
+        if sizes.get("ep", 1) > 1:
+            apart = own.get(STAGES, 1) * own.get("dp_replicate", 1)
+            shape = (apart, math.prod(own.values()) // apart // sizes["ep"], sizes["ep"])
+            _EXPERT_MESH.leave(mesh, init_device_mesh(kind, shape, mesh_dim_names=("apart", "edp", "ep")))
+    return mesh
+
+
+_MESHES: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
+_EXPERT_MESH = Mark[DeviceMesh]("terrazzo_expert_mesh")
+
+
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The same ranks by `edp`, along which they have the same experts, and `ep`; None where experts are not shared."""
+    return _EXPERT_MESH.find(mesh)
+
+
+def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """The process group of each axis that is known, innermost first; that of `dp_shard` has the ranks of `cp` too."""
+    dims = mesh.mesh_dim_names or ()
+    split = tuple(dim for dim in dims if dim in _SPLIT)
+    groups = {
+        axis: mesh.get_group(axis) for axis in (*BESIDE, *DATA_AXES, STAGES) if axis in dims and axis not in _SPLIT
+    }
+    if split:
+        groups["dp_shard"] = (mesh[split]._flatten("_".join(split)) if len(split) > 1 else mesh[split[0]]).get_group()
+    return {axis: groups[axis] for axis in (*BESIDE, *DATA_AXES, STAGES) if axis in groups}
+
+
+_SPLIT = ("dp_shard", "cp")

@@ -1,0 +1,78 @@
+"""What every unit of a model follows, from `tz.shard` on: the mesh, the plan and the precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from terrazzo.engine.comm.collectives import Collectives
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.engine.mesh.family import Family
+from terrazzo.engine.plan.bucket_spec import Pass
+from terrazzo.engine.plan.place import Plan
+from terrazzo.engine.plan.precision import Precision
+from terrazzo.errors import BadInput
+
+__all__ = ["ShardingSpec"]
+
+
+@dataclass(frozen=True)
+class ShardingSpec:
+    """What every bucket of a model follows; what changes while the model trains is in its `Progress` and its `Tally`.
+
+    Attributes:
+        axes: of the mesh, and over which gradients are summed.
+        asked: the plan in the data axes of the mesh.
+        family: of the parameters.
+    """
+
+    axes: Axes
+    asked: Plan
+    precision: Precision
+    family: Family = Family.DENSE
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Its places hold only axes with more than one rank, over which gradients of the family are summed."""
+        return self._over(self.family).regathered_as(self._over(Family.DENSE))
+
+    def _over(self, family: Family) -> Plan:
+        axes = self.axes.of(family)
+        return self.asked.along(family.renamed).over(axes.live(axes.names))
+
+    def pass_of(self, last: bool, local: bool | None = None) -> Pass:
+        """What becomes of the gradients of a step's last micro-batch, or of another; see `tz.accumulate` for `local`.
+
+        Default by plan: where `grad` is not split, sums stay local, which sends fewer bytes; where it is split, each
+        micro-batch is reduced, which keeps less memory.
+
+        Raises:
+            BadInput: `local=False` under a plan that keeps whole gradients.
+        """
+        if last:
+            return Pass.FINISHES
+        if local is False and not self.asked.grad.axes:
+            raise BadInput(
+                f"tz.accumulate(local=False) asks to reduce each micro-batch, but plan {self.asked.name} keeps whole "
+                "gradients on every rank. Leave 'local' out, or use zero2."
+            )
+        return Pass.ADDS if local or not self.plan.grad.axes else Pass.REDUCES
+
+    @cached_property
+    def ranks(self) -> Mapping[str, Collectives]:
+        """The axes with more than one rank over which gradients are summed, data axes first."""
+        return {axis: self.axes.along(axis) for axis in self.axes.live(self.axes.names)}
+
+    def of(self, family: Family) -> ShardingSpec:
+        """The same for parameters of that family."""
+        return self if family is self.family else replace(self, axes=self.axes.of(family), family=family)
+
+    @property
+    def contributed_over(self) -> tuple[str, ...]:
+        """The axes over which what ranks give of gradients is to be added, that each element counts once.
+
+        Where families are split over other groups of ranks, these are all of the mesh: see
+        `FinishedGradient.contribution`.
+        """
+        return self.axes.every if self.axes.has_experts else (*self.plan.optim.axes, *self.axes.beside)

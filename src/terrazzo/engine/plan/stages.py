@@ -1,0 +1,93 @@
+"""Stages of a pipeline: which of a model's layers this rank runs, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import nn
+
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.errors import Misuse
+from terrazzo.marks import Mark
+
+__all__ = ["STAGES_OF", "Stages", "Turn", "require_whole", "stages_of"]
+
+
+class Turn(NamedTuple):
+    """A forward or a backward of one chunk in a step.
+
+    Attributes:
+        ends_model: whether the chunk's output is the model's.
+    """
+
+    chunk: int
+    is_forward: bool
+    ends_model: bool
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a model that this rank runs.
+
+    Attributes:
+        ranks: how many have stages of the model.
+        rank: this one's place among them.
+        chunks: for each of this rank's stages, the names of the modules that it runs.
+    """
+
+    ranks: int
+    rank: int
+    chunks: tuple[tuple[str, ...], ...]
+
+    def turns(self, micro_batches: int) -> Sequence[Turn]:
+        """What this rank does in a step, in its order.
+
+        Raises:
+            BadInput: too few micro-batches.
+        """
+        raise NotImplementedError
+
+    def holders(self, names: Sequence[str]) -> tuple[int, ...]:
+        """The ranks, in order, that have a parameter of these names; several where their stages share it."""
+        raise NotImplementedError
+
+    def runs(self, module: str) -> bool:
+        """Whether this rank runs a module: in one of its stages or, where it has the last one, behind all."""
+        raise NotImplementedError
+
+    def share_out(self, units: Sequence[Iterable[str]]) -> list[list[int]]:
+        """For each chunk, which of the units it uses, each given by the names of its parameters."""
+        used = [set(self.chunks_of(*names)) for names in units]
+        return [[place for place, chunks in enumerate(used) if chunk in chunks] for chunk in range(len(self.chunks))]
+
+    def chunks_of(self, *names: str) -> list[int]:
+        """Which chunks use a module or a parameter of these names."""
+        return [
+            number
+            for number, modules in enumerate(self.chunks)
+            if any(f"{name}.".startswith(f"{module}.") for module in modules for name in names)
+        ]
+
+
+STAGES_OF = Mark[Stages]("terrazzo_stages")
+"""On a model of which this rank has stages: these."""
+
+
+def stages_of(model: nn.Module) -> Stages | None:
+    """The stages of it that this rank has; None where that is all of it."""
+    return STAGES_OF.find(model)
+
+
+def require_whole(axes: Axes, what: str) -> None:
+    """Refuse `what` where ranks have stages of the model: it would be of one stage's parameters alone.
+
+    Raises:
+        Misuse: there, on every rank.
+    """
+    if axes.stages:
+        raise Misuse(
+            f"{what} of a model in stages (pp {axes.size(axes.stages)}) is not supported yet: this rank has the "
+            "parameters of its own stages alone. Save it by tz.checkpoint.save(path, model, optimizer), or take pp 1."
+        )
