@@ -78,13 +78,13 @@ def plain(model: nn.Module, trains: bool) -> tuple[Tensor, dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-def in_stages(base: nn.Module, first_of_second: int, trains: bool) -> list[tuple[Tensor, Any]]:
+def in_stages(base: nn.Module, first_of_second: int, trains: bool, within: Any = None) -> list[tuple[Tensor, Any]]:
     def body(rank: int) -> tuple[Tensor, Any]:
         model, mesh = copy.deepcopy(base), tz.mesh(pp=2, device="cpu")
         pipeline = tz.Pipeline(line=["layers.*"], split=[f"layers.{first_of_second}"])
         tz.parallelize(model, mesh, pipeline=pipeline)
         model, optimizer = tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.01), "zero2", mesh=mesh)
-        with torch.set_grad_enabled(trains):
+        with within() if within else torch.set_grad_enabled(trains):
             loss = tz.step(model, batches(), loss_of)
         if trains:
             optimizer.step()
@@ -111,10 +111,18 @@ def test_changes_in_place_inside_of_a_stage(does: str, first_of_second: int, tra
         check(Between(IN_PLACE[does], behind), first_of_second, trains)
 
 
+@pytest.mark.parametrize("within", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("does", IN_PLACE)
-def test_changes_in_place_between_two_stages_are_refused(does: str) -> None:
+def test_changes_in_place_between_two_stages_are_refused(does: str, within: Any) -> None:
+    """Under inference_mode too, where torch counts no changes of what is made there."""
     with pytest.raises(tz.BadInput, match=r"changes what 'layers\.1' returns before it gives it to 'layers\.2'"):
-        in_stages(Between(IN_PLACE[does], 1), 2, trains=False)
+        in_stages(Between(IN_PLACE[does], 1), 2, False, within)
+
+
+def test_changes_in_place_inside_of_a_stage_under_inference_mode() -> None:
+    base = Between(torch.relu_, 2)
+    for loss, _ in in_stages(base, 2, False, torch.inference_mode):
+        assert torch.equal(loss, plain(base, trains=False)[0])
 
 
 def test_what_is_done_in_a_later_stage_is_not_done_in_an_earlier_one() -> None:

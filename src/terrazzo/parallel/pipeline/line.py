@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -75,7 +76,6 @@ class Line(Stages):
         return bool(self.chunks_of(module)) if self.has(module) else self.rank == self.ranks - 1
 
     def has(self, module: str) -> bool:
-        """Whether it is one of the line's, or inside of one."""
         return any(f"{module}.".startswith(f"{name}.") for name in self.names)
 
     def is_last(self, stage: int) -> bool:
@@ -147,6 +147,8 @@ class _InLine:
         else:  # what the stage before has sent is the output of its last module alone
             received = running.received
             running.values = received if self.place == first - 1 else _Away(line.names[self.place], received)
+        if self.place + 1 in (first, end):
+            running.values = _counted(running.values)
         running.version = _version_of(running.values)
         return running.values
 
@@ -270,6 +272,14 @@ def _is_all_of(given: Any, values: Any) -> bool:
 def _is_cut_off(given: Any, values: Any) -> bool:
     """Whether gradients of the one do not go on to the other."""
     return type(given) is type(values) is Tensor and given.requires_grad != values.requires_grad
+
+
+def _counted(values: Any) -> Any:
+    """The same as a tensor whose changes in place torch counts, which it does not of one made in inference mode."""
+    if not isinstance(values, Tensor) or not values.is_inference():
+        return values
+    with torch.inference_mode(False):
+        return values.clone()
 
 
 def _version_of(values: Any) -> int:
