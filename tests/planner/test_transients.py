@@ -109,7 +109,8 @@ class Case:
             prepared = prepare(model, torch.optim.AdamW(model.parameters()), self.plan, options)
             stages = stages_of(model)
             adds = self.local or stages is not None or not prepared.sharding.plan.grad.axes
-            step = PaperStep(self.prefetch, self.micro_batches, adds, stages)
+            buffer_bytes = 0 if stages is None else stages.buffer_bytes(model)
+            step = PaperStep(self.prefetch, self.micro_batches, adds, stages, buffer_bytes)
             return memory_bill(prepared.units, prepared.templates, Offload(), step).transient_bytes
 
 

@@ -57,7 +57,7 @@ class Engine:
         units: in registration order, root first.
         why_units: how the units were found.
         store: memory and files of what does not rest on the device.
-        stages: of the model that this rank runs; None for a whole one.
+        stages: of the model that this rank runs; None for a whole one. `buffer_bytes`: of their buffers.
         drivers: one for each optimizer.
         process: that sharded the model.
         average: of trained weights.
@@ -76,6 +76,7 @@ class Engine:
     hooks: Hooks
     store: Store
     stages: Stages | None = None
+    buffer_bytes: int = 0
     drivers: Drivers = field(init=False)
     process: int = field(default_factory=os.getpid, init=False)
     average: KeptAverage = field(default_factory=KeptAverage, init=False)
@@ -89,7 +90,8 @@ class Engine:
         drivers = self.drivers = Drivers(self.trainable(), self.progress)
         self.gradients = ModelGradients(self.trainable(), self.sharding, self.progress, schedule, hooks, drivers)
         hooks.recover_with(drivers.recover)
-        self.promise = Promise(units, schedule, lambda: drivers.templates, self.store.settings, self.stages)
+        settings, templates = self.store.settings, lambda: drivers.templates
+        self.promise = Promise(units, schedule, templates, settings, self.stages, self.buffer_bytes)
         self.blocks = GatheredBlocks(units, schedule, hooks, self.axes)
 
     @property

@@ -34,7 +34,7 @@ class MemoryBill:
         grad_bytes: finished gradients, from the end of backward to `zero_grad`.
         moments_bytes: what the optimizer keeps after its first step.
         transient_bytes: the most ever held at once beside these: gathered weights, unreduced gradients, receive
-            buffers, weights kept between forward and backward.
+            buffers, weights kept between forward and backward; of a model in stages also copies of its buffers.
         host_bytes: states in the host's memory, and buffers for those in files.
         disk_bytes: states in files.
     """

@@ -24,7 +24,7 @@ class Promise:
 
     Attributes:
         templates: gives what is kept for a parameter of each param group.
-        stages: of the model that this rank runs; None for a whole one.
+        stages: of the model that this rank runs; None for a whole one. `buffer_bytes`: of their buffers.
     """
 
     units: Sequence[Unit]
@@ -32,6 +32,7 @@ class Promise:
     templates: Callable[[], Templates]
     offload: Offload
     stages: Stages | None
+    buffer_bytes: int
 
     def memory(self, micro_batches: int | None = None, local: bool | None = None) -> MemoryBill:
         """Promised memory of a step.
@@ -61,4 +62,4 @@ class Promise:
 
     def _step(self, micro_batches: int, local: bool | None) -> PaperStep:
         adds = self.stages is not None or self.units[0].sharding.pass_of(False, local) is Pass.ADDS
-        return PaperStep(self.schedule.prefetch, micro_batches, adds, self.stages)
+        return PaperStep(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes)

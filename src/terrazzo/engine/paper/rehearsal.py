@@ -43,12 +43,14 @@ class PaperStep:
         micro_batches: forward and backward passes in the step.
         local_sums: whether those before the last only add their gradients on this rank.
         stages: of the model that this rank runs; None for a whole one.
+        buffer_bytes: of the buffers of these, of which there are copies until every micro-batch has run.
     """
 
     prefetch: int
     micro_batches: int = 1
     local_sums: bool = False
     stages: Stages | None = None
+    buffer_bytes: int = 0
 
 
 def rehearse(units: Sequence[Unit], step: PaperStep, templates: Templates = ()) -> Tally:
@@ -77,12 +79,13 @@ def rehearse(units: Sequence[Unit], step: PaperStep, templates: Templates = ()) 
         chunks = step.stages.share_out([*map(parameters_of, units)])
         staged = PipelineSchedule(paper, chunks, step.prefetch, meeting)
         staged.begin_step()
-        for turn in step.stages.turns(step.micro_batches):
-            staged.turn_to(turn.chunk, turn.ends_model)
-            if turn.is_forward:
-                _forward(staged, [paper[place] for place in chunks[turn.chunk]])
-            else:
-                _backward(staged, paper)
+        with tally.ledger.holding(step.buffer_bytes):
+            for turn in step.stages.turns(step.micro_batches):
+                staged.turn_to(turn.chunk, turn.ends_model)
+                if turn.is_forward:
+                    _forward(staged, [paper[place] for place in chunks[turn.chunk]])
+                else:
+                    _backward(staged, paper)
         staged.end_step()
         staged.end_backward()
         _record_control(sharding, traffic, flags_numel(units))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.errors import Misuse
@@ -56,6 +56,20 @@ class Stages:
     def runs(self, module: str) -> bool:
         """Whether this rank runs a module: in one of its stages or, where it has the last one, behind all."""
         raise NotImplementedError
+
+    def has(self, module: str) -> bool:
+        """Whether a module is one of a stage's, or inside of one."""
+        raise NotImplementedError
+
+    def buffers_here(self, model: nn.Module) -> list[tuple[nn.Module, dict[str, Tensor | None]]]:
+        """The modules that have some, but those of stages that other ranks run, each with its own by name."""
+        having = ((name, module) for name, module in model.named_modules() if module._buffers)
+        return [(module, dict(module._buffers)) for name, module in having if not self.has(name) or self.runs(name)]
+
+    def buffer_bytes(self, model: nn.Module) -> int:
+        """Of these buffers, of which there are copies while a step runs."""
+        each = {buffer for _, held in self.buffers_here(model) for buffer in held.values() if buffer is not None}
+        return sum(buffer.nbytes for buffer in each)
 
     def share_out(self, units: Sequence[Iterable[str]]) -> list[list[int]]:
         """For each chunk, which of the units it uses, each given by the names of its parameters."""

@@ -113,6 +113,7 @@ def shard(  # structure: signature fixed by the design
     meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(planned) else None
     schedule = _schedule_of(model, planned, prefetch, meeting, progress.denominator)
     hooks = Hooks(planned, schedule, sharding, progress)
+    stages = stages_of(model)
     engine = Engine(
         plan=prepared.plan,
         sharding=sharding,
@@ -123,7 +124,8 @@ def shard(  # structure: signature fixed by the design
         schedule=schedule,
         hooks=hooks,
         store=store,
-        stages=stages_of(model),
+        stages=stages,
+        buffer_bytes=0 if stages is None else stages.buffer_bytes(model),
     )
     for built in prepared.optimizers:
         first = engine.drivers.next_group
@@ -158,7 +160,9 @@ def estimate(  # structure: signature fixed by that of shard
     options = Options(units, precision, mesh, prefetch, offload or Offload())
     prepared = prepare(model, optimizer, plan, options)
     stages = stages_of(model)
-    step = PaperStep(prefetch) if stages is None else PaperStep(prefetch, stages.ranks, local_sums=True, stages=stages)
+    step = PaperStep(prefetch)
+    if stages is not None:
+        step = PaperStep(prefetch, stages.ranks, True, stages, stages.buffer_bytes(model))
     return memory_bill(prepared.units, prepared.templates, options.offload, step)
 
 

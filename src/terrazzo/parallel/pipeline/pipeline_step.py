@@ -23,7 +23,7 @@ from terrazzo.parallel.pipeline.failures import PATIENCE_S, Failures, broke_a_co
 from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.messages import Form, Messages, NothingSent, form_of
 from terrazzo.parallel.pipeline.order import Action, Kind, forwards_of
-from terrazzo.parallel.pipeline.restoring import BuffersBefore
+from terrazzo.parallel.pipeline.restoring import buffers_kept
 
 __all__ = [
     "Auxiliary",
@@ -139,7 +139,14 @@ class PipelineStep:
         assert isinstance(schedule, PipelineSchedule)
         actions = self._actions()
         self._patience_s = PATIENCE_S if self._meets_in_passes(schedule) else None
-        before = BuffersBefore(self.model, self.line)
+        with buffers_kept(self.model, self.line, engine.tally.ledger):
+            self._run_and_meet(actions, schedule)
+        if self.trains:
+            engine.hooks.end_step(schedule)
+        return engine.axes.total(self._losses.reshape(1), engine.axes.stages).reshape(())
+
+    def _run_and_meet(self, actions: Sequence[Action], schedule: PipelineSchedule) -> None:
+        """All micro-batches; leaves no gradients where one of the ranks fails."""
         if self.trains:
             schedule.begin_step()
         try:
@@ -150,13 +157,9 @@ class PipelineStep:
             self.messages.abandon()
             schedule.zero_grad()
             if self.trains:
-                engine.progress.begin_backward(has_gradients=True)
-                engine.progress.backward_raised()
-            before.put_back()
+                self.engine.progress.begin_backward(has_gradients=True)
+                self.engine.progress.backward_raised()
             raise
-        if self.trains:
-            engine.hooks.end_step(schedule)
-        return engine.axes.total(self._losses.reshape(1), engine.axes.stages).reshape(())
 
     def _meets_in_passes(self, schedule: PipelineSchedule) -> bool:
         """Whether ranks with the same stages wait for each other inside of forwards and backwards."""

@@ -7,35 +7,36 @@ statistics would keep that.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from terrazzo.parallel.pipeline.line import Line
+from terrazzo.engine import Stages
+from terrazzo.engine.comm.traffic import Ledger
 
-__all__ = ["BuffersBefore"]
-
-
-class BuffersBefore:
-    """Copies of the buffers that this rank's stages, and what is in no stage, have now."""
-
-    def __init__(self, model: nn.Module, line: Line) -> None:
-        self._held = [(module, dict(module._buffers)) for module in _with_buffers(model, line)]
-        each = [buffer for _, held in self._held for buffer in held.values() if buffer is not None]
-        self._values: dict[Tensor, Tensor] = {buffer: buffer.detach().clone() for buffer in each}
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Have all of them again: the same tensors, with what they held."""
-        for module, held in self._held:
-            module._buffers.clear()
-            module._buffers.update(held)
-        for buffer, values in self._values.items():
-            buffer.copy_(values)
+__all__ = ["buffers_kept"]
 
 
-def _with_buffers(model: nn.Module, line: Line) -> Iterator[nn.Module]:
-    """All modules that have some, but those of the line that other ranks run. Few: names are looked at for these."""
-    for name, module in model.named_modules():
-        if module._buffers and (not line.has(name) or line.runs(name)):
-            yield module
+@contextmanager
+def buffers_kept(model: nn.Module, stages: Stages, ledger: Ledger) -> Iterator[None]:
+    """Copies of the buffers that this rank's stages, and what is in no stage, have now.
+
+    Where the body raises, modules have all of them again: the same tensors, with what they held.
+
+    Args:
+        ledger: where the bytes of the copies are counted.
+    """
+    held = stages.buffers_here(model)
+    values = {buffer: buffer.detach().clone() for _, each in held for buffer in each.values() if buffer is not None}
+    with ledger.holding(sum(before.nbytes for before in values.values())):
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for module, each in held:
+                    module._buffers.clear()
+                    module._buffers.update(each)
+                for buffer, before in values.items():
+                    buffer.copy_(before)
+            raise

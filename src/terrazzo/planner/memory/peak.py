@@ -43,6 +43,11 @@ FORMULAS = {
         "gradients that it has sent back, until the step ends, and two messages that it has asked for",
         "terrazzo/parallel/pipeline/pipeline_step.py and messages.py",
     ),
+    "memory.buffers": Formula(
+        "bytes of the buffers of a rank's stages, and of those in no stage, of which a step keeps copies to put back "
+        "where it fails; known of modules and of the built-in decoder, not of other configs",
+        "terrazzo/parallel/pipeline/restoring.py",
+    ),
     "memory.receive": Formula(
         "gradients under way to their ranks, and on CPU what arrives from the others",
         "terrazzo/engine/plan/bucket_spec.py, terrazzo/engine/comm/collectives.py",
@@ -170,6 +175,7 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         gradual=not setup.compile,
         with_gradients=not states_only,
         update=float(matrix_updates(setup, stage).held_bytes),
+        buffers=_buffer_bytes(setup, stage) if setup.staged else 0.0,
     )
     rows = list(_rows(setup, stage))
     if states_only:
@@ -191,6 +197,11 @@ def stage_peak(setup: Setup, stage: int, states_only: bool = False) -> Peak:
         update=max(plain.update, _update_bytes(setup, stage)),
     )
     return peak_of(units, settings)
+
+
+def _buffer_bytes(setup: Setup, stage: int) -> float:
+    blocks = sum(unit.buffer_bytes * count for unit, count in stage_units(setup, stage) if not unit.is_root)
+    return float(setup.model.root.buffer_bytes + blocks)
 
 
 def _rows(setup: Setup, stage: int) -> Iterator[tuple[UnitShape, int, Placement, int]]:

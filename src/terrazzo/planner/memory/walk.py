@@ -24,7 +24,7 @@ from terrazzo.planner.memory.changes import (
     Change,
 )
 from terrazzo.planner.memory.stages import LastTurn
-from terrazzo.planner.memory.walked import ACTIVATIONS, KINDS, LOGITS, WORKING, Peak, StepSettings, StepUnit
+from terrazzo.planner.memory.walked import ACTIVATIONS, BUFFERS, KINDS, LOGITS, WORKING, Peak, StepSettings, StepUnit
 
 __all__ = ["peak_of"]
 
@@ -136,6 +136,7 @@ class _Walk:
         self.last = False
         others = sum(unit.saved * unit.count for unit in self.units if unit.chunk != turn.chunk)
         self.add(ACTIVATIONS, self.settings.in_flight + others)
+        self.add(BUFFERS, self.settings.buffers)
         for index in self.all:
             if self.units[index].chunk in turn.forward_before:
                 self.kept[index], self.here[index] = True, not self.changes[index].regathered

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from terrazzo.planner.memory.changes import UnitChanges
 from terrazzo.planner.memory.stages import LastTurn
 
-__all__ = ["ACTIVATIONS", "KINDS", "LOGITS", "WORKING", "Peak", "StepSettings", "StepUnit"]
+__all__ = ["ACTIVATIONS", "BUFFERS", "KINDS", "LOGITS", "WORKING", "Peak", "StepSettings", "StepUnit"]
 
-KINDS = ("gathered", "unreduced", "receive", "gradients", "activations", "working", "logits")
-ACTIVATIONS, WORKING, LOGITS = range(4, len(KINDS))
+KINDS = ("gathered", "unreduced", "receive", "gradients", "activations", "working", "logits", "buffers")
+ACTIVATIONS, WORKING, LOGITS, BUFFERS = range(4, len(KINDS))
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class StepSettings:
         gradual: gradients come one after the other while a unit's backward runs.
         with_gradients: count finished gradients that stay on the device too.
         update: bytes that the optimizer step needs.
+        buffers: of the model, of which the engine's stages have copies until every backward has run.
     """
 
     prefetch: int = 1
@@ -69,3 +70,4 @@ class StepSettings:
     in_flight: float = 0.0
     with_gradients: bool = True
     update: float = 0.0
+    buffers: float = 0.0

@@ -6,6 +6,7 @@ one that looks like a missing one misspelt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -15,7 +16,7 @@ from typing import Any
 from terrazzo.errors import BadInput
 from terrazzo.planner.model.families import FAMILIES
 from terrazzo.planner.model.fields import Fields
-from terrazzo.planner.model.rows import Architecture, Rows, TensorRow
+from terrazzo.planner.model.rows import Architecture, BufferRow, Rows, TensorRow
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape, TensorShape, UnitShape
 
 __all__ = ["closed_form", "family_name", "merged", "shape_of_config", "units_of_config"]
@@ -66,9 +67,9 @@ def merged(units: Iterable[UnitShape]) -> list[UnitShape]:
     """Units in a row with the same tensors, counted; where only their blocks differ, like stands with like."""
     groups = []
     for _, run in groupby(units, key=lambda unit: unit.tensors):
-        alike: dict[BlockShape | None, list[UnitShape]] = {}
+        alike: dict[tuple[BlockShape | None, int], list[UnitShape]] = {}
         for unit in run:
-            alike.setdefault(unit.block, []).append(unit)
+            alike.setdefault((unit.block, unit.buffer_bytes), []).append(unit)
         groups += [replace(same[0], count=len(same)) for same in alike.values()]
     return groups
 
@@ -197,7 +198,11 @@ def _root(fields: Fields, sizes: Sizes) -> UnitShape:
     beside = tuple(row for row in family.root if row.name.startswith(f"{family.head}."))
     head = () if fields.flag("tied") else _head(family)
     rows = tuple(row for row in family.root if row not in beside) + head + beside
-    return UnitShape("", _tensors(rows, sizes))
+    return UnitShape("", _tensors(rows, sizes), buffer_bytes=_buffer_bytes(family.buffers, sizes))
+
+
+def _buffer_bytes(rows: Iterable[BufferRow], sizes: Sizes) -> int:
+    return sum(row.element_bytes * math.prod(sizes[size] for size in row.shape) for row in rows)
 
 
 def _tensors(rows: Rows, sizes: Sizes) -> tuple[TensorShape, ...]:
@@ -220,8 +225,14 @@ def _layers(fields: Fields, sizes: Sizes) -> Iterator[UnitShape]:
     sparse = _tensors(_in_order(family, family.sparse), sizes) if sizes["experts"] else ()
     block = cache(partial(_block, fields, sizes))
     kinds = zip(_sparse_layers(fields, sizes), fields.windows(sizes["layers"]), strict=True)
+    buffer_bytes = _buffer_bytes(family.sparse_buffers, sizes)
     for layer, (routed, window) in enumerate(kinds):
-        yield UnitShape(f"{family.blocks}.{layer}", sparse if routed else dense, block=block(routed, window))
+        yield UnitShape(
+            f"{family.blocks}.{layer}",
+            sparse if routed else dense,
+            block=block(routed, window),
+            buffer_bytes=buffer_bytes * routed,
+        )
 
 
 def _in_order(family: Architecture, mlp: Rows) -> Rows:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from terrazzo.planner.model.rows import (
     Architecture,
+    BufferRow,
     TensorRow,
     attention,
     embedding,
@@ -178,9 +179,7 @@ _GPTJ = replace(
     _GPT2,
     root=(*embedding("transformer.wte"), *norms("transformer.ln_f", bias=True), _HEAD_BIAS),
     attention=(
-        *linear("attn.k_proj", "q", "hidden", "column"),
-        *linear("attn.v_proj", "q", "hidden", "column"),
-        *linear("attn.q_proj", "q", "hidden", "column"),
+        *(row for each in "kvq" for row in linear(f"attn.{each}_proj", "q", "hidden", "column")),
         *linear("attn.out_proj", "hidden", "q", "row"),
     ),
     mlp=mlp("mlp.fc_in", "mlp.fc_out"),
@@ -288,6 +287,8 @@ _BUILT_IN = Architecture(
     order=("attention_norm", "attention", "feed_forward_norm", "feed_forward"),
     head="head",
     torch_norm=True,
+    buffers=(BufferRow(("positions", "head_dim"), 4),),  # cosines and sines of half the channels
+    sparse_buffers=(BufferRow(("experts",), 4 + 8), BufferRow(("one",), 16)),  # bias, load and entropy of a router
     keys={
         "hidden": "dim",
         **{name: name for name in ("layers", "heads", "kv_heads")},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +55,7 @@ def shape_of_module(model: nn.Module, name: str | None = None) -> ModelShape:
     root = [spec for spec in specs if not spec.name]
     blocks = [spec for spec in specs if spec.name]
     tensors = tuple(guide.tensor(member, "", guide.declared_root) for spec in root for member in spec.members)
-    units = (UnitShape("", tensors), *merged(guide.layers(blocks)))
+    units = (UnitShape("", tensors, buffer_bytes=guide.buffer_bytes.get("", 0)), *merged(guide.layers(blocks)))
     return ModelShape(
         name or type(model).__name__, units, guide.vocab, guide.tied, guide.positions, family=guide.family
     )
@@ -75,6 +76,7 @@ class _Guide:
         self.experts = _attribute(self.config, "experts") or _stacked(members)
         self.head = _head(members, self.vocab)
         self.tied = self.head is None and (_tied(members, self.vocab) or _says_tied(self.config))
+        self.buffer_bytes = _buffer_bytes(model, {spec.name for spec in specs})
         self.products = {id(parameter) for _, parameter in divided(model).matrices}
 
     def layers(self, specs: Sequence[UnitSpec]) -> list[UnitShape]:
@@ -85,7 +87,7 @@ class _Guide:
             declared = {tensor.name: tensor for tensor in known[index].tensors} if known else {}
             tensors = tuple(self.tensor(member, spec.name, declared) for member in spec.members)
             block = known[index].block if known else self._block(spec.module, tensors)
-            units.append(UnitShape(spec.name, tensors, block=block))
+            units.append(UnitShape(spec.name, tensors, block=block, buffer_bytes=self.buffer_bytes.get(spec.name, 0)))
         return units
 
     def tensor(self, member: Member, unit: str, declared: Mapping[str, TensorShape] | None = None) -> TensorShape:
@@ -144,6 +146,17 @@ class _Guide:
             window=_attribute(config, "window") or None,
             torch_norm=any(isinstance(part, nn.RMSNorm) for part in module.modules()),
         )
+
+
+def _buffer_bytes(model: nn.Module, units: Collection[str]) -> dict[str, int]:
+    """Of the buffers of each unit, each counted once; the root's, whose name is empty, are those of no other."""
+    found: dict[str, int] = defaultdict(int)
+    for name, buffer in model.named_buffers():
+        holder = name.rpartition(".")[0]
+        while holder and holder not in units:
+            holder = holder.rpartition(".")[0]
+        found[holder] += buffer.nbytes
+    return found
 
 
 def _values_of(config: Any) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from terrazzo.planner.model.shapes import Role, Split
 
 __all__ = [
     "Architecture",
+    "BufferRow",
     "Rows",
     "TensorRow",
     "attention",
@@ -42,6 +43,13 @@ class TensorRow:
 Rows = tuple[TensorRow, ...]
 
 
+class BufferRow(NamedTuple):
+    """Buffers whose dimensions are named sizes, and bytes of an element of all of them."""
+
+    shape: tuple[str, ...]
+    element_bytes: int
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One architecture.
@@ -56,6 +64,7 @@ class Architecture:
         defaults: what the config class assumes for a missing key. A size without one must be given.
         gated, norm, torch_norm: see `BlockShape`. `bare_norms`: norms of a block that have no tensors.
         windowed: every n-th layer sees the whole sequence and the others a window; 0: all see a window.
+        buffers: of what stands around the blocks; `sparse_buffers` of a layer with routed experts.
         assumes: keys whose other values add or drop tensors which these rows do not describe.
     """
 
@@ -74,6 +83,8 @@ class Architecture:
     bare_norms: int = 0
     torch_norm: bool = False
     windowed: int = 0
+    buffers: tuple[BufferRow, ...] = ()
+    sparse_buffers: tuple[BufferRow, ...] = ()
     assumes: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -112,13 +112,15 @@ class BlockShape:
 class UnitShape:
     """`count` equal units in a row. The root unit, whose name is empty, holds what belongs to no other.
 
-    `block` is what it computes; None of the root, and of units of which that is not known.
+    `block` is what it computes; None of the root, and of units of which that is not known. `buffer_bytes`: of the
+    buffers of one of them, as far as these are known; of the root those that belong to no other unit.
     """
 
     name: str
     tensors: tuple[TensorShape, ...]
     count: int = 1
     block: BlockShape | None = None
+    buffer_bytes: int = 0
 
     def __hash__(self) -> int:
         return self._hash
@@ -126,7 +128,7 @@ class UnitShape:
     @cached_property
     def _hash(self) -> int:
         """Computed once: units are looked up for every estimate."""
-        return hash((self.name, self.tensors, self.count, self.block))
+        return hash((self.name, self.tensors, self.count, self.block, self.buffer_bytes))
 
     @property
     def is_root(self) -> bool:

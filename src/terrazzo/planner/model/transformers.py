@@ -124,7 +124,7 @@ def _shape(answer: Mapping[str, Any]) -> ModelShape:
 def _unit(values: Mapping[str, Any]) -> UnitShape:
     tensors = tuple(TensorShape(**{**tensor, "shape": tuple(tensor["shape"])}) for tensor in values["tensors"])
     block = BlockShape(**values["block"]) if values["block"] else None
-    return UnitShape(values["name"], tensors, values["count"], block)
+    return UnitShape(values["name"], tensors, values["count"], block, values["buffer_bytes"])
 
 
 def harmless(values: Mapping[str, Any], name: str, depth: int = 0) -> dict[str, Any]:

@@ -38,7 +38,7 @@ KINDS = (
         "gathered weights, buffers",
         "#3f8f6b",
         "t",
-        ("gathered", "unreduced", "receive", "staging", "messages", "transient"),
+        ("gathered", "unreduced", "receive", "staging", "messages", "buffers", "transient"),
     ),
     MemoryKind("activations", "#dd8a2e", "a", ("activations", "working")),
     MemoryKind("logits and loss", "#f2c572", "l", ("logits",)),

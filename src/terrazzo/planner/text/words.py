@@ -37,6 +37,7 @@ LABELS = {
     "receive": "receive buffers",
     "transient": "gathered weights and buffers",
     "working": "working memory of a block",
+    "buffers": "copies of the model's buffers",
     "logits": "logits and loss",
 }
 """Terms of memory, where their own name is too short for a reader."""

@@ -28,7 +28,7 @@ from terrazzo.train.promise.as_setup import setup_of
 __all__ = ["Available", "available", "check_plan"]
 
 CERTAIN = (
-    "weights", "master", "moments", "gradients", "gathered", "unreduced", "receive", "sums", "disk buffers",
+    "weights", "master", "moments", "gradients", "gathered", "unreduced", "receive", "buffers", "sums", "disk buffers",
 )  # fmt: skip
 """Terms that follow from the plan alone. The others depend on the kernels that torch takes."""
 

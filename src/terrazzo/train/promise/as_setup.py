@@ -162,7 +162,9 @@ def _decoder_shape(config: DecoderConfig) -> ModelShape:
     if config.layers == 1:
         (block,) = shape.blocks
         inner = tuple(replace(tensor, name=f"{block.name}.{tensor.name}") for tensor in block.tensors)
-        return replace(shape, name="decoder", units=(UnitShape("", shape.root.tensors + inner),))
+        buffer_bytes = shape.root.buffer_bytes + block.buffer_bytes
+        unit = UnitShape("", shape.root.tensors + inner, buffer_bytes=buffer_bytes)
+        return replace(shape, name="decoder", units=(unit,))
     blocks = tuple(replace(unit, block=_with_dropout(unit.block, config.dropout)) for unit in shape.blocks)
     return replace(shape, name="decoder", units=(shape.root, *blocks))
 
