@@ -62,10 +62,10 @@ class ThreadedCollectives(Collectives):
             return total
 
     def _all_to_all(
-        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int], kind: str
     ) -> Moves:
         self._compare_labels()
-        with self._meeting("all_to_all"):
+        with self._meeting(kind):
             dist.all_to_all_single(received, sent, list(received_numels), list(sent_numels), group=self.group)
         yield Handle()
 

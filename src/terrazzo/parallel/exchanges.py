@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from terrazzo.engine.comm.backends import collectives_for
 from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.traffic import Ledger, Traffic
-from terrazzo.engine.comm.transfer import Handle, Transfer
+from terrazzo.engine.comm.transfer import Transfer
 
 __all__ = ["GroupRanks", "Move", "exchange"]
 
@@ -46,36 +46,41 @@ class _Exchange(torch.autograd.Function):
 class GroupRanks:
     """The ranks that share sequences, or experts, and this one's place among them.
 
+    All that they exchange goes through the engine's collectives, which count it.
+
+    Args:
+        group: of these ranks; collectives for it are made at the first exchange.
+        collectives: along the axis of these ranks, where the engine has them already; then `group` is not asked.
+
     Attributes:
-        traffic: what this rank has sent them: `all_gather`, `all_to_all`, and `send` to the next rank.
+        traffic: what this rank has sent them: `all_gather`, `all_to_all`, `send` to the next rank, and `control`.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.size, self.rank = group, group.size(), group.rank()
-        self.traffic = Traffic()
-        self._collectives: Collectives | None = None
+    def __init__(self, group: dist.ProcessGroup | None, collectives: Collectives | None = None) -> None:
+        self._group, self._known = group, collectives
+        if collectives is not None:
+            self.size, self.rank, self.traffic = collectives.size, collectives.rank, collectives.traffic
+        else:
+            assert group is not None, "there is one of the two"
+            self.size, self.rank, self.traffic = group.size(), group.rank(), Traffic()
 
     def gathered(self, own: Tensor) -> Tensor:
         """Every rank's `own`, `[ranks, ...]`."""
         full = own.new_empty((self.size, *own.shape))
         full[self.rank] = own
-        if self._collectives is None:
-            self._collectives = self._joined(own.device)
-        Transfer(self._collectives.all_gather(full.view(-1))).finish()
+        Transfer(self._collectives(own.device).all_gather(full.view(-1))).finish()
         return full
 
     def equal(self, number: int, device: torch.device) -> bool:
-        """Whether all ranks have the same; the host waits for `device`, and nothing is counted."""
-        own = torch.tensor([number], device=device)
-        all_of_them = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(all_of_them, own, group=self._group)
-        return len({int(each) for each in all_of_them}) == 1
+        """Whether all ranks have the same; the host waits for `device`."""
+        rows = self._collectives(device).gather_rows(torch.tensor([number], device=device))
+        return len(set(rows.flatten().tolist())) == 1
 
     def swap(self, parts: Tensor) -> Tensor:
         """`parts` `[ranks, ...]` has one for each rank; the result has one of each rank."""
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        self.traffic.record("all_to_all", parts.nbytes // self.size * (self.size - 1))
-        self._all_to_all("all_to_all", received, parts.contiguous()).wait()
+        numels = [parts[0].numel()] * self.size
+        self._all_to_all(received, numels, parts.contiguous(), numels).finish()
         return received
 
     def summed(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -95,9 +100,8 @@ class GroupRanks:
         """
         width = rows.shape[1:].numel()
         received = rows.new_empty((sum(coming), *rows.shape[1:]))
-        self.traffic.record("all_to_all", (sum(going) - going[self.rank]) * width * rows.itemsize)
-        numels = ([each * width for each in coming], [each * width for each in going])
-        self._all_to_all("all_to_all", received, rows.contiguous(), *numels).wait()
+        numels = [each * width for each in coming], [each * width for each in going]
+        self._all_to_all(received, numels[0], rows.contiguous(), numels[1]).finish()
         return received
 
     def pass_on(self, own: Tensor) -> Callable[[], Tensor]:
@@ -108,28 +112,24 @@ class GroupRanks:
         sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
         going, coming = [0] * self.size, [0] * self.size
         going[(self.rank + 1) % self.size] = coming[(self.rank - 1) % self.size] = own.numel()
-        self.traffic.record("send", own.nbytes)
-        handle = self._all_to_all("send", received, sent, coming, going)
+        transfer = self._all_to_all(received, coming, sent, going, "send")
 
         def arrived() -> Tensor:
-            handle.wait()
+            transfer.finish()
             return received
 
         return arrived
 
-    # -- the backend -------------------------------------------------------------------------------------------
-
-    def _joined(self, device: torch.device) -> Collectives:
-        """The engine's own: gloo's all-gather goes through a copy, which it keeps for a while."""
-        return collectives_for(self._group, device, self.traffic, Ledger())
-
     def _all_to_all(
-        self, kind: str, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
-    ) -> Handle:
-        """Of flat `sent` so many elements to each rank, by default as many; likewise of `received`.
+        self, received: Tensor, coming: Sequence[int], sent: Tensor, going: Sequence[int], kind: str = "all_to_all"
+    ) -> Transfer[Tensor]:
+        """Start to fill `received` with so many elements of each rank, from each one's contiguous `sent`."""
+        collectives = self._collectives(sent.device)
+        return Transfer(collectives.all_to_all(sent.view(-1), going, received.view(-1), coming, kind))
 
-        Waits are counted as those of `kind`.
-        """
-        flat = received.view(-1), sent.view(-1)
-        work = dist.all_to_all_single(*flat, coming, going, group=self._group, async_op=True)
-        return Handle([work], (received, sent), self.traffic.times_of("", kind))
+    def _collectives(self, device: torch.device) -> Collectives:
+        """Those that reach the memory of `device`. Collective the first time."""
+        if self._known is None:
+            assert self._group is not None, "there is one of the two"
+            self._known = collectives_for(self._group, device, self.traffic, Ledger())
+        return self._known

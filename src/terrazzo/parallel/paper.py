@@ -52,14 +52,7 @@ class PaperContext(Context):
 
 class _PaperRanks(GroupRanks):
     def __init__(self, size: int) -> None:
-        self.size, self.rank, self.traffic = size, 0, Traffic()
-        self._collectives = _PaperCollectives(size)
-        self._collectives.traffic = self.traffic
-
-    def _all_to_all(
-        self, kind: str, received: Tensor, sent: Tensor, coming: list[int] | None = None, going: list[int] | None = None
-    ) -> Handle:
-        return Handle(keep=(received, sent))
+        super().__init__(None, _PaperCollectives(size, rank=0))
 
 
 def cut_on_paper(
@@ -85,14 +78,14 @@ class _PaperTensorRanks(TensorRanks):
     on_paper = True
 
     def __init__(self, ranks: int) -> None:
-        self._join(_PaperCollectives(ranks))
+        self._join(_PaperCollectives(ranks, rank=ranks - 1))
 
 
 class _PaperCollectives(Collectives):
     """Allocates what those of ranks on one CPU host do."""
 
-    def __init__(self, size: int) -> None:
-        self.size, self.rank, self.traffic, self.ledger = size, size - 1, Traffic(), Ledger()
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank, self.traffic, self.ledger = size, rank, Traffic(), Ledger()
         self.axis = ""
 
     def _all_gather(self, full: Tensor, kind: str) -> Moves[Tensor]:
@@ -107,9 +100,9 @@ class _PaperCollectives(Collectives):
         return total
 
     def _all_to_all(
-        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int], kind: str
     ) -> Moves[None]:
-        yield from ()
+        yield Handle(keep=(sent, received))
 
     def receive_bytes(self, full_bytes: int) -> int:
         return (self.size - 1) * min(full_bytes // self.size, NEAR_BLOCK_BYTES)

@@ -102,16 +102,23 @@ class Collectives(ABC):
         return (yield from self._all_reduce(full, dtype, denominator))
 
     def all_to_all(
-        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+        self,
+        sent: Tensor,
+        sent_numels: Sequence[int],
+        received: Tensor,
+        received_numels: Sequence[int],
+        kind: str = "all_to_all",
     ) -> Moves[Tensor]:
         """Fill `received` with what every rank of the axis has for this one, in rank order, from each one's `sent`.
 
         Args:
-            sent_numels: elements for each rank, of which this one is given none.
+            sent_numels: elements for each rank. What a rank has for itself is copied, and counts as no traffic.
             received_numels: elements from each.
+            kind: of traffic that it counts as.
         """
-        self.traffic.record("all_to_all", sent.nbytes, axis=self.axis)
-        yield from self._all_to_all(sent, sent_numels, received, received_numels)
+        sent_bytes = (sum(sent_numels) - sent_numels[self.rank]) * sent.itemsize
+        self.traffic.record(kind, sent_bytes, axis=self.axis)
+        yield from self._all_to_all(sent, sent_numels, received, received_numels, kind)
         return received
 
     def maximum(self, values: Tensor, patience_s: float | None = None) -> Tensor:
@@ -192,9 +199,9 @@ class Collectives(ABC):
 
     @abstractmethod
     def _all_to_all(
-        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int], kind: str
     ) -> Moves[None]:
-        """As `all_to_all`."""
+        """As `all_to_all`; likewise."""
 
     all_reduce_steps = 2
     """Collectives in a row that an all-reduce is made of."""
@@ -275,12 +282,12 @@ class NativeCollectives(Collectives):
         return converted(own, dtype)
 
     def _all_to_all(
-        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int], kind: str
     ) -> Moves[None]:
         self._leave_trail()
         sizes = list(received_numels), list(sent_numels)
         work = dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
-        yield self._queued("all_to_all", work, sent, received)
+        yield self._queued(kind, work, sent, received)
 
     def _queued(self, kind: str, work: Any, *tensors: Tensor) -> Handle:
         return Handle([work], tensors, self.traffic.times_of(self.axis, kind), queued=True)

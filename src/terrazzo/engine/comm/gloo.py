@@ -95,17 +95,18 @@ class GlooCollectives(Collectives):
         return (yield from self._all_gather(full, "all_reduce"))
 
     def _all_to_all(
-        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int]
+        self, sent: Tensor, sent_numels: Sequence[int], received: Tensor, received_numels: Sequence[int], kind: str
     ) -> Moves[None]:
-        arriving = received.split(list(received_numels))
+        going, arriving = sent.split(list(sent_numels)), received.split(list(received_numels))
+        arriving[self.rank].copy_(going[self.rank])
 
         def fill(sources: Sequence[_Source]) -> None:
             for chunk, source in zip(arriving, sources, strict=True):
                 if isinstance(source, Memory):
                     source.read(0, chunk)
 
-        sizes, times = [chunk.nbytes for chunk in arriving], self.traffic.times_of(self.axis, "all_to_all")
-        yield self._exchange("gather", sent.split(list(sent_numels)), arriving, fill, times, sizes)
+        sizes, times = [chunk.nbytes for chunk in arriving], self.traffic.times_of(self.axis, kind)
+        yield self._exchange("gather", going, arriving, fill, times, sizes)
 
     def _sum_chunks(self, full: Tensor, total: Tensor, denominator: float, kind: str) -> Moves[Tensor]:
         """Sum this rank's chunk of every rank's `full` into `total`, which may be that chunk, and divide."""

@@ -57,8 +57,8 @@ class ExpertRanks(GroupRanks):
 
     def __init__(self, axes: Axes, counts: Mapping[str, int]) -> None:
         self._along = axes.along("ep")
-        super().__init__(self._along.group)
-        self.axes, self.traffic = axes, self._along.traffic
+        super().__init__(None, self._along)
+        self.axes = axes
         self.traffic.reset()
         self._modules, self._units, self._width = tuple(counts), tuple[str, ...](), max(counts.values(), default=0)
 
