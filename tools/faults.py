@@ -85,7 +85,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows of one expert are not in the order of the ranks that they are from",
-        "parallel/expert/rows.py",
+        "parallel/expert/row_order.py",
         "expert.argsort(stable=True)",
         "expert.argsort(stable=True, descending=True)",
         "parallel/test_expert.py",

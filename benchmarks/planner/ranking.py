@@ -28,7 +28,7 @@ import terrazzo as tz
 from benchmarks.planner.ranks import Ranks
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of
 from terrazzo.parallel import context_of
-from terrazzo.parallel.tensor.ranks import tensor_ranks
+from terrazzo.parallel.tensor.activation_exchanges import tensor_ranks
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import SCALEUP_SHARE

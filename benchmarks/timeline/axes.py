@@ -17,7 +17,7 @@ from benchmarks.timeline.model import SCALE, WIDTH
 from benchmarks.timeline.waits import waits
 from hostcuda.device import report, virtual
 from terrazzo.parallel import Context, context_of
-from terrazzo.parallel.context import kernels
+from terrazzo.parallel.context import attention_kernels
 from terrazzo.train.model.decoder import Attention, Block, Decoder, DecoderConfig
 
 __all__ = ["DEPTH", "exchanged"]
@@ -65,7 +65,7 @@ class _Blocks(nn.Module):
 
 def exchanged(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """One for each axis and cell. Kernels that are no products of matrices take no time."""
-    with mock.patch.object(kernels, "_is_cuda_flash", return_value=False):  # has a GPU's kernels alone
+    with mock.patch.object(attention_kernels, "_is_cuda_flash", return_value=False):  # has a GPU's kernels alone
         for axis in job["axes"]:
             for cell in job["cells"]:
                 become({**cell["figures"], "memory": 1e30})

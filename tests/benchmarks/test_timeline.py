@@ -17,7 +17,7 @@ from benchmarks.timeline.outcome import PEERS, Outcome, ratios
 from benchmarks.timeline.report import outcomes_of, targets
 from benchmarks.timeline.waits import waits
 from hostcuda.virtual import Span
-from terrazzo.parallel.pipeline.order import Kind, actions_of
+from terrazzo.parallel.pipeline.schedules import Kind, actions_of
 from terrazzo.planner.machine.devices import device
 from tests.parallel.test_pipeline_order import steps_of
 

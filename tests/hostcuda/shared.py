@@ -21,7 +21,7 @@ from hostcuda.device import FAULTS, Watching, report
 from terrazzo.engine import checkpoint_activations
 from terrazzo.engine.comm.transfer import Handle
 from terrazzo.parallel import Context, VocabularyLoss, context_of
-from terrazzo.parallel.context import kernels
+from terrazzo.parallel.context import attention_kernels
 from terrazzo.parallel.exchanges import GroupRanks
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig, auxiliary_loss
@@ -78,7 +78,7 @@ class Found:
 def compare(case: Shared) -> Found:
     """The case on both devices. Waits are those of the last step."""
     report.take()
-    with Watching(), mock.patch.object(kernels, "_is_cuda_flash", return_value=False):  # which is no host's kernel
+    with Watching(), mock.patch.object(attention_kernels, "_is_cuda_flash", return_value=False):  # no host has it
         weights, losses, waits = _trained(case, "cuda")
     faults = [str(finding) for finding in report.take() if finding.kind in FAULTS]
     expected, its_losses, _ = _trained(case, "cpu")

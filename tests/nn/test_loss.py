@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.nn.loss import chunk_rows, linear_cross_entropy
+from terrazzo.nn.chunked_cross_entropy import chunk_rows, linear_cross_entropy
 from terrazzo.parallel import VocabularyLoss
-from terrazzo.parallel.tensor.ranks import runs_of, tensor_ranks
+from terrazzo.parallel.tensor.activation_exchanges import runs_of, tensor_ranks
 from tests.helpers.threads import run_in_threads
 
 N, D, V = 37, 12, 51

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel import Context, context_of, share_sequences
-from terrazzo.parallel.context import kernels, tiles
+from terrazzo.parallel.context import attention_kernels, attention_tiles
 from terrazzo.parallel.context.chunks import Chunks
 from terrazzo.parallel.exchanges import GroupRanks, exchange
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
@@ -92,14 +92,14 @@ def test_parts_are_the_whole(ranks: int, mode: str, balance: str, documents: str
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 def test_tiles_smaller_than_chunks_are_the_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At full size a block of rows is longer than these sequences."""
-    monkeypatch.setattr(tiles, "ROWS", 5)
+    monkeypatch.setattr(attention_tiles, "ROWS", 5)
     assert worst_difference(Case(mode=mode, documents="documents")) < 2e-6
 
 
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 def test_without_a_flash_kernel_parts_are_the_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_is_cpu_flash", lambda part: False)
-    monkeypatch.setattr(kernels, "ROWS", 5)
+    monkeypatch.setattr(attention_kernels, "_is_cpu_flash", lambda part: False)
+    monkeypatch.setattr(attention_kernels, "ROWS", 5)
     for documents in ("causal", "short documents"):
         assert worst_difference(Case(mode=mode, documents=documents)) < 2e-6
 

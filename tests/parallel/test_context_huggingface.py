@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.parallel import Context, check_config, share_sequences
-from terrazzo.parallel.model_types import SHARED_SEQUENCES
+from terrazzo.parallel.transformers_support import SHARED_SEQUENCES
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
 from tests.train.test_documents_apart import OTHERS, SIZES, UNKNOWN_TO_NEOX
@@ -133,7 +133,7 @@ def test_what_would_be_wrong_of_a_part_is_refused() -> None:
 
 def test_models_with_sinks_or_soft_caps_are_refused_by_name() -> None:
     """However they got past the list of types."""
-    from terrazzo.parallel.context.registry import _attention, register
+    from terrazzo.parallel.context.transformers_attention import _attention, register
 
     model = model_of("llama")
 

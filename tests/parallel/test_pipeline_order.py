@@ -12,7 +12,7 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline.order import SCHEDULES, Action, Kind, actions_of, balanced, forwards_of
+from terrazzo.parallel.pipeline.schedules import SCHEDULES, Action, Kind, actions_of, balanced, forwards_of
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.stages import in_flight
 

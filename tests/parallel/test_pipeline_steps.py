@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline.deferred import DeferredWeights
+from terrazzo.parallel.pipeline.deferred_weight_gradients import DeferredWeights
 from tests.helpers.processes import run_in_processes
 from tests.helpers.threads import run_in_threads
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
@@ -241,6 +242,64 @@ def refused(base, match, tp=2, error=tz.BadInput, **options):
 )
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_changed(tensor, match: str) -> None:
     refused(Net(), match, tensor=tensor)
+
+
+class Halved(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def replaced(layer: nn.Linear) -> nn.Linear:
+    """As libraries wrap a layer: by a forward on itself."""
+    layer.forward = functools.partial(type(layer).forward, layer)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "match"),
+    [
+        (lambda: replaced(nn.Linear(12, 8)), "is a Linear, whose forward has been replaced, and the style row"),
+        (lambda: Halved(12, 8), "is a Halved, and the style row"),
+    ],
+)
+def test_a_row_whose_forward_would_not_be_summed_is_refused(layer, match: str) -> None:
+    net = Net()
+    net.layers[0].inner.down = layer()
+    refused(net, match, tensor=PLAN)
+
+
+@pytest.mark.parametrize("layer", [lambda: replaced(nn.Linear(8, 24)), lambda: Halved(8, 24)])
+def test_a_forward_that_would_be_lost_with_fewer_heads_than_ranks_is_refused(layer) -> None:
+    net = Net()
+    net.layers[1].inner.both = layer()
+    refused(net, "has 1 heads, fewer than tp 2, and its forward", tensor={**PLAN, "layers.*.inner.both": Column(1)})
+
+
+class Code(nn.Module):
+    """Looks up rows by what it is given: on each rank for other positions, where sequences are split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes, self.up, self.down = nn.Embedding(8, 8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x + self.codes(x.argmax(-1)))))
+
+
+@pytest.mark.parametrize(
+    ("plan", "match"),
+    [
+        ({"0": "sequence", "0.up": "column", "0.down": "row"}, "'0.codes' as 'embedding' where sequences are split"),
+        ({"0": "enter", "0.up": "column", "0.down": "row"}, "'0.codes' as 'embedding' inside of '0', which is 'enter'"),
+    ],
+)
+def test_a_table_is_not_looked_up_by_what_ranks_have_parts_of(plan, match: str) -> None:
+    refused(nn.Sequential(Code()), match, tensor={**plan, "0.codes": "embedding"})
+
+
+def test_inputs_are_not_split_that_enter_whole() -> None:
+    plan = {"layers.0.inner": "enter", "layers.0.inner.both": Column(), "layers.0.inner.down": "row_splits"}
+    refused(Net(), "'row_splits' inside of 'layers.0.inner', which is 'enter', and no", tensor=plan)
 
 
 def test_a_tied_parameter_is_cut_one_way() -> None:

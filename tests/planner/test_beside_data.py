@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of, estimate
 from terrazzo.parallel import TensorRanks, context_of
-from terrazzo.parallel.model_types import CUT_MATRICES, NO_STAGES
-from terrazzo.parallel.paper import cut_on_paper
+from terrazzo.parallel.simulated_ranks import cut_on_paper
+from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.buckets import buckets

@@ -11,7 +11,7 @@ import pytest
 
 from terrazzo.engine.plan.place import ROWS
 from terrazzo.errors import BadInput
-from terrazzo.parallel.pipeline.order import actions_of
+from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.api import ask, plan
 from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES, meshes

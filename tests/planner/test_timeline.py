@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline.order import SCHEDULES, Action, Kind
+from terrazzo.parallel.pipeline.schedules import SCHEDULES, Action, Kind
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.report.bars import chart_of
 from terrazzo.planner.report.picture import svg

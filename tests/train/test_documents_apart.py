@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
-from terrazzo.parallel import model_types
-from terrazzo.parallel.model_types import DOCUMENTS_APART
+from terrazzo.parallel import transformers_support
+from terrazzo.parallel.transformers_support import DOCUMENTS_APART
 from terrazzo.train.data import IGNORED, TokenData, load_data
 from terrazzo.train.model.causal_lm import build_model, logits_of
 from terrazzo.train.model.decoder import DecoderConfig
@@ -175,7 +175,7 @@ def test_what_is_said_of_types_of_models_is_of_the_versions_that_are_pinned() ->
     """Who pins others runs the long tests here, and then says so."""
     pinned = dict(re.findall(r"^(transformers|torch)==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     told = "last with transformers {transformers} and torch {torch}".format(**pinned)
-    assert told in Path(model_types.__file__).read_text(encoding="utf-8")
+    assert told in Path(transformers_support.__file__).read_text(encoding="utf-8")
     assert told in (ROOT / "docs" / "guides" / "sft.md").read_text(encoding="utf-8")
 
 

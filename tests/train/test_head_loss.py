@@ -26,8 +26,8 @@ CHUNKED = {"objective": {"loss": "chunked"}}
 
 @pytest.fixture(autouse=True)
 def four_tokens_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("terrazzo.nn.loss.LEAST_ROWS", 4)
-    monkeypatch.setattr("terrazzo.nn.loss.LEAST_LOGITS", 1)
+    monkeypatch.setattr("terrazzo.nn.chunked_cross_entropy.LEAST_ROWS", 4)
+    monkeypatch.setattr("terrazzo.nn.chunked_cross_entropy.LEAST_LOGITS", 1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from terrazzo.config.section import Section
 from terrazzo.errors import did_you_mean
 from terrazzo.parallel import STYLES
-from terrazzo.parallel.pipeline.order import check_schedule
+from terrazzo.parallel.pipeline.schedules import check_schedule
 
 __all__ = ["ContextConfig", "ParallelConfig", "PipelineConfig", "TensorConfig"]
 

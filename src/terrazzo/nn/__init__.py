@@ -1,4 +1,4 @@
-"""Building blocks for models of one's own that hold fewer bytes than torch's, or multiply fewer; each works under every
+"""Building blocks for your own models that take less memory than torch's, or less computing. Each works under every
 plan.
 
 linear_cross_entropy    the loss of a language model's head, without its logits
@@ -6,13 +6,13 @@ float8                  linear layers whose matrix products are of 8-bit floats
 
 Open to other packages:
 
-    forwards    another forward for a module, in place
-    loss        sizes of chunks, for the planner, and rows that other ranks have
-    products    what a linear layer multiplies with, where ranks share it or put its gradient off
-    routers     which modules choose experts
+    chunked_cross_entropy  the loss itself, the sizes of its chunks, and a vocabulary that ranks share
+    float8_products        what a linear layer multiplies with, for ranks that share it or compute its gradient later
+    forward_replacement    gives a module another forward, in place
+    routers                which modules choose experts
 """
 
-from terrazzo.nn.convert import Converted, float8
-from terrazzo.nn.loss import VocabularyParts, linear_cross_entropy
+from terrazzo.nn.chunked_cross_entropy import VocabularyParts, linear_cross_entropy
+from terrazzo.nn.float8_conversion import Converted, float8
 
 __all__ = ["Converted", "VocabularyParts", "float8", "linear_cross_entropy"]

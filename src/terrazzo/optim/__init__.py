@@ -5,9 +5,9 @@ hidden_matrices  which parameters of a model are for it, a `Division`, which say
 Lion, AdEMAMix   elementwise: the sign of a momentum, and AdamW with a second, slow average
 """
 
-from terrazzo.optim.division import HEADS, Division, divided, hidden_matrices
-from terrazzo.optim.elements import AdEMAMix, Lion
-from terrazzo.optim.matrices import MatrixOptimizer, is_matrix_group
+from terrazzo.optim.elementwise import AdEMAMix, Lion
+from terrazzo.optim.matrix_optimizer import MatrixOptimizer, is_matrix_group
+from terrazzo.optim.matrix_selection import HEADS, Division, divided, hidden_matrices
 from terrazzo.optim.muon import Muon
 
 __all__ = [

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import AdamW, adamw
 
 from terrazzo.errors import BadInput
-from terrazzo.optim.common import Group
-from terrazzo.optim.matrices import MatrixOptimizer
+from terrazzo.optim.matrix_optimizer import MatrixOptimizer
+from terrazzo.optim.optimizer_step import Group
 
 __all__ = ["Muon"]
 

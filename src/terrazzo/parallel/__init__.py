@@ -1,51 +1,51 @@
-"""The axes beside data: matrices, sequences, experts and layers that several ranks share.
+"""The axes beside data: ranks that share a model's matrices, sequences, experts or layers.
 
-It imports from the engine, never the reverse: it leaves records on a model's modules, which `tz.shard` reads. Each axis
-has a folder or a module: `tensor` (tp), `context` (cp), `expert` (ep), `pipeline` (pp); `face` brings them together.
-The way of a micro-batch through all of them, and where it is written:
+Each axis has a folder: `tensor` (tp), `context` (cp), `expert` (ep), `pipeline` (pp). `parallelize_model` sets all of
+them up on one model. This package imports from the engine, never the reverse: it leaves records on a model's modules,
+which `tz.shard` reads. A micro-batch goes through it as follows:
 
-    tz.step                     pipeline/step.py      all ranks are given the same, or none begins
-    PipelineStep                  pipeline/pipeline_step.py    takes what the stage before has sent, by Messages
-      the model's forward       pipeline/line.py      modules of other stages pass on what they are given
-        a block begins          tensor/uses.py        a rank along tp takes its part of the sequence
-          enter, column         tensor/uses.py        the parts are put together: whole tokens, a part of the heads
-            attention           context/context.py    keys, or heads, of the ranks along cp
-          row                   tensor/uses.py        sums, of which each takes its part of the sequence again
-          router, rows          expert/rows.py        in the order of their experts
-            experts             expert/ranks.py       to the ranks along ep that have them, and back
-        the last block ends     tensor/uses.py        whole sequences
-    PipelineStep                  pipeline/pipeline_step.py    sends them on, or computes the loss; all meet at the end
+    tz.step                     pipeline/step.py                    all ranks compare what they were given
+    PipelineStep                pipeline/pipeline_step.py           receives what the stage before has sent
+      the model's forward       pipeline/stage_forward.py           runs this rank's modules alone
+        a block begins          tensor/sequence_split.py            a rank along tp takes its part of the sequence
+          enter, column         tensor/module_hooks.py              the parts are gathered: all tokens, some heads
+            attention           context/context.py                  keys, or heads, of the ranks along cp
+          row                   tensor/linear_forwards.py           outputs are summed, and each takes its part again
+          router, rows          expert/row_order.py                 rows are sorted by their experts
+            experts             expert/dispatch.py                  rows go to the ranks along ep, and back
+        the last block ends     tensor/sequence_split.py            the parts are gathered again
+    PipelineStep                pipeline/pipeline_step.py           sends the output on, or computes the loss
 
-Each exchange is one `exchange(values, there, back)` of `exchanges`, whose gradient goes the other way.
+Each exchange is one `exchange(values, forward, backward)` of `exchanges`: what it sends, and what its gradient does.
 
 Open to other packages:
 
-    mesh              the mesh of ranks by the names of its axes
-    limits            what ranks can share, in numbers, for those who refuse the rest before a model is there
-    model_types       what is known of types of models of transformers, for those who refuse some or plan for them
-    paper             a model cut for ranks that are not there, for those who count memory
-    pipeline.order    what each rank of a pipeline runs, for those who count time and those who configure it
+    mesh                  the mesh of ranks by the names of its axes
+    sharing_rules         what ranks can share, by numbers alone: checks before there is a model
+    transformers_support  which model types of transformers ranks can share, and how
+    simulated_ranks       a model that is cut for ranks that are not there, to count its memory
+    pipeline.schedules    what each rank of a pipeline runs, and in which order
 """
 
-from terrazzo.parallel.check import check
+from terrazzo.parallel.context.attention_tiles import AttentionMask
 from terrazzo.parallel.context.chunks import Balance, Chunks
 from terrazzo.parallel.context.context import MODES, Context, Mode
-from terrazzo.parallel.context.registry import attention_heads, check_config
-from terrazzo.parallel.context.sharing import context_of, share_sequences, whole_sequences
-from terrazzo.parallel.context.tiles import AttentionMask
-from terrazzo.parallel.expert.ranks import ExpertRanks, Experts
-from terrazzo.parallel.expert.rows import RowOrder
-from terrazzo.parallel.expert.sharing import check_experts
-from terrazzo.parallel.expert.stacked import stacked_experts
-from terrazzo.parallel.face import parallelize
+from terrazzo.parallel.context.share_sequences import context_of, share_sequences, whole_sequences
+from terrazzo.parallel.context.transformers_attention import attention_heads, check_config
+from terrazzo.parallel.expert.dispatch import ExpertRanks, Experts
+from terrazzo.parallel.expert.row_order import RowOrder
+from terrazzo.parallel.expert.share_experts import check_experts
+from terrazzo.parallel.expert.transformers_experts import stacked_experts
 from terrazzo.parallel.mesh import mesh, mesh_sizes
-from terrazzo.parallel.pipeline.stages import Pipeline, check_line
+from terrazzo.parallel.parallelize_model import parallelize
+from terrazzo.parallel.pipeline.cut_into_stages import Pipeline, check_line
 from terrazzo.parallel.pipeline.step import step
-from terrazzo.parallel.tensor.loss import VocabularyLoss, leave_vocabulary, vocabulary_of
-from terrazzo.parallel.tensor.plans import check_styles, own_plan
-from terrazzo.parallel.tensor.ranks import TensorRanks
-from terrazzo.parallel.tensor.reading import TensorPlan, style_of
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
+from terrazzo.parallel.tensor.compare_with_whole import check
+from terrazzo.parallel.tensor.model_plans import check_styles, own_plan
+from terrazzo.parallel.tensor.read_plan import TensorPlan, style_of
 from terrazzo.parallel.tensor.styles import STYLES, Column, Embedding, Enter, Logits, Row, SplitSequence, Style, Uncut
+from terrazzo.parallel.tensor.vocabulary_loss import VocabularyLoss, leave_vocabulary, vocabulary_of
 
 __all__ = [
     "MODES",

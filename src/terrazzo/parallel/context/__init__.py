@@ -1,5 +1,10 @@
-"""Context parallelism: ranks have parts of the same sequences.
+"""Context parallelism: ranks along `cp` have parts of the same sequences.
 
-Read chunks first, which rank holds what; tiles with kernels, which compute; modes, which bring ranks together; context,
-the face of these; and sharing with registry, how a model is told.
+chunks                  which tokens each rank has
+attention_tiles         which tokens see which, and one softmax over tiles
+attention_kernels       attention of one tile
+attention_modes         gather, ulysses and ring: what ranks exchange around the tiles
+context                 `Context`, which a model's attention calls
+share_sequences         how a model is given a `Context`
+transformers_attention  the attention function of models of transformers
 """

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
+from terrazzo.parallel.context.attention_modes import Shared, by_gathering, by_heads, by_ring
+from terrazzo.parallel.context.attention_tiles import AttentionMask
 from terrazzo.parallel.context.chunks import BALANCES, Chunks, Run
-from terrazzo.parallel.context.modes import Shared, by_gathering, by_heads, by_ring
-from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.exchanges import GroupRanks
-from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, inputs_in_number
-from terrazzo.parallel.limits import computes_windows, shares_heads
+from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, described, inputs_in_number
+from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 
 __all__ = ["MODES", "Context", "Mode"]
 

@@ -1,5 +1,7 @@
-"""Experts of the same layers that ranks share along `ep`.
+"""Expert parallelism: ranks along `ep` have other experts of the same layers.
 
-Read ranks first, how tokens go to experts and back; rows, the order in which they are computed; stacked, experts whose
-matrices are one tensor; and sharing, how a model is told.
+row_order             tokens sorted by their experts, and back
+dispatch              rows to the ranks that have their experts, and back
+share_experts         how a model's experts are cut
+transformers_experts  experts of transformers, whose matrices are one tensor
 """

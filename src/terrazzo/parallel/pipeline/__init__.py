@@ -1,6 +1,19 @@
-"""Pipeline parallelism: ranks have other layers of the same model.
+"""Pipeline parallelism: ranks along `pp` have other layers of the same model.
 
-Read order first, what each rank runs and when; line, a model's forward as one stage of it; messages, what stages send;
-failures, how ranks hear of one that has failed; pipeline_step, which brings these together; and stages, how a model is
-cut.
+Before training:
+
+    model_line                  the modules that a model's values go through, as models say themselves
+    cut_into_stages             `Pipeline`: how a model is cut, and which stages this rank has
+
+In a step:
+
+    step                        `tz.step`
+    same_step                   all ranks compare what they were given
+    schedules                   what each rank runs, and in which order
+    pipeline_step               a rank runs it
+    stage_forward               a model's forward as that of one stage
+    messages                    activations and gradients between stages
+    deferred_weight_gradients   gradients of weights that are computed later
+    failures                    how ranks learn which of them has failed
+    buffer_snapshot             buffers as they were before a step that fails
 """

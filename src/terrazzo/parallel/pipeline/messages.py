@@ -18,7 +18,7 @@ from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.failures import LostRank
-from terrazzo.parallel.pipeline.order import Action, Kind
+from terrazzo.parallel.pipeline.schedules import Action, Kind
 
 __all__ = ["Form", "Messages", "NothingSent", "form_of"]
 

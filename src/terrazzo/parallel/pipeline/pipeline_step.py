@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from terrazzo.engine import Engine, PipelineSchedule, as_one, engine_of, parameter_names
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Mark
-from terrazzo.parallel.pipeline.deferred import DeferredWeights
+from terrazzo.parallel.pipeline.buffer_snapshot import buffers_kept
+from terrazzo.parallel.pipeline.deferred_weight_gradients import DeferredWeights
 from terrazzo.parallel.pipeline.failures import PATIENCE_S, Failures, broke_a_connection
-from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.messages import Form, Messages, NothingSent, form_of
-from terrazzo.parallel.pipeline.order import Action, Kind, forwards_of
-from terrazzo.parallel.pipeline.restoring import buffers_kept
+from terrazzo.parallel.pipeline.schedules import Action, Kind, forwards_of
+from terrazzo.parallel.pipeline.stage_forward import Line
 
 __all__ = [
     "Auxiliary",

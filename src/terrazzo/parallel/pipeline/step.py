@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from terrazzo.engine import accumulate, engine_of, stages_of
 from terrazzo.errors import BadInput
-from terrazzo.parallel.pipeline.agreement import Given, begin_alike, check_as_many
-from terrazzo.parallel.pipeline.line import Line
 from terrazzo.parallel.pipeline.pipeline_step import (
     Auxiliary,
     LossFunction,
@@ -21,6 +19,8 @@ from terrazzo.parallel.pipeline.pipeline_step import (
     one_loss,
     ways_of,
 )
+from terrazzo.parallel.pipeline.same_step import Given, begin_alike, check_as_many
+from terrazzo.parallel.pipeline.stage_forward import Line
 
 __all__ = ["step"]
 

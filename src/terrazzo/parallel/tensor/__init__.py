@@ -1,6 +1,28 @@
-"""Tensor parallelism: ranks have parts of the same matrices.
+"""Tensor parallelism: ranks along `tp` have parts of the same matrices.
 
-Read styles first, how one module takes part; plans, those that models bring; reading and regions, what a plan means for
-a model and whether that is a sum; cut, what is then done to it; and uses with ranks, what its modules do around their
-forward. Beside these: loss, of logits in parts; scales, of 8-bit products; dropout, alike and direct, what is watched.
+What a plan is, from globs to a model that is cut:
+
+    styles                what one module does
+    model_plans           the plans that models bring themselves
+    read_plan             which part of which parameter each rank gets
+    plan_rules            which plans have right sums and gradients
+    apply_plan            the parameters are replaced, and the hooks added
+    compare_with_whole    `tz.parallel.check`: the cut model against the whole one
+
+What modules do in a forward:
+
+    activation_exchanges  the sums and gathers, and those of their gradients
+    sequence_split        sequences in parts between matrices
+    module_hooks          whole inputs, gathered outputs
+    linear_forwards       linear layers with a part of their inputs, or that compute some of their outputs
+    embedding_rows        tables of which a rank has some rows
+    vocabulary_loss       cross-entropy of logits by vocabulary
+    float8_scales         one scale for a matrix of which no rank has all
+    arguments             which argument is the activation
+
+What is watched, since it would give wrong numbers without an error:
+
+    same_inputs           ranks that see other data
+    dropout               ranks that drop the same, or other, activations
+    direct_weight_use     code that computes with a part of a weight without calling its module
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from terrazzo.errors import RanksApart
-from terrazzo.parallel.tensor.ranks import TensorRanks
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 
 __all__ = ["APART_STATES", "fork_dropout", "has_dropout", "random_states", "watch_seeds"]
 

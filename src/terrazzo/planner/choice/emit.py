@@ -12,7 +12,7 @@ from torch import nn
 
 from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
-from terrazzo.nn.loss import MANY_LOGITS
+from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS
 from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe

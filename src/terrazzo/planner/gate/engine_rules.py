@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.parallel.model_types import CUT_MATRICES, NO_STAGES, SHARED_SEQUENCES
+from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES, SHARED_SEQUENCES
 from terrazzo.planner.gate.rule import Rule
 from terrazzo.planner.gate.rules import whole_model
 from terrazzo.planner.memory.stages import stage_units
@@ -84,7 +84,7 @@ ENGINE_RULES = (
         lambda setup, _: setup.mesh.pp > 1 and setup.micro_batches < setup.mesh.pp,
         lambda it: f"{it.micro_batches} micro-batches do not fill {it.pp} stages, of which some would always wait.",
         lambda it: f"Use {it.pp} micro-batches or more: a larger global batch, a smaller micro-batch, or a smaller pp.",
-        "terrazzo.parallel.pipeline.order.actions_of",
+        "terrazzo.parallel.pipeline.schedules.actions_of",
     ),
     Rule(
         "stages of a model without a line",
@@ -96,7 +96,7 @@ ENGINE_RULES = (
             f"terrazzo train cuts it into no stages (pp {it.pp})."
         ),
         "Plan with it, but run with pp 1, or give tz.parallelize a tz.Pipeline(line=[...]) in a loop of your own.",
-        "terrazzo.parallel.pipeline.plans.own_line",
+        "terrazzo.parallel.pipeline.model_line.own_line",
     ),
     Rule(
         "experts of tokens that ranks along tp share",
@@ -108,7 +108,7 @@ ENGINE_RULES = (
             "would count as often."
         ),
         "Use sequence parallelism, or tp 1.",
-        "terrazzo.parallel.face",
+        "terrazzo.parallel.parallelize_model",
     ),
     Rule(
         "no plan of tensor parallelism",
@@ -121,7 +121,7 @@ ENGINE_RULES = (
         ),
         "Run with tp 1, or give tz.parallelize or parallel.tensor.plan styles of its linear layers; these figures "
         "assume the usual ones.",
-        "terrazzo.parallel.tensor.plans",
+        "terrazzo.parallel.tensor.model_plans",
     ),
     Rule(
         "attention that ranks cannot share",
@@ -130,7 +130,7 @@ ENGINE_RULES = (
         lambda setup, _: _no_context(setup),
         lambda it: f"Terrazzo does not know of {it.model} that its tokens meet in attention alone (cp {it.cp}).",
         "Plan with it, but run with cp 1.",
-        "terrazzo.parallel.model_types.SHARED_SEQUENCES",
+        "terrazzo.parallel.transformers_support.SHARED_SEQUENCES",
     ),
     Rule(
         "experts beside fp8",
@@ -140,7 +140,7 @@ ENGINE_RULES = (
         "Experts' matrices are stacked, and stay in bf16 where linear layers multiply in fp8: a step takes longer than "
         "these figures say.",
         "Plan with precision bf16 as well: time lies between both.",
-        "terrazzo.nn.convert",
+        "terrazzo.nn.float8_conversion",
     ),
     Rule(
         "optimizer that sees whole matrices",

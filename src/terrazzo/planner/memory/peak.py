@@ -46,7 +46,7 @@ FORMULAS = {
     "memory.buffers": Formula(
         "bytes of the buffers of a rank's stages, and of those in no stage, of which a step keeps copies to put back "
         "where it fails; known of modules and of the built-in decoder, not of other configs",
-        "terrazzo/parallel/pipeline/restoring.py",
+        "terrazzo/parallel/pipeline/buffer_snapshot.py",
     ),
     "memory.receive": Formula(
         "gradients under way to their ranks, and on CPU what arrives from the others",

@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape, quoteattr
 from PIL import Image, ImageDraw, ImageFont
 
 from terrazzo.errors import BadInput
-from terrazzo.parallel.pipeline.order import Kind
+from terrazzo.parallel.pipeline.schedules import Kind
 from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar
 from terrazzo.planner.text.words import ByteUnit, bytes_text
 from terrazzo.planner.timing.timeline import Span, Timeline

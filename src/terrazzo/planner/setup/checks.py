@@ -7,8 +7,16 @@ from dataclasses import fields, replace
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
-from terrazzo.parallel import Chunks, limits
-from terrazzo.parallel.pipeline.order import rounds_of
+from terrazzo.parallel import Chunks
+from terrazzo.parallel.pipeline.schedules import rounds_of
+from terrazzo.parallel.sharing_rules import (
+    computes_windows,
+    shares_experts,
+    shares_heads,
+    shares_key_heads,
+    splits_tokens,
+    tokens_step,
+)
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import BlockShape, ModelShape
 from terrazzo.planner.setup.setup import Setup
@@ -105,8 +113,8 @@ def _chunks(setup: Setup) -> int:
 def _check_parts(setup: Setup) -> None:
     """Between matrices ranks along tp have parts of each sequence, in the engine all as many tokens."""
     mesh, own = setup.mesh, setup.sequence // setup.mesh.cp
-    if setup.sequence_parallel and not setup.as_megatron and not limits.splits_tokens(setup.sequence, mesh.cp, mesh.tp):
-        step = limits.tokens_step(Chunks(mesh.cp, setup.balance), mesh.tp)
+    if setup.sequence_parallel and not setup.as_megatron and not splits_tokens(setup.sequence, mesh.cp, mesh.tp):
+        step = tokens_step(Chunks(mesh.cp, setup.balance), mesh.tp)
         raise BadInput(
             f"A sequence of {setup.sequence} tokens gives each of cp {mesh.cp} ranks {own}, which do not divide by tp "
             f"{mesh.tp}: between matrices each has a part of them. Use {setup.sequence // step * step or step} tokens, "
@@ -133,20 +141,20 @@ def _check_blocks(setup: Setup) -> None:
         sizes = {"heads": block.heads, "kv_heads": block.kv_heads}
         sizes |= {"ffn": block.ffn} if setup.as_megatron else {}
         for name, size in sizes.items():
-            if not (limits.shares_key_heads if name == "kv_heads" else limits.shares_heads)(size, tp):
+            if not (shares_key_heads if name == "kv_heads" else shares_heads)(size, tp):
                 raise BadInput(_indivisible(model.name, name, size, tp))
         _check_context(setup, block)
 
 
 def _check_context(setup: Setup, block: BlockShape) -> None:
     mesh, name = setup.mesh, setup.model.name
-    if mesh.cp > 1 and setup.context == "ulysses" and not limits.shares_heads(block.heads, mesh.cp, mesh.tp):
+    if mesh.cp > 1 and setup.context == "ulysses" and not shares_heads(block.heads, mesh.cp, mesh.tp):
         raise BadInput(
             f"heads {block.heads} of {name} do not divide by cp {mesh.cp} × tp {mesh.tp} = {mesh.cp * mesh.tp}, and "
             "context mode ulysses gives each of these ranks as many. Use context mode gather, or axes whose product "
             f"divides {block.heads}."
         )
-    if mesh.cp > 1 and block.window is not None and not limits.computes_windows(setup.context):
+    if mesh.cp > 1 and block.window is not None and not computes_windows(setup.context):
         raise BadInput(
             f"{name} attends within a sliding window of {block.window} tokens, and context mode ring computes causal "
             "and document masks alone. Use context mode gather or ulysses."
@@ -201,7 +209,7 @@ def _check_experts(setup: Setup) -> None:
     ranks = mesh.data_ranks if setup.as_megatron else mesh.shard_ranks * mesh.tp
     if not experts:
         raise BadInput(f"ep {mesh.ep} spreads routed experts, but {model.name} has none. Leave ep out.")
-    if not limits.shares_experts(experts, mesh.ep):
+    if not shares_experts(experts, mesh.ep):
         raise BadInput(
             f"{experts} experts of {model.name} do not divide by ep {mesh.ep}: {experts / mesh.ep:.4g} on each rank. "
             f"Use an ep that divides {experts}."

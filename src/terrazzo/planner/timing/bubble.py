@@ -12,7 +12,7 @@ FORMULAS = {
         "busy_s * (pp - 1 + (virtual_stages - 1) * missing) / (virtual_stages * micro_batches); missing are the "
         "micro-batches that would fill the last group of Megatron-core's interleaved schedule, none in the engine's, "
         "whose groups are all full; a third of it under zero_bubble",
-        "arXiv 2104.04473 section 2.2; arXiv 2401.10241 table 2; terrazzo/parallel/pipeline/order.py",
+        "arXiv 2104.04473 section 2.2; arXiv 2401.10241 table 2; terrazzo/parallel/pipeline/schedules.py",
     ),
 }
 
@@ -41,7 +41,7 @@ def bubble(pp: int, micro_batches: int, virtual_stages: int = 1, missing: int = 
 
     GPipe and 1F1B idle equally long with one model chunk per rank, the interleaved schedule less with several
     (Megatron-LM, arXiv 2104.04473, section 2.2). That one runs groups of micro-batches through one chunk after the
-    other. The engine's are of one size, `pp` or a little more (`parallel.pipeline.order.rounds_of`), so that nothing
+    other. The engine's are of one size, `pp` or a little more (`pipeline.schedules.rounds_of`), so that nothing
     waits between them: tests hold this equal to its list of actions. Megatron-core's are of `pp`, and a last one that
     is not full waits between its chunks for what is `missing`.
     """

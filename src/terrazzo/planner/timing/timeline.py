@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terrazzo.parallel.pipeline.order import Action, Kind, actions_of
+from terrazzo.parallel.pipeline.schedules import Action, Kind, actions_of
 from terrazzo.planner.memory.placement import stand_ins
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.stage import Stage

@@ -1,7 +1,7 @@
 """What ranks beside the data axes exchange of activations, from shapes alone.
 
-Along `tp` and `cp` it is what the engine's modules count, to the byte (`parallel.tensor.ranks`, `parallel.exchanges`),
-of a model whose parameters all train, and along `pp`; along `ep` it is that if all experts are as busy.
+Along `tp`, `cp` and `pp` it is what the engine's modules count, to the byte, of a model whose parameters all train
+(`parallel.tensor.activation_exchanges`, `parallel.exchanges`); along `ep` it is that if all experts are as busy.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ FORMULAS = {
         "per block and micro-batch, keys and values * (cp - 1) / cp: gather: gathered forward and again backward, "
         "their gradients back; ring: sent on forward and backward, and gradients in fp32 all the way round; ulysses: "
         "queries, repeated keys and values, and outputs there and back, and where documents begin once",
-        "terrazzo/parallel/context/modes.py; ring attention, arXiv 2310.01889; Ulysses, arXiv 2309.14509; equals the "
-        "engine's count",
+        "terrazzo/parallel/context/attention_modes.py; ring attention, arXiv 2310.01889; Ulysses, arXiv 2309.14509; "
+        "equals the engine's count",
     ),
     "traffic.pipeline": Formula(
         "boundaries * micro_batches * tokens * hidden * bytes_per_element, activations onward from each stage but the "

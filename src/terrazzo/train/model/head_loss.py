@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.marks import Mark
-from terrazzo.nn.loss import MANY_LOGITS, linear_cross_entropy
+from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS, linear_cross_entropy
 from terrazzo.parallel import vocabulary_of
 from terrazzo.train.data import IGNORED
 from terrazzo.train.model.causal_lm import logits_of

@@ -9,8 +9,16 @@ from typing import Any
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput
-from terrazzo.parallel import Chunks, attention_heads, check_config, check_experts, check_line, check_styles, limits
-from terrazzo.parallel.paper import cut_on_paper
+from terrazzo.parallel import (
+    Chunks,
+    attention_heads,
+    check_config,
+    check_experts,
+    check_line,
+    check_styles,
+)
+from terrazzo.parallel.sharing_rules import shares_experts, shares_heads, shares_key_heads, splits_tokens, tokens_step
+from terrazzo.parallel.simulated_ranks import cut_on_paper
 from terrazzo.train.model.huggingface import read_config, tensor_styles
 from terrazzo.train.model.parallel import plan_of
 from terrazzo.train.model.prepare import prepare_model
@@ -68,7 +76,7 @@ def _check_experts(config: Config) -> None:
             f"plan.mesh.ep is {mesh.ep}, and the model has no experts that ranks can share. Set model.experts.count, or"
             " plan.mesh.ep=1."
         )
-    if count is not None and not limits.shares_experts(count, mesh.ep):
+    if count is not None and not shares_experts(count, mesh.ep):
         raise BadInput(
             f"plan.mesh.ep is {mesh.ep}, and model.experts.count {count} does not divide by it: each rank has as many."
             f" Use a plan.mesh.ep that divides {count}."
@@ -102,8 +110,8 @@ def _check_lengths(config: Config) -> None:
         chunks.check(length)
     except BadInput as error:
         raise BadInput(f"batch.sequence_length: {error}") from None
-    if config.parallel.tensor.sequence and not limits.splits_tokens(length, mesh.cp, mesh.tp):
-        step = limits.tokens_step(chunks, mesh.tp)
+    if config.parallel.tensor.sequence and not splits_tokens(length, mesh.cp, mesh.tp):
+        step = tokens_step(chunks, mesh.tp)
         fits = [str(fit) for fit in (length // step * step, (length // step + 1) * step) if fit]
         whole = "" if config.model.experts.count is not None else ", or parallel.tensor.sequence=false"
         raise BadInput(
@@ -137,7 +145,7 @@ def _check_context(config: Config) -> None:
 def _check_ulysses(config: Config, heads: int | None, key: str) -> None:
     """Heads go to ranks along tp first, and those of each to ranks along cp while attention is computed."""
     mesh = config.plan.mesh
-    if config.parallel.context.mode != "ulysses" or heads is None or limits.shares_heads(heads, mesh.cp, mesh.tp):
+    if config.parallel.context.mode != "ulysses" or heads is None or shares_heads(heads, mesh.cp, mesh.tp):
         return
     ranks = f"plan.mesh.cp {mesh.cp}" + (f" × plan.mesh.tp {mesh.tp}" if mesh.tp > 1 else "")
     raise BadInput(
@@ -189,7 +197,7 @@ def _check_own_plan(config: Config, kv_heads: Any) -> None:
     tp, settings = config.plan.mesh.tp, config.parallel.tensor
     if settings.plan == "auto":
         return
-    if isinstance(kv_heads, int) and not limits.shares_heads(kv_heads, tp):
+    if isinstance(kv_heads, int) and not shares_heads(kv_heads, tp):
         raise BadInput(
             f"parallel.tensor.plan cuts columns into equal parts, and the {kv_heads} key heads do not divide by"
             f" plan.mesh.tp {tp}. Use a plan.mesh.tp that divides {kv_heads}, or parallel.tensor.plan=auto, where a"
@@ -215,12 +223,12 @@ def _check_linears(config: Config) -> None:
 def _check_heads(tp: int, counts: Mapping[str, Any]) -> None:
     """Of query heads each rank has as many; key heads may be fewer than ranks, each of which then has one."""
     (key, heads), (kv_key, kv_heads) = counts.items()
-    if isinstance(heads, int) and not limits.shares_heads(heads, tp):
+    if isinstance(heads, int) and not shares_heads(heads, tp):
         raise BadInput(
             f"plan.mesh.tp is {tp}, and {key} {heads} do not divide by it: a rank needs whole heads, as many as the"
             f" others. Use a plan.mesh.tp that divides {heads}."
         )
-    if isinstance(kv_heads, int) and not limits.shares_key_heads(kv_heads, tp):
+    if isinstance(kv_heads, int) and not shares_key_heads(kv_heads, tp):
         raise BadInput(
             f"plan.mesh.tp is {tp}, and {kv_key} {kv_heads} neither divide by it nor divide it: a rank needs whole"
             f" heads. Use a plan.mesh.tp that divides {kv_heads}, or a multiple of it."

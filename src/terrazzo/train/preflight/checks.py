@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, listed
-from terrazzo.parallel.pipeline.order import actions_of
+from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train.data.chat import chat_fingerprint
 from terrazzo.train.data.load import check_too_long

@@ -13,7 +13,7 @@ from torch import nn
 from terrazzo.config import Config
 from terrazzo.engine import Traffic, find_units
 from terrazzo.parallel import VocabularyLoss, leave_vocabulary, share_sequences
-from terrazzo.parallel.paper import PaperContext, cut_on_paper
+from terrazzo.parallel.simulated_ranks import PaperContext, cut_on_paper
 from terrazzo.planner import Cluster, Estimate, MemoryFigures, Setup, estimate
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.matrices import matrix_updates

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.errors import BadInput
-from terrazzo.nn.once import check_no_graph
+from terrazzo.nn.single_backward import check_no_graph
 
 __all__ = [
     "MANY_LOGITS",

@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from terrazzo.engine import Engine
 from terrazzo.engine.buckets.parameter import has_hooks
 from terrazzo.engine.runtime.private_torch import will_run
-from terrazzo.nn.products import Float8, Float8Linear, product_of
+from terrazzo.nn.float8_products import Float8, Float8Linear, product_of
 
 __all__ = ["DeferredWeights"]
 

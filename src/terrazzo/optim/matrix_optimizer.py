@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.optim.common import Group, loss_of
+from terrazzo.optim.optimizer_step import Group, loss_of
 
 __all__ = ["MatrixOptimizer", "is_matrix_group"]
 

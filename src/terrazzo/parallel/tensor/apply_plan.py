@@ -12,24 +12,17 @@ from torch import Tensor, nn
 from terrazzo.engine import Record, leave_record, stages_of
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.marks import SHARES_MATRICES
-from terrazzo.parallel.parts import replaced_by_part, watch_states
-from terrazzo.parallel.tensor.alike import watch_alike
-from terrazzo.parallel.tensor.direct import watch_direct_use
+from terrazzo.parallel.local_parameters import replaced_by_part, watch_states
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
+from terrazzo.parallel.tensor.direct_weight_use import watch_direct_use
 from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout
-from terrazzo.parallel.tensor.ranks import TensorRanks
-from terrazzo.parallel.tensor.scales import share_scales
+from terrazzo.parallel.tensor.embedding_rows import look_up_part
+from terrazzo.parallel.tensor.float8_scales import share_scales
+from terrazzo.parallel.tensor.linear_forwards import compute_rows, sum_outputs
+from terrazzo.parallel.tensor.module_hooks import enter, gather_outputs, split_inputs
+from terrazzo.parallel.tensor.same_inputs import watch_alike
+from terrazzo.parallel.tensor.sequence_split import SequenceSplit, split_between
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style
-from terrazzo.parallel.tensor.uses import (
-    LocalRows,
-    PartialSums,
-    TensorUse,
-    enter,
-    gather_outputs,
-    put_forward,
-    split_inputs,
-    split_run,
-    take_part,
-)
 
 __all__ = ["Cuts", "cut_matrices"]
 
@@ -95,7 +88,7 @@ def cut_matrices(cuts: Cuts) -> None:
     """Cut matrices in place, of a model in stages those of this rank's. Collective along `tp`."""
     here = cuts.here()
     _replace_parameters(here)
-    _put_uses(here)
+    _add_exchanges(here)
     share_scales(here.model, here.ranks, here.records, here.rows)
     SHARES_MATRICES.leave(cuts.model, cuts.ranks)
 
@@ -117,49 +110,49 @@ def _replace_parameters(cuts: Cuts) -> None:
         module._parameters[attribute] = replaced[whole]
 
 
-def _put_uses(cuts: Cuts) -> None:
-    """Have modules exchange what they compute."""
-    use = TensorUse(cuts.ranks)
+def _add_exchanges(cuts: Cuts) -> None:
+    """Have modules exchange what they compute with the other ranks."""
+    split = SequenceSplit(cuts.ranks)
     runs = cuts.runs_split()
     for run in runs:
-        split_run(run, use)
+        split_between(run, split)
     regions = [module for name, module, _ in cuts.named(Enter) if not cuts.splits(name)]
     if not cuts.ranks.on_paper:
-        _tell_apart(cuts, [*(module for _, module in itertools.chain(*runs)), *regions])
+        _watch_random_numbers(cuts, [*(module for _, module in itertools.chain(*runs)), *regions])
     for name, module, style in cuts.named(Enter, Column, Row, Embedding, Logits):
         splits = cuts.splits(name)
         alone = isinstance(style, Column | Logits) and not cuts.inside(name, Enter)
         if isinstance(style, Enter) or alone:
-            enter(module, use, splits, name, takes_weights=isinstance(style, Logits))
+            enter(module, split, splits, name, takes_weights=isinstance(style, Logits))
         for attribute, value in style.changed if isinstance(style, Enter) else ():
             setattr(module, attribute, value)
         if isinstance(style, Column) and name in cuts.rows:
-            put_forward(module, LocalRows, cuts.rows[name])
+            compute_rows(module, cuts.rows[name])
         elif isinstance(style, Column) and style.gathered:
-            gather_outputs(module, use, module.out_features)
+            gather_outputs(module, cuts.ranks, module.out_features)
         elif isinstance(style, Logits) and style.gathered:
-            gather_outputs(module, use, style.numel)
+            gather_outputs(module, cuts.ranks, style.numel)
         elif isinstance(style, Row):
             if style.splits:
-                split_inputs(module, use)
-            put_forward(module, PartialSums, (use, splits))
+                split_inputs(module, cuts.ranks)
+            sum_outputs(module, split, splits)
         elif isinstance(style, Embedding):
             box = cuts.records[name, "weight"].box
             start = box.rectangles[0].offsets[0]
-            take_part(module, use, start, start + module.weight.shape[0], box.shape[0])
-    _watch(cuts)
+            look_up_part(module, split, start, start + module.weight.shape[0], box.shape[0])
+    _watch_whole_uses(cuts)
 
 
-def _tell_apart(cuts: Cuts, in_parts: Sequence[nn.Module]) -> None:
-    """See that ranks are given the same, and have them drop other activations where each has a part: `in_parts`."""
+def _watch_random_numbers(cuts: Cuts, in_parts: Sequence[nn.Module]) -> None:
+    """Compare what ranks are given, and have them drop other activations in modules that see parts, `in_parts`."""
     drops = has_dropout(cuts.model)
     watch_alike(cuts.model, cuts.ranks, drops)
     for module in in_parts if drops else ():
         fork_dropout(module, cuts.ranks.rank)
 
 
-def _watch(cuts: Cuts) -> None:
-    """Have what nobody should take for whole parameters refused."""
+def _watch_whole_uses(cuts: Cuts) -> None:
+    """Have code refused that would take a part of a parameter for the whole."""
     cut: dict[str, list[str]] = {}
     for (name, attribute), record in cuts.records.items():
         if not record.box.is_all:

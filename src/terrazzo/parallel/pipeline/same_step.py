@@ -15,7 +15,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import BadInput, RanksApart
-from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, form_of_inputs, values_of_inputs
+from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, described, form_of_inputs, values_of_inputs
 from terrazzo.parallel.pipeline.pipeline_step import Ways, exchanges_inside
 
 __all__ = ["Given", "begin_alike", "check_as_many"]

@@ -11,8 +11,8 @@ from torch import nn
 
 from terrazzo.engine import Record
 from terrazzo.errors import BadInput
-from terrazzo.nn.products import FLOAT8, MULTIPLE, Float8
-from terrazzo.parallel.tensor.ranks import TensorRanks
+from terrazzo.nn.float8_products import FLOAT8, MULTIPLE, Float8
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 
 __all__ = ["check_scales", "share_scales"]
 

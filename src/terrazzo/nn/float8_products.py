@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.marks import Mark
-from terrazzo.nn.once import check_no_graph
+from terrazzo.nn.single_backward import check_no_graph
 
 __all__ = [
     "E4M3",

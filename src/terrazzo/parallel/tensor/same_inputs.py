@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from terrazzo.errors import RanksApart
-from terrazzo.parallel.given import DRAWN_BY_DATA_RANK, described, inputs_in_number
+from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, described, inputs_in_number
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.dropout import APART_STATES, random_states, watch_seeds
-from terrazzo.parallel.tensor.ranks import TensorRanks
 
 __all__ = ["watch_alike"]
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.parallel.expert.ranks import Experts
-from terrazzo.parallel.expert.rows import RowOrder
+from terrazzo.parallel.expert.dispatch import Experts
+from terrazzo.parallel.expert.row_order import RowOrder
 
 __all__ = ["StackedExperts", "looks_like_experts", "stacked_experts"]
 

@@ -23,7 +23,7 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.runtime.device import HOST
 from terrazzo.errors import RanksApart
 from terrazzo.parallel.exchanges import GroupRanks, exchange
-from terrazzo.parallel.expert.rows import RowOrder
+from terrazzo.parallel.expert.row_order import RowOrder
 
 __all__ = ["ExpertRanks", "Experts", "RowRoute"]
 

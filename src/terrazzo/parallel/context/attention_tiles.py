@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from terrazzo.parallel.context import kernels
+from terrazzo.parallel.context import attention_kernels
+from terrazzo.parallel.context.attention_kernels import ROWS, Part, Result, Seen
 from terrazzo.parallel.context.chunks import Run
-from terrazzo.parallel.context.kernels import ROWS, Part, Result, Seen
 
 __all__ = ["AttentionMask", "Outputs", "TileGradients"]
 
@@ -105,7 +105,7 @@ class Outputs:
         """Take in keys and values, `[B, kv_heads, T, D]`, that are where `keys` says."""
         for rows, columns, seen in mask.tiles(keys):
             part = Part(self.query[:, :, rows], key[:, :, columns], value[:, :, columns], seen, self.scale)
-            self._merge(rows, *kernels.attend(part))
+            self._merge(rows, *attention_kernels.attend(part))
 
     def _merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         if self._out is None:
@@ -144,7 +144,7 @@ class TileGradients:
         for rows, columns, seen in mask.tiles(keys):
             part = Part(self.query[:, :, rows], key[:, :, columns], value[:, :, columns], seen, self.scale)
             whole = Result(self.whole.out[:, :, rows], self.whole.lse[:, :, rows])
-            found = kernels.backward(part, self.grad[:, :, rows], whole)
+            found = attention_kernels.backward(part, self.grad[:, :, rows], whole)
             self.of_query[:, :, rows] += found[0]
             totals[0][:, :, columns] += found[1]
             totals[1][:, :, columns] += found[2]

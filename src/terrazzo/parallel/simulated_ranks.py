@@ -15,14 +15,14 @@ from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Handle, Moves
+from terrazzo.parallel.context.attention_tiles import AttentionMask
 from terrazzo.parallel.context.chunks import Run
 from terrazzo.parallel.context.context import Context
-from terrazzo.parallel.context.tiles import AttentionMask
 from terrazzo.parallel.exchanges import GroupRanks
-from terrazzo.parallel.tensor.cut import cut_matrices
-from terrazzo.parallel.tensor.plans import own_plan
-from terrazzo.parallel.tensor.ranks import TensorRanks
-from terrazzo.parallel.tensor.reading import TensorPlan, cuts_of
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
+from terrazzo.parallel.tensor.apply_plan import cut_matrices
+from terrazzo.parallel.tensor.model_plans import own_plan
+from terrazzo.parallel.tensor.read_plan import TensorPlan, cuts_of
 
 __all__ = ["PaperContext", "cut_on_paper"]
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from terrazzo.errors import BadInput
 from terrazzo.marks import SHARES_SEQUENCES
-from terrazzo.parallel.adapters import base_of
 from terrazzo.parallel.context.context import Context
-from terrazzo.parallel.context.registry import is_of_transformers, register
+from terrazzo.parallel.context.transformers_attention import is_of_transformers, register
+from terrazzo.parallel.peft_adapters import base_of
 
 __all__ = ["context_of", "share_sequences", "whole_sequences"]
 

@@ -18,15 +18,15 @@ from terrazzo.engine.sharding.mesh_checks import check_uncut
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.context.chunks import Balance
 from terrazzo.parallel.context.context import Context, Mode
-from terrazzo.parallel.context.sharing import share_sequences
-from terrazzo.parallel.expert.sharing import check_experts, experts_of, share_experts
+from terrazzo.parallel.context.share_sequences import share_sequences
+from terrazzo.parallel.expert.share_experts import check_experts, experts_of, share_experts
 from terrazzo.parallel.mesh import once_for
-from terrazzo.parallel.pipeline.line import Line
-from terrazzo.parallel.pipeline.stages import Pipeline, line_of, take_stages
-from terrazzo.parallel.tensor.cut import Cuts, cut_matrices
-from terrazzo.parallel.tensor.plans import own_plan
-from terrazzo.parallel.tensor.ranks import TensorRanks, tensor_ranks
-from terrazzo.parallel.tensor.reading import TensorPlan, cuts_of, matching
+from terrazzo.parallel.pipeline.cut_into_stages import Pipeline, line_of, take_stages
+from terrazzo.parallel.pipeline.stage_forward import Line
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, tensor_ranks
+from terrazzo.parallel.tensor.apply_plan import Cuts, cut_matrices
+from terrazzo.parallel.tensor.model_plans import own_plan
+from terrazzo.parallel.tensor.read_plan import TensorPlan, cuts_of, matching
 from terrazzo.parallel.tensor.styles import SplitSequence, style_named
 
 __all__ = ["parallelize"]

@@ -23,7 +23,7 @@ from terrazzo.engine.plan.stages import Turn
 from terrazzo.engine.runtime.overrides import function_name
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.parallel.pipeline.order import Action, Kind, actions_of
+from terrazzo.parallel.pipeline.schedules import Action, Kind, actions_of
 
 __all__ = ["Line", "put_in_line"]
 

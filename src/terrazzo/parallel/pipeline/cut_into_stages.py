@@ -18,11 +18,11 @@ from terrazzo.engine.plan.partition import parameter_names
 from terrazzo.engine.sharding.mesh_checks import check_uncompiled, check_uncut
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, did_you_mean, listed
-from terrazzo.parallel.adapters import adapted
-from terrazzo.parallel.pipeline.line import Line, put_in_line
-from terrazzo.parallel.pipeline.order import balanced, check_schedule
-from terrazzo.parallel.pipeline.plans import own_line
-from terrazzo.parallel.tensor.reading import matching
+from terrazzo.parallel.peft_adapters import adapted
+from terrazzo.parallel.pipeline.model_line import own_line
+from terrazzo.parallel.pipeline.schedules import balanced, check_schedule
+from terrazzo.parallel.pipeline.stage_forward import Line, put_in_line
+from terrazzo.parallel.tensor.read_plan import matching
 
 __all__ = ["Pipeline", "check_line", "line_of", "take_stages"]
 

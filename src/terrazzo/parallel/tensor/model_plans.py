@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from terrazzo.errors import BadInput
-from terrazzo.parallel.adapters import base_of
-from terrazzo.parallel.limits import shares_heads
-from terrazzo.parallel.tensor.reading import TensorPlan, matching
+from terrazzo.parallel.peft_adapters import base_of
+from terrazzo.parallel.sharing_rules import shares_heads
+from terrazzo.parallel.tensor.read_plan import TensorPlan, matching
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, SplitSequence, Style, Uncut
 
 __all__ = ["check_styles", "own_plan"]

@@ -14,10 +14,10 @@ from terrazzo.engine import record_of
 from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, RanksApart, TerrazzoError
-from terrazzo.parallel.face import parallelize
-from terrazzo.parallel.given import described, inputs_in_number
-from terrazzo.parallel.tensor.ranks import TensorRanks, tensor_ranks
-from terrazzo.parallel.tensor.reading import TensorPlan
+from terrazzo.parallel.input_fingerprints import described, inputs_in_number
+from terrazzo.parallel.parallelize_model import parallelize
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, tensor_ranks
+from terrazzo.parallel.tensor.read_plan import TensorPlan
 
 __all__ = ["check"]
 

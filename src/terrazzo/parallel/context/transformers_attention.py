@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.marks import SHARES_SEQUENCES
 from terrazzo.parallel.context.context import Context
-from terrazzo.parallel.limits import computes_windows
-from terrazzo.parallel.model_types import SHARED_SEQUENCES
+from terrazzo.parallel.sharing_rules import computes_windows
+from terrazzo.parallel.transformers_support import SHARED_SEQUENCES
 
 __all__ = ["attention_heads", "check_config", "is_of_transformers", "register"]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.errors import BadInput
-from terrazzo.optim.common import Group, loss_of
+from terrazzo.optim.optimizer_step import Group, loss_of
 
 __all__ = ["AdEMAMix", "Lion"]
 

@@ -12,11 +12,11 @@ from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, Misuse, listed
 from terrazzo.marks import SHARES_EXPERTS
-from terrazzo.parallel.adapters import adapted
-from terrazzo.parallel.expert.ranks import ExpertRanks, Experts
-from terrazzo.parallel.expert.stacked import looks_like_experts, stacked_experts
-from terrazzo.parallel.limits import shares_experts
-from terrazzo.parallel.parts import check_replaceable, replaced_by_part, watch_states
+from terrazzo.parallel.expert.dispatch import ExpertRanks, Experts
+from terrazzo.parallel.expert.transformers_experts import looks_like_experts, stacked_experts
+from terrazzo.parallel.local_parameters import check_replaceable, replaced_by_part, watch_states
+from terrazzo.parallel.peft_adapters import adapted
+from terrazzo.parallel.sharing_rules import shares_experts
 
 __all__ = ["SharesExperts", "check_experts", "experts_of", "share_experts"]
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from terrazzo.engine import Box, Family, Record
 from terrazzo.errors import BadInput, did_you_mean, listed
-from terrazzo.nn.products import Float8Linear
-from terrazzo.parallel.adapters import with_adapters
-from terrazzo.parallel.limits import shares_heads, shares_key_heads
-from terrazzo.parallel.parts import check_replaceable
-from terrazzo.parallel.tensor.cut import Cuts
-from terrazzo.parallel.tensor.ranks import TensorRanks, runs_of
-from terrazzo.parallel.tensor.regions import check_regions
-from terrazzo.parallel.tensor.scales import check_scales
+from terrazzo.nn.float8_products import Float8Linear
+from terrazzo.parallel.local_parameters import check_replaceable
+from terrazzo.parallel.peft_adapters import with_adapters
+from terrazzo.parallel.sharing_rules import shares_heads, shares_key_heads
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, runs_of
+from terrazzo.parallel.tensor.apply_plan import Cuts
+from terrazzo.parallel.tensor.float8_scales import check_scales
+from terrazzo.parallel.tensor.plan_rules import check_regions
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, Style, Uncut, style_named
 
 __all__ = ["TensorPlan", "cuts_of", "matching", "style_of"]
@@ -95,12 +95,12 @@ def _read_cuts(cuts: Cuts) -> None:
     """
     for name, module, style in cuts.named(Column, Row, Embedding):
         wanted = nn.Embedding if isinstance(style, Embedding) else nn.Linear
-        own_forward = type(module).forward in (nn.Linear.forward, Float8Linear.forward)
-        if not isinstance(module, wanted) or (isinstance(style, Row) and not own_forward):
+        if not isinstance(module, wanted) or (isinstance(style, Row) and not _has_torchs_forward(module)):
+            replaced = ", whose forward has been replaced," * ("forward" in vars(module))
             raise BadInput(
-                f"{name!r} is a {type(module).__name__}, and the style {type(style).__name__.lower()} knows "
-                f"torch.nn.{wanted.__name__}{' with its own forward' * (wanted is nn.Linear)} alone. Give its name no "
-                "style, and it stays whole on every rank."
+                f"{name!r} is a {type(module).__name__}{replaced or ','} and the style {type(style).__name__.lower()} "
+                f"knows torch.nn.{wanted.__name__}{' with its own forward' * (wanted is nn.Linear)} alone. Give its "
+                "name no style, and it stays whole on every rank."
             )
         for attribute in ("weight",) if module._parameters.get("bias") is None else ("weight", "bias"):
             check_replaceable(name, module, attribute)
@@ -114,6 +114,11 @@ def _read_cuts(cuts: Cuts) -> None:
                 _check_embedding(name, cast(nn.Embedding, module))
                 runs = [[run] for run in _parts(cuts, name, module.weight.shape[0], "rows")]
                 cuts.records[name, "weight"] = _cut(cuts, module.weight, 0, runs)
+
+
+def _has_torchs_forward(module: nn.Module) -> bool:
+    """Whether a linear layer runs the forward that its style replaces, and no other in its class or on itself."""
+    return type(module).forward in (nn.Linear.forward, Float8Linear.forward) and "forward" not in vars(module)
 
 
 def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> None:
@@ -133,6 +138,12 @@ def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> Non
         elif shares_heads(count, size) and part % count == 0:
             intervals = runs_of(part, size)
         elif len(parts) == 1 and shares_key_heads(count, size) and part % count == 0:
+            if not _has_torchs_forward(module):
+                raise BadInput(
+                    f"{name!r} has {count} heads, fewer than tp {size}, and its forward is not that of torch.nn.Linear:"
+                    " a rank would compute the heads that it needs by a forward in its place. Choose tp so that it "
+                    f"divides {count}, or leave the layer its own forward."
+                )
             first = cuts.ranks.rank * count // size * (part // count)
             cuts.rows[name] = (first, first + part // count)
             return

@@ -11,8 +11,8 @@ from torch import nn
 
 from terrazzo.errors import BadInput, listed
 from terrazzo.marks import SHARES_MATRICES
-from terrazzo.nn.forwards import replace_forward
-from terrazzo.nn.products import FLOAT8, MULTIPLE, Float8, Float8Linear, Recipe, multiplies, recipe_named
+from terrazzo.nn.float8_products import FLOAT8, MULTIPLE, Float8, Float8Linear, Recipe, multiplies, recipe_named
+from terrazzo.nn.forward_replacement import replace_forward
 from terrazzo.nn.routers import is_router
 
 __all__ = ["Converted", "float8"]

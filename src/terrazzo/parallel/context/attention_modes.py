@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from terrazzo.parallel.context.attention_kernels import Result
+from terrazzo.parallel.context.attention_tiles import AttentionMask, Outputs, TileGradients
 from terrazzo.parallel.context.chunks import Chunks, Run
-from terrazzo.parallel.context.kernels import Result
-from terrazzo.parallel.context.tiles import AttentionMask, Outputs, TileGradients
 from terrazzo.parallel.exchanges import GroupRanks, exchange
 
 __all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]

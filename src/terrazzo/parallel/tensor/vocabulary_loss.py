@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import BadInput
 from terrazzo.marks import Mark
-from terrazzo.nn.loss import linear_cross_entropy, places_in_part
-from terrazzo.parallel.tensor.ranks import TensorRanks, runs_of, tensor_ranks
+from terrazzo.nn.chunked_cross_entropy import linear_cross_entropy, places_in_part
+from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, runs_of, tensor_ranks
 
 __all__ = ["VocabularyLoss", "leave_vocabulary", "vocabulary_of"]
 

@@ -1,0 +1,49 @@
+"""Forwards of linear layers of whose matrix a rank uses a part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from terrazzo.marks import Mark
+from terrazzo.nn.float8_products import product_of
+from terrazzo.nn.forward_replacement import replace_forward
+from terrazzo.parallel.tensor.sequence_split import SequenceSplit
+
+__all__ = ["compute_rows", "sum_outputs"]
+
+_SETTINGS = Mark[Any]("terrazzo_use")
+"""On a linear layer with one of the forwards below: what that computes with."""
+
+
+def sum_outputs(module: nn.Linear, split: SequenceSplit, splits: bool) -> None:
+    """Have a layer that has a part of its inputs sum its outputs over ranks.
+
+    Args:
+        splits: each rank takes its part of the sequences of the sum.
+    """
+    _SETTINGS.leave(module, (split, splits))
+    replace_forward(module, _PartialSums.forward)
+
+
+def compute_rows(module: nn.Linear, rows: tuple[int, int]) -> None:
+    """Have a layer that every rank has whole compute a half-open interval of its outputs."""
+    _SETTINGS.leave(module, rows)
+    replace_forward(module, _SomeRows.forward)
+
+
+class _PartialSums(nn.Linear):
+    """The bias, which every rank has whole, is added once, behind the sum."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        split, splits = _SETTINGS.of(self)
+        summed: Tensor = split.summed_output(product_of(self)(input, self.weight), splits)
+        return summed if self.bias is None else summed + self.bias
+
+
+class _SomeRows(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        start, stop = _SETTINGS.of(self)
+        bias = None if self.bias is None else self.bias[start:stop]
+        return product_of(self)(input, self.weight[start:stop], bias)
