@@ -27,6 +27,8 @@ __all__ = [
     "open_store",
     "read_json",
     "read_plain",
+    "replace_file",
+    "replacing",
     "size_inside",
     "sync_folder",
     "to_nowhere",
@@ -162,9 +164,44 @@ def open_store(url: str, what: str) -> tuple[Any, str]:
     return fs, path.rstrip("/")
 
 
+@contextlib.contextmanager
+def replacing(path: Path, *, sync: bool) -> Iterator[Path]:
+    """A hidden path beside `path`, to write a file at: it takes the place of `path` once the block has succeeded.
+
+    So a reader finds the old file or the new one, and each is whole. Nothing stays behind of a block that fails, and
+    `path` stays as it is where the block leaves no file.
+
+    Args:
+        sync: the new file is on the disk before it is renamed, and the rename after it: a loss of power leaves the old
+            file or the new one. Without it such a loss may leave an empty file.
+    """
+    beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.new")
+    try:
+        yield beside
+        if not beside.exists():
+            return
+        if sync:
+            _sync(beside, os.O_RDONLY)
+        beside.replace(path)
+        if sync:
+            sync_folder(path.parent)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, text: str, *, sync: bool) -> None:
+    """Give a small file this text, in UTF-8, all at once; see `replacing`."""
+    with replacing(path, sync=sync) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
 def sync_folder(path: Path) -> None:
     """Flush the entries of a folder to the disk, so that a rename in it survives a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

@@ -15,7 +15,8 @@ from terrazzo.checkpoint import clear, complete_checkpoints, open_source
 from terrazzo.checkpoint.upkeep.partners import Copied
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
-from terrazzo.train.checkpoints.local import LocalCheckpoints, local_checkpoints, local_folder, noted_run
+from terrazzo.train.checkpoints.local import LocalCheckpoints
+from terrazzo.train.checkpoints.local_folder import local_checkpoints, local_folder, noted_run
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.prepare import prepare_model
@@ -183,8 +184,8 @@ def test_a_copy_that_fails_is_said_once_and_stands_in_metrics_each_time(
 ) -> None:
     real = LocalCheckpoints.save
 
-    def save(self: LocalCheckpoints, model: Any, optimizer: Any, extra: dict[str, Any], run: str) -> Copied:
-        real(self, model, optimizer, extra, run)
+    def save(self: LocalCheckpoints, model: Any, optimizer: Any, extra: dict[str, Any], *more: Any) -> Copied:
+        real(self, model, optimizer, extra, *more)
         return Copied(extra["step"] - 2, 2, 0, 0.0, "No copy: hung up.")
 
     monkeypatch.setattr(LocalCheckpoints, "save", save)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from terrazzo.checkpoint.storage.spread import SpreadFolder
 from terrazzo.checkpoint.upkeep.partners import Copied
 from terrazzo.config import config_from_dict
 from terrazzo.errors import SaveFailed
-from terrazzo.train.checkpoints import local
+from terrazzo.train.checkpoints import local, local_folder
 from tests.helpers.threads import exclusive, run_in_threads
 
 Save = Callable[[int], Copied | None]
@@ -31,7 +32,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("host0", "host1", "durable"):
         (tmp_path / name).mkdir()
     (tmp_path / "durable" / ".run").write_text("r")
-    monkeypatch.setattr(local, "host_folder", lambda config: str(tmp_path / f"host{dist.get_rank()}"))
+    monkeypatch.setattr(local_folder, "host_folder", lambda config: str(tmp_path / f"host{dist.get_rank()}"))
     return tmp_path
 
 
@@ -66,16 +67,17 @@ def of_step(step: int) -> list[str]:
 
 
 @pytest.fixture
-def hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither host gives what it has of step 10."""
-    real = SpreadFolder._ask
+def hung_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Checkpoints of which neither host gives what it has: of step 10, unless a test has others."""
+    real, names = SpreadFolder._ask, ["step-00000010"]
 
     def ask(self: SpreadFolder, file: str, parts: Any) -> Any:
-        if self._name == "step-00000010":
+        if self._name in names:
             raise ConnectionResetError("it has hung up")
         return real(self, file, parts)
 
     monkeypatch.setattr(SpreadFolder, "_ask", ask)
+    return names
 
 
 @pytest.mark.usefixtures("hung_up")
@@ -84,6 +86,58 @@ def test_a_run_goes_on_without_a_copy_until_there_is_one_again(hosts: Path) -> N
         assert none is None and (failed.step, failed.count_bytes) == (10, 0)
         assert re.search(r"copy of another host's part of '.*step-00000010' .*: it has hung up", failed.problem)
         assert (copied.step, copied.problem, copied.count_bytes > 0) == (20, "", True)
+
+
+def test_what_has_copies_stays_until_a_newer_one_has_some(hosts: Path, hung_up: list[str]) -> None:
+    """The copy of step 20 fails. A host that is lost while step 30 is written takes the run back to step 10."""
+    hung_up[:] = ["step-00000020"]
+
+    def body(checkpoints: local.LocalCheckpoints, save: Save) -> list[Any]:
+        seen = []
+        for step in (10, 20, 30, 40):
+            save(step)
+            dist.barrier()
+            seen.append({path.name for path in hosts.glob(f"host{dist.get_rank()}/*/step-*")})
+            dist.barrier()
+        return seen
+
+    for seen in on_hosts(hosts, body):
+        assert [sorted(int(name[-2:]) for name in names) for names in seen] == [[10], [10, 20], [10, 30], [30, 40]]
+
+
+def test_what_has_copies_stays_until_what_a_run_goes_on_from_has_some(hosts: Path, hung_up: list[str]) -> None:
+    hung_up[:] = ["step-00000020"]
+    on_hosts(hosts, lambda checkpoints, save: [save(10), save(20), checkpoints._files.wait()])
+    hung_up.clear()
+
+    def go_on(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
+        path = [*checkpoints.find(None)][-1]
+        checkpoints.resumed(path)
+        kept = {each.name for each in hosts.glob("host*/*/step-*")}
+        dist.barrier()
+        return kept, save(30), {each.name for each in hosts.glob("host*/*/step-00000010")}
+
+    for kept, copied, older in on_hosts(hosts, go_on):
+        assert kept == {"step-00000010", "step-00000020"}
+        assert (copied.step, copied.problem) == (20, "")
+        assert not older, "step 20 has copies now"
+
+
+def test_a_run_that_fails_gives_a_copy_under_way_a_moment(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SpreadFolder._ask
+
+    def ask(self: SpreadFolder, file: str, parts: Any) -> Any:
+        time.sleep(0.05)
+        return real(self, file, parts)
+
+    monkeypatch.setattr(SpreadFolder, "_ask", ask)
+
+    def body(checkpoints: local.LocalCheckpoints, save: Save) -> None:
+        save(10)
+        checkpoints.close(30.0)
+
+    on_hosts(hosts, body)
+    assert files(hosts) == of_step(10)
 
 
 @pytest.mark.usefixtures("hung_up")
@@ -117,8 +171,7 @@ def test_going_back_takes_no_copy_of_what_is_removed(hosts: Path, monkeypatch: p
 def test_a_host_that_replaces_a_lost_one_has_its_part_and_a_copy_before_the_next_save(hosts: Path) -> None:
     def begin(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
         save(10)
-        assert checkpoints._partners is not None
-        return checkpoints._partners.wait()
+        return checkpoints._files.wait()
 
     on_hosts(hosts, begin)
     assert files(hosts) == of_step(10)
@@ -129,8 +182,7 @@ def test_a_host_that_replaces_a_lost_one_has_its_part_and_a_copy_before_the_next
     def go_on(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
         (path,) = checkpoints.find(None)
         checkpoints.resumed(path)
-        assert checkpoints._partners is not None
-        return checkpoints._partners.wait()
+        return checkpoints._files.wait()
 
     for copied in on_hosts(hosts, go_on):
         assert (copied.step, copied.hosts, copied.problem) == (10, 1, "")

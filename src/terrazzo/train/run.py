@@ -21,7 +21,7 @@ from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.telemetry.watchdog.watched_rank import look_after
-from terrazzo.train.checkpoints.local import local_checkpoints, noted_run
+from terrazzo.train.checkpoints.local_folder import local_checkpoints, noted_run
 from terrazzo.train.launch.again import Again, Saved, Start, refuse_restarts, told_of_restart
 from terrazzo.train.launch.failure import announce_claim, announce_ready, run_rank
 from terrazzo.train.launch.here import resolve_device

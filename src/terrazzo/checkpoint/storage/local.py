@@ -27,7 +27,7 @@ from terrazzo.checkpoint.storage.store import (
     reading,
 )
 from terrazzo.errors import Damaged
-from terrazzo.files import sync_folder
+from terrazzo.files import replacing, sync_folder
 
 __all__ = ["LocalStore"]
 
@@ -149,9 +149,8 @@ class LocalDraft(CheckpointDraft):
         return LocalFolder(self._path)
 
     def note(self, file: str, data: bytes) -> None:
-        unfinished = self._path / f"{file}.new"
-        unfinished.write_bytes(data)
-        os.rename(unfinished, self._path / file)
+        with replacing(self._path / file, sync=False) as beside:
+            beside.write_bytes(data)
 
     def noted(self, file: str) -> bytes:
         return (self._path / file).read_bytes()

@@ -44,10 +44,18 @@ class Giving:
 
     def __init__(self, root: Path, key: str, ears: socket.socket) -> None:
         self._root, self._key, self._ears = root, key, ears
+        self._callers, self._expected, self._hung_up = 0, 0, threading.Condition()
         answer_each(ears, self._answer)
 
-    def close(self) -> None:
-        """Nobody else is heard; who is being given something gets it."""
+    def expect(self, callers: int) -> None:
+        """From now on so many are to come and to be given what they ask for, before `close` has waited for all."""
+        with self._hung_up:
+            self._expected = callers
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """Nobody else is heard, once all that are there or expected have hung up, or that long has passed."""
+        with self._hung_up:
+            self._hung_up.wait_for(lambda: not self._callers and not self._expected, patience_s)
         with contextlib.suppress(OSError):
             self._ears.shutdown(socket.SHUT_RDWR)  # a thread that accepts does not hear of `close`
         self._ears.close()
@@ -58,8 +66,15 @@ class Giving:
         if not hmac.compare_digest(lines.readline(len(self._key) + 1).strip(), self._key.encode()):
             return
         caller.settimeout(None)  # it may have nothing to ask for long, and its end is noticed
-        while asked := lines.readline(_LONGEST):
-            self._give(caller, **json.loads(asked))
+        with self._hung_up:
+            self._callers += 1
+        try:
+            while asked := lines.readline(_LONGEST):
+                self._give(caller, **json.loads(asked))
+        finally:
+            with self._hung_up:
+                self._callers, self._expected = self._callers - 1, max(0, self._expected - 1)
+                self._hung_up.notify_all()
 
     def _give(self, caller: socket.socket, name: str, file: str, parts: Sequence[tuple[int, int]]) -> None:
         if "/" in name or step_of(name) is None or not (FILE_NAME.fullmatch(file) or file in (MANIFEST, SEAL)):
@@ -147,6 +162,12 @@ class SpreadFolder(Folder):
             mouth.sendall(f"{giver.key}\n".encode())
             self._mouths[giver] = (mouth, mouth.makefile("rb"))
         return self._mouths[giver]
+
+    def hang_up(self) -> None:
+        """Break off what another thread is reading: that ends with an error at once."""
+        for mouth, _ in list(self._mouths.values()):
+            with contextlib.suppress(OSError):
+                mouth.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Ask nobody any more; whoever reads again asks anew."""

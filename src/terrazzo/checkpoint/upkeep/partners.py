@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from terrazzo.checkpoint.format.manifest import BLOCK_BYTES, MANIFEST, SEAL, File, blocks_of
 from terrazzo.checkpoint.loading.native import Checkpoint
+from terrazzo.checkpoint.optimizers import Optimizers
+from terrazzo.checkpoint.saving.save import save_spread
 from terrazzo.checkpoint.storage.blocks import DigestBlock
 from terrazzo.checkpoint.storage.local import LocalDraft, LocalFolder
 from terrazzo.checkpoint.storage.shard import file_name
@@ -60,13 +63,14 @@ class Partners:
 
     Args:
         label: how all ranks call these folders, whose paths may differ between hosts.
+        copies: each takes copies; else none of them does.
 
     Attributes:
         damaged: what `find` has refused, and why.
     """
 
-    def __init__(self, root: str, label: str, hosts: Hosts) -> None:
-        self._root, self._label, self._hosts = Path(root), label, hosts
+    def __init__(self, root: str, label: str, hosts: Hosts, *, copies: bool = True) -> None:
+        self._root, self._label, self._hosts, self.copies = Path(root), label, hosts, copies
         self.damaged: dict[str, str] = {}
         key, ears = secrets.token_hex(16), listening() if hosts.is_first else None
         told = gather_json(None if ears is None else [own_address(), ears.getsockname()[1], key])
@@ -132,18 +136,35 @@ class Partners:
 
     # -- copies ----------------------------------------------------------------------------------------------------
 
-    def copy(self, step: int) -> None:
-        """Begin to take what the host before has of a checkpoint that all hosts have just saved."""
+    def save(self, path: str, model: nn.Module, optimizer: Optimizers, extra: dict[str, Any], run: str) -> None:
+        """Each host its own ranks' part, in its own folder; see `save_spread`. Collective."""
+        save_spread(path, model, optimizer, extra, self._hosts, run=run)
+
+    def copy(self, step: int) -> bool:
+        """Begin to take what the host before has of a checkpoint that all hosts have just saved; False: none does."""
+        if not self.copies:
+            return False
         self._step = step
-        if self._hosts.is_first:
+        if self._giving is not None:
+            self._giving.expect(1)  # the host after this one
             before = self._hosts.before
             names = [file_name(rank) for rank in self._hosts.ranks[before]]
             self._copying = _Copying(self._root, step_name(step), dict.fromkeys(names, self._givers[before]))
+        return True
+
+    def newest_copied(self, path: str) -> str | None:
+        """The name of the newest that `find` has found, `path` or an older one, of which two hosts have each file."""
+        older = [each for each in self._found if (step_of(each) or 0) <= (step_of(path) or 0)]
+        copied = [each for each in older if not any(self._lacking_of(each))]
+        return os.path.basename(max(copied, key=lambda each: step_of(each) or 0)) if copied else None
+
+    def _lacking_of(self, path: str) -> list[dict[str, int]]:
+        return [_lacking(self._found[path], host, self._hosts.count) for host in range(self._hosts.count)]
 
     def complete(self, path: str) -> None:
         """Begin to take, of one that `find` has found, what one host alone has: the host after it takes that."""
-        lacking = [_lacking(self._found[path], host, self._hosts.count) for host in range(self._hosts.count)]
-        if any(lacking):
+        lacking = self._lacking_of(path)
+        if self.copies and any(lacking):
             self._step, mine = step_of(path), lacking[self._hosts.own]
             if self._hosts.is_first and mine:
                 givers = {file: self._givers[host] for file, host in mine.items()}
@@ -168,12 +189,15 @@ class Partners:
         if copying is not None:
             copying.cancel()
 
-    def close(self) -> None:
-        """Nobody is given anything any more."""
+    def close(self, patience_s: float = 0.0) -> None:
+        """Nobody is given anything any more. Copies under way, to this host and from it, are given that long."""
+        deadline = time.monotonic() + patience_s
+        if self._copying is not None:
+            self._copying.wait(patience_s)
         self.abandon()
         self.done_reading()
         if self._giving is not None:
-            self._giving.close()
+            self._giving.close(max(0.0, deadline - time.monotonic()))
 
 
 class _Copying:
@@ -185,11 +209,17 @@ class _Copying:
 
     def __init__(self, root: Path, name: str, givers: Mapping[str, Giver]) -> None:
         self._root, self._name, self._givers = root, name, givers
+        self._there = SpreadFolder(f"another host's {name}", name, None, givers)
         self._cancelled, self._problem, self._taken = threading.Event(), "it was broken off", (0, 0.0)
         self._thread = start_thread("terrazzo-partner", self._work, self._cancelled.set)
 
+    def wait(self, patience_s: float) -> None:
+        """For its end, that long at most."""
+        self._thread.join(patience_s)
+
     def cancel(self) -> None:
         self._cancelled.set()
+        self._there.hang_up()
         self._thread.join()
 
     def result(self) -> tuple[int, float]:
@@ -216,7 +246,7 @@ class _Copying:
 
     def _copy(self) -> int:
         folder = self._root / self._name
-        there = SpreadFolder(f"another host's {self._name}", self._name, None, self._givers)
+        there = self._there
         draft = LocalDraft(self._root, self._name, secrets.token_hex(4))
         draft.begin()
         try:

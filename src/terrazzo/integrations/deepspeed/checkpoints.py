@@ -17,6 +17,7 @@ from terrazzo.checkpoint import Source
 from terrazzo.checkpoint.exporters.full_state import full_state_dict
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, on_first, together
+from terrazzo.files import replace_file, replacing
 from terrazzo.integrations.deepspeed.config import Configuration
 from terrazzo.integrations.deepspeed.utils import warn_once
 from terrazzo.integrations.saving import check_replaceable, save_over, settle
@@ -65,7 +66,7 @@ class Checkpoints:
         check_replaceable(path)
         save_over(path, self.module, self.optimizer, {"step": self.global_steps, _OWN: own})
         if save_latest:
-            on_first(lambda: _name_latest(Path(save_dir), name))
+            on_first(lambda: replace_file(Path(save_dir, "latest"), name, sync=True))
         return True
 
     def load_checkpoint(  # structure: signature fixed by DeepSpeed
@@ -161,19 +162,12 @@ class Checkpoints:
 
 def _write(path: Path, state: dict[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.part")
-    if path.suffix == ".safetensors":
-        apart = {name: value.clone() for name, value in state.items()}  # tied ones share memory
-        save_file(apart, partial, metadata={"format": "pt"})
-    else:
-        torch.save(state, partial)
-    partial.replace(path)
-
-
-def _name_latest(folder: Path, tag: str) -> None:
-    partial = folder / ".latest.part"
-    partial.write_text(tag)
-    partial.replace(folder / "latest")
+    with replacing(path, sync=True) as beside:
+        if path.suffix == ".safetensors":
+            apart = {name: value.clone() for name, value in state.items()}  # tied ones share memory
+            save_file(apart, beside, metadata={"format": "pt"})
+        else:
+            torch.save(state, beside)
 
 
 def _latest(folder: Path) -> str | None:

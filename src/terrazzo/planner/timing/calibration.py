@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import tempfile
 from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
+from terrazzo.files import replace_file
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.setup.setup import Setup
 
@@ -144,14 +144,8 @@ class Calibration(BaseModel):
         """Write the record, whole or not at all; the path. `folder` defaults to `calibration_folder()`."""
         folder = calibration_folder() if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".calibration.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.model_dump_json(indent=2) + "\n")
-            path = folder / self.file_name
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        path = folder / self.file_name
+        replace_file(path, self.model_dump_json(indent=2) + "\n", sync=False)
         return path
 
 

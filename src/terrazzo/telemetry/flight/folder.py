@@ -15,6 +15,7 @@ from terrazzo.ending import Ending
 from terrazzo.engine import Engine
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput
+from terrazzo.files import replacing
 from terrazzo.telemetry.flight.recorder import Recorded
 from terrazzo.telemetry.flight.ring import FIELDS, Flight, Ring, Tail, read_flight
 from terrazzo.telemetry.log.run_folder import RunFolder
@@ -70,9 +71,8 @@ def save_flight(flight: Flight) -> None:
         return
     rank = flight.table["rank"]
     with contextlib.suppress(OSError):
-        part = _ended(Path(folder), rank).with_suffix(".part")
-        part.write_bytes(flight.saved())
-        part.rename(_ended(Path(folder), rank))
+        with replacing(_ended(Path(folder), rank), sync=False) as beside:
+            beside.write_bytes(flight.saved())
         _live(Path(folder), rank).unlink(missing_ok=True)
 
 

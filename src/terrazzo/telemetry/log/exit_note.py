@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 from terrazzo.exit_codes import PREEMPTED
+from terrazzo.files import replace_file
 from terrazzo.telemetry.log.run_folder import RunFolder
 
 __all__ = ["ExitNote", "exit_of", "forget_exit", "leave_exit", "went_well"]
@@ -47,15 +47,11 @@ def leave_exit(folder: Path, note: ExitNote, *, replace: bool = False) -> None:
     Nothing is raised: whoever calls this is about to end, and has said why.
     """
     target = RunFolder(folder).exit_note
-    part = folder / f".{target.name}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        part.write_text(json.dumps(note._asdict(), ensure_ascii=False) + "\n", encoding="utf-8")
         there = exit_of(folder)
         same = there is not None and (there.code, there.rank) == (note.code, note.rank)
         if not target.exists() or (replace and not same):
-            part.replace(target)
-    with contextlib.suppress(OSError):
-        part.unlink(missing_ok=True)
+            replace_file(target, json.dumps(note._asdict(), ensure_ascii=False) + "\n", sync=False)
 
 
 def exit_of(folder: Path) -> ExitNote | None:

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from terrazzo.files import to_nowhere
+from terrazzo.files import replacing, to_nowhere
 
 __all__ = ["Console", "JsonLines", "Sink", "TensorBoard"]
 
@@ -102,12 +102,8 @@ def _cut_back(path: Path, last_step: int) -> None:
     kept = [line for line in lines if last_step and _stays(line, last_step)]
     if kept == lines:
         return
-    unfinished = path.with_name(f".{path.name}.new")
-    with unfinished.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    with replacing(path, sync=True) as beside:
+        beside.write_bytes(b"".join(kept))
 
 
 def _stays(line: bytes, last_step: int) -> bool:

@@ -1,7 +1,8 @@
 """What a run saves, keeps, goes on from, and exports at its end.
 
-keeping  who may write to the folder, saving, and which checkpoints stay
-local    further checkpoints in memory, or on a drive, of each host
-resume   what a run goes on from, and what differs from it
-export   the trained model as a Hugging Face folder
+local_folder  the folder of local checkpoints on a host: where it is, whose, and what is in it
+local         local checkpoints, in memory or on a drive of each host: saved, copied, removed
+resume        what a run goes on from, and what differs from it
+keeping       who may write to the folder, saving, and which checkpoints stay
+export        the trained model as a Hugging Face folder
 """

@@ -23,7 +23,7 @@ from terrazzo.checkpoint.hub_names import HubTensor, hub_tensors, pretrained_mod
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import on_first, patiently
-from terrazzo.files import read_json
+from terrazzo.files import read_json, replace_file
 from terrazzo.integrations.peft import save_adapter
 from terrazzo.telemetry.log.run_folder import RunFolder, note_of
 from terrazzo.train.checkpoints.keeping import Keeper
@@ -61,7 +61,7 @@ def export(config: Config, keeper: Keeper, model: nn.Module, step: int, *, train
                 export_huggingface(checkpoint.open_source(path), out, describe_model(config))
 
         patiently(write, SaveFailed)
-    on_first(lambda: note_of(out).write_text(json.dumps(origin) + "\n", encoding="utf-8"))
+    on_first(lambda: replace_file(note_of(out), json.dumps(origin) + "\n", sync=True))
     return out
 
 

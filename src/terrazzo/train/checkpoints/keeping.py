@@ -27,6 +27,10 @@ from terrazzo.train.launch.ranks import Ranks
 __all__ = ["Keeper", "refuse_lost"]
 
 
+_GRACE_S = 5.0
+"""For copies that hosts take of each other, at the end of a run that failed: one of them may be lost next."""
+
+
 def refuse_lost(lost: str | None) -> None:
     """End the run on all ranks where one of them has `lost` a folder, rather than make another one. Collective."""
 
@@ -43,9 +47,13 @@ def refuse_lost(lost: str | None) -> None:
 class Keeper:
     """Saves and restores a run in `checkpoint.folder`, which no other run may write to meanwhile.
 
-    `run` is the identity of the run: drawn when it starts, and the checkpoint's when it is resumed. `saved_step` is the
-    newest step that is known to be saved, `sure_step` the newest up to which nothing was found wrong with what ranks
-    compute and hold; None where nobody looks.
+    Attributes:
+        run: the identity of the run: drawn when it starts, and the checkpoint's when it is resumed.
+        saved_step: the newest that is known to be saved; 0 for none. A save in the background is known to have ended
+            when the next one begins.
+        sure_step: the newest up to which nothing was found wrong with what ranks compute and hold; None where nobody
+            looks.
+        _durable_step: the newest of `checkpoint.folder`, one under way included; 0 for none, or not known to be there.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
@@ -54,8 +62,7 @@ class Keeper:
         self._patience_s = config.launch.timeout_s
         self.run: str = gather_json(os.urandom(6).hex())[0]
         self._saver: Saver | None = None
-        self._saving_step = self.saved_step = 0
-        self._local_step = self._durable_step = 0  # the newest of each; of durable ones, one under way included
+        self.saved_step = self._durable_step = 0
         self.sure_step: int | None = None
         self._found: Mapping[str, Folder] | None = None
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
@@ -104,7 +111,6 @@ class Keeper:
         is_local = resumed.path in local
         self._local.resumed(resumed.path if is_local else None)
         self.run, self.saved_step = resumed.run, resumed.extra["step"]
-        self._local_step = self.saved_step if is_local else 0
         self._durable_step = 0 if is_local else self.saved_step  # an older one is not looked for
         self.sure_step = resumed.extra.get("sure")
         return replace(resumed, refused={**self._local.damaged, **resumed.refused})
@@ -120,7 +126,7 @@ class Keeper:
                     model, optimizer, run=self.run, staging_limit_bytes=limit, patience_s=self._patience_s
                 )
             self._saver.save(path, extra)
-            self.saved_step, self._saving_step = self._saving_step or self.saved_step, step
+            self.saved_step = self._durable_step or self.saved_step
         else:
             checkpoint.save(path, model, optimizer, extra, run=self.run)
             self.saved_step = step
@@ -128,10 +134,10 @@ class Keeper:
         self._prune()
         return path
 
-    def begin_anew(self) -> None:
-        """Nothing that is here is of this run. Collective."""
+    def disown(self) -> None:
+        """A new run begins: no checkpoint that is here is its own. Collective."""
         self._found = None  # what there was then says nothing of what this run will have saved
-        self._local.begin_anew()
+        self._local.disown()
 
     def local_due(self, step: int) -> bool:
         """Whether a local checkpoint is to be taken after a step."""
@@ -140,19 +146,16 @@ class Keeper:
     def save_locally(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> Copied | None:
         """Save on each host, in the place of the one before; what partners have copied of that one. Collective."""
         refuse_lost(self.lost())
-        copied = self._local.save(model, optimizer, extra, self.run)
-        self._local_step = extra["step"]
-        return copied
+        return self._local.save(model, optimizer, extra, self.run, min(self._durable_step, self.saved_step))
 
     def suspect(self) -> list[str]:
         """Put aside what was saved since all was known to be right; returns the new names. Collective."""
         self.wait()
         self._local.clear()
-        self._local_step = 0
         after = self.sure_step or 0
         names = on_first(lambda: checkpoint.suspect(self.folder, after=after, run=self.run))
         if names:
-            self.saved_step, self._saving_step = after, 0
+            self.saved_step = after
             self._durable_step = min(self._durable_step, after)
         return names
 
@@ -169,7 +172,7 @@ class Keeper:
     @property
     def has_saved(self) -> bool:
         """Whether there is a checkpoint of this run to go back to."""
-        return bool(self.saved_step or self._saving_step or self._local_step)
+        return bool(self.saved_step or self._durable_step or self._local.step)
 
     def lacks(self, step: int) -> bool:
         """Whether a step that the run has come to, or gone back to, would be gone with the machine."""
@@ -186,18 +189,18 @@ class Keeper:
             self._saver.close()
             self._saver = None
             self._prune()
-        if not self.lacks(self._local_step):
+        if not self.lacks(self._local.step):
             self._local.clear()
         self._release()
 
     def abandon(self) -> None:
-        """End a run that failed: a save in the background is given a moment, and others may write to the folder."""
+        """End a run that failed: what is under way is given a moment, and others may write to the folder."""
         if self._saver is not None:
             self._saver.leave()
-        self._release()
+        self._release(_GRACE_S)
 
-    def _release(self) -> None:
-        self._local.close()
+    def _release(self, patience_s: float = 0.0) -> None:
+        self._local.close(patience_s)
         if self._claim is not None:
             self._claim.drop()
 

@@ -10,7 +10,7 @@ from typing import Any
 from terrazzo.checkpoint import clear, latest, open_source, step_path, suspects
 from terrazzo.config import Config, flatten, without_passwords
 from terrazzo.errors import BadInput, Damaged, TerrazzoError, counted, listed
-from terrazzo.train.checkpoints.local import local_checkpoints
+from terrazzo.train.checkpoints.local_folder import local_checkpoints
 from terrazzo.train.data.source_file import SourceFile
 from terrazzo.train.settings.command import program
 

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 import zlib
 from array import array
 from collections import Counter
@@ -30,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terrazzo.errors import BadInput
-from terrazzo.files import sync_folder
+from terrazzo.files import replacing
 from terrazzo.train.data.chat import Chat, Rendered, text_completion
 from terrazzo.train.data.records import ASSISTANT, Document
 from terrazzo.train.data.source_file import SourceFile
@@ -113,21 +112,16 @@ def write_cache(
         BadInput: there are conversations only, and none with a turn of the assistant.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
+    with replacing(path, sync=True) as beside:
+        beside.touch(0o600)  # the text of others' data is in it
+        with beside.open("wb") as file:
             writer = _CacheWriter(file, tokenizer, chat)
             for group in _groups(documents, DOCUMENTS_PER_ENCODE):
                 writer.add(group)
             writer.check()
             header = writer.finish(key, skipped.names) if writer.ends else None
-            file.flush()
-            os.fsync(file.fileno())
-        if header is not None:
-            os.replace(temporary, path)
-            sync_folder(path.parent)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        if header is None:
+            beside.unlink()
     return header
 
 

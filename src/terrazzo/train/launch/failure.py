@@ -24,6 +24,7 @@ from typing import NoReturn, Protocol
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, Corrupted, Diverged, FolderLost, Misuse, SaveFailed, SwapFailed
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
+from terrazzo.files import replace_file
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, went_well
 from terrazzo.tether import PARENT
 from terrazzo.train.launch.preempted import leave_note
@@ -68,10 +69,8 @@ class _ToSiblings:
         pass
 
     def fail(self, failure: Failure, error: BaseException) -> None:
-        part = self._folder / f"failure.{failure.rank}.part"
         with contextlib.suppress(OSError):  # such as a full disk: they hear of it from their connections
-            part.write_text(json.dumps(asdict(failure)))
-            part.rename(part.with_suffix(".json"))
+            replace_file(self._folder / f"failure.{failure.rank}.json", json.dumps(asdict(failure)), sync=False)
         is_first = _is_first(self._folder / "reported")
         if is_first:
             print(f"[rank {failure.rank}] {failure.text}", file=sys.stderr)

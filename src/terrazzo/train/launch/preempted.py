@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 
 from terrazzo.exchange import gather_json
+from terrazzo.files import replace_file
 
 __all__ = ["STAYS_STOPPED", "leave_note", "stays_stopped"]
 
@@ -28,10 +29,8 @@ def leave_note() -> None:
     """This rank ends since the run was asked to stop, and has saved."""
     if (found := _attempt()) is not None:
         note, number = found
-        part = note.with_name(f"{note.name}.{os.getpid()}")
         with contextlib.suppress(OSError):  # such as a full disk: then torchrun has its way
-            part.write_text(str(number))
-            part.replace(note)
+            replace_file(note, str(number), sync=False)
 
 
 def stays_stopped() -> bool:

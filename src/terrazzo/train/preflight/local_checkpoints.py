@@ -12,7 +12,7 @@ from terrazzo.errors import BadInput
 from terrazzo.files import gib_text
 from terrazzo.planner import Setup
 from terrazzo.planner.memory.states import state_terms
-from terrazzo.train.checkpoints.local import ONE_HOST, host_folder, local_folder
+from terrazzo.train.checkpoints.local_folder import ONE_HOST, host_folder, local_folder
 from terrazzo.train.launch.here import ranks_here
 
 __all__ = ["check_local", "local_room"]

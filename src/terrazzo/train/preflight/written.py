@@ -11,7 +11,7 @@ from pathlib import Path
 from terrazzo.config import Config, DataConfig, without_passwords
 from terrazzo.errors import BadInput
 from terrazzo.telemetry.log.run_folder import RunFolder
-from terrazzo.train.checkpoints.local import noted_run
+from terrazzo.train.checkpoints.local_folder import noted_run
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.data.datasets_folder import folder_of_source
 from terrazzo.train.data.source_file import is_url, is_visible, plain_part
