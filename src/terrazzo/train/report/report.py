@@ -116,7 +116,8 @@ class RunReport:
         """Hosts have copies of each other's part of a local checkpoint, or could not: the first time is said."""
         self._files.log("partner", copied.as_dict())
         if copied.problem and not self._lacks_copy:
-            self._remark(f"{copied.problem} Until there is one, a lost host takes the run back to checkpoint.folder.")
+            back = "to the newest local checkpoint with copies, or to checkpoint.folder"
+            self._remark(f"{copied.problem} Until there is one, a lost host takes the run back {back}.")
         self._lacks_copy = bool(copied.problem)
 
     def left_out(self, done: str, entry: dict[str, Any]) -> None:
