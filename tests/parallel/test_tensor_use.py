@@ -249,7 +249,7 @@ def test_parameters_at_rest_are_measured_whole() -> None:
 
 
 def test_models_on_one_mesh_share_what_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    from terrazzo.engine.plan import axes
+    from terrazzo.engine.mesh import axes
 
     made, build = [], axes.collectives_for
     monkeypatch.setattr(axes, "collectives_for", lambda *arguments: made.append(1) or build(*arguments))
