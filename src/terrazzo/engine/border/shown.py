@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.engine.autograd.listeners import eager, inside_backward
-from terrazzo.engine.border.measured import Spread, measured_gradient
+from terrazzo.engine.border.measured import measured_gradient
+from terrazzo.engine.border.measures import Spread
 from terrazzo.engine.border.stand_in import Key, StandIn
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameter import register_hearer

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self, cast
 import torch
 from torch import Tensor
 
-from terrazzo.engine.border.measured import measures
+from terrazzo.engine.border.measures import can_be_measured
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameter import Refusing
 from terrazzo.engine.plan.partition import Member
@@ -60,7 +60,7 @@ class StandIn(Refusing):
         first = args[0] if args else None
         if func in _ACTIONS and isinstance(first, StandIn):
             return _ACTIONS[func](*args, **by_torch_names(kwargs))
-        if measures(func) and isinstance(first, StandIn):
+        if can_be_measured(func) and isinstance(first, StandIn):
             owner, key = _found(first)
             return owner.measured(key, func, *args[1:], **kwargs)
         if func in _FOR_EACH and args and all(isinstance(grad, StandIn) for grad in args[0]):

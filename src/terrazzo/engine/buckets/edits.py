@@ -71,7 +71,7 @@ class Edits:
         self.asked: set[str] = set()
         for watched in members:
             if (note := note_of(watched.parameter)) is not None:
-                note.alias = functools.partial(_note_asked, self.asked, watched.name) if resident else Tensor.detach
+                note.alias_with(functools.partial(_note_asked, self.asked, watched.name) if resident else Tensor.detach)
         self._views = [watched.parameter for watched in members]
         self._ahead = 0  # by how much their versions are, while they are put away
         self._versions = self._current()

@@ -40,16 +40,17 @@ __all__ = [
 
 @dataclass(eq=False)
 class Note:
-    """What the engine has noted on a parameter, or on what stands in for one: its one attribute there.
+    """What the engine notes on a parameter, or on what stands in for one: its one attribute there.
 
     Attributes:
         name: what errors call it.
         split: whether its values are split over ranks; else they are only out of reach while they are updated.
-        reach: gathers the values inside the model's forward, if this is there; says whether they are here.
+        reach: gathers the values if the model's forward runs; returns whether they are on this rank.
         measure: what a function makes of the values while they are split; None where it makes nothing.
         arrive: waits for new values that are on their way.
         alias: what `.data` gives, in place of torch's own.
-        taker: number of the hook that takes the gradient away. hearer: of the one that hears of it before.
+        taker: number of the hook that takes the gradient away.
+        hearer: number of the hook that hears of the gradient before.
     """
 
     name: str
@@ -60,6 +61,22 @@ class Note:
     alias: Callable[[nn.Parameter], Tensor] | None = None
     taker: int | None = None
     hearer: int | None = None
+
+    def reach_with(self, reach: Callable[[], bool]) -> None:
+        """Have `reach` gather the values for whoever asks for them inside the model's forward."""
+        self.reach = reach
+
+    def measure_with(self, measure: Callable[..., Any]) -> None:
+        """Have `measure` answer functions that make a number of the values while they are split."""
+        self.measure = measure
+
+    def arrive_with(self, arrive: Callable[[], None]) -> None:
+        """Have `arrive` wait for new values, which are on their way."""
+        self.arrive = arrive
+
+    def alias_with(self, alias: Callable[[nn.Parameter], Tensor]) -> None:
+        """Have `alias` give what `.data` is."""
+        self.alias = alias
 
 
 def note_of(tensor: Tensor) -> Note | None:
@@ -251,8 +268,9 @@ class Guard:
         kind = AtRest if arrive is None else Arriving
         for parameter, _ in self._classes:
             parameter.__class__ = kind
-        for note in self._notes if arrive is not None else ():
-            note.arrive = arrive
+        if arrive is not None:
+            for note in self._notes:
+                note.arrive_with(arrive)
 
     def open(self) -> None:
         """The parameters are ordinary ones again, of the classes they had."""

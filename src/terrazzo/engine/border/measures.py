@@ -1,0 +1,247 @@
+"""Measures of tensors that ranks hold in parts: sums, norms, extremes and the like.
+
+Each measure makes a number of this rank's part, and combines the numbers of all parts. Sums run in fp64, in rank order.
+Ranks first compare what they measure: the numbers of two tensors would add up without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.mesh.axes import Axes
+from terrazzo.errors import Misuse, RanksApart
+
+__all__ = ["ALIASES", "ELEMENTWISE", "MEASURES", "SplitValues", "Spread", "can_be_measured"]
+
+
+def can_be_measured(func: Any) -> bool:
+    """Whether `func` makes a number of a tensor, or one value for each element, of which a number can be made."""
+    return func in ELEMENTWISE or func in MEASURES
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a tensor is split over ranks.
+
+    Attributes:
+        axes: of the mesh.
+        over: the axes over which it is split; ranks along the others hold the same.
+        numel: elements of the whole.
+    """
+
+    axes: Axes
+    over: tuple[str, ...]
+    numel: int
+
+    def check(self, expression: str) -> None:
+        """Refuse to combine numbers of different measures. Collective.
+
+        Args:
+            expression: what this rank measures, as a user writes it.
+
+        Raises:
+            RanksApart: on every rank, where another one measures something else.
+        """
+        if self.axes.differing({"measure": expression}, self.over):
+            raise RanksApart(
+                f"The ranks have not measured the same: here it is the turn of {expression}, and on another rank of "
+                "something else. The number is of all their parts: ask for the same ones in the same order on every "
+                "rank, such as that of model.named_parameters(), which a set does not keep."
+            )
+
+
+@dataclass(frozen=True)
+class SplitValues:
+    """This rank's part of a tensor that is to be measured.
+
+    Attributes:
+        name: what errors call the tensor.
+        expression: what is measured, as a user writes it.
+        ndim: of the whole tensor.
+        part: 1-D.
+        where_to_read: where single elements can be read, for errors.
+    """
+
+    name: str
+    expression: str
+    ndim: int
+    part: Tensor
+    spread: Spread
+    where_to_read: str
+
+    def total(self, value: Tensor, reduce: Callable[..., Tensor] = torch.sum) -> Tensor:
+        """`reduce` of the values of all parts. Collective.
+
+        Raises:
+            RanksApart: on every rank, where another one measures something else.
+        """
+        self.spread.check(self.expression)
+        return self.spread.axes.total(value, self.spread.over, reduce)
+
+    def as_dtype(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """A result in `dtype`, or in the one that torch would give it."""
+        floating = self.part.dtype if self.part.is_floating_point() else torch.float32
+        return value.to(floating if dtype is None else dtype)
+
+
+def _refuse(name: str, values: SplitValues, **arguments: Any) -> None:
+    """Refuse a measure along a dimension, or with an argument that only torch knows.
+
+    Raises:
+        Misuse: there.
+    """
+    refused = ", ".join(f"{key}={each!r}" for key, each in arguments.items() if each is not None and each is not False)
+    if refused:
+        raise Misuse(
+            f"{name}({refused}) of {values.name!r}, whose values are sharded over ranks: it can be measured "
+            f"as a whole, by {name}() alone. Take single rows {values.where_to_read}."
+        )
+
+
+def _sum(
+    values: SplitValues, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **others: Any
+) -> Tensor:
+    _refuse("sum", values, dim=dim, keepdim=keepdim, **others)
+    if not values.part.is_floating_point():
+        return values.total(values.part.sum(dtype=dtype))
+    return values.as_dtype(values.total(values.part.sum(dtype=torch.float64)), dtype)
+
+
+def _mean(
+    values: SplitValues, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None, **others: Any
+) -> Tensor:
+    _refuse("mean", values, dim=dim, keepdim=keepdim, **others)
+    return values.as_dtype(values.total(values.part.sum(dtype=torch.float64)) / values.spread.numel, dtype)
+
+
+def _var(values: SplitValues, *rest: Any, **named: Any) -> Tensor:
+    return _squared_deviation("var", values, *rest, **named)
+
+
+def _std(values: SplitValues, *rest: Any, **named: Any) -> Tensor:
+    wide = replace(values, part=values.part.double())
+    return _squared_deviation("std", wide, *rest, **named).sqrt().to(values.as_dtype(torch.empty(0)).dtype)
+
+
+def _squared_deviation(
+    name: str, values: SplitValues, dim: Any = None, unbiased: bool = True, keepdim: bool = False, **others: Any
+) -> Tensor:
+    unbiased = dim if isinstance(dim, bool) else unbiased  # torch has two orders
+    correction = others.pop("correction", None)
+    correction = float(unbiased) if correction is None else correction
+    _refuse(name, values, dim=None if isinstance(dim, bool) else dim, keepdim=keepdim, **others)
+    part, numel = values.part.double(), values.spread.numel
+    mean = values.total(part.sum()) / numel
+    return values.as_dtype(values.total((part - mean).square().sum()) / max(numel - correction, 0))
+
+
+def _norm(
+    values: SplitValues,
+    p: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+    **others: Any,
+) -> Tensor:
+    kind = others.pop("ord", p)
+    kind = 2.0 if kind in (None, "fro") else kind
+    _refuse("norm", values, dim=dim, keepdim=keepdim, ord=kind if isinstance(kind, str) else None, **others)
+    part, kind = values.part.double().abs(), float(kind)
+    if math.isinf(kind):
+        return values.as_dtype(_extreme(values, part, highest=kind > 0), dtype)
+    if kind == 0:
+        return values.as_dtype(values.total(part.count_nonzero()), dtype)
+    return values.as_dtype(values.total((part**kind).sum()) ** (1 / kind), dtype)
+
+
+def _matrix_norm(values: SplitValues, ord: Any = None, *rest: Any, **named: Any) -> Tensor:
+    """The norm that `torch.linalg.norm` takes, where it is one of all elements: with `ord` it is of rows or columns."""
+    if values.ndim != 1 and ord not in (None, "fro"):
+        raise Misuse(
+            f"torch.linalg.norm(ord={ord!r}) of {values.name!r}, whose values are sharded over ranks, is "
+            f"no norm of all elements: take torch.linalg.vector_norm, or that of the matrix {values.where_to_read}."
+        )
+    return _norm(values, ord, *rest, **named)
+
+
+def _extreme(values: SplitValues, part: Tensor, *, highest: bool) -> Tensor:
+    """The highest or lowest values of all parts; this rank's may be empty."""
+    reduce = torch.amax if highest else torch.amin
+    wide = part.double() if part.is_floating_point() else part.long()
+    limits = torch.finfo(torch.float64) if part.is_floating_point() else torch.iinfo(torch.int64)
+    none = -math.inf if part.is_floating_point() and highest else limits.min if highest else limits.max
+    none = math.inf if part.is_floating_point() and not highest else none
+    own = reduce(wide) if part.numel() else torch.full((), none, dtype=wide.dtype, device=part.device)
+    return values.total(own, reduce)
+
+
+def _max(values: SplitValues, dim: Any = None, keepdim: bool = False, **others: Any) -> Tensor:
+    _refuse("max", values, dim=dim, keepdim=keepdim, **others)
+    return _extreme(values, values.part, highest=True).to(values.part.dtype)
+
+
+def _min(values: SplitValues, dim: Any = None, keepdim: bool = False, **others: Any) -> Tensor:
+    _refuse("min", values, dim=dim, keepdim=keepdim, **others)
+    return _extreme(values, values.part, highest=False).to(values.part.dtype)
+
+
+def _any(values: SplitValues, dim: Any = None, keepdim: bool = False, **others: Any) -> Tensor:
+    _refuse("any", values, dim=dim, keepdim=keepdim, **others)
+    return values.total(values.part.any().long(), torch.amax).bool()
+
+
+def _all(values: SplitValues, dim: Any = None, keepdim: bool = False, **others: Any) -> Tensor:
+    _refuse("all", values, dim=dim, keepdim=keepdim, **others)
+    return values.total(values.part.all().long(), torch.amin).bool()
+
+
+def _count(values: SplitValues, dim: Any = None, **others: Any) -> Tensor:
+    _refuse("count_nonzero", values, dim=dim, **others)
+    return values.total(values.part.count_nonzero())
+
+
+def _histc(values: SplitValues, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    low, high = (min, max) if min != max else (_min(values).item(), _max(values).item())  # as torch does
+    own = torch.histc(values.part if values.part.dtype == torch.float64 else values.part.float(), bins, low, high)
+    return values.total(own).to(values.part.dtype)
+
+
+def _named(*names: str) -> list[Any]:
+    """Torch's functions and methods of these names."""
+    functions = [getattr(place, name, None) for name in names for place in (torch, Tensor, torch.linalg)]
+    return [each for each in functions if each is not None]
+
+
+ELEMENTWISE = frozenset(
+    [
+        *_named(
+            "abs", "isnan", "isinf", "isfinite", "square", "pow", "sqrt", "log", "sign", "float", "double", "detach"
+        ),
+        *_named("eq", "ne", "lt", "le", "gt", "ge", "logical_not", "__abs__", "__eq__", "__ne__", "__lt__", "__le__"),
+        *_named("__gt__", "__ge__", "__pow__", "__invert__", "absolute"),
+        Tensor.data.__get__,  # type: ignore[attr-defined]
+    ]
+)
+"""Functions whose result has one value for each element, which stays split as the tensor is."""
+ALIASES = (Tensor.detach, torch.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
+"""Of these, the ones whose result has no gradient in plain torch either."""
+MEASURES: dict[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys(_named("sum"), _sum),
+    **dict.fromkeys(_named("mean"), _mean),
+    **dict.fromkeys(_named("var"), _var),
+    **dict.fromkeys(_named("std"), _std),
+    **dict.fromkeys(_named("norm", "vector_norm"), _norm),
+    torch.linalg.norm: _matrix_norm,
+    **dict.fromkeys(_named("max", "amax"), _max),
+    **dict.fromkeys(_named("min", "amin"), _min),
+    **dict.fromkeys(_named("any"), _any),
+    **dict.fromkeys(_named("all"), _all),
+    **dict.fromkeys(_named("count_nonzero"), _count),
+    **dict.fromkeys(_named("histc"), _histc),
+}
