@@ -1,4 +1,4 @@
-"""Writes the tables of the reference: names in Python, keys of the configuration, options of the commands.
+"""Writes the tables of the reference: names in Python, keys of the configuration, options of the commands, exit codes.
 
 python -m tools.reference_pages
 
@@ -18,12 +18,16 @@ from pydantic.fields import FieldInfo
 
 from terrazzo import cli
 from terrazzo.config import Config, Section
+from terrazzo.exit_codes import EXIT_CODES
 from tools.border import ACTS, Answer, Moment, Plans
 from tools.site.names import AREAS, Name, public_names, signature
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 CONCEPTS = REFERENCE.parent / "concepts"
-PAGES = (REFERENCE / "api.md", REFERENCE / "train-config.md", REFERENCE / "cli.md", CONCEPTS / "border.md")
+PAGES = (
+    *(REFERENCE / name for name in ("api.md", "train-config.md", "cli.md", "exit-codes.md")),
+    CONCEPTS / "border.md",
+)
 MARK = "python -m tools.reference_pages"
 
 WITHOUT_MEMBERS = "terrazzo.integrations."
@@ -96,7 +100,14 @@ def _by_moment(answers: Mapping[Moment, Answer]) -> str:
     return "; ".join([usual.text, *(f"{', '.join(moments)}: {each.text}" for each, moments in others.items())])
 
 
-MAKERS = {"names": names, "keys": keys, "options": options, "border": border}
+def codes(_: str) -> str:
+    """How a run may end: the table of exit codes."""
+    rows = [["code", "`reason`", "meaning", "what to do"]]
+    rows += [[str(code), f"`{row.reason}`", row.meaning, row.edit] for code, row in EXIT_CODES.items()]
+    return _table(rows)
+
+
+MAKERS = {"names": names, "keys": keys, "options": options, "border": border, "codes": codes}
 
 
 def settings(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

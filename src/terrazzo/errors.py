@@ -1,17 +1,17 @@
 """The error tree.
 
     TerrazzoError
-    ├── BadInput     a plan, config, model or data set that cannot work: fix the input   (CLI exit code 2)
-    │   └── Damaged  a checkpoint that is not what was written: use an older one         (CLI exit code 2)
-    ├── Misuse       a correct object used at the wrong moment: fix the calling code     (CLI exit code 1)
-    │   └── RanksApart  ranks that came to one exchange with different things            (CLI exit code 1)
-    ├── SaveFailed   a checkpoint could not be written; earlier ones are intact          (CLI exit code 1)
-    │   └── FolderLost  the folder of a run was moved away under it                       (CLI exit code 1)
-    ├── SwapFailed   a state in a swap file cannot be had any more; checkpoints are      (CLI exit code 1)
-    │   └── SwapChanged  it holds other bytes than were written                          (CLI exit code 82)
-    ├── Diverged     the numbers left the range that training can recover from           (CLI exit code 83)
-    │   └── CopiesDiffer  of one state, on ranks that should hold the same               (CLI exit code 82)
-    └── Corrupted    a processor, memory or a drive is at fault: the two above, and more (CLI exit code 82)
+    ├── BadInput     a plan, config, model or data set that cannot work: fix the input
+    │   └── Damaged  a checkpoint that is not what was written: use an older one
+    ├── Misuse       a correct object used at the wrong moment: fix the calling code
+    │   └── RanksApart  ranks that came to one exchange with different things
+    ├── SaveFailed   a checkpoint could not be written; earlier ones are intact
+    │   └── FolderLost  the folder of a run was moved away under it
+    ├── SwapFailed   a state in a swap file cannot be had any more; checkpoints are
+    │   └── SwapChanged  it holds other bytes than were written
+    ├── Diverged     the numbers left the range that training can recover from
+    │   └── CopiesDiffer  of one state, on ranks that should hold the same
+    └── Corrupted    a processor, memory or a drive is at fault: SwapChanged, CopiesDiffer, and more
 
 Every message is one paragraph that names the value found, what was expected, and the edit that fixes it.
 Assertions are reserved for bugs in Terrazzo itself.
@@ -23,6 +23,8 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+
+from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED
 
 __all__ = [
     "ALL",
@@ -52,11 +54,19 @@ ALL = "?"
 
 
 class TerrazzoError(Exception):
-    """Base of every error that Terrazzo raises on purpose."""
+    """Base of every error that Terrazzo raises on purpose.
+
+    Attributes:
+        exit_code: of a run that it ends.
+    """
+
+    exit_code = FAILED
 
 
 class BadInput(TerrazzoError, ValueError):
     """The plan, configuration, model or data cannot work; nothing has been started or changed."""
+
+    exit_code = BAD_INPUT
 
 
 class Damaged(BadInput):
@@ -86,13 +96,19 @@ class SwapFailed(TerrazzoError, RuntimeError):
 class Diverged(TerrazzoError, ArithmeticError):
     """A loss or gradient became non-finite and no policy allows training to go on."""
 
+    exit_code = DIVERGED
+
 
 class Corrupted(TerrazzoError):
     """A rank computes wrongly, or memory or a drive has changed what was written; earlier checkpoints are intact."""
 
+    exit_code = CORRUPTED
+
 
 class CopiesDiffer(Diverged, Corrupted):
     """Ranks that should hold the same state do not; the message names those that are not as most are."""
+
+    exit_code = CORRUPTED
 
 
 class SwapChanged(SwapFailed, Corrupted):

@@ -1,13 +1,97 @@
-"""How processes of this package end: `docs/reference/exit-codes.md` says what to do about each."""
+"""How processes of this package end: each exit code is a row of one table.
+
+`docs/reference/exit-codes.md` and `terrazzo train --help` are written from it, `exit.json` of a run takes its keys, and
+each error of `terrazzo.errors` has its code.
+"""
 
 from __future__ import annotations
 
-__all__ = ["BAD_INPUT", "CORRUPTED", "DIVERGED", "FAILED", "INTERRUPTED", "PREEMPTED", "STALLED"]
+from typing import NamedTuple
 
+__all__ = [
+    "BAD_INPUT",
+    "CORRUPTED",
+    "DIVERGED",
+    "DONE",
+    "EXIT_CODES",
+    "FAILED",
+    "INTERRUPTED",
+    "PREEMPTED",
+    "STALLED",
+    "UNREAD",
+    "ExitRow",
+    "exit_codes_text",
+    "reason_of",
+]
+
+DONE = 0
 FAILED = 1
 BAD_INPUT = 2
-PREEMPTED = 75  # EX_TEMPFAIL: asked to stop, saved, start again to continue
-STALLED = 81  # ranks stood still, and were ended
-CORRUPTED = 82  # memory or a drive has changed what was written there, or a rank computes wrongly
-DIVERGED = 83  # the numbers left the range that training recovers from
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h
+STALLED = 81
+CORRUPTED = 82
+DIVERGED = 83
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+UNREAD = 141  # 128 + SIGPIPE: what shells report of `cat` and `ls`
+
+
+class ExitRow(NamedTuple):
+    """One exit code.
+
+    Attributes:
+        reason: its key in `exit.json`.
+        meaning: in a few words; the cause in `exit.json` of a run that went well.
+        edit: what to do, in Markdown, for the page of the reference.
+    """
+
+    reason: str
+    meaning: str
+    edit: str = ""
+
+
+_GO_ON = "its last line has the command that goes on from the newest checkpoint"
+
+EXIT_CODES: dict[int, ExitRow] = {
+    DONE: ExitRow("done", "all steps are done"),
+    FAILED: ExitRow("failed", "the run failed", "read the first failing rank's traceback, the last thing on screen"),
+    BAD_INPUT: ExitRow(
+        "bad_input", "bad input, and nothing was started", "change it: a paragraph says what was found, and the edit"
+    ),
+    PREEMPTED: ExitRow("preempted", "asked to stop, and saved", "start the same command again: it continues"),
+    STALLED: ExitRow(
+        "stalled",
+        "ranks stood still, and were ended",
+        "which one, why, and [what they were doing](../guides/slow-runs.md#my-run-is-stuck) is said; " + _GO_ON,
+    ),
+    CORRUPTED: ExitRow(
+        "corrupted",
+        "memory, a drive or a rank has changed what it should keep",
+        "copies on ranks differ (`train.check_replicas_every`), a rank computes wrongly (`guard.replay_every`), or a"
+        " swap file holds other bytes (`offload.digest`): start again from a checkpoint, without that rank's machine,"
+        " or that drive, if it happens again",
+    ),
+    DIVERGED: ExitRow(
+        "diverged",
+        "the numbers diverged",
+        "change what the message names: a loss or gradients are not finite, a loss scale is at its minimum, or more"
+        " steps than `guard.limit` were skipped; checkpoints up to the step that it names are intact",
+    ),
+    INTERRUPTED: ExitRow("interrupted", "ended at once by a second Ctrl-C, with nothing saved", _GO_ON),
+    UNREAD: ExitRow(
+        "unread",
+        "nobody reads the output any more",
+        "any verb but `train`, `run` and `profile` ends so, as with `| head`",
+    ),
+}
+
+
+def reason_of(code: int) -> str:
+    """The key of a code, also of one that is not in the table: `killed` where it stands for a signal."""
+    if code in EXIT_CODES:
+        return EXIT_CODES[code].reason
+    return "killed" if code > 128 else EXIT_CODES[FAILED].reason
+
+
+def exit_codes_text() -> str:
+    """What each code of a run means, on one line, for `--help`."""
+    return "; ".join(f"{code} {row.meaning}" for code, row in EXIT_CODES.items() if code != UNREAD)

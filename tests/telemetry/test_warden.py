@@ -109,7 +109,12 @@ def test_a_stopped_rank_is_named_and_all_is_kept_before_the_others_end_with_a_co
     assert steps_of(tmp_path) == [[1, 2], [1, 2]]
     assert "is stopped" in json.loads((tmp_path / "error-0.json").read_text())["message"]["message"]
     note = json.loads((tmp_path / "exit.json").read_text())
-    assert (note["code"], note["rank"], note["step"]) == (STALLED, 1, 2) and "is stopped" in note["cause"]
+    assert (note["code"], note["reason"], note["rank"], note["step"]) == (
+        STALLED,
+        "stopped",
+        1,
+        2,
+    ) and "is stopped" in note["cause"]
 
 
 @pytest.mark.parametrize("how", mostly_long(["stuck", "busy"], "busy"))
@@ -129,7 +134,9 @@ def test_a_killed_rank_is_named_and_leaves_its_records(tmp_path: Path) -> None:
     assert steps_of(tmp_path) == [[1, 2], [1, 2]]
     note = json.loads((tmp_path / "exit.json").read_text())
     code = STALLED if first.returncode == STALLED else FAILED  # rank 0 is ended where it does not hear of it by itself
-    assert (note["code"], note["rank"], note["step"]) == (code, 1, 2) and "has ended" in note["cause"]
+    assert (note["code"], note["reason"], note["rank"], note["step"]) == (code, "died", 1, 2) and "has ended" in note[
+        "cause"
+    ]
 
 
 def test_what_a_loop_does_between_steps_may_last(tmp_path: Path) -> None:

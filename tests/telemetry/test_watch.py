@@ -149,7 +149,9 @@ def test_a_run_that_failed_ends_its_watch_once_nobody_starts_it_again(
     monkeypatch.setattr(import_module("terrazzo.cli.watch"), "_FAILED_S", 30.0 if age_s else 0.2)
     run = write_run(tmp_path / "run", LINES)
     note = run / "exit.json"
-    note.write_text(json.dumps({"code": 81, "cause": "Rank 2 is stopped " + "x" * 90, "rank": 2, "step": 20}))
+    note.write_text(
+        json.dumps({"code": 81, "reason": "stopped", "cause": "Rank 2 is stopped " + "x" * 90, "rank": 2, "step": 20})
+    )
     os.utime(note, (time.time() - age_s,) * 2)
     done = CliRunner().invoke(cli.app, ["watch", str(run)])
     assert done.exit_code == 0
@@ -162,7 +164,7 @@ def test_a_run_that_ended_in_order_needs_no_word_of_how(tmp_path: Path) -> None:
         "".join(json.dumps(line) + "\n" for line in [*LINES, {"kind": "summary", "step": 20}])
     )
     note = run / "exit.json"
-    note.write_text(json.dumps({"code": 0, "cause": "all steps are done", "rank": None, "step": 20}))
+    note.write_text(json.dumps({"code": 0, "reason": "done", "cause": "all steps are done", "rank": None, "step": 20}))
     os.utime(note, (time.time() - 60,) * 2)
     done = CliRunner().invoke(cli.app, ["watch", str(run)])
     assert done.exit_code == 0

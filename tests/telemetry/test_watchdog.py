@@ -515,7 +515,12 @@ def test_a_stopped_rank_is_named_in_seconds_and_what_all_were_doing_is_kept(tmp_
         assert re.search(r"^ +\d+\.\d+  step    2$", kept[f"rank-{rank}.txt"], re.MULTILINE)
     assert [flight.table["rank"] for flight in flights_of(tmp_path)] == [0, 1]
     note = json.loads((tmp_path / "exit.json").read_text())
-    assert (note["code"], note["rank"], note["step"]) == (STALLED, 1, 2) and "is stopped (SIGSTOP)" in note["cause"]
+    assert (note["code"], note["reason"], note["rank"], note["step"]) == (
+        STALLED,
+        "stopped",
+        1,
+        2,
+    ) and "is stopped (SIGSTOP)" in note["cause"]
 
 
 @pytest.mark.long

@@ -207,7 +207,7 @@ def test_a_rank_that_is_killed_or_stopped_in_a_step_changes_no_loss_and_no_weigh
     assert f"step {restart['step']}: restart 1 of 1" in (tmp_path / "run" / "report.html").read_text()
     assert curve(tmp_path) == curve(undisturbed)
     assert weights(tmp_path) == weights(undisturbed)
-    well = {"code": 0, "cause": "all steps are done", "rank": None, "step": 20}
+    well = {"code": 0, "reason": "done", "cause": "all steps are done", "rank": None, "step": 20}
     for folder in (tmp_path, undisturbed):  # the launcher's ranks, and those that others have started
         assert json.loads((folder / "run" / "exit.json").read_text()) == well
 
@@ -260,6 +260,7 @@ def test_a_run_that_fails_at_one_step_again_and_again_is_ended(tmp_path: Path) -
     note = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert note == {
         "code": 1,
+        "reason": "killed",
         "cause": "Rank 0 was ended by SIGSEGV",
         "rank": 0,
         "step": None,

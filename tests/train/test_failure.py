@@ -26,7 +26,7 @@ from terrazzo.errors import (
     SwapChanged,
     SwapFailed,
 )
-from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
+from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED, reason_of
 from terrazzo.telemetry.log.exit_note import leave_exit
 from terrazzo.train.launch import failure, preempted
 from terrazzo.train.launch.again import Ended
@@ -272,7 +272,7 @@ def test_the_first_failure_is_noted_in_the_runs_own_folder(attempts: Callable[[i
     assert reap(spawn_rank(1, diverge)) == DIVERGED
     assert reap(spawn_rank(0, follow)) == FAILED
     cause = "Error: The loss is nan in step 8.\nLower optimizer.lr."
-    assert note_in(tmp_path) == {"code": DIVERGED, "cause": cause, "rank": 1, "step": 7}
+    assert note_in(tmp_path) == {"code": DIVERGED, "reason": "diverged", "cause": cause, "rank": 1, "step": 7}
 
 
 def test_a_folder_that_is_not_the_runs_own_has_no_note(attempts: Callable[[int], None], tmp_path: Path) -> None:
@@ -294,23 +294,27 @@ def test_a_run_that_went_well_is_noted_by_its_first_rank(
     assert reap(spawn_rank(1, work)) == code
     assert note_in(tmp_path) is None
     assert reap(spawn_rank(0, work)) == code
-    assert note_in(tmp_path) == {"code": code, "cause": cause, "rank": None, "step": 9}
+    assert note_in(tmp_path) == {"code": code, "reason": reason_of(code), "cause": cause, "rank": None, "step": 9}
 
 
 @pytest.mark.parametrize(
     ("there", "ended", "noted"),
     [
         (
-            {"code": 1, "cause": "ConnectionError: gone", "rank": 0, "step": 3},
-            Ended(1, "Rank 1 was ended by SIGKILL", lasts=False, rank=1, step=4),
-            {"code": 1, "cause": "Rank 1 was ended by SIGKILL", "rank": 1, "step": 4},
+            {"code": 1, "reason": "failed", "cause": "ConnectionError: gone", "rank": 0, "step": 3},
+            Ended(1, "Rank 1 was ended by SIGKILL", lasts=False, rank=1, step=4, reason="killed"),
+            {"code": 1, "reason": "killed", "cause": "Rank 1 was ended by SIGKILL", "rank": 1, "step": 4},
         ),
         (
-            {"code": 83, "cause": "Error: nan", "rank": 1, "step": 3},
+            {"code": 83, "reason": "diverged", "cause": "Error: nan", "rank": 1, "step": 3},
             Ended(83, "rank 1 failed: Error: nan", rank=1),
-            {"code": 83, "cause": "Error: nan", "rank": 1, "step": 3},
+            {"code": 83, "reason": "diverged", "cause": "Error: nan", "rank": 1, "step": 3},
         ),
-        (None, Ended(130), {"code": 130, "cause": "ended by SIGINT", "rank": None, "step": None}),
+        (
+            None,
+            Ended(130),
+            {"code": 130, "reason": "interrupted", "cause": "ended by SIGINT", "rank": None, "step": None},
+        ),
     ],
 )
 def test_a_launcher_knows_of_ranks_that_say_nothing(

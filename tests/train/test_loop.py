@@ -106,7 +106,13 @@ def test_sigterm_to_one_rank_saves_the_same_step_on_all_and_has_its_own_exit_cod
     assert {told.ordinal for flight in flights for told in flight.records[-40:] if told.kind == EventKind.STEP}
     assert [flight.table["rank"] for flight in flights] == [0, 1]
     note = json.loads((tmp_path / "run" / "exit.json").read_text())
-    assert note == {"code": 75, "cause": "asked to stop, and saved", "rank": None, "step": note["step"]}
+    assert note == {
+        "code": 75,
+        "reason": "preempted",
+        "cause": "asked to stop, and saved",
+        "rank": None,
+        "step": note["step"],
+    }
     assert note["step"] == metrics(tmp_path, "train")[-1]["step"]
 
 

@@ -2,10 +2,7 @@
 together; `shared` is what all have. Options stand in the file itself, of a folder in `command` or `commands`, those of
 `plan` in its `options`. These import no torch, so that `--help` comes at once.
 
-Exit codes: 0 done, 1 the run failed, 2 bad input (nothing was started), 75 stopped on request after saving, 81 stood
-still, 82 memory, a drive or a rank has changed what it should keep, 83 the numbers diverged, 130 ended at once by a
-second Ctrl-C, 141 whoever read the report has gone (`terrazzo ... | head`), which ends any verb but `train`, `run` and
-`profile`.
+How a verb may end is the table of `terrazzo.exit_codes`.
 """
 
 from __future__ import annotations
@@ -34,6 +31,7 @@ from terrazzo.cli.verdict import verdict
 from terrazzo.cli.watch import watch
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, SaveFailed, printable
+from terrazzo.exit_codes import FAILED, exit_codes_text
 
 __all__ = ["app", "main"]
 
@@ -63,7 +61,7 @@ def _root(
 
 
 app.command(cls=answering(in_the_file))(init)
-app.command(cls=answering(as_setting))(train)
+app.command(cls=answering(as_setting), epilog=f"Exit codes: {exit_codes_text()}.")(train)
 app.command(context_settings=SETTINGS, cls=answering(of_torchrun))(run)
 app.command(context_settings=SETTINGS, cls=Verb)(profile)
 app.command(cls=answering(as_setting))(plan)
@@ -89,7 +87,7 @@ def _run() -> None:
     except (BadInput, SaveFailed) as error:
         said = printable(without_passwords(str(error)))  # names in it may come from a stranger's file
         print(f"Error: {said}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, BadInput) else 1)
+        sys.exit(error.exit_code)
     except Exception as error:  # as Python would show it, but for passwords
         print(without_passwords("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(FAILED)

@@ -26,12 +26,10 @@ def train(
 ) -> None:
     """Train a model on one machine, under torchrun, or under Slurm: same file, same command.
 
-    Starts `launch.ranks` processes on this machine unless torchrun or srun has already started them. Ends with exit
-    code 0 when done, 1 when the run failed, 2 for bad input, 75 when it was asked to stop (SIGTERM, Ctrl-C) and has
-    saved a checkpoint from which the same command continues, 81 when ranks stood still, 82 when memory or a drive has
-    changed what was written there, and 83 when the numbers diverged. After a failure that may pass, launch.restarts=N
-    starts all ranks again from the newest checkpoint, N times at most. When nobody reads its lines any more (`| head`),
-    it goes on, and log.folder has them.
+    Starts `launch.ranks` processes on this machine unless torchrun or srun has already started them. Asked to stop
+    (SIGTERM, Ctrl-C) it saves a checkpoint, from which the same command continues. After a failure that may pass,
+    launch.restarts=N starts all ranks again from the newest checkpoint, N times at most. When nobody reads its lines
+    any more (`| head`), it goes on, and log.folder has them.
     """
     from terrazzo.train.run import train_command  # the trainer, which other verbs do without
     from terrazzo.train.settings.command import program

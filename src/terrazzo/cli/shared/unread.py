@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
+from terrazzo.exit_codes import UNREAD
 from terrazzo.files import to_nowhere
 
 __all__ = ["ending_unread"]
 
-_NO_READER = 141  # 128 + SIGPIPE: what shells report of `cat` and `ls`
-
 
 @contextmanager
 def ending_unread() -> Iterator[None]:
-    """Inside, a write to standard output or error that nobody reads ends the process: no word, exit code 141.
+    """Inside, a write to standard output or error that nobody reads ends the process: no word, exit code `UNREAD`.
 
     As an exit and not as the signal itself: what is open is closed, and half-written files are removed.
     """
@@ -56,4 +55,4 @@ def _leaving(stream: TextIO) -> Iterator[None]:
         yield
     except BrokenPipeError:
         to_nowhere(stream)  # what waits in it would be tried again
-        raise SystemExit(_NO_READER) from None
+        raise SystemExit(UNREAD) from None

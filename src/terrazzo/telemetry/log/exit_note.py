@@ -1,4 +1,4 @@
-"""How a run has ended, as `exit.json` in its folder: for those who hear another exit code than its own.
+"""How a run has ended, as `exit.json` in its folder: for those who get another exit code than the run's own.
 
 torchrun makes 1 of every code, and a queue may tell none. The note is of the newest end; while a run goes on there is
 none.
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from terrazzo.exit_codes import PREEMPTED
+from terrazzo.exit_codes import EXIT_CODES
 from terrazzo.files import replace_file
 from terrazzo.telemetry.log.run_folder import RunFolder
 
@@ -23,46 +23,49 @@ class ExitNote(NamedTuple):
 
     Attributes:
         code: the exit code, of the run itself.
+        reason: a key for programs: of the code, as in `EXIT_CODES`; of a rank that stood still or died, as in
+            `STALL_CAUSES`; `killed` where a signal has ended the run, or the rank that failed first.
         cause: in words.
-        rank: that it lay with; None where it lay with none, or with several.
+        rank: the one that it lay with; None where it lay with none, or with several.
         step: finished steps of that rank then; None where there was none yet, or nobody knows.
     """
 
     code: int
+    reason: str
     cause: str
     rank: int | None = None
     step: int | None = None
 
 
 def went_well(code: int, step: int | None) -> ExitNote:
-    """Of a run that has done all its steps, or was asked to stop."""
-    cause = "asked to stop, and saved" if code == PREEMPTED else "all steps are done"
-    return ExitNote(code, cause, None, step)
+    """The note of a run that has done all its steps, or was asked to stop."""
+    row = EXIT_CODES[code]
+    return ExitNote(code, row.reason, row.meaning, None, step)
 
 
 def leave_exit(folder: Path, note: ExitNote, *, replace: bool = False) -> None:
-    """Write it, all at once. What has failed first is what counts: one that is there stays.
+    """Write the note, all at once. What has failed first counts: a note that is there already stays.
 
-    With `replace`, from whoever looks after ranks, only one of the same code and rank does: that rank has said more.
-    Nothing is raised: whoever calls this is about to end, and has said why.
+    With `replace`, for whoever looks after ranks, a note stays only if it has the same code and rank: that rank has
+    said more. Nothing is raised: whoever calls this is about to end, and has said why.
     """
     target = RunFolder(folder).exit_note
     with contextlib.suppress(OSError):
-        there = exit_of(folder)
-        same = there is not None and (there.code, there.rank) == (note.code, note.rank)
+        earlier = exit_of(folder)
+        same = earlier is not None and (earlier.code, earlier.rank) == (note.code, note.rank)
         if not target.exists() or (replace and not same):
             replace_file(target, json.dumps(note._asdict(), ensure_ascii=False) + "\n", sync=False)
 
 
 def exit_of(folder: Path) -> ExitNote | None:
     """The note that is there; None where there is none that can be read."""
-    there = RunFolder(folder)
+    run = RunFolder(folder)
     try:
-        return ExitNote(**(there.read(there.exit_note) or {}))
+        return ExitNote(**(run.read(run.exit_note) or {}))
     except TypeError:
         return None
 
 
 def forget_exit(folder: Path) -> None:
-    """A run has begun there, or goes on."""
+    """Remove the note: a run has begun in the folder, or goes on."""
     RunFolder(folder).exit_note.unlink(missing_ok=True)

@@ -118,7 +118,7 @@ class StepRecorder:
         return [*(causes[name] / max(1, self._steps) for name in self._compared), float(self._peak.peak_bytes)]
 
     def skew(self, rows: Iterable[Iterable[float]]) -> dict[str, list[float]]:
-        """What is compared between ranks, by name, in rank order: the one that all wait for has the least `late_peer_s`."""
+        """What is compared, by name, in rank order: the rank that all wait for has the least `late_peer_s`."""
         names = (*(f"{name}_s" for name in self._compared), "peak_bytes")
         return {name: list(column) for name, column in zip(names, zip(*rows, strict=True), strict=True)}
 

@@ -50,7 +50,7 @@ def keep_evidence(suspects: Sequence[Suspect], stall: Stall, code: int = STALLED
     if table is None:
         return ""
     step = next((each.recording.step for each in suspects if each.rank == (stall.rank or 0)), None)
-    leave_exit(Path(table["folder"]), ExitNote(code, stall.text, stall.rank, step), replace=True)
+    leave_exit(Path(table["folder"]), ExitNote(code, stall.cause, stall.text, stall.rank, step), replace=True)
     _await([each.recording for each in suspects if each.ask()])
     target = RunFolder(Path(table["folder"])).stall
     try:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from terrazzo.config import LaunchConfig, without_passwords
 from terrazzo.errors import BadInput, counted
+from terrazzo.exit_codes import reason_of
 from terrazzo.telemetry.log.exit_note import ExitNote
 from terrazzo.train.launch.here import starter
 from terrazzo.train.launch.places import Places
@@ -35,6 +36,7 @@ class Ended(NamedTuple):
         unbegun: the rank that failed first, where it had not ended a step yet.
         rank: that failed first.
         step: that this one had ended last, where that is known.
+        reason: as in an `ExitNote`; empty for that of the code.
     """
 
     code: int
@@ -43,12 +45,15 @@ class Ended(NamedTuple):
     unbegun: int | None = None
     rank: int | None = None
     step: int | None = None
+    reason: str = ""
 
     @property
     def note(self) -> ExitNote:
         """What their launcher has to say of it."""
         cause = self.why or (f"ended by {signal.Signals(self.code - 128).name}" if self.code > 128 else "unknown")
-        return ExitNote(self.code, str(without_passwords(cause)), self.rank, self.step)
+        return ExitNote(
+            self.code, self.reason or reason_of(self.code), str(without_passwords(cause)), self.rank, self.step
+        )
 
 
 class Saved(NamedTuple):

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import NoReturn, Protocol
 
 from terrazzo.config import without_passwords
-from terrazzo.errors import BadInput, Corrupted, Diverged, FolderLost, Misuse, SaveFailed, SwapFailed
-from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED
+from terrazzo.errors import BadInput, Corrupted, Diverged, FolderLost, Misuse, SaveFailed, SwapFailed, TerrazzoError
+from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED, reason_of
 from terrazzo.files import replace_file
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, went_well
 from terrazzo.tether import PARENT
@@ -122,7 +122,7 @@ def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
         code = _exit_code(error)
         failure = Failure(rank, time.monotonic_ns(), code, _text(error), isinstance(error, _LASTING))
         cause = _cause(error)
-        _note_exit(lambda step: ExitNote(failure.exit_code, cause, rank, step))
+        _note_exit(lambda step: ExitNote(code, reason_of(code), cause, rank, step))
         _tell(failure, error)
     finally:
         for last in (lambda: _reporter.leave(code), sys.stdout.flush, sys.stderr.flush):
@@ -202,12 +202,8 @@ def _tell_torchrun(report: Path, error: BaseException, failure: Failure, *, is_f
 
 
 def _exit_code(error: BaseException) -> int:
-    if isinstance(error, BadInput):
-        return BAD_INPUT
-    if isinstance(error, Corrupted):  # which may be one of those below, too
-        return CORRUPTED
-    if isinstance(error, Diverged):
-        return DIVERGED
+    if isinstance(error, TerrazzoError):
+        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, SystemExit) and isinstance(error.code, int):

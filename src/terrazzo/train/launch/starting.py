@@ -170,7 +170,9 @@ def _told(started: LocalRanks, stopped_by: int | None, kept: str, asked: int | N
     """How ranks have ended, once that is said."""
     if (stall := started.stall) is not None:
         print(f"{stall.text}\nAll ranks were ended. {kept}".rstrip(), file=sys.stderr)
-        return Ended(STALLED, stall.text, any(rank.code is None for rank in started.ranks), rank=stall.rank)
+        return Ended(
+            STALLED, stall.text, any(rank.code is None for rank in started.ranks), rank=stall.rank, reason=stall.cause
+        )
     if stopped_by is None:
         return _report(started.ranks, asked, started.oom_kills)
     if notices is not None:
@@ -199,7 +201,8 @@ def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int
         if first is not None:
             print(f"Rank {first.rank} failed as well:\n{first.text}\n", file=sys.stderr)
         print(silent.text, file=sys.stderr)
-        return _ended_by(silent, silent.text.removesuffix(_REST), ranks)
+        ended = _ended_by(silent, silent.text.removesuffix(_REST), ranks)
+        return ended._replace(reason="killed") if (ranks[silent.rank].code or 0) < 0 else ended
     if silent is not None:
         print(f"{silent.text}\n", file=sys.stderr)
     if first.exit_code == BAD_INPUT:
