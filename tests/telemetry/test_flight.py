@@ -24,7 +24,7 @@ from terrazzo.engine.comm.label import Purpose
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import flights_of, save_flight, table_of_units, trace_of
 from terrazzo.telemetry.flight import folder, ring
-from terrazzo.telemetry.flight.ring import CAPACITY, Event, EventKind, Flight, Ring, Tail
+from terrazzo.telemetry.flight.ring import CAPACITY, EventKind, Flight, FlightEvent, Ring, Tail
 from terrazzo.telemetry.flight.spans import bars_of
 from terrazzo.telemetry.flight.units import unit_times
 from tests.checkpoint.faults import reap, spawn_child
@@ -253,7 +253,7 @@ def flight_of(*records: tuple[Any, ...], **table: Any) -> Flight:
     found = []
     for number, (at, event, track, *rest) in enumerate(records):
         unit, ordinal = (*rest, 0, 0)[:2]
-        found.append(ring.Event(at, number + 1, ordinal, 0, 0, 0, unit, 0, 0, event, track, 0, 0, number + 1))
+        found.append(ring.FlightEvent(at, number + 1, ordinal, 0, 0, 0, unit, 0, 0, event, track, 0, 0, number + 1))
     return Flight(TABLE | table, found)
 
 
@@ -350,8 +350,8 @@ def test_a_unit_has_its_own_time_without_those_inside_of_it_and_waits() -> None:
 
     def told(
         kind: EventKind, time: int, track: int = 0, ordinal: int = 0, since: int = 0, of: Any = (0, 0, 0)
-    ) -> Event:
-        return Event(time, at(), ordinal, since, 0, 0, *of, int(kind), track, 0, 1, 0)
+    ) -> FlightEvent:
+        return FlightEvent(time, at(), ordinal, since, 0, 0, *of, int(kind), track, 0, 1, 0)
 
     records = [
         told(EventKind.STEP, 0, ordinal=1),

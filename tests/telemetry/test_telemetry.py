@@ -20,10 +20,10 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import (
-    Console,
     JsonLines,
     PeakMemory,
     ReportPage,
+    RunConsole,
     StepMetrics,
     StepTable,
     Stopwatch,
@@ -166,7 +166,7 @@ def test_a_run_goes_on_without_a_reader(monkeypatch: pytest.MonkeyPatch, capfd: 
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        console = Console()
+        console = RunConsole()
         console.begin(10)
         console.say("read")
         assert os.read(reader, 100) == b"read\n"
@@ -241,10 +241,10 @@ def test_peak_memory_of_a_cpu_run_is_that_of_the_process() -> None:
 
 def test_a_long_line_is_wrapped_on_a_terminal_and_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "bytes     " + "states 17.26, transient 9.95, sent per step 17.14 MiB, as promised, and more of it"
-    assert Console().wrapped(said, 10) == said
+    assert RunConsole().wrapped(said, 10) == said
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     monkeypatch.setenv("COLUMNS", "60")
-    first, second = Console().wrapped(said, 10).splitlines()
+    first, second = RunConsole().wrapped(said, 10).splitlines()
     assert len(first) <= 60
     assert second.startswith(" " * 10) and second[10] != " "
     assert f"{first} {second.strip()}" == said
@@ -255,7 +255,7 @@ def test_the_bar_of_a_terminal_says_what_it_counts(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    console = Console()
+    console = RunConsole()
     console.begin(10, 3)
     for step in (4, 5, 3, 4):  # back to 3 in between
         console.advance(step)

@@ -21,8 +21,9 @@ from terrazzo.telemetry.attach import Telemetry, attach
 from terrazzo.telemetry.flight.folder import BlackBox, flights_of, save_flight
 from terrazzo.telemetry.flight.trace import trace_of
 from terrazzo.telemetry.log.records import lines_of, of_newest_start, restart_text, run_lines, steps_of
-from terrazzo.telemetry.log.sinks import Console, JsonLines, Sink, TensorBoard
+from terrazzo.telemetry.log.sinks import JsonLines, Sink, TensorBoard
 from terrazzo.telemetry.outside.advice import advice_for
+from terrazzo.telemetry.shown.console import RunConsole
 from terrazzo.telemetry.shown.page import VERDICT, ReportPage, page_of
 from terrazzo.telemetry.shown.screen import has_ended, rows_of, screen_of
 from terrazzo.telemetry.shown.step_table import StepTable, duration
@@ -36,11 +37,11 @@ from terrazzo.telemetry.watchdog.live_ranks import LiveRanks
 __all__ = [
     "VERDICT",
     "BlackBox",
-    "Console",
     "JsonLines",
     "LiveRanks",
     "PeakMemory",
     "ReportPage",
+    "RunConsole",
     "Sink",
     "StepMetrics",
     "StepRecorder",

@@ -15,7 +15,7 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError, counted
 from terrazzo.exchange import on_first, together
 from terrazzo.exit_codes import PREEMPTED
-from terrazzo.telemetry import Console
+from terrazzo.telemetry import RunConsole
 from terrazzo.telemetry.log.exit_note import forget_exit, leave_exit
 from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.telemetry.watchdog.recording import black_box
@@ -56,7 +56,7 @@ def train_command(path: Path, overrides: list[str]) -> int:
         check(config, ranks)
         _check_fewer(config, ranks)
         notices = replace(notices, ended=lambda ended: leave_exit(config.log.folder, ended.note, replace=True))
-        Console().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
+        RunConsole().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
         if ranks > 1 or config.launch.restarts:
             words = ["-m", "terrazzo", "train", str(path), *overrides]
             patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None
@@ -98,7 +98,7 @@ def _again(config: Config, words: list[str]) -> Again:
         return [*words, "checkpoint.resume=if_exists"] if goes_on else words
 
     places = places_of(config)
-    return Again(config.launch.restarts, newest, following, Console().say, places)
+    return Again(config.launch.restarts, newest, following, RunConsole().say, places)
 
 
 def _check_fewer(config: Config, ranks: int) -> None:

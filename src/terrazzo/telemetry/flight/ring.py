@@ -28,9 +28,9 @@ __all__ = [
     "CAPACITY",
     "FIELDS",
     "LAST",
-    "Event",
     "EventKind",
     "Flight",
+    "FlightEvent",
     "Ring",
     "Tail",
     "now_ns",
@@ -82,7 +82,7 @@ ISSUED, DONE, WAITS, WAITED, PHASE, BEGINS, ENDS, MOVED, STEP = map(int, EventKi
 """The same as plain numbers, which are packed and compared sooner."""
 
 
-class Event(NamedTuple):
+class FlightEvent(NamedTuple):
     """One event of a rank. Times are nanoseconds of CLOCK_MONOTONIC, which ranks of a machine share.
 
     Attributes:
@@ -179,7 +179,7 @@ class Flight(NamedTuple):
     """What one rank has recorded: its table, and its records, oldest first."""
 
     table: Mapping[str, Any]
-    records: list[Event]
+    records: list[FlightEvent]
 
     def saved(self) -> bytes:
         """As `read_flight` reads it."""
@@ -211,9 +211,9 @@ class Tail:
                 continue
         return {}
 
-    def new(self) -> list[Event]:
+    def new(self) -> list[FlightEvent]:
         """Those since the last call, as far as they are still there, oldest first."""
-        found: list[Event] = []
+        found: list[FlightEvent] = []
         while batch := self._run(self._seen + 1):
             found += batch
             self._seen = batch[-1].sequence
@@ -226,7 +226,7 @@ class Tail:
         """All of it."""
         return Flight(self.table, _whole(self._memory[_RECORDS_AT:]))
 
-    def _run(self, first: int) -> list[Event]:
+    def _run(self, first: int) -> list[FlightEvent]:
         """Records from that number on that stand one behind the other, as far as they are whole; not all, as a rule."""
         place = first % CAPACITY
         start, count = _RECORDS_AT + place * 64, min(_BATCH, CAPACITY - place)
@@ -234,11 +234,11 @@ class Tail:
         for sequence, values in enumerate(_RECORD.iter_unpack(self._memory[start : start + count * 64]), first):
             if values[1] != sequence or values[-1] != sequence & 0xFFFF:
                 break
-            found.append(Event._make(values))
+            found.append(FlightEvent._make(values))
         return found
 
-    def _at(self, sequence: int) -> Event:
-        found = Event._make(_RECORD.unpack_from(self._memory, _RECORDS_AT + sequence % CAPACITY * 64))
+    def _at(self, sequence: int) -> FlightEvent:
+        found = FlightEvent._make(_RECORD.unpack_from(self._memory, _RECORDS_AT + sequence % CAPACITY * 64))
         return found if found.check == found.sequence & 0xFFFF else found._replace(sequence=0)
 
 
@@ -265,9 +265,9 @@ def read_flight(path: Path) -> Flight:
         raise BadInput(f"'{path}' is damaged, or not a flight record of this version of Terrazzo: remove it.")
 
 
-def _whole(data: bytes) -> list[Event]:
+def _whole(data: bytes) -> list[FlightEvent]:
     """Records that are not torn, oldest first."""
     rows = np.frombuffer(data[: len(data) // _RECORD.size * _RECORD.size], _DTYPE)
     rows = rows[rows["purpose"] <= max(Purpose)]
     rows = rows[(rows["sequence"] > 0) & (rows["sequence"] & 0xFFFF == rows["check"])]
-    return [Event._make(row) for row in rows[np.argsort(rows["sequence"])].tolist()]
+    return [FlightEvent._make(row) for row in rows[np.argsort(rows["sequence"])].tolist()]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from terrazzo.engine.comm.label import Purpose
-from terrazzo.telemetry.flight.ring import Event, EventKind, Flight
+from terrazzo.telemetry.flight.ring import EventKind, Flight, FlightEvent
 
 __all__ = ["GROUPS", "Bar", "Names", "bars_of"]
 
@@ -33,7 +33,7 @@ class Names:
     def __init__(self, table: Mapping[str, Any]) -> None:
         self._table = table
 
-    def name(self, event: Event) -> str:
+    def name(self, event: FlightEvent) -> str:
         """Of a record that is of no exchange."""
         return self._of("names", event.track)
 
@@ -50,7 +50,7 @@ class Names:
         groups = self._table["groups"]
         return list(groups.get(self.track(track)[0], groups[""]))
 
-    def moved(self, event: Event) -> str | None:
+    def moved(self, event: FlightEvent) -> str | None:
         """The unit that an exchange moves."""
         return None if event.purpose in _AROUND else self.unit(event.unit)
 
@@ -73,12 +73,12 @@ class _Bars:
     def __init__(self, names: Names) -> None:
         self._names, self.bars = names, list[Bar]()
         self._step: int | None = None
-        self._phase: Event | None = None
-        self._units: list[Event] = []
-        self._issued: dict[tuple[int, int], Event] = {}
-        self._waits: dict[tuple[int, int], Event] = {}
+        self._phase: FlightEvent | None = None
+        self._units: list[FlightEvent] = []
+        self._issued: dict[tuple[int, int], FlightEvent] = {}
+        self._waits: dict[tuple[int, int], FlightEvent] = {}
 
-    def take(self, event: Event) -> None:
+    def take(self, event: FlightEvent) -> None:
         key = (event.track, event.ordinal)
         if self._step is None:
             self._step = event.time
@@ -112,7 +112,7 @@ class _Bars:
         if self._phase is not None:
             self._add("phase", self._names.name(self._phase), self._phase.time, now)
 
-    def _exchange(self, event: Event, issued: Event | None) -> None:
+    def _exchange(self, event: FlightEvent, issued: FlightEvent | None) -> None:
         axis, kind, activations = self._names.track(event.track)
         more: dict[str, Any] = {"axis": axis, "n": event.ordinal}
         if event.value:
@@ -123,7 +123,7 @@ class _Bars:
                 more |= {"unit": unit, "purpose": Purpose(issued.purpose).name.lower()}
         self._add("exchange", f"{axis} {kind}".strip(), event.since, event.time, **more)
 
-    def _wait(self, event: Event, start: int, end: int, **more: Any) -> None:
+    def _wait(self, event: FlightEvent, start: int, end: int, **more: Any) -> None:
         axis, kind, _ = self._names.track(event.track)
         name = "an update" if kind == "update" else f"{axis} {kind}".strip()
         issued = self._issued.get((event.track, event.ordinal))
@@ -131,18 +131,18 @@ class _Bars:
             more |= {"unit": unit, "kind": kind}
         self._add("wait", f"wait for {name}", start, end, n=event.ordinal, **more)
 
-    def _turn(self, event: Event) -> None:
+    def _turn(self, event: FlightEvent) -> None:
         self._end_units(event.time)
         if self._phase is not None:
             self._add("phase", self._names.name(self._phase), self._phase.time, event.time)
         self._phase = event
 
-    def _begin(self, event: Event) -> None:
+    def _begin(self, event: FlightEvent) -> None:
         if self._units and self._names.name(self._units[-1]) == "backward":
             self._end_units(event.time)  # the next one begins
         self._units.append(event)
 
-    def _end(self, event: Event) -> None:
+    def _end(self, event: FlightEvent) -> None:
         """Those inside of it that have raised end with it; of one that is not known nothing is."""
         if event.unit in [each.unit for each in self._units]:
             while self._close_unit(event.time).unit != event.unit:
@@ -152,7 +152,7 @@ class _Bars:
         while self._units:
             self._close_unit(now)
 
-    def _close_unit(self, now: int) -> Event:
+    def _close_unit(self, now: int) -> FlightEvent:
         begun = self._units.pop()
         doing = self._names.name(begun)
         more = {"doing": doing, "micro_batch": begun.micro, "unit": self._names.unit(begun.unit)}

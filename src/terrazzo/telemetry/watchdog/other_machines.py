@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from terrazzo.telemetry.flight.ring import Event, Tail
+from terrazzo.telemetry.flight.ring import FlightEvent, Tail
 from terrazzo.telemetry.watchdog.rank_progress import LEFT, RankProgress
 from terrazzo.telemetry.watchdog.stall import Stall, cut_off
 from terrazzo.telemetry.watchdog.warden_links import WardenLinks
@@ -131,5 +131,5 @@ class _Nothing(Tail):
     def __init__(self) -> None:
         """Nothing is read."""
 
-    def new(self) -> list[Event]:
+    def new(self) -> list[FlightEvent]:
         return []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from terrazzo.engine.comm.label import Purpose
-from terrazzo.telemetry.flight.ring import BEGINS, DONE, ENDS, ISSUED, PHASE, STEP, WAITED, WAITS, Event
+from terrazzo.telemetry.flight.ring import BEGINS, DONE, ENDS, ISSUED, PHASE, STEP, WAITED, WAITS, FlightEvent
 from terrazzo.telemetry.flight.spans import Names
 
 __all__ = ["LEFT", "ExchangeKey", "RankProgress"]
@@ -56,11 +56,11 @@ class RankProgress:
         self.newest, self.steps, self.step, self.phase, self.unit = 0, 0, 0, "", ""
         self.slowest: dict[str, int] = defaultdict(int)
         self._names, self._since = Names({}), 0
-        self._waits: dict[tuple[int, int], Event] = {}
+        self._waits: dict[tuple[int, int], FlightEvent] = {}
         self._sequence = 0  # of the newest record
-        self._issued: dict[int, dict[int, Event]] = defaultdict(dict)
+        self._issued: dict[int, dict[int, FlightEvent]] = defaultdict(dict)
 
-    def take(self, table: Mapping[str, Any], records: Iterable[Event]) -> None:
+    def take(self, table: Mapping[str, Any], records: Iterable[FlightEvent]) -> None:
         """Take in what it has recorded since the last call."""
         self.table, self._names = table, Names(table)
         for event in records:
@@ -109,8 +109,8 @@ class RankProgress:
             KeyError, TypeError, ValueError: it is something else.
         """
 
-        def here(each: list[int]) -> Event:
-            return Event(*each)._replace(time=int(each[0]) + later_ns)
+        def here(each: list[int]) -> FlightEvent:
+            return FlightEvent(*each)._replace(time=int(each[0]) + later_ns)
 
         made = RankProgress()
         made.table, made._names = message["table"], Names(message["table"])
@@ -128,13 +128,13 @@ class RankProgress:
         """Whether it has ended in order, or is about to."""
         return self.phase == LEFT
 
-    def _turn(self, event: Event) -> None:
+    def _turn(self, event: FlightEvent) -> None:
         if self.phase:
             self.slowest[self.phase] = max(self.slowest[self.phase], event.time - self._since)
         self.phase, self._since, self.unit = self._names.name(event), event.time, ""
 
     @property
-    def waits(self) -> dict[ExchangeKey, Event]:
+    def waits(self) -> dict[ExchangeKey, FlightEvent]:
         """For which exchanges with other ranks, and since when; an update of its own is none."""
         found = {(*self._names.track(track), n): event for (track, n), event in self._waits.items()}
         return {key: event for key, event in found.items() if key[1] != "update"}
@@ -156,7 +156,7 @@ class RankProgress:
         groups = self.table["groups"]
         return list(groups.get(key[0], groups[""]))
 
-    def issued(self, key: ExchangeKey) -> Event | None:
+    def issued(self, key: ExchangeKey) -> FlightEvent | None:
         """What it has said of an exchange that it has asked for."""
         tracks = self.table.get("tracks", [])
         track = tracks.index(list(key[:3])) if list(key[:3]) in tracks else -1

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from terrazzo.config import without_passwords
 from terrazzo.errors import printable
-from terrazzo.telemetry import Console, StepMetrics, StepTable
+from terrazzo.telemetry import RunConsole, StepMetrics, StepTable
 from terrazzo.train.settings.command import folded
 
 __all__ = ["Voice"]
@@ -24,7 +24,7 @@ class Voice:
     """
 
     def __init__(self, speaks: bool, steps: int, known: Collection[str]) -> None:
-        self._console = Console() if speaks else None
+        self._console = RunConsole() if speaks else None
         self._width = self._console.width if self._console is not None else 0
         self._table = StepTable(steps, known, self._width)
 
@@ -41,7 +41,7 @@ class Voice:
             self._console.begin(steps, step)
 
     def advance(self, step: int) -> None:
-        """The progress bar as for `Console.advance`."""
+        """The progress bar as for `RunConsole.advance`."""
         if self._console is not None:
             self._console.advance(step)
 
@@ -51,7 +51,7 @@ class Voice:
             self._console.close()
 
     def say(self, text: str, *, needed: bool = False) -> None:
-        """Lines as they are, without passwords; `needed` as for `Console.say`."""
+        """Lines as they are, without passwords; `needed` as for `RunConsole.say`."""
         if self._console is not None:
             self._console.say(without_passwords(text), needed=needed)
 

@@ -17,7 +17,7 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, TerrazzoError, listed
 from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.parallel import context_of
-from terrazzo.telemetry import Console, resident_bytes
+from terrazzo.telemetry import RunConsole, resident_bytes
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import (
     clear_checkpoints,
@@ -240,7 +240,7 @@ def _division_notes(config: Config, model: nn.Module) -> list[str]:
 
 
 def _saying(ranks: Ranks) -> Callable[[str], None] | None:
-    return Console().say if ranks.is_first else None
+    return RunConsole().say if ranks.is_first else None
 
 
 def _check_validation(data: TokenData, limit: int) -> None:
