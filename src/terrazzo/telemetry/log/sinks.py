@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from terrazzo.files import replace_file
+from terrazzo.files import replacing
 
 __all__ = ["JsonLines", "Sink", "TensorBoard", "warn_on_stderr"]
 
