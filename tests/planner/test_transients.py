@@ -17,9 +17,9 @@ import torch
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Offload, Plan, stages_of
 from terrazzo.engine.comm.collectives import NativeCollectives
+from terrazzo.engine.mesh import axes as engine_axes
 from terrazzo.engine.paper.bill import memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep
-from terrazzo.engine.mesh import axes as engine_axes
 from terrazzo.engine.sharding.prepare import Options, prepare
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh

@@ -76,7 +76,7 @@ class FinishedGradient:
             self.sum.apply_factor()
         handed_over = replace(self.sum)
         if isinstance(self.sum.data, Buffer):
-            self.sum.factor = None
+            self.sum.drop_factor()
         return handed_over
 
     def _all_in(self, ranges: Sequence[Range], seen: Iterable[Range]) -> bool:
@@ -94,8 +94,7 @@ class FinishedGradient:
         if self._home is None:
             finished.change(lambda data: multiply(data, factor))
             return
-        finished.apply_factor()
-        finished.factor = factor  # on the device: who uses it waits, not the host
+        finished.put_off(factor)
 
     def whole(self, index: int | None = None) -> Tensor | None:
         """The finished gradient as one tensor in memory, scaled; None where there is none.
@@ -158,5 +157,5 @@ class FinishedGradient:
         """An optimizer still steps on it."""
         self.changes += 1
         if self.sum is not None:
-            self.sum.factor = None  # put off: it would meet the next gradient, and 0 times NaN is NaN
+            self.sum.drop_factor()  # it would meet the next gradient, and 0 times NaN is NaN
             self.sum.change(Tensor.zero_)

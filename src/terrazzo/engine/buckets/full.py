@@ -62,7 +62,7 @@ class FullWeights:
         buffer, data: their memory, and all elements of it, 1-D; of no bytes while they are released.
         edits: what users do to the parameters.
         present: whether modules can read them now.
-        pinned: whether they are for the user to read, whatever else is done: `release` keeps them.
+        pinned: whether `release` keeps them, for the user to read.
     """
 
     def __init__(
@@ -119,6 +119,10 @@ class FullWeights:
             self._drop_held()
             self._guard.open()
             self.edits.bring_back()
+
+    def pin(self, pinned: bool) -> None:
+        """Keep them from being released from now on; False: they may be released again."""
+        self.pinned = pinned
 
     # -- they go -----------------------------------------------------------------------------------------------
 

@@ -43,6 +43,15 @@ class SummedGradient:
             with data.opened(part, "change") as elements:
                 change(elements)
 
+    def put_off(self, factor: Tensor) -> None:
+        """Multiply by `factor` once the data are used; on the device: whoever uses them waits, and not the host."""
+        self.apply_factor()
+        self.factor = factor
+
+    def drop_factor(self) -> None:
+        """Somebody else multiplies by what has been put off, or nobody is to."""
+        self.factor = None
+
     def scaled(self, part: Tensor) -> Tensor:
         """`part` of the data, or a copy of one, multiplied in place by what has been put off."""
         return part if self.factor is None else multiply(part, self.factor)

@@ -38,9 +38,9 @@ def collectives_for(
             f"this version knows {', '.join(KINDS)}. Initialise it with "
             'init_process_group("cpu:gloo,cuda:nccl").'
         )
-    found = KINDS[backend](group, traffic, ledger, axis)
-    found.host_group = _for_host(group)
-    return found
+    collectives = KINDS[backend](group, traffic, ledger, axis)
+    collectives.carry_host_values(_for_host(group))
+    return collectives
 
 
 def _for_host(group: dist.ProcessGroup) -> dist.ProcessGroup:

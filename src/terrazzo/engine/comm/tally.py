@@ -38,4 +38,4 @@ class Tally:
     def reset(self) -> None:
         """Count from now on."""
         self.traffic.reset()
-        self.ledger.live_bytes = self.ledger.peak_bytes = 0
+        self.ledger.reset()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from terrazzo.engine.comm.label import Label
 from terrazzo.engine.comm.recorder import SILENT, Recorder
 
 __all__ = ["Moments", "Times"]
@@ -54,6 +55,17 @@ class Times:
     ordinal: int = 0
     recorder: Recorder = field(default=SILENT, repr=False)
     track: int = 0
+
+    def issue(self, count: int, sent_bytes: int, label: Label) -> None:
+        """Count exchanges that have been asked for now."""
+        self.count += count
+        self.sent_bytes += sent_bytes
+        self.ordinal += count
+        self.recorder.issued(self.track, self.ordinal, label, sent_bytes)
+
+    def tell(self, recorder: Recorder, track: int) -> None:
+        """Have `recorder` hear of them from now on, by the number `track`."""
+        self.recorder, self.track = recorder, track
 
     def waited(self, start: float, end: float, moments: Moments | None = None) -> None:
         """The host has waited from `start` to `end` for an exchange with these moments, if they are noted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -34,11 +34,7 @@ class Traffic:
     def record(self, kind: str, sent_bytes: int, count: int = 1, axis: str = "") -> None:
         self.count[kind] += count
         self.bytes[kind] += sent_bytes
-        times = self.times_of(axis, kind)
-        times.count += count
-        times.sent_bytes += sent_bytes
-        times.ordinal += count
-        times.recorder.issued(times.track, times.ordinal, moving.get(), sent_bytes)
+        self.times_of(axis, kind).issue(count, sent_bytes, moving.get())
 
     def times_of(self, axis: str, kind: str) -> Times:
         """Where waits for exchanges of that kind along that axis are counted."""
@@ -46,6 +42,10 @@ class Traffic:
             times = self.times[axis, kind] = Times()
             self._tell(axis, kind, times)
         return times
+
+    def count_along(self, along: Mapping[str, Traffic]) -> None:
+        """Count what modules exchange of activations too: where each axis counts it."""
+        self.along |= along
 
     def tell(self, recorder: Recorder, activations_along: str | None = None) -> None:
         """Have `recorder` hear of what is exchanged from now on.
@@ -61,8 +61,8 @@ class Traffic:
 
     def _tell(self, axis: str, kind: str, times: Times) -> None:
         along = self._activations_along
-        times.recorder = self._recorder
-        times.track = self._recorder.track(axis if along is None else along, kind, along is not None)
+        track = self._recorder.track(axis if along is None else along, kind, along is not None)
+        times.tell(self._recorder, track)
 
     def reset(self) -> None:
         self.count.clear()
@@ -124,6 +124,10 @@ class Ledger:
 
     def release(self, count_bytes: int) -> None:
         self.live_bytes -= count_bytes
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.live_bytes = self.peak_bytes = 0
 
     @contextmanager
     def holding(self, count_bytes: int) -> Iterator[None]:

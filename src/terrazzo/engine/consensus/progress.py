@@ -42,6 +42,14 @@ class Denominator:
             )
         self.chosen = chosen
 
+    def scale_by(self, loss_scale: LossScale) -> None:
+        """Divide by this loss scale, too, from now on."""
+        self.loss_scale = loss_scale
+
+    def forget_use(self) -> None:
+        """No gradients are left that have been divided: another denominator may be chosen."""
+        self.used = False
+
     @property
     def unscaled(self) -> float:
         """The part that the user chooses; the same on every rank."""
@@ -110,12 +118,13 @@ class Progress:
 
     def gradients_zeroed(self) -> None:
         """The user has forgotten them, or set them to zero: the step can be run again."""
-        self.abandoned = self._forward_raised = self.denominator.used = False
+        self.abandoned = self._forward_raised = False
+        self.denominator.forget_use()
 
     def end_step(self) -> None:
         """An optimizer has stepped."""
         self.steps += 1
-        self.denominator.used = False
+        self.denominator.forget_use()
 
     def begin_forward(self) -> None:
         """A differentiated forward begins: behind a backward that raised, it is the same micro-batch again.

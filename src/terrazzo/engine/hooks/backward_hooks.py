@@ -75,6 +75,14 @@ class BackwardHooks:
                     hook = while_kept(self, told, repr(member.name), unit.index, number, index)
                     register_last(member.parameter, hook)
 
+    def tell(self, listener: GradientListener) -> None:
+        """Have `listener` hear of each backward from now on."""
+        self.listener = listener
+
+    def recover_with(self, recover: Callable[[], None]) -> None:
+        """Call `recover`, which ends steps that have raised, before a forward or a backward uses weights."""
+        self.recover = recover
+
     # -- it begins ---------------------------------------------------------------------------------------------
 
     def start(self) -> BackwardPass:

@@ -112,4 +112,4 @@ class GatheredBlocks:
         self._inside = inside
         self._hooks.refuse_forwards(_INSIDE if inside == "write" else None)
         for bucket in self._buckets:
-            bucket.full.pinned = inside == "read"
+            bucket.full.pin(inside == "read")

@@ -57,7 +57,7 @@ class Drivers:
         """
         self._drivers.append(driver)
         self._templates = [*self._templates, *templates]
-        self._progress.denominator.loss_scale = driver.loss_scale
+        self._progress.denominator.scale_by(driver.loss_scale)
         self._added(driver.optimizer)
 
     def on_added(self, call: Callable[[Optimizer], None]) -> None:
@@ -86,7 +86,7 @@ class Drivers:
             driver.retire()
         self._drivers = []
         self._progress.hyper_parameters.clear()
-        self._progress.denominator.loss_scale = LossScale()
+        self._progress.denominator.scale_by(LossScale())
         self.drop_gone()
 
     def drop_gone(self, kept: Collection[Optimizer] = ()) -> None:
@@ -104,6 +104,7 @@ class Drivers:
         held = {number for driver in self._drivers for number in driver.groups.numbers}
         for bucket in self._buckets:
             for member in bucket.members:
-                member.group = member.group if member.group in held else -1
+                if member.group not in held:
+                    member.assign_group(-1)
         if not self._drivers:
             self._templates = ()

@@ -50,7 +50,7 @@ class OffloadedActivations:
     Units may be called any number of times, in any number of forwards, before a backward.
 
     Attributes:
-        pin: page-lock the host memory where CUDA is there; `tz.shard` sets it to that of its `Offload`.
+        pin: page-lock the host memory where CUDA is there.
     """
 
     def __init__(self, pin: bool = True) -> None:
@@ -58,6 +58,10 @@ class OffloadedActivations:
         self.routes: dict[tuple[torch.device, bool], Route] = {}
         self._shared: weakref.WeakValueDictionary[tuple[Any, ...], Moved] = weakref.WeakValueDictionary()
         self._latest: Callable[[], Call | None] = _no_call
+
+    def keep_pinned(self, pinned: bool) -> None:
+        """Page-lock host memory from now on, or do not: `tz.shard` says so by its `Offload`."""
+        self.pin = pinned
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedActivations:
         return OffloadedActivations(self.pin)  # a copy of the model has calls of its own

@@ -63,7 +63,7 @@ class OptimizerDriver:
         self._skipping: Settings | None = None  # a step that overflowed, and what there was before it
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups.numbers)
         self.buckets = list(self._owned)
-        self.groups.segments = segments_of(self.buckets, dict(zip(self.groups.numbers, templates, strict=True)))
+        self.groups.hold(segments_of(self.buckets, dict(zip(self.groups.numbers, templates, strict=True))))
         groups = dict(zip(self.groups.numbers, optimizer.param_groups, strict=True))
         of_matrices = {number: group for number, group in groups.items() if is_matrix_group(optimizer, group)}
         self._on_device = DeviceUpdates(self.sharding.precision, first, MatrixSteps(self.buckets, of_matrices))
@@ -136,7 +136,8 @@ class OptimizerDriver:
 
     def retire(self) -> None:
         """Drive no longer, and let go of the model; nothing may be under way."""
-        self.buckets, self.groups.segments, self.units, self._retired = [], (), (), True
+        self.groups.hold(())
+        self.buckets, self.units, self._retired = [], (), True
         self._owned, self.background = {}, OffDeviceUpdates()
         self._on_device = DeviceUpdates(self.sharding.precision, 0, MatrixSteps((), {}))
 

@@ -24,7 +24,7 @@ class ParamGroups:
     Attributes:
         numbers: of them among these.
         given: parameters of each, as the optimizer had them.
-        segments: of all of them; whoever makes these sets them.
+        segments: of all of them.
         stepping: whether this is inside of a step.
     """
 
@@ -36,6 +36,10 @@ class ParamGroups:
         self.segments: Sequence[Segment] = ()
         self.stepping = False
         self._apart: Callable[[Segment], bool] = _is_skipped
+
+    def hold(self, segments: Sequence[Segment]) -> None:
+        """Have these segments, of all the groups, inside of steps."""
+        self.segments = segments
 
     def begin_step(self, apart: Callable[[Segment], bool]) -> None:
         """Have each group hold its segments, none of which has a gradient.

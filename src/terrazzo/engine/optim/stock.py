@@ -61,7 +61,7 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
             )
         owned[id(member)] = number
     for member in members:
-        member.group = owned.get(id(member), member.group)
+        member.assign_group(owned.get(id(member), member.group))
 
 
 def hyper_parameters(optimizer: Optimizer) -> dict[str, float | Tensor]:

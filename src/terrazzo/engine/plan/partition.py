@@ -73,6 +73,25 @@ class Member:
         """Of the whole parameter, of which this rank may have a part."""
         return self.box.shape
 
+    def assign_group(self, group: int) -> None:
+        """Have the param group of that number step it; -1: none."""
+        self.group = group
+
+    def assign_stages(self, stages: tuple[int, ...]) -> None:
+        """Note which stages have it; () where no stages share it."""
+        self.stages = stages
+
+    def register(self) -> None:
+        """Keep the places where modules register it, and let go of the modules: the model may be one of them."""
+        self.registered = tuple((module._parameters, attribute) for module, attribute in self.holders)
+        self.holders = ()
+
+    def replace(self, parameter: nn.Parameter) -> None:
+        """Have another parameter in its place, under all its names."""
+        self.parameter = parameter
+        for parameters, attribute in self.registered:
+            parameters[attribute] = parameter
+
     @property
     def boxes(self) -> tuple[Box, ...]:
         """The parts of its matrices that all ranks along `tp` have; none where each has whole ones."""

@@ -81,7 +81,7 @@ class BackwardPass:
         The program is run up to what it does not know to be recomputed so early: gradients between come late this time.
         """
         cursor, backward = self._cursor, self._order.backward
-        if unit.index not in self._weights.here:
+        if not self._weights.has(unit):
             self.halfway()
             position = position_from(cursor, backward, unit.index)
             if position is not None and position > self._order.region_ends[cursor]:
@@ -182,7 +182,7 @@ class BackwardPass:
         for unit in units:
             self.closed.add(unit.index)
             if unit.has_gradients and self.this_pass is Pass.DROPS:
-                self._reductions.on_dropped(unit.index)
+                self._reductions.drop(unit)
             elif unit.has_gradients and self.this_pass is not Pass.ADDS:
                 self.start_reducing(unit)
 

@@ -19,14 +19,11 @@ class GatheredWeights:
     Args:
         units: in registration order.
         prefetch: how many units ahead of the running one are gathered.
-
-    Attributes:
-        here: gathered, and not put down yet, by the program: the same on every rank.
     """
 
     def __init__(self, units: Sequence[Runnable], prefetch: int) -> None:
         self.units, self.prefetch = units, prefetch
-        self.here: set[int] = set()
+        self._here: set[int] = set()  # gathered by the program, and not put down yet
         self._awaited: set[int] = set()  # units whose backward will be announced, or comes with any
         self._until_end: set[int] = set()  # of these, whose weights stay until backward ends
         self._lasts = False  # whether a step of several micro-batches is in flight
@@ -39,15 +36,24 @@ class GatheredWeights:
     def gather(self, indices: Iterable[int], purpose: Purpose, number: int = 0) -> None:
         """The program comes to these units: start gathering those that it does not have here."""
         for index in indices:
-            if index in self.here:
+            if index in self._here:
                 self.units[index].weights.advance()
             else:
-                self.here.add(index)
+                self._here.add(index)
                 self.units[index].weights.gather(self.label(purpose, index, number))
 
     def gather_ahead(self, count: int) -> None:
         """From now on, at least so many units ahead of the running one."""
         self.prefetch = max(self.prefetch, count)
+
+    def has(self, unit: Runnable) -> bool:
+        """Whether the program has gathered `unit`, and not put it down yet; the same on every rank."""
+        return unit.index in self._here
+
+    def put_back(self, unit: Runnable) -> None:
+        """The reverse of `gather`, outside of passes."""
+        self._here.discard(unit.index)
+        unit.weights.rest()
 
     # -- backwards to come -------------------------------------------------------------------------------------
 
@@ -78,7 +84,7 @@ class GatheredWeights:
     def leave_forward(self, left: Iterable[int], backward_follows: bool) -> None:
         """The program has left these units in a forward."""
         put_down = (index for index in left if not backward_follows or self.units[index].weights.regathered)
-        self.here.difference_update(put_down)
+        self._here.difference_update(put_down)
 
     def end_forward(self, backward_follows: bool) -> None:
         """A forward has ended everywhere: put down what no announced backward will."""
@@ -87,7 +93,7 @@ class GatheredWeights:
 
     def abandon_forward(self) -> None:
         """A forward raised."""
-        self.here.clear()
+        self._here.clear()
         for unit in (unit for unit in self.units if unit.index not in self._until_end):
             with contextlib.suppress(RuntimeError, OSError):  # a gather that failed does so again
                 unit.weights.release()
@@ -95,7 +101,7 @@ class GatheredWeights:
     def leave_backward(self, unit: Runnable, is_over: bool) -> None:
         """The program has left `unit` in a backward; `is_over` if this rank has, too."""
         if not self._lasts or unit.weights.regathered:
-            self.here.discard(unit.index)
+            self._here.discard(unit.index)
         if self._lasts and is_over:
             self.put_down(unit, backward_follows=True)
         elif unit.index not in self._awaited and is_over:
@@ -134,5 +140,5 @@ class GatheredWeights:
 
     def _clear(self) -> None:
         self._lasts = False
-        for units in (self._awaited, self._until_end, self.here):
+        for units in (self._awaited, self._until_end, self._here):
             units.clear()

@@ -32,18 +32,28 @@ class Reductions:
 
     Args:
         denominator: returns what finished sums are divided by; asked for each sum as it starts.
-
-    Attributes:
-        on_finished: called with the index of each unit behind the sum that finishes its gradients. In a step one more
-            time for each gradient that comes late, which is summed by itself.
-        on_dropped: called with the index of each unit whose gradients are complete, in a backward that no step uses.
     """
 
     def __init__(self, denominator: Divisor) -> None:
         self._denominator = denominator
-        self.on_finished: Callable[[int], None] = lambda unit: None
-        self.on_dropped: Callable[[int], None] = lambda unit: None
+        self._on_finished: Callable[[int], None] = lambda unit: None
+        self._on_dropped: Callable[[int], None] = lambda unit: None
         self._sums: list[_Sum] = []
+
+    def tell_finished(self, call: Callable[[int], None]) -> None:
+        """Call `call` with the index of each unit behind the sum that finishes its gradients.
+
+        A gradient that comes late is summed by itself, and `call` is called for its unit once more in the same step.
+        """
+        self._on_finished = call
+
+    def tell_dropped(self, call: Callable[[int], None]) -> None:
+        """Call `call` with the index of each unit whose gradients are complete, in backwards that no step uses."""
+        self._on_dropped = call
+
+    def drop(self, unit: Runnable) -> None:
+        """The gradients of `unit` are complete, in a backward that no step uses."""
+        self._on_dropped(unit.index)
 
     @property
     def under_way(self) -> bool:
@@ -88,7 +98,7 @@ class Reductions:
 
     def _tell(self, each: _Sum) -> None:
         if each.last and each.transfer.done:
-            self.on_finished(each.unit)
+            self._on_finished(each.unit)
 
     def abandon(self) -> None:
         """A backward raised: wait for what still ends, and call nobody."""

@@ -82,12 +82,13 @@ class Schedule:
 
     def on_finished(self, call: Callable[[int], None]) -> None:
         """Have `call` called with the index of each unit whose gradients are finished."""
-        self._reductions.on_finished = call
+        self._reductions.tell_finished(call)
 
     @contextlib.contextmanager
     def dropping(self, call: Callable[[int], None]) -> Iterator[None]:
         """No step uses backwards inside: `call` is told of each unit whose gradients are complete, to forget them."""
-        before, self._reductions.on_dropped = self.this_pass, call
+        before = self.this_pass
+        self._reductions.tell_dropped(call)
         self.set_pass(Pass.DROPS)
         try:
             yield
@@ -159,7 +160,7 @@ class Schedule:
 
     def enter_alone(self, unit: Runnable) -> None:
         """Every rank calls a unit itself; returns once its weights may be read."""
-        if unit.index not in self._weights.here or not unit.weights.at_hand:
+        if not (self._weights.has(unit) and unit.weights.at_hand):
             self._gather_outside(unit)
         unit.weights.wait()
 
@@ -179,8 +180,7 @@ class Schedule:
 
     def put_back(self, unit: Runnable) -> None:
         """The reverse of `gather_early`."""
-        self._weights.here.discard(unit.index)
-        unit.weights.rest()
+        self._weights.put_back(unit)
 
     def gather_all(self) -> None:
         """Full weights of every unit, until `rest`."""

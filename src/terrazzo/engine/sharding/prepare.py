@@ -163,7 +163,7 @@ def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
     if (stages := stages_of(model)) is not None:
         for member in members:
             holders = stages.holders(member.names)
-            member.stages = holders if len(holders) > 1 else ()
+            member.assign_stages(holders if len(holders) > 1 else ())
 
 
 def _plan(asked: _Asked, options: Options, sharding: ShardingSpec, tally: Tally) -> Prepared:

@@ -99,14 +99,14 @@ def shard(  # structure: signature fixed by the design
     sharding, planned, axes = prepared.sharding, prepared.units, prepared.sharding.axes
     _warn_of_orphans(planned, prepared.optimizers)
     for activations in offloading_of(model):
-        activations.pin = options.offload.pin
+        activations.keep_pinned(options.offload.pin)
     store = _open_store(planned, prepared.templates, options.offload)
     if store.drive is not None:
         return_freed()  # before anything large is built
     made = _build_units(model, prepared, store)
     for built in prepared.optimizers:
         step_real(built, made)
-    prepared.tally.traffic.along |= exchanged_along(model)
+    prepared.tally.traffic.count_along(exchanged_along(model))
     prepared.tally.reset()
 
     progress = Progress(Denominator(axes.size()))

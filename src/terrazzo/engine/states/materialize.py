@@ -104,8 +104,7 @@ def materialize(spec: UnitSpec, initialize: Initializer, axes: Axes) -> dict[nn.
     fresh: list[tuple[Member, nn.Parameter]] = []
     for member in [*spec.members, *spec.drawn]:
         meta, holders = member.parameter, member.holders
-        member.holders = ()  # they may hold the model itself, which holds the members
-        member.registered = tuple((module._parameters, attribute) for module, attribute in holders)
+        member.register()
         if not meta.is_meta:
             continue
         _replace(member, torch.empty(member.shape, dtype=meta.dtype, device=axes.device))
@@ -127,10 +126,9 @@ def materialize(spec: UnitSpec, initialize: Initializer, axes: Axes) -> dict[nn.
 
 def _replace(member: Member, value: Tensor) -> None:
     """Register a parameter of that value under all names of the old one."""
-    member.parameter = successor(member.parameter, value)
-    vars(member.parameter).pop("_is_hf_initialized", None)  # it has to be
-    for parameters, attribute in member.registered:
-        parameters[attribute] = member.parameter
+    parameter = successor(member.parameter, value)
+    vars(parameter).pop("_is_hf_initialized", None)  # it has to be
+    member.replace(parameter)
 
 
 def successor(old: nn.Parameter, value: Tensor) -> nn.Parameter:
