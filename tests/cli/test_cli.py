@@ -187,9 +187,10 @@ def test_bench_outside_a_checkout_says_where_it_runs(tmp_path: Path, monkeypatch
     assert "root of a checkout" in str(caught)
 
 
-def test_what_needs_no_torch_does_not_import_it() -> None:
-    """In a fresh interpreter: the version, the help, and an option that no verb has."""
-    lines = [["--version"], ["--help"], ["plan", "--help"], ["checkpoint", "inspect", "--help"], ["train", "--sped"]]
+def test_what_needs_no_torch_does_not_import_it(tmp_path: Path) -> None:
+    """In a fresh interpreter: the version, the help, a look at what trains nothing, and an option that no verb has."""
+    lines = [["--version"], ["--help"], ["plan", "--help"], ["checkpoint", "inspect", "--help"]]
+    lines += [["profile", "--out", str(tmp_path / "seen"), "--", "true"], ["train", "--sped"]]
     code = (
         "import sys\nfrom terrazzo.cli import main\n"
         f"for words in {lines!r}:\n"
@@ -199,4 +200,4 @@ def test_what_needs_no_torch_does_not_import_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     ended = [line for line in done.stdout.splitlines() if line.startswith("ended ")]
-    assert ended == [*(["ended 0 False"] * 4), "ended 2 False"]
+    assert ended == [*(["ended 0 False"] * 5), "ended 2 False"]

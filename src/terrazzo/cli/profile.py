@@ -31,7 +31,7 @@ def profile(
     import sys
     import time
 
-    from terrazzo.telemetry.outside.command import profile as run  # imports torch
+    from terrazzo.telemetry.outside.command import profile as run
 
     folder = out or Path("runs") / time.strftime("profile-%Y%m%d-%H%M%S")
     found = run(command, folder)
@@ -41,13 +41,13 @@ def profile(
 
 
 def _said(folder: Path, steps: int, code: int) -> list[str]:
-    from terrazzo.errors import counted
-    from terrazzo.train.look.look import Look  # the trainer, which other verbs do without
-    from terrazzo.train.settings.command import program
-
     if not steps:
         return [
             "no step of a torch.optim optimizer was seen, so there is nothing to say.",
             *([] if code else [_UNSEEN]),
         ]
+    from terrazzo.errors import counted
+    from terrazzo.train.look.look import Look  # it imports torch and the trainer
+    from terrazzo.train.settings.command import program
+
     return [str(Look(folder).verdict()), f"{counted(steps, 'step')} seen; {program()} verdict|watch|report {folder}"]

@@ -1,6 +1,6 @@
 """Where the time and the memory of a run went: metrics of a step, and the places they are written to.
 
-Each folder imports from those before it in this list, and `attach`, for a loop of one's own, from all:
+Each folder imports from those before it in this list, and `own_loop`, for a loop of one's own, from all:
 
     log        what a run writes into its folder, and how it is read back
     steps      what is measured of a step
@@ -17,22 +17,54 @@ Open to other packages:
     watchdog   whether ranks stand still, for whoever has started them
 """
 
-from terrazzo.telemetry.attach import Telemetry, attach
-from terrazzo.telemetry.flight.folder import BlackBox, flights_of, save_flight
-from terrazzo.telemetry.flight.trace import trace_of
-from terrazzo.telemetry.log.records import lines_of, of_newest_start, restart_text, run_lines, steps_of
-from terrazzo.telemetry.log.sinks import JsonLines, Sink, TensorBoard
-from terrazzo.telemetry.outside.advice import advice_for
-from terrazzo.telemetry.shown.console import RunConsole
-from terrazzo.telemetry.shown.page import VERDICT, ReportPage, page_of
-from terrazzo.telemetry.shown.screen import has_ended, rows_of, screen_of
-from terrazzo.telemetry.shown.step_table import StepTable, duration
-from terrazzo.telemetry.shown.tables import Table, table_of_units, tables_of
-from terrazzo.telemetry.shown.verdict import Verdict, verdict_of
-from terrazzo.telemetry.steps.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
-from terrazzo.telemetry.steps.metrics import StepMetrics, Stopwatch
-from terrazzo.telemetry.steps.step_recorder import StepRecorder
-from terrazzo.telemetry.watchdog.live_ranks import LiveRanks
+from typing import TYPE_CHECKING
+
+from terrazzo.lazy import lazily
+
+if TYPE_CHECKING:
+    from terrazzo.telemetry.flight.folder import BlackBox, flights_of, save_flight
+    from terrazzo.telemetry.flight.trace import trace_of
+    from terrazzo.telemetry.log.records import lines_of, of_newest_start, restart_text, run_lines, steps_of
+    from terrazzo.telemetry.log.sinks import JsonLines, Sink, TensorBoard
+    from terrazzo.telemetry.outside.advice import advice_for
+    from terrazzo.telemetry.own_loop import Telemetry, attach
+    from terrazzo.telemetry.shown.console import RunConsole
+    from terrazzo.telemetry.shown.page import VERDICT, ReportPage, page_of
+    from terrazzo.telemetry.shown.screen import has_ended, rows_of, screen_of
+    from terrazzo.telemetry.shown.step_table import StepTable, duration
+    from terrazzo.telemetry.shown.tables import Table, table_of_units, tables_of
+    from terrazzo.telemetry.shown.verdict import Verdict, verdict_of
+    from terrazzo.telemetry.steps.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
+    from terrazzo.telemetry.steps.metrics import StepMetrics, Stopwatch
+    from terrazzo.telemetry.steps.step_recorder import StepRecorder
+    from terrazzo.telemetry.watchdog.live_ranks import LiveRanks
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "terrazzo.telemetry.own_loop": ("Telemetry", "attach"),
+            "terrazzo.telemetry.flight.folder": ("BlackBox", "flights_of", "save_flight"),
+            "terrazzo.telemetry.flight.trace": ("trace_of",),
+            "terrazzo.telemetry.log.records": ("lines_of", "of_newest_start", "restart_text", "run_lines", "steps_of"),
+            "terrazzo.telemetry.log.sinks": ("JsonLines", "Sink", "TensorBoard"),
+            "terrazzo.telemetry.outside.advice": ("advice_for",),
+            "terrazzo.telemetry.shown.console": ("RunConsole",),
+            "terrazzo.telemetry.shown.page": ("VERDICT", "ReportPage", "page_of"),
+            "terrazzo.telemetry.shown.screen": ("has_ended", "rows_of", "screen_of"),
+            "terrazzo.telemetry.shown.step_table": ("StepTable", "duration"),
+            "terrazzo.telemetry.shown.tables": ("Table", "table_of_units", "tables_of"),
+            "terrazzo.telemetry.shown.verdict": ("Verdict", "verdict_of"),
+            "terrazzo.telemetry.steps.memory": (
+                "PeakMemory",
+                "allowed_bytes",
+                "available_host_bytes",
+                "resident_bytes",
+            ),
+            "terrazzo.telemetry.steps.metrics": ("StepMetrics", "Stopwatch"),
+            "terrazzo.telemetry.steps.step_recorder": ("StepRecorder",),
+            "terrazzo.telemetry.watchdog.live_ranks": ("LiveRanks",),
+        },
+    )
 
 __all__ = [
     "VERDICT",

@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from terrazzo.errors import BadInput
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.log.sinks import JsonLines
-from terrazzo.telemetry.outside.merging import Merged
+
+if TYPE_CHECKING:
+    from terrazzo.telemetry.outside.merging import Merged
 
 __all__ = ["Profiled", "profile"]
 
@@ -57,18 +59,40 @@ def profile(command: Sequence[str], folder: Path) -> Profiled:
         sink = JsonLines(there.metrics)
     except OSError as error:
         raise BadInput(f"'{folder}' cannot be written ({error.strerror or error}): name another by --out.") from error
-    merged = Merged(ranks)
-
-    def merge(at_end: bool = False) -> None:
-        for step, record in merged.new(at_end):
-            sink.log("step", step, record)
-
-    code = _run(command, {"TERRAZZO_PROFILE": str(ranks)}, merge)
-    merge(at_end=True)
+    merging = _Merging(ranks, sink)
+    code = _run(command, {"TERRAZZO_PROFILE": str(ranks)}, merging.merge)
+    merging.merge(at_end=True)
     sink.close()
-    there.script.write_text(json.dumps(merged.facts))
-    own = merged.facts.get("own")
-    return Profiled(code, merged.made, Path(own) if own else None)
+    there.script.write_text(json.dumps(merging.facts))
+    own = merging.facts.get("own")
+    return Profiled(code, merging.made, Path(own) if own else None)
+
+
+class _Merging:
+    """Records of a script's steps, once it has some: what makes them imports torch, and a script waits for nothing.
+
+    Attributes:
+        facts: of the script, as `Merged` has them.
+        made: steps of which there is a record.
+    """
+
+    def __init__(self, ranks: Path, sink: JsonLines) -> None:
+        self._ranks, self._sink = ranks, sink
+        self._merged: Merged | None = None
+        self.facts: dict[str, Any] = {}
+        self.made = 0
+
+    def merge(self, at_end: bool = False) -> None:
+        """Write what is new."""
+        if self._merged is None:
+            if not any(self._ranks.iterdir()):
+                return
+            from terrazzo.telemetry.outside.merging import Merged
+
+            self._merged = Merged(self._ranks)
+        for step, record in self._merged.new(at_end):
+            self._sink.log("step", step, record)
+        self.facts, self.made = self._merged.facts, self._merged.made
 
 
 class _Sentinel:
