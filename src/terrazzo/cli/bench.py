@@ -15,23 +15,21 @@ from terrazzo.errors import BadInput
 
 __all__ = ["bench"]
 
-Option = typer.Option
-
 
 def bench(
     suite: Annotated[
         str,
-        Option(
+        typer.Option(
             help="cpu (default; 25 minutes on two cores), axes, stages or timeline (5 minutes), or tiny to try it out"
         ),
     ] = "cpu",
     cases: Annotated[
-        str, Option(help="comma-separated: only these cases of the suite, of timeline these layouts")
+        str, typer.Option(help="comma-separated: only these cases of the suite, of timeline these layouts")
     ] = "",
     out: Annotated[
-        Path, Option(help="folder for report.md, record.json and step-times.png; default: benchmarks/out")
+        Path, typer.Option(help="folder for report.md, record.json and step-times.png; default: benchmarks/out")
     ] = Path("benchmarks/out"),
-    as_json: Annotated[bool, Option("--json", help="print the record and not the report")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the record and not the report")] = False,
 ) -> None:
     """Time Terrazzo beside DDP, ZeroRedundancyOptimizer, FSDP1, FSDP2 and DeepSpeed on this machine.
 

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from terrazzo.cli.shared.arguments import Run
+from terrazzo.cli.shared.arguments import RunArgument
 
 __all__ = ["report"]
 
 
 def report(
-    run: Run,
+    run: RunArgument,
     against: Annotated[
         Path | None, typer.Option(metavar="RUN", help="another run: its loss is drawn too, and its settings compared")
     ] = None,

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from terrazzo.cli.shared.arguments import Run
+from terrazzo.cli.shared.arguments import RunArgument
 
 __all__ = ["trace"]
 
 
 def trace(
-    run: Run,
+    run: RunArgument,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="the last ones, as far as they are recorded")] = 5,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="where to; default: trace.json in RUN")] = None,
 ) -> None:

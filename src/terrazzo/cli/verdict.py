@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from terrazzo.cli.shared.arguments import Run
+from terrazzo.cli.shared.arguments import AsJsonOption, RunArgument
 
 __all__ = ["verdict"]
 
 
-def verdict(run: Run, as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False) -> None:
+def verdict(run: RunArgument, as_json: AsJsonOption = False) -> None:
     """Say what bounds the step of a run, and the edit that would help.
 
     The run may go on meanwhile: what it has written so far counts. Tables of where the time of a step goes stand below.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from terrazzo.cli.shared.arguments import Run
+from terrazzo.cli.shared.arguments import RunArgument
 
 if TYPE_CHECKING:
     from terrazzo.telemetry import LiveRanks
@@ -22,7 +22,7 @@ _FAILED_S = 20.0
 
 
 def watch(
-    run: Run, once: Annotated[bool, typer.Option("--once", help="show what there is now, and end")] = False
+    run: RunArgument, once: Annotated[bool, typer.Option("--once", help="show what there is now, and end")] = False
 ) -> None:
     """Follow a run while it goes on: its last log steps, where the time of a step goes, which rank others wait for, and
     where each rank of this machine is now: step, phase, unit, what it waits for.

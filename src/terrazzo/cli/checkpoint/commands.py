@@ -8,12 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from terrazzo.cli.shared.arguments import AsJsonOption
 from terrazzo.cli.shared.verb import Verb
 
 __all__ = ["checkpoint"]
 
-Option = typer.Option
-AsJson = Annotated[bool, Option("--json", help="print JSON")]
 
 checkpoint = typer.Typer(no_args_is_help=True, help="Look at checkpoints, verify, compare, prune and convert them.")
 
@@ -29,8 +28,8 @@ class Target(StrEnum):
 @checkpoint.command(cls=Verb)
 def inspect(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint of any format, or a folder of them.")],
-    tensors: Annotated[bool, Option("--tensors", help="list every tensor with its shape and states")] = False,
-    as_json: AsJson = False,
+    tensors: Annotated[bool, typer.Option("--tensors", help="list every tensor with its shape and states")] = False,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Show what a checkpoint holds, or which checkpoints are in a folder. Digests are not checked."""
     from terrazzo.cli.checkpoint.inspect import run  # imports torch, which --help can do without
@@ -41,8 +40,10 @@ def inspect(
 @checkpoint.command(cls=Verb)
 def verify(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints, or folders of them.")],
-    threads: Annotated[int | None, Option(min=1, help="threads that read and hash; default: one per core")] = None,
-    as_json: AsJson = False,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="threads that read and hash; default: one per core")
+    ] = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Recompute every digest, and name each file, tensor and range of bytes that is not as it was written.
 
@@ -59,10 +60,10 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another, of any format.")],
     kind: Annotated[
-        str | None, Option(help="only this kind of state, such as weight; no step, no hyper-parameters")
+        str | None, typer.Option(help="only this kind of state, such as weight; no step, no hyper-parameters")
     ] = None,
-    show_all: Annotated[bool, Option("--all", help="list states that are equal too")] = False,
-    as_json: AsJson = False,
+    show_all: Annotated[bool, typer.Option("--all", help="list states that are equal too")] = False,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Compare two checkpoints: every state of every tensor, hyper-parameters, and the step.
 
@@ -76,12 +77,12 @@ def diff(
 @checkpoint.command(cls=Verb)
 def prune(  # structure: signature fixed by the command line
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A folder of checkpoints.")],
-    keep_last: Annotated[int, Option(min=1, help="how many of the highest steps are kept")],
-    keep_every: Annotated[int | None, Option(min=1, help="also those whose step is a multiple of it")] = None,
-    keep_best: Annotated[int, Option(min=0, help="also so many with the lowest validation loss")] = 0,
-    run: Annotated[str | None, Option(help="only this run's, as inspect names it; default: every run's")] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="say what would be removed, and remove nothing")] = False,
-    as_json: AsJson = False,
+    keep_last: Annotated[int, typer.Option(min=1, help="how many of the highest steps are kept")],
+    keep_every: Annotated[int | None, typer.Option(min=1, help="also those whose step is a multiple of it")] = None,
+    keep_best: Annotated[int, typer.Option(min=0, help="also so many with the lowest validation loss")] = 0,
+    run: Annotated[str | None, typer.Option(help="only this run's, as inspect names it; default: every run's")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="say what would be removed, and remove nothing")] = False,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Remove all checkpoints of a folder but those to keep. Damaged ones and those of other formats stay."""
     from terrazzo.cli.checkpoint.prune import run as remove  # imports torch, which --help can do without
@@ -95,14 +96,17 @@ def convert(
     src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format.")],
     dst: Annotated[str, typer.Argument(metavar="DST", help="What is to be written; it must not exist.")],
     to: Annotated[
-        Target, Option(help="the format of DST: terrazzo (all states, bit for bit), hf (for from_pretrained), or dcp")
+        Target,
+        typer.Option(help="the format of DST: terrazzo (all states, bit for bit), hf (for from_pretrained), or dcp"),
     ],
     reference: Annotated[
         Path | None,
-        Option(help="hf: folder with the model's config.json and tokenizer; not for those of terrazzo train"),
+        typer.Option(help="hf: folder with the model's config.json and tokenizer; not for those of terrazzo train"),
     ] = None,
-    dtype: Annotated[str | None, Option(help="hf: of the weights: fp32, bf16 or fp16; default: as they are")] = None,
-    max_shard_size: Annotated[str | None, Option(help="hf: of a file, such as 500MB; default: 5GB")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="hf: of the weights: fp32, bf16 or fp16; default: as they are")
+    ] = None,
+    max_shard_size: Annotated[str | None, typer.Option(help="hf: of a file, such as 500MB; default: 5GB")] = None,
 ) -> None:
     """Write a checkpoint of any format as one of Terrazzo, as a Hugging Face model folder, or for torch's DCP."""
     from terrazzo.cli.checkpoint.convert import run  # imports torch, which --help can do without

@@ -1,1 +1,1 @@
-"""`terrazzo config VERB`: `commands` has the verbs, `text` what they print."""
+"""`terrazzo config VERB`: `commands` has the verbs, `options` what they share, a file of its own what each does."""

@@ -15,7 +15,6 @@ from terrazzo.errors import BadInput
 
 __all__ = ["init"]
 
-Option = typer.Option
 T = TypeVar("T")
 
 
@@ -25,7 +24,7 @@ def init(  # structure: signature fixed by the command line
     ] = Path("train.yaml"),
     goal: Annotated[
         str | None,
-        Option(
+        typer.Option(
             "--goal",
             metavar="GOAL",
             help="pretrain, from random weights (default), or finetune, from those of a local folder.",
@@ -33,24 +32,27 @@ def init(  # structure: signature fixed by the command line
     ] = None,
     model: Annotated[
         str | None,
-        Option(
+        typer.Option(
             "--model",
             metavar="NAME|PATH",
             help="decoder, built in (default to pretrain), a preset such as llama3-8b ('?' lists), or a folder.",
         ),
     ] = None,
     data: Annotated[
-        str | None, Option("--data", metavar="SOURCE", help="A file, folder, glob or URL, or python-stdlib (default).")
+        str | None,
+        typer.Option("--data", metavar="SOURCE", help="A file, folder, glob or URL, or python-stdlib (default)."),
     ] = None,
     gpu: Annotated[
-        str | None, Option("--gpu", metavar="NAME", help="here (default), cpu, or a GPU such as h100-sxm ('?' lists).")
+        str | None,
+        typer.Option("--gpu", metavar="NAME", help="here (default), cpu, or a GPU such as h100-sxm ('?' lists)."),
     ] = None,
     ranks: Annotated[
-        str | None, Option("--ranks", metavar="N", help="Processes; default: the GPUs of one host, or one on a CPU.")
+        str | None,
+        typer.Option("--ranks", metavar="N", help="Processes; default: the GPUs of one host, or one on a CPU."),
     ] = None,
     seq: Annotated[
         str | None,
-        Option(
+        typer.Option(
             "--seq",
             metavar="TOKENS",
             help="Tokens of a sequence; default: as many as the model has positions, at most 1024, 256 for decoder.",
@@ -58,17 +60,17 @@ def init(  # structure: signature fixed by the command line
     ] = None,
     global_batch: Annotated[
         str | None,
-        Option(
+        typer.Option(
             "--global-batch",
             metavar="N",
             help="Sequences of a step, all ranks; default: 32, or the next multiple of the ranks.",
         ),
     ] = None,
     steps: Annotated[
-        str | None, Option("--steps", metavar="N", help="Optimizer steps; default: 1000, or 300 to finetune.")
+        str | None, typer.Option("--steps", metavar="N", help="Optimizer steps; default: 1000, or 300 to finetune.")
     ] = None,
-    yes: Annotated[bool, Option("--yes", "-y", help="Ask nothing: what is not given takes its default.")] = False,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace FILE, if it is there.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: what is not given takes its default.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE, if it is there.")] = False,
 ) -> None:
     """Write a configuration of `terrazzo train`: what is not given as an option is asked for.
 

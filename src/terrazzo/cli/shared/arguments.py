@@ -1,4 +1,4 @@
-"""Arguments that several verbs take."""
+"""Arguments and options that several verbs take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Run"]
+__all__ = ["AsJsonOption", "RunArgument"]
 
 
 def _folder(run: Path) -> Path:
@@ -17,7 +17,9 @@ def _folder(run: Path) -> Path:
     return RunFolder.of(run).path
 
 
-Run = Annotated[
+AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+RunArgument = Annotated[
     Path,
     typer.Argument(
         metavar="RUN",

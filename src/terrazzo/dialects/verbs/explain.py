@@ -12,7 +12,7 @@ from terrazzo.dialects.core.meaning import data_ranks, degrees, extras_by_key
 from terrazzo.dialects.verbs.understand import Understood
 from terrazzo.engine import LossScaling
 
-__all__ = ["Option", "Page", "explain", "origin_words", "plan_words"]
+__all__ = ["OptionRow", "Page", "explain", "origin_words", "plan_words"]
 
 _STATES = {
     "weight": "weights",
@@ -23,7 +23,7 @@ _STATES = {
 
 
 @dataclass(frozen=True)
-class Option:
+class OptionRow:
     """One option's effective value.
 
     Attributes:
@@ -53,7 +53,7 @@ class Page:
     dialect: str
     title: str
     plan: tuple[str, ...]
-    options: tuple[Option, ...]
+    options: tuple[OptionRow, ...]
     left: tuple[str, ...]
     own: tuple[Extra, ...]
     unsettled: tuple[KeyVerdict, ...]
@@ -63,7 +63,7 @@ def explain(understood: Understood) -> Page:
     """The page of a file."""
     description = understood.description
     options = [
-        Option(path, setting.value, setting.origin, setting.key, MEANING[path])
+        OptionRow(path, setting.value, setting.origin, setting.key, MEANING[path])
         for path, setting in settings(description)
         if setting.is_set
     ]
@@ -79,7 +79,7 @@ def explain(understood: Understood) -> Page:
     )
 
 
-def origin_words(setting: Setting[Any] | Option) -> str:
+def origin_words(setting: Setting[Any] | OptionRow) -> str:
     """Who set a value: `file: zero_optimization.stage`, `default`, `auto: train_batch_size`."""
     if setting.origin == "file" and not setting.key:
         return "file"

@@ -1,0 +1,50 @@
+"""What `terrazzo config check` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from terrazzo.cli.config.context import reading_context
+from terrazzo.cli.config.options import ContextOptions
+from terrazzo.cli.config.text import STYLES, counted_text, say_report
+from terrazzo.cli.shared.terminal import say
+from terrazzo.config import config_from_dict
+from terrazzo.dialects.core.dialect import Finding
+from terrazzo.dialects.verbs.check import check
+from terrazzo.dialects.verbs.understand import Understood, understand
+from terrazzo.errors import BadInput
+
+__all__ = ["run"]
+
+
+def run(file: Path, dialect: str | None, options: ContextOptions, as_json: bool) -> int:
+    """Find what is wrong with a configuration; the exit code."""
+    understood = understand(file, dialect, reading_context(options))
+    findings = [*check(understood), *_trainers_own(understood)]
+    if as_json:
+        say_report({"file": str(file), "dialect": understood.dialect.name, "findings": findings})
+    else:
+        _say_findings(str(file), understood.dialect.title, findings)
+    return 1 if any(finding.level == "error" for finding in findings) else 0
+
+
+def _trainers_own(understood: Understood) -> list[Finding]:
+    """What `terrazzo train` itself says of a file of its own."""
+    if understood.dialect.name != "terrazzo":
+        return []
+    try:
+        config_from_dict(understood.loaded.document, origin="`terrazzo train`")
+    except BadInput as error:
+        known = {verdict.key for verdict in understood.reading.verdicts if verdict.kind == "refused"}
+        return [] if known else [Finding("", "error", str(error))]
+    return []
+
+
+def _say_findings(file: str, title: str, findings: Sequence[Finding]) -> None:
+    """One line per finding, and a count."""
+    say(f"{file}: {title}", "bold")
+    for finding in findings:
+        say(f"{finding.level}: {finding.key + ': ' if finding.key else ''}{finding.text}", STYLES[finding.level])
+    counts = [sum(finding.level == level for finding in findings) for level in ("error", "warning")]
+    say(f"{counted_text(counts[0], 'error')}, {counted_text(counts[1], 'warning')}")

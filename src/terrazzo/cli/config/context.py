@@ -1,0 +1,59 @@
+"""What a configuration does not say, as the options of `terrazzo config` say it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.cli.config.options import ContextOptions
+from terrazzo.config.files import load
+from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.engine import dtype_named
+from terrazzo.errors import BadInput
+
+__all__ = ["reading_context"]
+
+LOAD_DTYPES = ("fp32", "bf16", "fp16")
+
+
+def reading_context(options: ContextOptions) -> ReadingContext:
+    """What they mean for a reader. Raises: `BadInput` for one that means nothing."""
+    load_dtype = None if options.load_dtype is None else dtype_named(options.load_dtype)
+    if load_dtype not in (None, *LOAD_DTYPES):
+        raise BadInput(f"--load-dtype is '{load_dtype}'; there are: {', '.join(LOAD_DTYPES)}.")
+    return ReadingContext(
+        world=options.world,
+        load_dtype=load_dtype,
+        versions=_versions(options.library or []),
+        trainer=load(options.trainer).document if options.trainer else {},
+        **(_sizes(options.model) if options.model else {}),
+    )
+
+
+def _versions(texts: list[str]) -> dict[str, str]:
+    versions = {}
+    for text in texts:
+        name, equals, version = text.partition("=")
+        if not equals or not version[:1].isdigit():
+            raise BadInput(f"--library is '{text}', expected NAME=VERSION such as deepspeed=0.16.0.")
+        versions[name.strip().lower()] = version.strip()
+    return versions
+
+
+def _sizes(model: str) -> dict[str, Any]:
+    """What readers and checks need of a model."""
+    from terrazzo.planner import model_shape  # takes a moment, and few ask for it
+
+    shape = model_shape(model)
+    sizes: dict[str, Any] = {"parameters": shape.numel, "hidden_size": shape.hidden or None}
+    sizes |= {"positions": shape.positions, "tied": shape.tied}
+    block = next((unit.block for unit in shape.blocks if unit.block is not None), None)
+    if block is None:
+        return sizes
+    return {
+        **sizes,
+        "layers": shape.layers,
+        "block_numel": max(unit.numel for unit in shape.blocks),
+        "heads": block.heads,
+        "kv_heads": block.kv_heads,
+        "experts": max(unit.block.experts for unit in shape.blocks if unit.block is not None),
+    }

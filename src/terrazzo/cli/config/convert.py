@@ -1,0 +1,161 @@
+"""What `terrazzo config convert` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from terrazzo.cli.config.context import reading_context
+from terrazzo.cli.config.options import ContextOptions
+from terrazzo.cli.config.text import cell_text, columns_text, counted_text, say_report, say_verdicts
+from terrazzo.cli.shared.terminal import say
+from terrazzo.config.files import format_of
+from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.key_verdict import KINDS, KeyVerdict
+from terrazzo.dialects.registry import dialect
+from terrazzo.dialects.verbs.convert import Conversion, convert
+from terrazzo.dialects.verbs.emit import to_text
+from terrazzo.dialects.verbs.precision_table import COLUMNS, Cost, costs, precisions
+from terrazzo.dialects.verbs.understand import Understood, understand
+from terrazzo.errors import BadInput
+from terrazzo.files import GIB
+
+__all__ = ["run"]
+
+
+def run(
+    file: Path, names: tuple[str | None, str], options: ContextOptions, out: Path | None, partial: bool, as_json: bool
+) -> int:
+    """Write a configuration in another dialect; the exit code.
+
+    Args:
+        names: of the file's dialect, None as it looks, and of the one to write.
+        out: the file to write; None to print the document.
+        partial: write although keys are refused, without them.
+    """
+    target = dialect(names[1])
+    if out is not None:
+        _check_out(out)
+    understood = understand(file, names[0], reading_context(options))
+    conversion = convert(understood, target)
+    is_written = partial or not conversion.refused
+    text = _text(conversion, understood, out)
+    if is_written and out is not None:
+        _write(out, text)
+    if as_json:
+        say_report(_as_json(str(file), conversion, understood.context, out if is_written else None))
+    else:
+        _say_conversion(str(file), conversion, understood.context, stderr=out is None)
+        if is_written:
+            say(f"written: {out}") if out is not None else print(text, end="")
+    return 0 if is_written else 1
+
+
+# -- the document --------------------------------------------------------------------------------------------------
+
+
+def _check_out(out: Path) -> None:
+    if out.exists():
+        raise BadInput(f"'{out}' exists, and is not overwritten: name another file, or move it away.")
+    if not out.parent.is_dir():
+        raise BadInput(f"There is no folder '{out.parent}' for '{out.name}': make it, or name another.")
+
+
+def _text(conversion: Conversion, understood: Understood, out: Path | None) -> str:
+    named = out if out is not None and out.suffix else Path(f"document{conversion.target.suffix}")
+    kind = format_of(named)
+    return to_text(conversion.document, kind, understood.loaded, conversion.verdicts)
+
+
+def _write(out: Path, text: str) -> None:
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise BadInput(f"'{out}' cannot be written: {error}.") from None
+
+
+# -- the report ----------------------------------------------------------------------------------------------------
+
+
+def _say_conversion(file: str, conversion: Conversion, context: ReadingContext, *, stderr: bool) -> None:
+    """Every key's verdict, the precision table before and after, and what its dtypes cost."""
+    source, target = conversion.source.title, conversion.target.title
+    say(f"{file}: {source} -> {target}", "bold", stderr=stderr)
+    say_verdicts(conversion.verdicts, stderr=stderr)
+    say(_counts(conversion.verdicts), stderr=stderr)
+    if conversion.unsaid:
+        say(f"\nnot set in the file: what {source} does by default, and {target} cannot say:", stderr=stderr)
+        say_verdicts(conversion.unsaid, stderr=stderr)
+    if conversion.added:
+        say(f"\nby {target}'s defaults, where {source} leaves it to code or was refused:", stderr=stderr)
+        say(columns_text([[each.key, cell_text(each.value)] for each in conversion.added]), stderr=stderr)
+    say("\n" + _precision_text(conversion, context), stderr=stderr)
+    if conversion.refused:
+        say(
+            f"\n{counted_text(len(conversion.refused), 'key')} refused: see above what to do instead.",
+            "red",
+            stderr=stderr,
+        )
+
+
+def _counts(verdicts: Sequence[KeyVerdict]) -> str:
+    kinds = [verdict.kind for verdict in verdicts]
+    tuning = sum(verdict.tuning for verdict in verdicts)
+    some = f"{tuning} of them " if tuning < kinds.count("defaulted") else ""
+    words = {"defaulted": f" ({some}left out: they only tune or log)" if tuning else ""}
+    return ", ".join(f"{kinds.count(kind)} {kind}{words.get(kind, '')}" for kind in KINDS if kind in kinds) or "no keys"
+
+
+def _precision_text(conversion: Conversion, context: ReadingContext) -> str:
+    rows = [["dtypes", *COLUMNS]]
+    for label, description in (("before", conversion.before), ("after", conversion.after)):
+        rows.append([label, *precisions(description).cells()])
+    lines = [columns_text(rows)]
+    memory = _memory_rows(conversion, context)
+    if memory:
+        unit = "GiB" if context.parameters else "bytes per parameter"
+        lines.append(f"model states at rest, {unit} per rank, and how much of it is for dtypes wider than compute:")
+        lines.append(columns_text(memory))
+    return "\n".join(lines)
+
+
+def _memory_rows(conversion: Conversion, context: ReadingContext) -> list[list[str]]:
+    rows = [["ranks", "before", "upcast", "after", "upcast"]]
+    pairs = zip(costs(conversion.before), costs(conversion.after, _ranks(conversion)), strict=True)
+    for before, after in pairs:
+        cells = [*_memory_cells(before, context), *_memory_cells(after, context)]
+        if any(cell != "-" for cell in cells):
+            rows.append([str(before.ranks), *cells])
+    return rows if len(rows) > 1 else []
+
+
+def _ranks(conversion: Conversion) -> tuple[int, ...]:
+    return tuple(cost.ranks for cost in costs(conversion.before))
+
+
+def _memory_cells(cost: Cost, context: ReadingContext) -> list[str]:
+    scale = context.parameters / GIB if context.parameters else 1.0
+    values = (cost.bytes_per_parameter, cost.upcast)
+    return ["-" if value is None else f"{value * scale:.4g}" for value in values]
+
+
+def _as_json(file: str, conversion: Conversion, context: ReadingContext, written: Path | None) -> dict[str, Any]:
+    """The whole report."""
+    sides = {"before": conversion.before, "after": conversion.after}
+    ranks = _ranks(conversion)
+    return {
+        "file": file,
+        "from": conversion.source.name,
+        "to": conversion.target.name,
+        "verdicts": conversion.verdicts,
+        "counts": {kind: sum(verdict.kind == kind for verdict in conversion.verdicts) for kind in KINDS},
+        "unsaid": conversion.unsaid,
+        "added": conversion.added,
+        "precision": {side: precisions(description) for side, description in sides.items()},
+        "memory": {side: costs(description, ranks) for side, description in sides.items()},
+        "parameters": context.parameters,
+        "document": conversion.document,
+        "written": str(written) if written else None,
+    }

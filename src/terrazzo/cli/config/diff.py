@@ -1,0 +1,45 @@
+"""What `terrazzo config diff` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from terrazzo.cli.config.context import reading_context
+from terrazzo.cli.config.options import ContextOptions
+from terrazzo.cli.config.text import cell_text, columns_text, counted_text, say_report
+from terrazzo.cli.shared.terminal import say
+from terrazzo.dialects.verbs.diff import SettingDifference, compare
+from terrazzo.dialects.verbs.understand import understand
+
+__all__ = ["run"]
+
+
+def run(
+    files: tuple[Path, Path], dialects: tuple[str | None, str | None], options: ContextOptions, as_json: bool
+) -> int:
+    """Compare what two configurations mean; the exit code."""
+    context = reading_context(options)
+    one, other = (understand(file, name, context) for file, name in zip(files, dialects, strict=True))
+    found = compare(one.description, other.description)
+    if as_json:
+        sides = zip("ab", files, (one, other), strict=True)
+        heads = {side: {"file": str(file), "dialect": each.dialect.name} for side, file, each in sides}
+        say_report({**heads, "equal": not found, "differences": found})
+    else:
+        _say_differences((str(files[0]), one.dialect.title), (str(files[1]), other.dialect.title), found)
+    return 1 if found else 0
+
+
+def _say_differences(a: tuple[str, str], b: tuple[str, str], found: Sequence[SettingDifference]) -> None:
+    """A line per difference."""
+    say(f"A  {a[0]}: {a[1]}\nB  {b[0]}: {b[1]}")
+    if not found:
+        say("They mean the same.")
+        return
+    rows = [["option", "A", "B", "meaning"]]
+    for each in found:
+        sides = [cell_text(side.value) if side.is_set else "left to code" for side in (each.a, each.b)]
+        rows.append([each.path, *sides, each.meaning])
+    say("\n" + columns_text(rows))
+    say(counted_text(len(found), "difference"))
