@@ -120,7 +120,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "whole matrices away from the device": (
         "terrazzo", {"optimizer": "muon", "strategy": "zero3@cpu"}, "terrazzo", {"optimizer": "muon"},
     ),
-    "optimizer that torch does not have": ("terrazzo", {"optimizer": "adamw-8bit"}, "terrazzo", {"optimizer": "lion"}),
+    "optimizer that torch does not have": ("terrazzo", {"optimizer": "adamw-4bit"}, "terrazzo", {"optimizer": "lion"}),
     "loss without all logits, in fp16": (
         "terrazzo", {"loss": "chunked", "precision": "fp16"}, "terrazzo", {"loss": "chunked"},
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ PRECISIONS: dict[str, Precision] = {
     "bf16-pure": Precision.named("bf16-pure"),
     "fsdp": Precision(weight="fp32", compute="bf16", reduce="bf16", moments="bf16"),  # type: ignore[arg-type]
     "wide": Precision(master="fp64", moments="fp64", accumulate="fp64"),  # type: ignore[arg-type]
+    "int8": Precision(weight="bf16", compute="bf16", moments="int8"),  # type: ignore[arg-type]
     "narrow wire": Precision(weight="bf16", compute="bf16", reduce="bf16"),  # type: ignore[arg-type]
 }
 ADAMW = OPTIMIZERS["adamw"]
@@ -108,7 +110,8 @@ def check_bill(
     sizes = MESHES[mesh]
     device_mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     tz.parallelize(model, device_mesh)
-    options: dict[str, Any] = {"precision": precision, "prefetch": prefetch, "offload": OFFLOAD.used_under(plan)}
+    offload = OFFLOAD if precision.narrow is None else replace(OFFLOAD, block_mib=1)
+    options: dict[str, Any] = {"precision": precision, "prefetch": prefetch, "offload": offload.used_under(plan)}
     optimizer = of_matrices(model) if muon else in_two_groups(model)
     bill = estimate(model, optimizer, plan, mesh=device_mesh, **options)
     recipe, whole = (OPTIMIZERS["muon"], dict(tz.optim.hidden_matrices(model).matrices)) if muon else (ADAMW, {})
@@ -186,7 +189,7 @@ TIERS: dict[str, dict[str, str]] = {
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize(("mesh", "plan"), [case for case in CASES if case[0] in ("one rank", "two by four")])
 def test_the_bill_of_every_tier_to_the_byte(mesh: str, plan: str, tiers: str) -> None:
-    precision = ("fp32", "bf16")[(list(TIERS).index(tiers) + list(CASES).index((mesh, plan))) % 2]
+    precision = ("fp32", "bf16", "int8")[(list(TIERS).index(tiers) + list(CASES).index((mesh, plan))) % 3]
     placed = Plan.named(plan).on(**TIERS[tiers])
     with fake_group(8 if mesh == "two by four" else 1):
         check_bill(decoder(12), mesh, placed, PRECISIONS[precision], 1)

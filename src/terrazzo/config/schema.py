@@ -153,7 +153,9 @@ class PrecisionConfig(Named):
     reduce: DtypeName | None = Field(None, description="gradients on the wire")
     accumulate: DtypeName | None = Field(None, description="gradient sums")
     master: DtypeName | None = Field(None, description="weights that the optimizer updates")
-    moments: DtypeName | None = Field(None, description="optimizer state")
+    moments: DtypeName | Literal["int8", "fp8"] | None = Field(
+        None, description="optimizer state; int8 and fp8 keep it in 8 bits, with a scale for each 256 elements"
+    )
     linears: Literal["compute", "fp8-tensorwise", "fp8-rowwise"] = Field(
         "compute",
         description="how linear layers multiply: in `compute`, or in 8 bits with a scale for each matrix or each row",

@@ -69,7 +69,7 @@ MODEL_AXES = ("tp", "cp", "sp", "ep", "pp")
 """Axes of the mesh that are no data axes."""
 LOADED = "loaded"
 """The dtype in which the model was loaded, where a stack keeps it and the configuration does not say it."""
-DTYPES = ("fp32", "bf16", "fp16", "fp64", "fp8", LOADED)
+DTYPES = ("fp32", "bf16", "fp16", "fp64", "fp8", "int8", LOADED)
 EVERY_DTYPE = ("weight", "compute", "reduce", "accumulate", "master", "moments", "buffers", "output", "saved")
 """What has a dtype of its own, as `precision` names it."""
 PARAMETER_DTYPES = tuple(name for name in EVERY_DTYPE if name not in ("buffers", "output"))

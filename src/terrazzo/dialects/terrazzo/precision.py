@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from terrazzo.dialects.core.description import LOADED
 from terrazzo.dialects.terrazzo.draft import HubDraft
-from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, LossScaling
+from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, MOMENTS_NAMES, PRECISIONS, LossScaling
 
 __all__ = ["write_precision"]
 
@@ -26,7 +28,11 @@ def write_precision(draft: HubDraft) -> None:
 
 def _dtype(draft: HubDraft, field: str) -> str | None:
     found: str | None = draft.value(f"precision.{field}")
-    return found if found in DTYPE_NAMES.values() else None
+    return found if found in _names(field) else None
+
+
+def _names(field: str) -> Collection[str]:
+    return (MOMENTS_NAMES if field == "moments" else DTYPE_NAMES).values()
 
 
 def _dtypes(draft: HubDraft) -> None:
@@ -49,7 +55,7 @@ def _dtypes(draft: HubDraft) -> None:
 
 def _one_dtype(draft: HubDraft, path: str, field: str, preset: str, key: str) -> None:
     value = draft.value(path)
-    if value in DTYPE_NAMES.values() and (value != preset or draft.setting(path).key == path):
+    if value in _names(field) and (value != preset or draft.setting(path).key == path):
         draft.put(path, f"precision.{field}", value)
     elif value == preset:
         draft.implied(path, key=key)
@@ -57,7 +63,7 @@ def _one_dtype(draft: HubDraft, path: str, field: str, preset: str, key: str) ->
         why = f"it depends on the dtype that the model is loaded in; {preset} is written: say --load-dtype"
         draft.lossy(path, why, key)
     elif value is not None:
-        draft.refuse(path, f"{value} is no dtype that Terrazzo trains in: use one of {', '.join(DTYPE_NAMES.values())}")
+        draft.refuse(path, f"{value} is no dtype that Terrazzo trains in: use one of {', '.join(_names(field))}")
 
 
 def _loss_scaling(draft: HubDraft, scaling: LossScaling | None, fixed: float | None, key: str) -> None:

@@ -11,6 +11,7 @@ from terrazzo.dialects.shared.fsdp import VERSION
 __all__ = [
     "ALIASES",
     "DISTRIBUTED",
+    "EIGHT_BITS",
     "FIELDS",
     "FSDP_KEYS",
     "FSDP_VERSION_1",
@@ -30,9 +31,11 @@ OPTIMIZERS = {
     "rmsprop": "RMSprop",
 }
 """torch.optim's class by the Trainer's word."""
+EIGHT_BITS = {"adamw_8bit": "AdamW", "adamw_bnb_8bit": "AdamW", "adamw_torch_8bit": "AdamW", "lion_8bit": "Lion"}
+"""Classes whose states are in 8 bits by it: of bitsandbytes, or of torchao."""
 _OTHERS = (
-    *("adafactor", "adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "ademamix", "adamw_bnb_8bit"),
-    *("adamw_8bit", "ademamix_8bit", "lion_8bit", "lion_32bit", "paged_adamw_32bit", "paged_adamw_8bit"),
+    *("adafactor", "adamw_anyprecision", "adamw_torch_4bit", "ademamix", "ademamix_8bit", "lion_32bit"),
+    *("paged_adamw_32bit", "paged_adamw_8bit"),
     *("paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb"),
     *("rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor"),
     *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo"),
@@ -50,7 +53,7 @@ SCHEDULES = {
     "polynomial": "polynomial",
     **{name: name for name in OWN_SCHEDULES},
 }
-_OPTIM = words({**OPTIMIZERS, **{name: name for name in _OTHERS}}, fold=False)
+_OPTIM = words({**OPTIMIZERS, **EIGHT_BITS, **{name: name for name in _OTHERS}}, fold=False)
 _SAVE = words({name: name for name in ("no", "steps", "epoch", "best")})
 _STATE = words({"full_state_dict": "full", "sharded_state_dict": "sharded", "local_state_dict": "local"})
 _POLICY = words({name.lower(): name for name in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")})

@@ -10,7 +10,7 @@ from terrazzo.dialects.core.description import Setting, Settings
 from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
 from terrazzo.dialects.shared.accelerate import stack_precision
 from terrazzo.dialects.trainer.findings import MATCHED
-from terrazzo.dialects.trainer.keys import KEYS, REMOVED
+from terrazzo.dialects.trainer.keys import EIGHT_BITS, KEYS, REMOVED
 from terrazzo.dialects.trainer.read_loop import read_loop
 from terrazzo.dialects.trainer.read_parallel import read_parallel, stack_of
 from terrazzo.dialects.trainer.reader import TrainerReader
@@ -31,6 +31,7 @@ def read(document: Document, context: ReadingContext) -> Reading:
     stack = stack_of(source)
     given = {**read_loop(source), **read_parallel(source, stack)}
     given |= _precision(source, stack, given)
+    _narrow(source, given)
     if source.nested is not None:
         given = _with_deepspeed(given, source.nested.given)
         given = {path: _with_field(source, setting) for path, setting in given.items()}
@@ -55,6 +56,13 @@ def _precision(source: TrainerReader, stack: str, given: Mapping[str, Setting[An
         return {}
     deferred = given["batch.accumulation"].value > 1
     return stack_precision(stack, half, deferred, source.context)
+
+
+def _narrow(source: TrainerReader, given: Settings) -> None:
+    """An optimizer whose states are in 8 bits is another one here, and the precision of moments says the rest."""
+    if str(source.get("optim")) in EIGHT_BITS:
+        given["precision.moments"] = Setting("int8", "file", "optim")
+        source.say("optim", "lossy", "codes of 8 bits have other values here, and small tensors have them too")
 
 
 def _which(halves: list[Setting[Any]]) -> tuple[Any, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from terrazzo.dialects.core.draft import Pen
-from terrazzo.dialects.trainer.keys import FIELDS, OPTIMIZERS, OWN_SCHEDULES
+from terrazzo.dialects.trainer.keys import EIGHT_BITS, FIELDS, OPTIMIZERS, OWN_SCHEDULES
 
 __all__ = ["write_loop"]
 
@@ -87,7 +87,8 @@ def _warmup(pen: Pen) -> None:
 
 def _optimizer(pen: Pen) -> None:
     name, path = pen.value("optimizer.name"), "optimizer.name"
-    words = {torch_name: word for word, torch_name in reversed(OPTIMIZERS.items())}
+    narrow = pen.own and pen.value("precision.moments") == "int8"
+    words = {name: word for word, name in reversed((EIGHT_BITS if narrow else OPTIMIZERS).items())}
     if name is None:
         return
     if name in words:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from terrazzo.dialects.core.description import PARAMETER_DTYPES, Description, Setting
 from terrazzo.dialects.core.meaning import degrees
+from terrazzo.engine import StateFormat
 
 __all__ = ["COLUMNS", "Cost", "Precisions", "costs", "precisions"]
 
@@ -80,13 +81,13 @@ def _cost(description: Description, ranks: int) -> Cost:
     return Cost(ranks, whole, whole - _total(description, narrow, split))
 
 
-def _total(description: Description, sizes: dict[str, int], split: dict[str, int]) -> float:
+def _total(description: Description, sizes: dict[str, float], split: dict[str, int]) -> float:
     states = sizes["master"] + _MOMENTS.get(description.value("optimizer.name"), _ADAM) * sizes["moments"]
     total = states / split["optim"] + sizes["accumulate"] / split["grad"]
     return total if _shared(description, sizes) else total + sizes["weight"] / split["weight"]
 
 
-def _shared(description: Description, sizes: dict[str, int]) -> bool:
+def _shared(description: Description, sizes: dict[str, float]) -> bool:
     """Whether the compute weights at rest are no memory of their own beside the master weights."""
     alike = all(description.value(f"{section}.weight") == description.value(f"{section}.optim") for section in _WHERE)
     if description.dialect == "terrazzo" and alike and description.value("sharding.weight") != "-":
@@ -97,8 +98,11 @@ def _shared(description: Description, sizes: dict[str, int]) -> bool:
 _WHERE = ("sharding", "offload")
 
 
-def _size(description: Description, name: str) -> int | None:
-    return _BYTES.get(description.value(f"precision.{name}"))
+def _size(description: Description, name: str) -> float | None:
+    value = description.value(f"precision.{name}")
+    if name == "moments" and value in [form.value for form in StateFormat]:
+        return StateFormat(value).itemsize
+    return _BYTES.get(value)
 
 
 def _shards(description: Description, state: str, ranks: int) -> int | None:

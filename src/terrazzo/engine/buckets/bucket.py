@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.buffer import Buffer, Homes, Resting, Space, copy_changed, differ
 from terrazzo.engine.buckets.edits import adopt_data
 from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.buckets.gradient import Gradient
+from terrazzo.engine.buckets.narrow import NarrowState
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.box import Box
@@ -36,7 +38,7 @@ class Bucket(BucketSpec):
 
     Attributes:
         gradient: of its parameters.
-        moments: what the optimizer keeps for each element away from the device, by its own names.
+        moments: what the optimizer keeps for each element away from the device or in 8 bits, by its own names.
         changes: counts those of the weights.
         weight, master: at rest, from `build` on; one memory, or part of one, where the description says so.
         full: the weights that the parameters are views of, from `build` on.
@@ -55,7 +57,7 @@ class Bucket(BucketSpec):
         tiers: Tiers = ON_DEVICE,
     ) -> None:
         axes, first = sharding.axes, members[0].parameter
-        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size())
+        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(), sharding.precision.align)
         super().__init__(
             layout.numel,
             sharding.plan,
@@ -113,13 +115,19 @@ class Bucket(BucketSpec):
         self.full = FullWeights(self.members, self, self.space, self.weight, self.ledger)
 
     def build_moments(self, store: Homes, names: Iterable[str]) -> None:
-        """Room for what the optimizer will keep for each element away from the device: what an earlier one has left
-        is used again.
+        """Room for what the optimizer will keep for each element away from the device or in 8 bits: what an earlier
+        one has left is used again.
         """
-        wanted, homes, dtype = list(names), self._moment_homes, self.precision.moments
+        wanted, homes, form = list(names), self._moment_homes, self.precision.narrow
         while len(homes) < len(wanted):
-            homes.append(store.state(self.space, self.optim_axes, dtype, self.tiers.optim))
+            if form is None:
+                homes.append(store.state(self.space, self.optim_axes, self.precision.shown_moments, self.tiers.optim))
+            else:
+                homes.append(store.state(self.space.packed, self.optim_axes, torch.uint8, self.tiers.optim))
         self.moments = dict(zip(wanted, homes, strict=False))
+        if form is not None:
+            axes = self.optim_axes
+            self.moments = {k: NarrowState(self.space, axes, codes, form, k) for k, codes in self.moments.items()}
 
     @property
     def moments_room(self) -> int:

@@ -47,6 +47,11 @@ class Space:
         data = torch.empty(self.range(axes).numel, dtype=dtype, device=self.axes.device)
         return Buffer(self, axes, use_large_pages(data))
 
+    @property
+    def packed(self) -> Space:
+        """That of the bytes of its blocks, where states are kept in 8 bits."""
+        return Space(self.layout.packed, self.axes)
+
     def zeros(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
         buffer = self.empty(axes, dtype)
         buffer.data.zero_()

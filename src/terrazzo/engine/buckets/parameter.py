@@ -25,6 +25,7 @@ __all__ = [
     "Arriving",
     "AtRest",
     "Guard",
+    "InBlocks",
     "Note",
     "OnDrive",
     "Refusing",
@@ -224,6 +225,19 @@ class OnDrive(Refusing):
             f"{touched.terrazzo_note.name!r}, which the optimizer keeps in files on a drive: it cannot be read or "
             "changed by hand. Place it in host memory, as plan 'zero3@cpu' does, or load a checkpoint without "
             "the optimizer's state to begin anew."
+        )
+
+
+class InBlocks(OnDrive):
+    """What an optimizer keeps for each element of a segment, in 8 bits: on `meta`, in no memory at all."""
+
+    @classmethod
+    def _refusal(cls, touched: Refusing | None) -> str:
+        assert touched is not None, "torch calls this for an argument of the class"
+        return (
+            f"{touched.terrazzo_note.name!r}, which the optimizer keeps in 8 bits: it cannot be read or changed by "
+            "hand. Read it in optimizer.state_dict(), set it with optimizer.load_state_dict, or leave out 'moments' of "
+            "the precision, which keeps it in fp32."
         )
 
 

@@ -30,6 +30,7 @@ class Drive:
     """This rank's swap files, and what reading them for computation takes.
 
     Args:
+        cell: elements of each state that are read and written together.
         buffers: blocks of host memory for weights on their way to the device, uint8 and page-aligned.
         copies: from there to the device.
     """
@@ -41,20 +42,25 @@ class Drive:
 
 @dataclass
 class DriveBuffer(Resting):
-    """The elements of `space.range(axes)` in swap files, from byte `offset` on; zero at first."""
+    """The elements of `space.range(axes)` in swap files, from byte `offset` on; zero at first.
+
+    Attributes:
+        cell: elements of a cell.
+    """
 
     space: Space
     axes: tuple[str, ...]
     stored: torch.dtype
     drive: Drive
     offset: int
+    cell: int
 
     @property
     def dtype(self) -> torch.dtype:
         return self.stored
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
-        for cell in cells(self.range, self.drive.cell):
+        for cell in cells(self.range, self.cell):
             if (part := cell.intersect(wanted)).numel:
                 yield part
 
@@ -91,14 +97,14 @@ class DriveBuffer(Resting):
 
     def _span(self, held: Range) -> Range:
         """The whole cells that `held` touches."""
-        origin, size = self.range.start, self.drive.cell
+        origin, size = self.range.start, self.cell
         first = origin + (held.start - origin) // size * size
         return Range(first, min(self.range.stop, origin + round_up(held.stop - origin, size)))
 
     def _each(self, spanned: Range, raw: Tensor, write: bool) -> None:
         """Read or write whole cells, and wait for them."""
         under_way = []
-        for cell in cells(spanned, self.drive.cell):
+        for cell in cells(spanned, self.cell):
             start = (cell.start - spanned.start) * self.dtype.itemsize
             block = raw[start : start + padded_bytes(cell.numel * self.dtype.itemsize)]
             under_way.append(self.write(cell, block) if write else self.read(cell, block))
@@ -108,10 +114,10 @@ class DriveBuffer(Resting):
     def _fill(self, into: Tensor, mark: torch.Event | None) -> None:
         """Read everything into a tensor, as many cells at once as there are buffers."""
         under_way: deque[tuple[Range, Tensor, Pending]] = deque()
-        cell_bytes = padded_bytes(min(self.drive.cell, self.range.numel) * self.dtype.itemsize)
+        cell_bytes = padded_bytes(min(self.cell, self.range.numel) * self.dtype.itemsize)
         free = [block for block in self.drive.buffers if block.numel() >= cell_bytes] or [page_aligned(cell_bytes)]
         with self.drive.copies.completing(mark):
-            for cell in cells(self.range, self.drive.cell):
+            for cell in cells(self.range, self.cell):
                 if not free:
                     free.append(self._take(under_way, into))
                 block = free.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ def further_moment_bytes(buckets: Sequence[Bucket], templates: Templates) -> lis
     One entry for each state of a bucket.
     """
     return [
-        bucket.numel(bucket.optim_axes) * bucket.precision.moments.itemsize
+        math.ceil(bucket.numel(bucket.optim_axes) * bucket.precision.moments.itemsize)
         for bucket in buckets
         for _ in (moment_names(bucket, templates)[bucket.moments_room :] if bucket.updated_off_device else ())
     ]

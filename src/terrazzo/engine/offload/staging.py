@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.narrow import NarrowState
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.offload.disk import Pending
 from terrazzo.engine.offload.drive import DriveBuffer
@@ -18,11 +19,16 @@ __all__ = ["StagingBuffer"]
 
 @dataclass
 class _Entry:
-    """One state's part of a staging buffer."""
+    """One state's part of a staging buffer; of one in 8 bits, its bytes are what is read."""
 
     state: DriveBuffer
     raw: Tensor
     writes: bool
+    packed: bool
+
+    def of(self, elements: Range) -> Range:
+        """These elements, as `state` counts."""
+        return elements.packed if self.packed else elements
 
 
 class StagingBuffer:
@@ -48,9 +54,10 @@ class StagingBuffer:
         return self._bucket is bucket and self._cell == cell
 
     def part(self, key: str, wanted: Range) -> Tensor:
-        """The elements of `wanted` of one state, a view."""
+        """The elements of `wanted` of one state, a view; of one in 8 bits, the bytes of these blocks."""
         entry = self._entries[key]
-        return entry.raw.view(entry.state.dtype)[: self._cell.numel][wanted.within(self._cell)]
+        cell = entry.of(self._cell)
+        return entry.raw.view(entry.state.dtype)[: cell.numel][entry.of(wanted).within(cell)]
 
     def read(self, bucket: Bucket, cell: Range, known: Sequence[str], finished: SummedGradient | None) -> None:
         """Start reading a cell's states.
@@ -68,7 +75,7 @@ class StagingBuffer:
         if finished is not None:
             self._add("grad", finished.wait(), offset, writes=False)
         wanted = ("master", "grad", *known)
-        self._reading = [e.state.read(cell, e.raw) for key, e in self._entries.items() if key in wanted]
+        self._reading = [e.state.read(e.of(cell), e.raw) for key, e in self._entries.items() if key in wanted]
         for key in bucket.moments:
             if key not in known:
                 self._entries[key].raw.zero_()
@@ -80,7 +87,7 @@ class StagingBuffer:
     def write(self) -> None:
         """Start writing what may have changed."""
         cell, entries = self._cell, self._entries.values()
-        self._writing = [entry.state.write(cell, entry.raw) for entry in entries if entry.writes]
+        self._writing = [entry.state.write(entry.of(cell), entry.raw) for entry in entries if entry.writes]
 
     def finish_reading(self) -> None:
         for pending in self._reading:
@@ -94,8 +101,10 @@ class StagingBuffer:
 
     def _add(self, key: str, state: object, offset: int, *, writes: bool) -> int:
         """Give a state that is in files its part of the memory; returns where the next one begins."""
-        if not isinstance(state, DriveBuffer):
+        stored, packed = (state.codes, True) if isinstance(state, NarrowState) else (state, False)
+        if not isinstance(stored, DriveBuffer):
             return offset
-        end = offset + padded_bytes(self._cell.numel * state.dtype.itemsize)
-        self._entries[key] = _Entry(state, self._raw[offset:end], writes)
+        numel = (self._cell.packed if packed else self._cell).numel
+        end = offset + padded_bytes(numel * stored.dtype.itemsize)
+        self._entries[key] = _Entry(stored, self._raw[offset:end], writes, packed)
         return end

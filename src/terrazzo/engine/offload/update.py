@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from terrazzo.ending import require_own, start_thread
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameter import OnDrive
+from terrazzo.engine.buckets.narrow import NarrowState
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to
 from terrazzo.engine.optim.kept import KeptStates
+from terrazzo.engine.optim.narrow_steps import NarrowStates
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.layout import Range
@@ -225,7 +226,10 @@ class _UpdateThread:
         parameter = nn.Parameter(values)
         if has_gradient:
             parameter.grad = self._gradient(segment, task)
-        _Moments(segment, task.staging).step(task.stepper, parameter)
+        if segment.bucket.precision.narrow is None:
+            _Moments(segment, task.staging).step(task.stepper, parameter)
+        else:
+            _NarrowMoments(segment, task.staging).step(task.stepper, parameter)
         weight = segment.bucket.own_weight
         if weight is not None and (task.staging is None or "weight" not in task.staging):
             with weight.opened(segment.range, "replace") as own:
@@ -265,4 +269,20 @@ class _Moments(KeptStates):
         if self._staging is None:
             return home
         self._staging.keep(key)
-        return OnDrive.of(home.numel(), home.dtype, key)
+        return self.segment.stand_in(key)
+
+
+class _NarrowMoments(NarrowStates):
+    """The same in 8 bits."""
+
+    def __init__(self, segment: Segment, staging: StagingBuffer | None) -> None:
+        super().__init__(segment)
+        self._staging = staging
+
+    def codes(self, home: NarrowState, tile: Range) -> Tensor:
+        return super().codes(home, tile) if self._staging is None else self._staging.part(home.kind, tile)
+
+    def put_back(self, key: str) -> Any:
+        if self._staging is not None:
+            self._staging.keep(key)
+        return super().put_back(key)

@@ -35,4 +35,5 @@ class KeptStates:
 
     def put_back(self, key: str, value: Any) -> Any:
         """What the optimizer has from now on of `value`, as a step has left it."""
-        return value.to(self.segment.bucket.precision.moments) if self.segment.keeps_per_element(key, value) else value
+        per_element = self.segment.keeps_per_element(key, value)
+        return value.to(self.segment.bucket.precision.shown_moments) if per_element else value

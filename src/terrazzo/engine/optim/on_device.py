@@ -10,6 +10,7 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.optim.kept import KeptStates
 from terrazzo.engine.optim.matrix_steps import MatrixSteps
+from terrazzo.engine.optim.narrow_steps import NarrowStates
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.precision import Precision
@@ -53,7 +54,8 @@ class DeviceUpdates:
         for segment in segments:
             if segment.due or stepper.is_own:
                 _give_gradient(segment, finished)
-                KeptStates(segment).step(stepper, segment.parameter)
+                kept = KeptStates(segment) if segment.bucket.precision.narrow is None else NarrowStates(segment)
+                kept.step(stepper, segment.parameter)
                 segment.parameter.grad = None
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer
-from terrazzo.engine.buckets.parameter import OnDrive
+from terrazzo.engine.buckets.parameter import InBlocks, OnDrive
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.layout import Range, Slot
@@ -33,7 +33,7 @@ class Segment:
     Attributes:
         window: of the bucket's flat space; on drives a cell, which is read, updated and written as one.
         parameter: the elements, a view into the master weights; on drives a stand-in without memory, on `meta`, and so
-            are the states that the optimizer keeps for each of its elements.
+            are the states that the optimizer keeps for each of its elements; so are those in 8 bits on any tier.
         template: what the optimizer keeps for a parameter of its group, as far as that is known.
     """
 
@@ -80,6 +80,13 @@ class Segment:
         """Whether the optimizer keeps `value` for each element; where nobody has seen the key before, by its shape."""
         return self.template.keeps_per_element(key, value, self.parameter.shape)
 
+    def stand_in(self, key: str) -> OnDrive | None:
+        """What the optimizer has in the place of a state of the bucket's; None for that state itself, in memory."""
+        precision, numel = self.bucket.precision, self.range.numel
+        if precision.narrow is not None:
+            return InBlocks.of(numel, precision.shown_moments, key)
+        return OnDrive.of(numel, precision.shown_moments, key) if self.parameter.is_meta else None
+
     def adopt(self, kept: Mapping[str, Any]) -> None:
         """Copy what a user has put in the place of states away from the device to where those rest.
 
@@ -121,7 +128,7 @@ class Segment:
         if not isinstance(value, Tensor):
             return value
         if isinstance(value, OnDrive):
-            return OnDrive.of(part.stop - part.start, value.dtype, key)
+            return type(value).of(part.stop - part.start, value.dtype, key)
         return value[part] if self.keeps_per_element(key, value) else value.clone()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
-from terrazzo.engine.offload.needs import disk_bytes, host_bytes, need_of
+from terrazzo.engine.offload.needs import disk_bytes, host_bytes, moment_names, need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segment import held_range, runs
 from terrazzo.engine.optim.template import Templates
@@ -101,8 +101,11 @@ def _moments_bytes(buckets: Sequence[Bucket], templates: Templates) -> int:
     total = 0
     for bucket in buckets:
         moment_bytes = bucket.precision.moments.itemsize
+        if bucket.moments_apart:
+            total += len(moment_names(bucket, templates)) * round(bucket.numel(bucket.optim_axes) * moment_bytes)
+            moment_bytes = 0
         for first, last in runs(bucket):
             group, numel = bucket.members[first].group, held_range(bucket, first, last).numel
             for spec in templates[group].values() if group >= 0 and numel else ():
-                total += numel * moment_bytes if spec.per_element else spec.fixed_bytes
+                total += round(numel * moment_bytes) if spec.per_element else spec.fixed_bytes
     return total

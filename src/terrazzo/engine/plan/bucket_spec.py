@@ -148,6 +148,7 @@ class BucketSpec:
         keeps_full: whether full weights stay from forward to backward.
         regathered: whether backward gathers weights again that forward has put down.
         updated_off_device: whether the optimizer steps it away from the device.
+        moments_apart: whether what the optimizer keeps for each element is not tensors of its own, but the bucket's.
         gathers_apart: whether new weights are gathered in device memory of their own, on their way to where they rest.
     """
 
@@ -178,6 +179,7 @@ class BucketSpec:
         self.keeps_full = self.keep or (self.between_axes == () and not fetched_again)
         self.regathered = not self.resident and not self.keeps_full
         self.updated_off_device = trainable and tiers.optim != "device"
+        self.moments_apart = self.updated_off_device or (trainable and self.precision.narrow is not None)
         reached = on_device or (tiers.weight == "cpu" and self.on_host)
         self.gathers_apart = not reached and self.weight_axes != self.optim_axes
 

@@ -14,10 +14,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["ALIGN", "PAGE_BYTES", "Layout", "Range", "Slot", "padded_bytes", "round_up", "share"]
+__all__ = [
+    "ALIGN",
+    "BLOCK",
+    "PACKED",
+    "PAGE_BYTES",
+    "Layout",
+    "Range",
+    "Slot",
+    "padded_bytes",
+    "round_up",
+    "share",
+    "tile_numel",
+    "tiled_step_bytes",
+]
 
 ALIGN = 64
 """Elements. Keeps views on cache lines, and fused CPU AdamW bitwise independent of where a shard is cut."""
+
+BLOCK = 256
+"""Elements that share a scale where an optimizer's states are kept in 8 bits; then what begins on a multiple of `ALIGN`
+begins on one of this."""
+
+PACKED = BLOCK + 4
+"""Bytes of such a block: its codes, and the scale in fp32."""
 
 PAGE_BYTES = 4096
 """Host memory for states, and files, come in whole pages of this size."""
@@ -47,6 +67,16 @@ class Range:
         """This range as a slice of a tensor that holds `outer`."""
         return slice(self.start - outer.start, self.stop - outer.start)
 
+    @property
+    def packed(self) -> Range:
+        """The bytes of its blocks, whole ones."""
+        return Range(self.start // BLOCK * PACKED, self.stop // BLOCK * PACKED)
+
+    @property
+    def blocks(self) -> Range:
+        """The whole blocks that it touches."""
+        return Range(self.start // BLOCK * BLOCK, round_up(self.stop, BLOCK))
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -55,6 +85,7 @@ class Slot:
     names: tuple[str, ...]
     shape: tuple[int, ...]
     offset: int
+    align: int = ALIGN
 
     @property
     def name(self) -> str:
@@ -80,7 +111,7 @@ class Slot:
     @cached_property
     def padded(self) -> Range:
         """The slot with the padding behind it, up to the next slot."""
-        return Range(self.offset, self.offset + round_up(self.numel, ALIGN))
+        return Range(self.offset, self.offset + round_up(self.numel, self.align))
 
 
 class Layout:
@@ -89,19 +120,34 @@ class Layout:
     Args:
         parameters: (names, shape) of each parameter; several names mean tied parameters.
         shards: how many equal shards the space must divide into.
+        align: parameters and shards begin on multiples of so many elements.
+
+    Attributes:
+        is_packed: whether it is a space of bytes of blocks.
     """
 
-    def __init__(self, parameters: Iterable[tuple[tuple[str, ...], tuple[int, ...]]], shards: int) -> None:
+    is_packed = False
+
+    def __init__(
+        self, parameters: Iterable[tuple[tuple[str, ...], tuple[int, ...]]], shards: int, align: int = ALIGN
+    ) -> None:
         slots, offset = [], 0
         for names, shape in parameters:
-            slots.append(Slot(names, tuple(shape), offset))
-            offset += round_up(math.prod(shape), ALIGN)
+            slots.append(Slot(names, tuple(shape), offset, align))
+            offset += round_up(math.prod(shape), align)
         self.slots = tuple(slots)
-        self.numel = round_up(offset, ALIGN * shards)
+        self.numel = round_up(offset, align * shards)
 
     @property
     def whole(self) -> Range:
         return Range(0, self.numel)
+
+    @cached_property
+    def packed(self) -> Layout:
+        """The bytes of its blocks, as a space of their own."""
+        made = Layout((), 1)
+        made.numel, made.is_packed = self.whole.packed.numel, True
+        return made
 
     @cached_property
     def gaps(self) -> list[Range]:
@@ -119,6 +165,20 @@ def share(whole: Range, cuts: Sequence[tuple[int, int]]) -> Range:
         numel //= parts
         start += index * numel
     return Range(start, start + numel)
+
+
+def tile_numel(device: str) -> int:
+    """Elements of states in 8 bits that are decoded at once on a kind of device: they fit the caches of a CPU, and fill
+    a GPU.
+    """
+    return BLOCK << (8 if device == "cpu" else 13)
+
+
+def tiled_step_bytes(numel: int, device: str) -> int:
+    """Memory that a step of `numel` elements takes whose states are in 8 bits: what is decoded of a tile, what it is
+    stepped with, and new codes.
+    """
+    return 32 * min(numel, tile_numel(device))
 
 
 def round_up(value: int, multiple: int) -> int:

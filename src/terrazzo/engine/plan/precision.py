@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
+from terrazzo.engine.plan.layout import ALIGN, BLOCK, PACKED
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = [
     "DTYPES",
     "DTYPE_FIELDS",
     "DTYPE_NAMES",
+    "MOMENTS_NAMES",
     "PRECISIONS",
     "PRECISION_SPELLINGS",
     "LossScaling",
     "Precision",
+    "StateFormat",
     "dtype_named",
     "preset_named",
 ]
 
+
+class StateFormat(enum.StrEnum):
+    """How an optimizer's states may be kept in less than any dtype that it computes in: see `buckets/codec`."""
+
+    INT8 = "int8"
+    FP8 = "fp8"
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of an element."""
+        return PACKED / BLOCK
+
+
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 """Every dtype that a state may have, with its name in configurations."""
 _DTYPES = {name: dtype for dtype, short in DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
+MOMENTS_NAMES: dict[Any, str] = {**DTYPE_NAMES, **{form: form.value for form in StateFormat}}
+"""Everything that moments may be kept in, with its name in configurations."""
 DTYPES = {short: dtype for dtype, short in DTYPE_NAMES.items()}
 """Every dtype that a state may have, by its name in configurations."""
 
@@ -65,6 +85,9 @@ def dtype_named(name: object) -> str:
     return DTYPE_NAMES[_DTYPES[word]] if word in _DTYPES else str(name)
 
 
+_FORMATS = {form.value: form for form in StateFormat}
+
+
 @dataclass(frozen=True)
 class LossScaling:
     """Dynamic loss scaling for fp16 gradients (Micikevicius et al., arXiv 1710.03740, section 3.2).
@@ -96,7 +119,8 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class Precision:
-    """Six dtypes, each a `torch.dtype` or its name (`"fp32"`, `"bf16"`, `"fp16"`, `"fp64"`).
+    """Six dtypes, each a `torch.dtype` or its name (`"fp32"`, `"bf16"`, `"fp16"`, `"fp64"`), `moments` also a
+    `StateFormat` (`"int8"`, `"fp8"`).
 
     Attributes:
         weight: compute weights at rest.
@@ -113,20 +137,26 @@ class Precision:
     reduce: torch.dtype = torch.float32
     accumulate: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
-    moments: torch.dtype = torch.float32
+    moments: torch.dtype | StateFormat = torch.float32
     loss_scaling: LossScaling | None = None
 
     def __post_init__(self) -> None:
         for name in DTYPE_FIELDS:
             value = getattr(self, name)
+            formats = _FORMATS if name == "moments" else {}
             if isinstance(value, str):
-                value = DTYPES.get(dtype_named(value), value)
-            if value not in _DTYPES.values():
+                value = DTYPES.get(dtype_named(value)) or formats.get(value.strip().lower(), value)
+            if value not in (*DTYPE_NAMES, *formats.values()):
                 raise BadInput(
-                    f"precision: {name} is {value!r}; it must be one of fp32, bf16, fp16, fp64."
-                    f"{did_you_mean(str(value), _DTYPES)}"
+                    f"precision: {name} is {value!r}; it must be one of {', '.join((*DTYPES, *formats))}."
+                    f"{did_you_mean(str(value), (*_DTYPES, *formats))}"
                 )
             object.__setattr__(self, name, value)
+        if isinstance(self.moments, StateFormat) and self.master == torch.float64:
+            raise BadInput(
+                f"precision: moments in {self.moments} under a master in fp64, which steps in fp64 alone. Use master "
+                "'fp32', or leave moments out."
+            )
         if not isinstance(self.loss_scaling, LossScaling | None):
             raise BadInput(
                 f"precision: loss_scaling is {self.loss_scaling!r}; it must be a tz.LossScaling, such as "
@@ -145,6 +175,21 @@ class Precision:
             known = ", ".join(PRECISIONS)
             raise BadInput(f"There is no precision {preset!r}.{did_you_mean(preset, PRECISIONS)} Presets are {known}.")
         return PRECISIONS[preset]
+
+    @property
+    def narrow(self) -> StateFormat | None:
+        """That of moments which are in less than any dtype; None for others."""
+        return self.moments if isinstance(self.moments, StateFormat) else None
+
+    @property
+    def shown_moments(self) -> torch.dtype:
+        """The dtype of moments outside of the optimizer's memory, as in checkpoints."""
+        return torch.float32 if isinstance(self.moments, StateFormat) else self.moments
+
+    @property
+    def align(self) -> int:
+        """Parameters and shards begin on multiples of so many elements: a block has one scale, wherever it lies."""
+        return ALIGN if self.narrow is None else BLOCK
 
     def __str__(self) -> str:
         dtypes = [f"{name} {str(getattr(self, name)).removeprefix('torch.')}" for name in DTYPE_FIELDS]

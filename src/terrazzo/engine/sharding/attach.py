@@ -20,7 +20,7 @@ from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups, choose_kernel
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.runtime import device as devices
-from terrazzo.engine.sharding.checks import check_several
+from terrazzo.engine.sharding.checks import check_narrow, check_several
 from terrazzo.engine.sharding.compared import optimizer_facts, state_facts
 from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.states.restore import reading, restore_optimizer
@@ -51,6 +51,7 @@ def attach(model: nn.Module, optimizer: Opt) -> Opt:
             raise Misuse("tz.attach cannot place optimizer state on drives: give the optimizer to tz.shard.")
         check_optimizer(optimizer, axes.device)
         check_several(len(engine.drivers) + 1, engine.trainable(), engine.precision)
+        check_narrow([optimizer], engine.precision)
         templates = [OptimizerProbe(optimizer, group, axes.device).template() for group in optimizer.param_groups]
         assign_groups([optimizer], members, first)
         built: list[Optimizer] = [optimizer, *(driver.optimizer for driver in engine.drivers.stepping())]
@@ -82,6 +83,7 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     groups = range(first, first + len(optimizer.param_groups))
     away = [bucket for bucket in engine.trainable() if bucket.updated_off_device]
     off_device = [bucket for bucket in away if any(member.group in groups for member in bucket.members)]
+    apart = [b for b in engine.trainable() if b.moments_apart and any(member.group in groups for member in b.members)]
     if off_device or devices.is_cuda(engine.axes.device):
         choose_kernel(optimizer)
         templates = [
@@ -95,7 +97,7 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
     }
     driver = OptimizerDriver(optimizer, engine, templates, first)
     of_all = [*engine.drivers.templates, *templates]
-    for bucket in off_device:
+    for bucket in apart:
         bucket.build_moments(engine.store, moment_names(bucket, of_all))
     if off_device:
         updater, mode = Updater(engine.store), engine.store.settings.step

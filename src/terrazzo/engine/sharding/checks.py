@@ -21,10 +21,12 @@ from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES
 from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.options import Offload
+from terrazzo.engine.plan.layout import PAGE_BYTES, Range
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse, listed, warn
+from terrazzo.optim import Lion
 
 __all__ = [
     "check_device",
@@ -34,6 +36,7 @@ __all__ = [
     "check_kind",
     "check_mesh",
     "check_model",
+    "check_narrow",
     "check_offload",
     "check_precision",
     "check_several",
@@ -291,6 +294,32 @@ def check_several(count: int, buckets: Sequence[Bucket], precision: Precision) -
         )
 
 
+NARROWABLE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.SGD,
+    Lion,
+)
+"""Optimizers whose states may be in 8 bits: averages that soon forget, and no sums that grow by ever smaller parts."""
+
+
+def check_narrow(optimizers: Iterable[Optimizer], precision: Precision) -> None:
+    """Refuse moments in 8 bits of an optimizer that is not known to work with them.
+
+    Raises:
+        BadInput: there.
+    """
+    for optimizer in optimizers if precision.narrow is not None else ():
+        if type(optimizer) not in NARROWABLE:
+            raise BadInput(
+                f"precision: moments in {precision.narrow}, and {type(optimizer).__name__} is not known to work with "
+                f"states of 8 bits. Use one of {', '.join(sorted(kind.__name__ for kind in NARROWABLE))}, or leave "
+                "moments out, which keeps them in fp32."
+            )
+
+
 def check_offload(tiers: Collection[str], precision: Precision, offload: Offload) -> None:
     """Refuse settings of offload that cannot work with the tiers in use.
 
@@ -301,6 +330,12 @@ def check_offload(tiers: Collection[str], precision: Precision, offload: Offload
         raise BadInput(
             "The plan places states on nvme, but no folder is given for them: pass offload=tz.Offload(path=...), or "
             "offload.path in a configuration."
+        )
+    in_blocks = "nvme" in tiers and precision.narrow is not None
+    if in_blocks and Range(0, offload.cell_numel).packed.numel % PAGE_BYTES:
+        raise BadInput(
+            f"offload: block_mib is {offload.block_mib:g} and moments are in {precision.narrow}, whose pieces in files "
+            "are whole pages in multiples of 1 MiB alone: set block_mib to 1, 2 or 4, say."
         )
     if offload.step == "backward" and precision.loss_scaling:
         raise BadInput(

@@ -42,6 +42,7 @@ from terrazzo.engine.sharding.checks import (
     check_kind,
     check_mesh,
     check_model,
+    check_narrow,
     check_offload,
     check_precision,
     check_several,
@@ -175,6 +176,7 @@ def _plan(asked: _Asked, options: Options, sharding: ShardingSpec, tally: Tally)
     warn_of_unused(asked.plan, options.offload, asked.offloads_activations)
     trainable = [bucket for unit in planned for bucket in unit.trainable()]
     check_several(len(built), trainable, asked.precision)
+    check_narrow(built, asked.precision)
     templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
     check_matrices(trainable, templates, built)
     return Prepared(asked.plan, sharding, tally, planned, asked.drawn, asked.why, built, templates)

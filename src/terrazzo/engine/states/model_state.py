@@ -99,7 +99,7 @@ class ModelState:
         states: dict[str, tuple[int, torch.dtype | None]] | None = None
         if bucket.trainable and group >= 0:
             states = {
-                kind: (numel, bucket.precision.moments) if spec.per_element else (math.prod(spec.shape), None)
+                kind: (numel, bucket.precision.shown_moments) if spec.per_element else (math.prod(spec.shape), None)
                 for kind, spec in self._engine.drivers.templates[group].items()
             }
         dtype = bucket.master.dtype if bucket.trainable else bucket.weight.dtype

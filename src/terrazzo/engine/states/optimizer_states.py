@@ -269,7 +269,7 @@ class OptimizerStates:
             for segment, state in kept:
                 segment.adopt(state)
             return bucket.moments[kind]
-        own = bucket.space.zeros(bucket.optim_axes, bucket.precision.moments)
+        own = bucket.space.zeros(bucket.optim_axes, bucket.precision.shown_moments)
         for segment, state in kept:
             if kind in state:
                 own.data[segment.range.within(own.range)] = state[kind]

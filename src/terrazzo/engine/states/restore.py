@@ -11,7 +11,6 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer, Resting
-from terrazzo.engine.buckets.parameter import OnDrive
 from terrazzo.engine.optim.driver import OptimizerDriver
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.template import Template
@@ -86,7 +85,7 @@ def _restore(state: Resting, slot: Slot, kind: str, within: Range, read: Read) -
 
 def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tensor:
     """A state per element, in the memory of the one `before` it where that fits: fresh memory would cost its pages."""
-    dtype = segment.bucket.precision.moments
+    dtype = segment.bucket.precision.shown_moments
     if kind in segment.bucket.moments:
         return _read_off_device(segment, kind, read)
     if isinstance(before, Tensor) and (before.shape, before.dtype) == (segment.parameter.shape, dtype):
@@ -109,8 +108,8 @@ def _read_off_device(segment: Segment, kind: str, read: Read) -> Tensor:
             data.zero_()
     for slot, held in segment.slots():
         _restore(home, slot, kind, held, read)
-    if segment.parameter.is_meta:
-        return OnDrive.of(segment.range.numel, home.dtype, kind)
+    if (stand_in := segment.stand_in(kind)) is not None:
+        return stand_in
     with home.opened(segment.range) as data:
         return data
 

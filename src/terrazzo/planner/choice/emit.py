@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Plan, Precision
+from terrazzo.engine import DTYPE_FIELDS, MOMENTS_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS
 from terrazzo.planner.gate.gate import objections
@@ -196,8 +197,11 @@ def _precision(precision: Precision) -> dict[str, Any]:
     for name, known in PRECISIONS.items():
         if known == precision:
             return {"name": name}
+    if precision.narrow is not None:
+        preset = _precision(replace(precision, moments=torch.float32))
+        return preset | {"moments": precision.narrow.value}
     base = "fp16" if precision.loss_scaling else "fp32"
-    return {"name": base} | {field: DTYPE_NAMES[getattr(precision, field)] for field in DTYPE_FIELDS}
+    return {"name": base} | {field: MOMENTS_NAMES[getattr(precision, field)] for field in DTYPE_FIELDS}
 
 
 def _linears(setup: Setup) -> dict[str, str]:

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.layout import ALIGN, padded_bytes, round_up
+from terrazzo.engine.plan.layout import padded_bytes, round_up
 from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 
@@ -68,11 +68,12 @@ class PlannedBucket(BucketSpec):
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
         self._whole_experts = placement.whole_experts
         self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
-        self.end = sum(round_up(self.share(tensor), ALIGN if self.padded else 1) for tensor in tensors)
+        align = precision.align if self.padded else 1
+        self.end = sum(round_up(self.share(tensor), align) for tensor in tensors)
         axes = placement.axes(self.dealt > 1, shared)
         split = math.prod(axis.size for axis in axes.values())
         super().__init__(
-            round_up(self.end, ALIGN * split) if self.padded else self.end,
+            round_up(self.end, align * split) if self.padded else self.end,
             placement.expert_plan if self.dealt > 1 else placement.plan,
             precision,
             axes,
@@ -118,15 +119,17 @@ class PlannedBucket(BucketSpec):
     @cached_property
     def runs(self) -> tuple[int, int, int]:
         """Of these, those of each group: runs of parameters that share settings."""
-        ends, held = list[int](), 0
+        ends, held, align = list[int](), 0, self.precision.align
         for group in range(3):
-            held += sum(round_up(self.share(each), ALIGN) for each in self.tensors if self.group_of(each) == group)
+            held += sum(round_up(self.share(each), align) for each in self.tensors if self.group_of(each) == group)
             ends.append(min(self.updated_numel, held))
         return ends[0], ends[1] - ends[0], self.updated_numel - ends[1]
 
     @property
     def moments_bytes(self) -> float:
         """Of what the optimizer of the first rank keeps for every element."""
+        if self.moments_apart:
+            return self.numel(self.optim_axes) * sum(self.moments)
         matrices, *others = self.runs
         return matrices * sum(self.matrix_moments) + sum(others) * sum(self.moments)
 
@@ -134,7 +137,7 @@ class PlannedBucket(BucketSpec):
     def resting(self) -> dict[str, tuple[str, float]]:
         """Tier and bytes of each state on the first rank, which no rank exceeds but by a step count.
 
-        Padding has no moments on the device; away from it each state has pages of its own.
+        Padding has no moments on the device but in 8 bits; away from it each state has pages of its own.
         """
         found: dict[str, tuple[str, float]] = {}
         for state, tier, nbytes in self.at_rest(self.moments):

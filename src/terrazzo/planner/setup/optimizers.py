@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from terrazzo.engine import StateFormat
 from terrazzo.errors import BadInput, did_you_mean
 
 __all__ = ["OPTIMIZERS", "OptimizerRecipe", "optimizer"]
@@ -15,13 +16,14 @@ class OptimizerRecipe:
 
     Attributes:
         moments: tensors as large as the weights: 2 for Adam, 1 for momentum, Lion, RMSprop, 0 for plain SGD.
-        moment_bytes: per element of each, None for what the precision says; about 1 with 8-bit states.
+        moment_bytes: per element of each, None for what the precision says; about 0.5 with 4-bit states.
         fixed_bytes: per run of parameters that share settings, for scalar states: the step count.
         torch_class: the class of torch.optim or of tz.optim, None where neither has it; `options`: its arguments.
         takes_root: whether torch's update takes the root of a moment into memory of its own.
         elementwise: whether it updates each element from its own values alone, and so may be given flat shards.
         matrix_moments: as `moments`, of matrices that it updates whole; None for one that updates none so.
         iterations: of Newton-Schulz in the update of each of these.
+        form: what moments are kept in, in place of the precision's own.
     """
 
     name: str
@@ -34,6 +36,7 @@ class OptimizerRecipe:
     elementwise: bool = True
     matrix_moments: int | None = None
     iterations: int = 5
+    form: StateFormat | None = None
 
     @property
     def runs(self) -> bool:
@@ -58,7 +61,7 @@ _ROWS = (
     OptimizerRecipe("ademamix", 3, torch_class="AdEMAMix", takes_root=True),
     OptimizerRecipe("adafactor", 0, torch_class="Adafactor", elementwise=False),
     OptimizerRecipe("muon", 2, torch_class="Muon", takes_root=True, elementwise=False, matrix_moments=1),
-    OptimizerRecipe("adamw-8bit", 2, 1 + 4 / 256),
+    OptimizerRecipe("adamw-8bit", 2, torch_class="AdamW", takes_root=True, form=StateFormat.INT8),
     OptimizerRecipe("adamw-4bit", 2, 0.5 + 4 / 128),
 )
 """Of torch's own, what torch/optim/*.py keeps. Adafactor's rows and columns are too small to count; quantised moments

@@ -144,6 +144,7 @@ def build_setup(request: Request) -> Setup:
     mode, every = recipes.checkpointing(request.checkpointing or "none")
     micro_batch, megatron = request.micro_batch or 1, request.as_megatron
     recipe = optimizer(request.optimizer or OPTIMIZER)
+    precision = precision if recipe.form is None else replace(precision, moments=recipe.form)
     if request.attention in ("cudnn", "flash3") and not cluster.device.wide_warps:
         raise BadInput(
             f"attention {request.attention} is made for Hopper and later, whose instructions {cluster.device.name} has "

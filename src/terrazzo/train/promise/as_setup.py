@@ -205,7 +205,8 @@ def optimizer_recipe(config: Config) -> OptimizerRecipe:
     """
     optimizer, options = config.optimizer, config.optimizer.options
     optimizer_class(optimizer)
-    known = {recipe.torch_class: recipe for recipe in OPTIMIZERS.values() if recipe.runs and not recipe.options}
+    plain = [recipe for recipe in OPTIMIZERS.values() if recipe.runs and not (recipe.options or recipe.form)]
+    known = {recipe.torch_class: recipe for recipe in plain}
     recipe = known[optimizer.name]
     more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
     return replace(recipe, moments=recipe.moments + more, iterations=optimizer.muon.ns_steps)

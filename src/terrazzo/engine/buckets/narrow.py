@@ -1,0 +1,91 @@
+"""What an optimizer keeps for each element at rest in 8 bits, on any tier: it is opened, saved and restored in fp32.
+
+Blocks count from where a parameter begins, and a rank's range is whole blocks, so that in memory and in files the codes
+are a state of their own, of 260 bytes for every 256 elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.buckets.buffer import Access, Buffer, Resting, Space
+from terrazzo.engine.buckets.codec import decode, encode
+from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.plan.layout import BLOCK, PACKED, Range, tile_numel
+from terrazzo.engine.plan.precision import StateFormat
+
+__all__ = ["NARROW_STATES", "NarrowState", "tiles"]
+
+NARROW_STATES = {"exp_avg": False, "exp_avg_sq": True, "max_exp_avg_sq": True, "momentum_buffer": False}
+"""What optimizers keep for each element that may be in 8 bits, and whether it is an average of squares."""
+
+
+def tiles(held: Range, device: torch.device) -> Iterator[Range]:
+    """Whole blocks that are decoded at once."""
+    size = tile_numel(device.type)
+    for start in range(held.start, held.stop, size):
+        yield Range(start, min(start + size, held.stop))
+
+
+@dataclass(eq=False)
+class NarrowState(Resting):
+    """The elements of `space.range(axes)` of one state.
+
+    Attributes:
+        codes: where the bytes are.
+        kind: the optimizer's own name of it, which says whether it is an average of squares.
+    """
+
+    space: Space
+    axes: tuple[str, ...]
+    codes: Resting
+    form: StateFormat
+    kind: str
+
+    def __post_init__(self) -> None:
+        self._squares = NARROW_STATES[self.kind]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That in which it is opened."""
+        return torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
+
+    def cuts(self, wanted: Range) -> Iterator[Range]:
+        held = self.range.intersect(wanted)
+        for part in self.codes.cuts(held.blocks.packed):
+            blocks = Range(part.start // PACKED * BLOCK, part.stop // PACKED * BLOCK)
+            each = tiles(blocks, self.codes.data.device) if isinstance(self.codes, Buffer) else [blocks]
+            yield from (cut for tile in each if (cut := tile.intersect(held)).numel)
+
+    @contextlib.contextmanager
+    def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
+        held = self.range.intersect(wanted)
+        spanned = held.blocks
+        with self.codes.opened(spanned.packed, "read" if access == "read" else "change") as codes:
+            values = self.decoded(codes)
+            yield values[held.within(spanned)]
+            if access != "read":
+                self.encode(values, codes)
+
+    def load(self, into: Tensor) -> Moves[None]:
+        yield from ()
+        for part in self.cuts(self.range):
+            with self.opened(part) as data:
+                into[part.within(self.range)].copy_(data)
+
+    def decoded(self, codes: Tensor) -> Tensor:
+        """The values of whole blocks, 1-D fp32, in memory of their own."""
+        return decode(codes, self.form, self._squares)
+
+    def encode(self, values: Tensor, into: Tensor) -> None:
+        """Replace whole blocks of codes."""
+        encode(values, self.form, self._squares, into)

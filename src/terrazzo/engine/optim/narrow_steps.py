@@ -1,0 +1,54 @@
+"""What an optimizer keeps in 8 bits, lent to steps of a few blocks at a time: never all of it is there in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from terrazzo.engine.buckets.narrow import NarrowState, tiles
+from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.settings import frozen
+from terrazzo.engine.optim.stepper import Stepper
+from terrazzo.engine.plan.layout import Range
+
+__all__ = ["NarrowStates"]
+
+
+class NarrowStates:
+    """The states of one segment; those that are not per element the optimizer has as they are."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+
+    def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
+        """Update `parameter`, the segment's values, and what is kept, in fp32 and tile by tile."""
+        segment = self.segment
+        states = {key: home for key, home in segment.bucket.moments.items() if isinstance(home, NarrowState)}
+        kept = stepper.state.get(segment.parameter) or {}
+        fixed, after = {key: value for key, value in kept.items() if key not in states}, dict[str, Any]()
+        values, gradient = parameter.detach(), parameter.grad
+        for tile in tiles(segment.range, values.device):
+            within = tile.within(segment.range)
+            part = nn.Parameter(values[within].float())
+            if gradient is not None:
+                part.grad = gradient[within].float()
+            lent = {key: home.decoded(self.codes(home, tile)) for key, home in states.items() if key in kept}
+            after = stepper.step(segment.group, part, {**frozen(fixed), **lent})
+            if part.data_ptr() != values[within].data_ptr():
+                values[within] = part.detach()
+            for key in after.keys() & states.keys():
+                states[key].encode(after[key], self.codes(states[key], tile))
+        if after:
+            stepper.state[segment.parameter] = {
+                key: self.put_back(key) if key in states else value for key, value in after.items()
+            }
+
+    def codes(self, home: NarrowState, tile: Range) -> Tensor:
+        """The blocks of one state, in memory: a view."""
+        with home.codes.opened(tile.packed, "change") as data:
+            return data
+
+    def put_back(self, key: str) -> Any:
+        """What the optimizer has from now on in the place of a state."""
+        return self.segment.stand_in(key)

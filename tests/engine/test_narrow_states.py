@@ -1,0 +1,342 @@
+"""States of optimizers in 8 bits: each bit as in a single process that rounds whole tensors, wherever they rest."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
+
+import terrazzo as tz
+from terrazzo.engine import StateFormat, engine_of
+from terrazzo.engine.buckets.codec import decode, encode
+from terrazzo.engine.plan.layout import tiled_step_bytes
+from terrazzo.errors import BadInput
+from tests.engine.census import PeakBytes, census, live_bytes
+from tests.engine.narrow import keep_rounded, rounded
+from tests.engine.offload import runs
+from tests.engine.parity import CUSTOM, Case, assert_parity, axes, run_on_threads
+from tests.engine.reference import Recipe, Step, Trainer
+from tests.engine.toys import Net, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, step
+from tests.helpers.fake import fake_group
+from tests.helpers.threads import exclusive
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
+    "AdamW fused amsgrad": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True, fused=True),
+    "Adam foreach": lambda model: torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=1e-2),
+    "RAdam": lambda model: torch.optim.RAdam(model.parameters(), lr=1e-2),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "Lion": lambda model: tz.optim.Lion(model.parameters(), lr=1e-3),
+}
+CASES = [
+    *(Case(plan, shards) for plan in ("zero0", "zero1", "zero2", "zero3", "shard_grad_op") for shards in (1, 3)),
+    *(Case(plan, 2, replicas=2) for plan in ("hybrid_shard", "hybrid_shard_zero2", "hfsdp", "hpz", CUSTOM)),
+]
+
+
+@functools.cache
+def alone(name: str, form: str, recipe: Recipe) -> list[Step]:
+    padded = "fused" in name
+    trainer = Trainer(recipe, lambda model: keep_rounded(OPTIMIZERS[name](model), form), padded=padded)
+    return [trainer.step() for _ in range(recipe.steps)]
+
+
+def precision(form: str, name: str = "fp32") -> tz.Precision:
+    return replace(tz.Precision.named(name), moments=form)
+
+
+def check(case: Case, form: str, name: str = "AdamW") -> None:
+    case = replace(case, dtypes=precision(form, case.precision))
+    assert_parity(case, run_on_threads(case, make_optimizer=OPTIMIZERS[name]), alone(name, form, case.recipe))
+
+
+@pytest.mark.cover(case=axes, strength=1)
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_plan_is_bitwise_the_single_process(case: Case, form: str, name: str) -> None:
+    check(replace(case, precision=name, variant="unused", steps=4), form)
+
+
+@pytest.mark.cover(strength=1)
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("plan", ["zero3", "zero1"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "AdamW"])
+def test_every_optimizer_that_may_is_bitwise_the_single_process(name: str, plan: str, form: str) -> None:
+    check(Case(plan, 3, variant="unused", steps=4), form, name)
+
+
+@pytest.mark.cover(strength=1)
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("tiers", ["cpu-all", "nvme", "all on nvme", "shares"])
+@pytest.mark.parametrize("case", [Case("zero1", 3), Case("zero3", 2), Case("hpz", 2, replicas=2)], ids=str)
+def test_every_tier_is_bitwise_the_single_process(case: Case, tiers: str, form: str, tmp_path: Path) -> None:
+    moved = runs.on_tiers(replace(case, dtypes=precision(form)), tiers, tmp_path, block_mib=1)
+    ranks = runs.train(moved, make_optimizer=OPTIMIZERS["AdamW fused amsgrad"])
+    runs.assert_reference(moved, ranks, alone("AdamW fused amsgrad", form, case.recipe))
+
+
+def test_states_of_several_cells_in_files_are_those_in_memory(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    base = Net(width=300, depth=1)  # 361 thousand elements in a unit, of which a cell has 262 thousand
+
+    def body(plan: str, resumed: bool) -> list[Tensor]:
+        model = copy.deepcopy(base)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        settings = {"offload": tz.Offload(path=tmp_path, block_mib=1, depth=1, direct=False)} if "nvme" in plan else {}
+        model, optimizer = tz.shard(model, optimizer, plan, precision=precision("int8"), **settings)
+        for t in range(4):
+            step(model, optimizer, loss_of(model, batch(t)))
+            if resumed and t == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+        kept = optimizer.state_dict()["state"].values()
+        return [*full_parameters(model).values(), *(value for each in kept for value in each.values())]
+
+    wanted = on_ranks(1, lambda rank: body("zero1", False))[0]
+    for resumed in (False, True):
+        found = on_ranks(1, lambda rank, resumed=resumed: body("zero1@nvme", resumed))[0]
+        assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+def test_pieces_of_files_that_are_no_whole_pages_are_refused(tmp_path: Path) -> None:
+    def body(rank: int) -> None:
+        offload = tz.Offload(path=tmp_path, block_mib=0.5)
+        with pytest.raises(BadInput, match=r"block_mib is 0\.5 and moments are in int8"):
+            sharded(Net(), "zero3@nvme", precision=precision("int8"), offload=offload)
+
+    on_ranks(2, body)
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lion"])
+@pytest.mark.parametrize("plan", ["zero0", "zero1", "zero3", "hpz"])
+def test_states_equal_the_bill_to_the_byte(plan: str, name: str) -> None:
+    """In memory from the start, a byte and a sixty-fourth for each element of each state."""
+    for rank in (0, 7):
+        with fake_group(8, rank), census():
+            mesh = (
+                None if plan != "hpz" else init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_replicate", "dp_shard"))
+            )
+            before, model = live_bytes(), Net()
+            model, optimizer = tz.shard(model, OPTIMIZERS[name](model), plan, precision=precision("int8"), mesh=mesh)
+            engine = engine_of(model)
+            bill = engine.bill
+            owned = sum(bucket.master.range.numel for bucket in engine.buckets())
+            apart = owned * 260 // 256 * (2 if name == "AdamW" else 1)
+            assert live_bytes() - before == bill.weight_bytes + bill.master_bytes + apart
+            loss_of(model, batch()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert live_bytes() - before == bill.weight_bytes + bill.master_bytes + bill.moments_bytes
+            assert engine.state_bytes() == bill.weight_bytes + bill.master_bytes + bill.moments_bytes
+            assert 0 <= bill.moments_bytes - apart <= 64  # step counts
+
+
+def test_states_are_never_all_in_fp32() -> None:
+    """A step takes the memory of one tile after the other, of 65,536 elements, and less than is counted for it."""
+    with fake_group(1), census():
+        model = nn.Linear(1024, 1024, bias=False)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model, optimizer = tz.shard(model, optimizer, "zero1", precision=precision("int8"))
+        model(torch.randn(2, 1024)).sum().backward()
+        held = live_bytes()
+        with PeakBytes() as peak:
+            optimizer.step()
+        assert 65_536 * 16 < peak.peak_bytes - held <= tiled_step_bytes(2**20, "cpu") == 2**16 * 32
+
+
+# -- saving and loading --------------------------------------------------------------------------------------------
+
+Kept = dict[tuple[str, str], Tensor]
+SETTINGS = {"fused": True, "lr": 1e-2, "weight_decay": 0.1}
+
+
+def run(plan: str, form: str | None, steps: range, load: Path | None = None, save: Path | None = None) -> Kept:
+    """Trains on 1, 2 or 4 ranks, whose mean gradients are those of one; the weights, and all states."""
+    with exclusive():
+        torch.manual_seed(0)
+        model: nn.Module = Net()
+    ranks = dist.get_world_size()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), **SETTINGS)
+    kind = precision(form) if form else "fp32"
+    mesh = tz.mesh(dp_replicate=2, dp_shard=ranks // 2) if plan in ("hpz", "hfsdp") else None
+    model, optimizer = tz.shard(model, optimizer, plan, precision=kind, mesh=mesh)
+    if load is not None:
+        tz.checkpoint.load(load, model, optimizer)
+    for t in steps:
+        step(model, optimizer, loss_of(model, batch(t)))
+    if save is not None:
+        tz.checkpoint.save(save, model, optimizer)
+    kept = optimizer.state_dict()["state"]
+    found = {(name, "weight"): value for name, value in full_parameters(model).items()}
+    names = [name for name, _ in model.named_parameters()]
+    return found | {(names[i], key): value for i, each in kept.items() for key, value in each.items()}
+
+
+@pytest.mark.cover(strength=1)
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("second", [("zero3@cpu", 4), ("zero0", 1), ("hfsdp", 4)])
+@pytest.mark.parametrize("first", [("zero3", 2), ("zero1@cpu", 1), ("hpz", 4)])
+def test_a_run_goes_on_under_any_plan_to_the_same_bits(
+    first: tuple[str, int], second: tuple[str, int], form: str, tmp_path: Path
+) -> None:
+    (plan, ranks), (other, others) = first, second
+    on_ranks(ranks, lambda rank: run(plan, form, range(3), save=tmp_path / "c"))
+    found = on_ranks(others, lambda rank: run(other, form, range(3, 6), load=tmp_path / "c"))
+    wanted = on_ranks(1, lambda rank: run("zero0", form, range(6)))[0]
+    for each in found:
+        assert_equal(each, wanted)
+
+
+def test_states_change_between_formats_on_their_way_through_a_checkpoint(tmp_path: Path) -> None:
+    before = on_ranks(2, lambda rank: run("zero3", None, range(3), save=tmp_path / "wide"))[0]
+    narrowed = on_ranks(3, lambda rank: run("zero1", "int8", range(0), tmp_path / "wide", tmp_path / "narrow"))[0]
+    widened = on_ranks(2, lambda rank: run("zero2", None, range(0), load=tmp_path / "narrow"))[0]
+    squares = {"exp_avg": False, "exp_avg_sq": True}
+    wanted = {
+        key: rounded(value, "int8", squares[key[1]]) if key[1] in squares else value for key, value in before.items()
+    }
+    assert_equal(narrowed, wanted)
+    assert_equal(widened, wanted)
+
+
+def test_a_state_dict_of_plain_pytorch_is_taken_and_given() -> None:
+    base = Net()
+
+    def body(rank: int) -> None:
+        plain, narrow = copy.deepcopy(base), copy.deepcopy(base)
+        alone = torch.optim.AdamW(plain.parameters(), **SETTINGS)
+        step(plain, alone, loss_of(plain, batch(0)))
+        optimizer: Any = torch.optim.AdamW(narrow.parameters(), **SETTINGS)
+        narrow, optimizer = tz.shard(narrow, optimizer, "zero3", precision=precision("fp8"))
+        optimizer.load_state_dict(alone.state_dict())
+        given = optimizer.state_dict()
+        for index, kept in alone.state_dict()["state"].items():
+            for key, value in kept.items():
+                wanted = value if key == "step" else rounded(value, "fp8", key == "exp_avg_sq")
+                assert torch.equal(given["state"][index][key], wanted)
+        alone.load_state_dict(given)
+        with pytest.raises(tz.Misuse, match=r"'exp_avg', which the optimizer keeps in 8 bits"):
+            next(iter(optimizer.state.values()))["exp_avg"].sum()
+
+    on_ranks(2, body)
+
+
+# -- codes ---------------------------------------------------------------------------------------------------------
+
+
+def through(values: Tensor, form: str, squares: bool) -> tuple[Tensor, Tensor]:
+    """The blocks that values become, and the values that those are."""
+    packed = torch.zeros(values.numel() // 256 * 260, dtype=torch.uint8)
+    encode(values, StateFormat(form), squares, packed)
+    return packed, decode(packed, StateFormat(form), squares)
+
+
+@pytest.mark.parametrize("squares", [False, True])
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_codes_are_those_of_plain_pytorch_and_stay_when_they_are_read(form: str, squares: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.exp2(torch.randint(-40, 10, (512, 1), generator=generator).float())
+    values = torch.randn(512, 256, generator=generator).mul(torch.randn(512, 256, generator=generator).mul(3).exp())
+    values = (values * sizes).flatten()
+    values[:256], values[300], values[700] = 0.0, 0.0, 1e-30
+    values = values.square() if squares else values
+    packed, kept = through(values, form, squares)
+    assert torch.equal(kept, rounded(values, form, squares))
+    assert torch.equal(through(kept, form, squares)[0], packed)
+    assert (kept[values == 0] == 0).all()
+    assert not squares or (kept[values > 0] > 0).all()
+    largest = values.view(512, 256).abs().amax(1)
+    assert torch.equal(kept.view(512, 256).abs().amax(1), largest) or squares
+    near = (values.abs().view(512, 256) > largest[:, None] * 2**-10).flatten()
+    error = (kept / values - 1)[near].abs()
+    assert error.max() < 0.3
+    assert error.square().mean().sqrt() < 0.08
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_what_is_not_finite_makes_its_block_so_and_no_other(form: str) -> None:
+    for bad in (float("nan"), float("inf")):
+        values = torch.ones(1024)
+        values[300] = bad
+        kept = through(values, form, False)[1].view(4, 256)
+        assert torch.equal(kept.isfinite().all(1), torch.tensor([True, False, True, True]))
+        assert not kept[1].isfinite().any()
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_an_average_of_squares_follows_gradients_that_become_smaller(form: str) -> None:
+    """By a tenth of a percent in a step: rounding to the nearest code would hold it still."""
+    generator, sizes = torch.Generator().manual_seed(0), torch.ones(1024)
+    kept = exact = torch.zeros(1024)
+    for t in range(3000):
+        if t == 500:
+            sizes[::2] = 0.2
+        squares = (torch.randn(1024, generator=generator) * sizes).square()
+        kept, exact = kept.lerp(squares, 0.001), exact.lerp(squares, 0.001)
+        kept = through(kept, form, True)[1]
+    for part in (slice(0, None, 2), slice(1, None, 2)):
+        assert abs(kept[part].sqrt().mean() / exact[part].sqrt().mean() - 1) < 0.1
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_known_to_work_is_refused_by_name() -> None:
+    def body(rank: int) -> None:
+        for make, name in ((torch.optim.Adagrad, "Adagrad"), (tz.optim.AdEMAMix, "AdEMAMix"), (Own, "Own")):
+            model = Net()
+            with pytest.raises(BadInput, match=f"moments in int8, and {name} is not known to work with states of 8"):
+                tz.shard(model, make(model.parameters(), lr=0.1), "zero3", precision=precision("int8"))
+        model = Net()
+        matrices, others = tz.optim.hidden_matrices(model)
+        with pytest.raises(BadInput, match="moments in fp8, and Muon is not known"):
+            tz.shard(model, tz.optim.Muon(matrices, others, lr=0.1), "zero3", precision=precision("fp8"))
+        model, _ = tz.shard(Net(), None, "zero3", precision=precision("fp8"))
+        with pytest.raises(BadInput, match="moments in fp8, and RMSprop is not known"):
+            tz.attach(model, torch.optim.RMSprop(model.parameters()))
+
+    on_ranks(2, body)
+    with pytest.raises(BadInput, match="moments in int8 under a master in fp64"):
+        tz.Precision(master="fp64", moments="int8")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match="master is 'int8'; it must be one of fp32, bf16, fp16, fp64"):
+        tz.Precision(master="int8")  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"moments is 'int4'; it must be one of .*, int8, fp8"):
+        tz.Precision(moments="int4")  # type: ignore[arg-type]
+
+
+class Own(torch.optim.AdamW):
+    """A user's: what it keeps may be anything."""
+
+    elementwise = True
+
+
+def test_an_optimizer_that_comes_later_uses_the_same_memory() -> None:
+    def body(rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        first: Any = torch.optim.AdamW(model.parameters(), **SETTINGS)
+        model, first = tz.shard(model, first, "zero3", precision=precision("int8"))
+        step(model, first, loss_of(model, batch(0)))
+        held = engine_of(model).state_bytes()
+        del first
+        second: Any = tz.attach(model, torch.optim.AdamW(model.parameters(), **SETTINGS))
+        step(model, second, loss_of(model, batch(1)))
+        assert engine_of(model).state_bytes() == held
+        return list(full_parameters(model).values())
+
+    found = on_ranks(2, body)
+    assert all(map(torch.equal, *found))
