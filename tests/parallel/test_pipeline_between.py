@@ -125,6 +125,26 @@ def test_changes_in_place_inside_of_a_stage_under_inference_mode() -> None:
         assert torch.equal(loss, plain(base, trains=False)[0])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_stage_may_begin_with_a_change_in_place(schedule: str) -> None:
+    """As it does where stages are balanced: a module without matrices costs nothing."""
+    torch.manual_seed(0)
+    base = nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(4, 4), nn.ReLU(inplace=True))))
+
+    def body(rank: int) -> tuple[Tensor, Any]:
+        model, mesh = copy.deepcopy(base), tz.mesh(pp=2, device="cpu")
+        tz.parallelize(model, mesh, pipeline=tz.Pipeline(schedule, split=["3"]))
+        model, optimizer = tz.shard(model, lambda p: torch.optim.SGD(p, lr=0.01), "zero2", mesh=mesh)
+        loss = tz.step(model, batches(), loss_of)
+        optimizer.step()
+        return loss, tz.full_state_dict(model)
+
+    found = run_in_threads(2, body, timeout_s=10.0)
+    loss, states = plain(base, trains=True)
+    assert all(torch.equal(each, loss) for each, _ in found)
+    assert all(torch.equal(found[0][1][name], each) for name, each in states.items())
+
+
 def test_what_is_done_in_a_later_stage_is_not_done_in_an_earlier_one() -> None:
     """Whatever it needs there: values of its own, or another shape."""
     seen: list[int] = []

@@ -99,13 +99,37 @@ class _Kept(NamedTuple):
 
     Attributes:
         received: from the stage before.
+        grads: the gradient of that, when it has come.
         result: what was sent, or is the loss.
         aside: what modules have put aside.
     """
 
     received: Tensor | None
+    grads: list[Tensor]
     result: Tensor
     aside: tuple[Tensor, ...]
+
+
+class _Arrived(torch.autograd.Function):
+    """What the stage before has sent, where the graph of this stage begins.
+
+    As a leaf of the graph a stage's first module could not change it in place, which it may in one process.
+
+    Args:
+        anchor: requires a gradient, and gets none.
+        grads: where that of `values` is put.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, values: Tensor, grads: list[Tensor]) -> Tensor:
+        ctx.grads = grads
+        ctx.mark_dirty(values)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.grads.append(grad)
+        return None, None, None
 
 
 class PipelineStep:
@@ -253,8 +277,10 @@ class PipelineStep:
 
     def _forward(self, action: Action, received: Tensor | None) -> None:
         inputs, targets = self.micro_batches[action.micro_batch]
+        grads: list[Tensor] = []
         if received is not None and self.trains:
-            received.requires_grad_()
+            anchor = torch.empty(0, device=received.device, requires_grad=True)
+            received = _Arrived.apply(anchor, received, grads)  # type: ignore[no-untyped-call]
         self.line.enter(action.stage, received)
         try:
             result = called(self.model, inputs)
@@ -271,7 +297,7 @@ class PipelineStep:
                     f"What stage {action.stage + 1} of the pipeline returns does not depend on a parameter that is "
                     "trained: no gradient would come back to it. Check that the model detaches nothing on its way."
                 )
-            self._kept[action.stage, action.micro_batch] = _Kept(received, result, self._aside(action.stage))
+            self._kept[action.stage, action.micro_batch] = _Kept(received, grads, result, self._aside(action.stage))
 
     def _aside(self, stage: int) -> tuple[Tensor, ...]:
         """What the stage's modules have put aside in the forward that has just ended."""
@@ -282,13 +308,13 @@ class PipelineStep:
         return tuple(each for each in found if each is not None)
 
     def _backward(self, action: Action, grad: Tensor | None) -> None:
-        received, result, aside = self._kept.pop((action.stage, action.micro_batch))
+        received, grads, result, aside = self._kept.pop((action.stage, action.micro_batch))
         if grad is not None:
             self.engine.progress.denominator.loss_scale.gradient_has_it()  # it comes from the last stage
         torch.autograd.backward((result, *aside), (grad, *(None for _ in aside)))
         if received is not None and (answer := self._answer_to(action)) is not None:
-            self._returns[action.stage] += received.grad is not None
-            self._send(answer, torch.zeros_like(received) if received.grad is None else received.grad)
+            self._returns[action.stage] += bool(grads)
+            self._send(answer, grads[0] if grads else torch.zeros_like(received))
 
     # -- what it begins with, and who waits for it -------------------------------------------------------------
 
