@@ -20,13 +20,18 @@ __all__ = ["ANCHORS", "Anchor"]
 
 @dataclass(frozen=True)
 class Anchor:
-    """A published figure, or the range of several, and what the planner says instead."""
+    """A published figure, or the range of several, and what the planner says instead.
+
+    Attributes:
+        bound: of a peak, what the planner says a device needs at most, in the same unit.
+    """
 
     name: str
     unit: str
     published: tuple[float, float]
     predict: Callable[[], float]
     source: str
+    bound: Callable[[], float] | None = None
 
     def error(self, found: float) -> float:
         """Relative to the nearer end of the range; 0 inside of it."""
@@ -83,6 +88,10 @@ def _reserved_gib(request: Request) -> float:
     return _estimate(request).memory.reserved_bytes / GIB
 
 
+def _upper_gib(request: Request) -> float:
+    return _estimate(request).memory.upper_bytes / GIB
+
+
 def _checkpointing_cost() -> float:
     """Share of the throughput that full checkpointing takes."""
     plain, full = (replace(TITAN, checkpointing=mode, micro_batch=1) for mode in ("none", "full"))
@@ -135,6 +144,7 @@ ANCHORS = (
         (30.89, 47.65),
         lambda: _reserved_gib(TITAN_8),
         "pytorch/torchtitan#929; pytorch/ao torchao/float8",
+        lambda: _upper_gib(TITAN_8),
     ),
     Anchor(
         "Llama 3 8B, 8 × H100, eager, no checkpointing; taken as 4,096 tokens per device, and as reserved",
@@ -142,6 +152,7 @@ ANCHORS = (
         (53.12, 53.12),
         lambda: _reserved_gib(AO),
         "pytorch/ao docs",
+        lambda: _upper_gib(AO),
     ),
     Anchor(
         "the same, every second block",
@@ -149,6 +160,7 @@ ANCHORS = (
         (40.60, 40.60),
         lambda: _reserved_gib(replace(AO, checkpointing="every_2")),
         "pytorch/ao docs",
+        lambda: _upper_gib(replace(AO, checkpointing="every_2")),
     ),
     Anchor(
         "the same, every block",
@@ -156,6 +168,7 @@ ANCHORS = (
         (28.07, 28.07),
         lambda: _reserved_gib(replace(AO, checkpointing="full")),
         "pytorch/ao docs",
+        lambda: _upper_gib(replace(AO, checkpointing="full")),
     ),
     Anchor(
         "Llama 2 7B, FSDP, 128 × A100, no checkpointing, eager",

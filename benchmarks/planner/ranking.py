@@ -35,7 +35,7 @@ from terrazzo.planner.machine.network import SCALEUP_SHARE
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.compute import MEMORY_SHARE, SUSTAINED_SHARE
+from terrazzo.planner.timing.rates import MEMORY_SHARE, SUSTAINED_SHARE
 from terrazzo.planner.timing.step import time_of
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig

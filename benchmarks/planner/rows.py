@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -163,7 +164,7 @@ def _setup(family: str, fields: Mapping[str, str]) -> Setup:
         checkpointing=_checkpointing(family, fields),
         every_second_product=family == "aws",  # torchtitan's
         compile=fields["compile"] == "yes" or family == "tinyllama",
-        attention="math" if _unfused(family, notes) else "flash",
+        attention="triton" if family == "mosaic" else "math" if _unfused(family, notes) else "flash",
         loss="full" if family in ("hfds", "jzv100") or "DeepSpeed" in notes else "fused",
         accumulate_locally=not plan.grad.axes or family == "llama3",
         sequence_parallel="sequence-parallel=True" in notes or "+SP" in fields["ac"] or family == "llama3",
@@ -208,6 +209,8 @@ def _sizes(family: str, fields: Mapping[str, str]) -> Sizes:
     given = {name: int(fields[name]) for name in SIZES if fields[name]}
     size = DEFAULTS.get(family, {}) | given
     layers, hidden, ffn, heads, kv_heads, vocab = (size[name] for name in SIZES)
+    if family in ("kort", "sc21", "mtnlg"):  # Megatron pads to multiples of 128 on each rank
+        vocab = math.ceil(vocab / (128 * _int(fields["tp"]))) * 128 * _int(fields["tp"])
     sizes = Sizes(fields["model"], layers, hidden, ffn, heads, kv_heads, vocab)
     if family in ("aws", "hfds", "tinyllama", "llama3"):
         return replace(sizes, gated=True, norm="rms", bias=False, tied=False)

@@ -151,7 +151,7 @@ _TRAINING = (
     PlanOption("--compile", "blocks go through torch.compile", "compile", bool),
     PlanOption(
         "--attention KIND",
-        "flash (default), the faster cudnn and flash3 of Hopper and later, or math, which keeps all scores",
+        "flash (default), the faster cudnn and flash3 of Hopper and later, the older triton, or math: scores are kept",
         "attention",
         default="flash",
     ),

@@ -38,6 +38,7 @@ class Device:
             none, and each pair of devices has a link of its own.
         wide_warps: whether groups of warps multiply together, which faster attention kernels need (NVIDIA, from Hopper
             on, but for workstation parts).
+        flash_share: of the largest rate of matrix products that its power keeps up, what FlashAttention-2 reaches.
         launch_s: host time for launching one eager block's kernels, forward and backward; None for the usual one.
         call_s, hop_s: time that a collective takes beside moving bytes, whatever its ranks, and for each; None for the
             usual time for each.
@@ -61,6 +62,7 @@ class Device:
     switch_sums: bool = False
     full_mesh: bool = False
     wide_warps: bool = False
+    flash_share: float = 0.5
     launch_s: float | None = None
     call_s: float = 0.0
     unit_s: float = 0.0
@@ -210,12 +212,18 @@ def _device(row: Mapping[str, str]) -> Device:
         watts=figure("tdp_w", 1),
         full_mesh="full mesh" in row["scaleup_link"],
         wide_warps="Hopper" in row["arch"] or ("Blackwell" in row["arch"] and row["arch"] != "Blackwell GB202"),
+        flash_share=next(share for arch, share in _FLASH_SHARES.items() if arch in row["arch"]),
         switch_sums=bool(row["fp8_dense_tflops"])
         and ("NVSwitch" in row["scaleup_link"] or "NVL72" in row["scaleup_link"]),
         source=row["source"],
         notes=notes,
     )
 
+
+_FLASH_SHARES = {"GB202": 0.72, "Blackwell": 0.28, "Hopper": 0.5, "CDNA": 0.5, "": 0.72}
+"""By architecture, on long causal sequences at 128 channels, forward and backward: 194 of 271 TFLOP/s on A100, 338 of
+681 on H100, whose own instructions it does not use (Dao-AILab/flash-attention assets), 390 of 1,430 on GB200
+(Azure/AI-benchmarking-guide). Of AMD's devices no backward is published: they are given Hopper's."""
 
 _VISIBLE = 0.98
 """Least share of the nominal decimal GB that torch sees on the devices of the table where it is known (GDDR6, ECC)."""

@@ -92,7 +92,7 @@ class SetupReport(_Model):
     optimizer: str = Field(description="as in `--optimizer`")
     activation_checkpointing: str = Field(description="none, selective, full, or `full, 1 in 2`")
     compile: bool = Field(description="whether blocks are compiled")
-    attention: str = Field(description="flash or math")
+    attention: str = Field(description="flash, cudnn, flash3, triton or math")
     loss: str = Field(description="full, fused or chunked")
 
 

@@ -15,7 +15,7 @@ from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 __all__ = ["Setup"]
 
 Checkpointing = Literal["none", "selective", "full"]
-Attention = Literal["flash", "cudnn", "flash3", "math"]
+Attention = Literal["flash", "cudnn", "flash3", "triton", "math"]
 Loss = Literal["full", "fused", "chunked", "parts"]
 Pipeline = Literal["1f1b", "gpipe", "zero_bubble"]
 Kernel = Literal["fused", "foreach", "loop"]
@@ -37,8 +37,8 @@ class Setup:
         checkpointing: of activations: `full` keeps a block's input alone; `selective` also the results of its matrix
             products and of attention, under `math` attention all but the scores. With `every` n > 1, one block in n.
         every_second_product: of matrix products selective checkpointing keeps every second, as torchtitan's does.
-        attention: `flash` is FlashAttention-2, `cudnn` and `flash3` are kernels that Hopper is made for; `math` keeps
-            the [sequence, sequence] scores.
+        attention: `flash` is FlashAttention-2, `cudnn` and `flash3` are kernels that Hopper is made for; `triton` is
+            the first FlashAttention in Triton; `math` keeps the [sequence, sequence] scores.
         loss: `full` as torch's cross_entropy in fp32; `fused` keeps the logits and one fp32 copy, as Megatron's or a
             compiled one; `chunked` as `terrazzo.nn.linear_cross_entropy`, which never holds all logits; `parts` as
             `terrazzo.parallel.VocabularyLoss`, where each tensor-parallel rank has its part of the vocabulary.

@@ -15,52 +15,21 @@ from functools import lru_cache
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing.products import Shares, block_products
+from terrazzo.planner.timing.attention import FORWARD_SHARE, attended, attention_seconds
+from terrazzo.planner.timing.products import Shares, block_products, products_of
+from terrazzo.planner.timing.rates import memory_rate, sixteen_bits, sustained_rate
 from terrazzo.planner.timing.repeated import repeated_shares
 
 __all__ = [
     "Seconds",
-    "attention_rate",
-    "attention_work",
     "block_seconds",
     "flops_per_token",
     "head_seconds",
     "launch_seconds",
-    "matmul_rate",
-    "memory_rate",
     "optimizer_bytes",
     "repeated_flops_per_token",
-    "sixteen_bits",
     "step_flops",
-    "sustained_rate",
 ]
-
-MEASURED_SHARE = 0.80
-"""Of a dense peak, the largest rate of a matrix product, where it was not measured: 0.87 on A100, 0.80 on H100, 0.78 on
-B200 (stas00/ml-engineering, MAMF)."""
-
-SUSTAINED_SHARE = 0.88
-"""Of that largest rate, what large products reach throughout a training step on an A100."""
-
-SUSTAINED_POWER = 0.3
-"""Devices with fewer watts for each FLOP/s than an A100 lower their clocks under load: the power of that ratio which
-the sustained rate follows."""
-
-A100_WATTS_PER_FLOPS = 400 / 271.2e12
-
-FLASH_SHARE = 0.50
-"""Of the sustained matrix rate, what fused attention reaches at 128 channels per head, forward and backward together:
-119 TFLOP/s on A100 and 300 on H100. FlashAttention-2 reaches 1.5 and 1.15 times that on long sequences (arXiv
-2307.08691, section 4.1), its predecessor, with which the MPT models ran, two thirds."""
-
-KERNEL_GAIN = {"cudnn": 1.64, "flash3": 1.77}
-"""Times the rate of FlashAttention-2, of kernels that Hopper is made for, forward and backward together, causal, at 128
-channels: cuDNN's 470 against 289 TFLOP/s at 4,096 tokens, 526 against 319 at 16,384 (benchmarks/results/gpu/kernels.md,
-on an H100); FlashAttention-3's two forward products at 616 and five backward at 561 against 333 and 322 (arXiv
-2407.08608). Of Blackwell no backward is published: it is given Hopper's."""
-
-MEMORY_SHARE = 0.85
-"""Of the memory's bandwidth, what elementwise kernels reach."""
 
 LAUNCH_S = 2.8e-3
 """Host time for launching one eager block's kernels, forward and backward: the floor of vTrain's small models, whatever
@@ -118,10 +87,6 @@ class Seconds:
         return replace(self, **parts)
 
 
-FORWARD_ATTENTION = 2 / 7
-"""Of fused attention's work: two products forward, five backward with the scores once more (arXiv 2205.14135)."""
-
-
 # -- counting --------------------------------------------------------------------------------------------------
 
 
@@ -132,7 +97,7 @@ def flops_per_token(setup: Setup) -> float:
     appendix B), with the window in place of the sequence where a layer looks no further back.
     """
     return 6 * setup.model.matmul_numel + sum(
-        unit.count * 6 * unit.block.heads * (unit.block.head_dim + unit.block.value_dim) * _attended(setup, unit.block)
+        unit.count * 6 * unit.block.heads * (unit.block.head_dim + unit.block.value_dim) * attended(setup, unit.block)
         for unit in setup.model.blocks
         if unit.block
     )
@@ -152,49 +117,6 @@ def step_flops(setup: Setup) -> float:
     return (flops_per_token(setup) + repeated_flops_per_token(setup)) * tokens
 
 
-def _attended(setup: Setup, block: BlockShape) -> int:
-    return min(setup.sequence, block.window or setup.sequence)
-
-
-# -- rates -----------------------------------------------------------------------------------------------------
-
-
-def matmul_rate(device: Device, matmul: str) -> float | None:
-    """Largest rate of matrix products in a format, FLOP/s; None where the device's peak in it is not known.
-
-    Where it was not measured, the same share of the peak as in bf16, or else the usual one.
-    """
-    if matmul in device.matmul_flops:
-        return device.matmul_flops[matmul]
-    peak, bf16 = device.peak_flops.get(matmul), device.matmul_flops.get("bf16")
-    if peak is None:
-        return None
-    return peak * (bf16 / device.peak_flops["bf16"] if bf16 and "bf16" in device.peak_flops else MEASURED_SHARE)
-
-
-def sustained_rate(device: Device, matmul: str) -> float | None:
-    """What large matrix products reach throughout a step, FLOP/s.
-
-    Power is compared in 16 bits: a narrower format needs less of it for each operation, and is as fast as that allows.
-    """
-    rate, wide = matmul_rate(device, matmul), matmul_rate(device, sixteen_bits(matmul))
-    if rate is None:
-        return None
-    power = 1.0 if wide is None or device.watts is None else device.watts / wide / A100_WATTS_PER_FLOPS
-    return rate * SUSTAINED_SHARE * min(1.0, float(power**SUSTAINED_POWER))
-
-
-def sixteen_bits(matmul: str) -> str:
-    """The format of what is not computed in a narrower one: attention, the head."""
-    return "bf16" if matmul in ("fp8", "fp4") else matmul
-
-
-def memory_rate(device: Device) -> float:
-    """What elementwise kernels read and write, B/s. The device's bandwidth must be known."""
-    assert device.memory_bandwidth is not None
-    return device.memory_bandwidth * MEMORY_SHARE
-
-
 # -- a block ---------------------------------------------------------------------------------------------------
 
 
@@ -203,9 +125,9 @@ def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
     block, device = unit.block, setup.cluster.device
     assert block is not None
     matmul = _matmul_s(setup, unit, block)
-    attention = _attention_s(setup, block)
+    attention = attention_seconds(setup, block)
     memory = _memory_bytes(setup, unit, block) / memory_rate(device)
-    share = FORWARD_ATTENTION if setup.attention != "math" else 1 / 3
+    share = FORWARD_SHARE if setup.attention != "math" else 1 / 3
     recompute = _recompute_s(setup, Seconds(matmul, attention, memory, forward_share=share))
     launch = launch_seconds(setup, block) * (4 / 3 if recompute else 1)
     gaps = _gaps(device, launch, matmul + attention + memory + recompute)
@@ -241,35 +163,6 @@ def _matmul_s(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     return block_products(unit.tensors, block, shares, setup.cluster.device.kind != "cpu") / rate
 
 
-def _attention_s(setup: Setup, block: BlockShape) -> float:
-    """Scores and their products with values. Fused attention skips what is masked and never writes the scores."""
-    flops, score_bytes = attention_work(setup, block)
-    return flops / attention_rate(setup, block) + score_bytes / memory_rate(setup.cluster.device)
-
-
-def attention_rate(setup: Setup, block: BlockShape) -> float:
-    """FLOP/s: narrow heads fill the matrix units less well."""
-    rate = sustained_rate(setup.cluster.device, sixteen_bits(setup.matmul))
-    assert rate is not None
-    gain = KERNEL_GAIN.get(setup.attention, 1.0) if setup.cluster.device.wide_warps else 1.0
-    return rate * FLASH_SHARE * gain * 1.25 * block.head_dim / (block.head_dim + 32)
-
-
-def attention_work(setup: Setup, block: BlockShape) -> tuple[float, float]:
-    """FLOPs of one block and micro-batch on one rank, forward and backward, and bytes of scores read and written."""
-    attended, tokens = _attended(setup, block), setup.tokens / setup.mesh.cp
-    heads = block.heads / (1 if block.whole_attention else setup.mesh.tp)
-    forward = 2 * tokens * attended * heads * (block.head_dim + block.value_dim)
-    if setup.attention == "math":
-        return 3 * forward, tokens * attended * heads * SCORE_BYTES
-    unmasked = 1 - attended / setup.sequence / 2
-    return forward * unmasked / FORWARD_ATTENTION, 0.0
-
-
-SCORE_BYTES = 28
-"""Read and written per score, forward and backward, by a fused softmax with dropout in 16 bits between two products."""
-
-
 def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     """Read and written in one micro-batch by what is no matrix product, forward and backward."""
     tokens, per_token = setup.tokens / setup.mesh.cp, 3 * _elements(setup, block) * setup.precision.compute.itemsize
@@ -288,14 +181,21 @@ CAST_BYTES = 4
 """Read and written per element to bring it from 16 bits to 8: once for its largest value, once for the cast."""
 
 
+PLAIN_NORM, PLAIN_ROTATION = 18, 10
+"""Elements of 16 bits that an RMSNorm written in plain operators reads and writes, one after the other, for each that
+it norms: to fp32 (3), squared (4), their mean (2), scaled (4), back (3), times the weight (2); and a rotary embedding
+for each that it turns: two products (4), a half negated (1), both put together (2), their sum (3). One kernel: 2."""
+
+
 def _elements(setup: Setup, block: BlockShape) -> float:
     """Read and written per token in forward by norms, residuals, activations, rotary embeddings and dropout."""
     tp, eager = setup.mesh.tp, not setup.compile
-    wide = block.norms * (2 if block.norm == "layer" or not eager else 10) + 2 * (3 if eager else 1.5)
+    fused = block.norm == "layer" or block.torch_norm or not eager
+    wide = block.norms * (2 if fused else PLAIN_NORM) + 2 * (3 if eager else 1.5)
     wide += 2 * 2.5 if block.dropout else 0
     inner = (block.active_experts or 1) * block.ffn + block.shared_ffn
     inner *= (5 if eager else 3) if block.gated else 2
-    rotated = (block.heads + block.kv_heads) * block.head_dim * (4 if eager else 2) if block.gated else 0
+    rotated = (block.heads + block.kv_heads) * block.head_dim * (PLAIN_ROTATION if eager else 2) if block.gated else 0
     inside = inner / (1 if block.whole_mlp else tp) + rotated / (1 if block.whole_attention else tp)
     return wide * block.hidden / (tp if setup.sequence_parallel else 1) + inside
 
@@ -330,7 +230,9 @@ def head_seconds(setup: Setup) -> Seconds:
     logits, apart = setup.tokens / setup.mesh.cp * model.logits, setup.mesh.tp
     taken = logits if setup.puts_logits_together else logits / apart  # for the loss
     each = LOGIT_BYTES * (COMPILED_LOGITS if setup.compile and setup.loss == "fused" else 1)
-    matmul, memory = 6 * logits / apart * model.hidden / rate, taken * each / memory_rate(device)
+    rows = setup.tokens / setup.mesh.cp
+    work = products_of(1, rows, -(-model.logits // apart), model.hidden, True, device.kind != "cpu")
+    matmul, memory = work / rate, taken * each / memory_rate(device)
     return Seconds(matmul=matmul, memory=memory, launch=_gaps(device, launch_seconds(setup), matmul + memory))
 
 

@@ -15,19 +15,17 @@ from terrazzo.planner.memory.placement import Placement, placed_units, stand_ins
 from terrazzo.planner.memory.states import unit_states
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.attention import attention_bytes, attention_flops, attention_rate
 from terrazzo.planner.timing.bubble import bubble_term
 from terrazzo.planner.timing.compute import (
     Seconds,
-    attention_rate,
-    attention_work,
     block_seconds,
     head_seconds,
     launch_seconds,
-    memory_rate,
     optimizer_bytes,
-    sustained_rate,
 )
 from terrazzo.planner.timing.overlap import CONTENTION, BlockRow, Exposure, block_exposure, root_exposure
+from terrazzo.planner.timing.rates import memory_rate, sustained_rate
 from terrazzo.planner.timing.update import UnitUpdate, exposed_s
 from terrazzo.planner.traffic.exchanges import model_parallel_moves, pipeline_moves
 from terrazzo.planner.traffic.volumes import matrix_moves, repetitions, unit_copies, unit_moves
@@ -205,15 +203,18 @@ class Stage:
         ]
 
     def _attention(self) -> dict[str, float]:
-        flops = score_bytes = multiplied_s = 0.0
+        flops = moved_bytes = multiplied_s = 0.0
         for part in self._blocks:
             if part.unit.block is not None:
-                work, scores = attention_work(self._setup, part.unit.block)
+                work, moved = (
+                    attention_flops(self._setup, part.unit.block),
+                    attention_bytes(self._setup, part.unit.block),
+                )
                 times = self._setup.micro_batches * part.count
-                flops, score_bytes = flops + times * work, score_bytes + times * scores
+                flops, moved_bytes = flops + times * work, moved_bytes + times * moved
                 multiplied_s += times * work / attention_rate(self._setup, part.unit.block)
         rate, bandwidth = flops / (multiplied_s or 1.0), memory_rate(self._setup.cluster.device)
-        return {"flops": flops, "attention_flops": rate, "score_bytes": score_bytes, "bandwidth": bandwidth}
+        return {"flops": flops, "attention_flops": rate, "moved_bytes": moved_bytes, "bandwidth": bandwidth}
 
     def _wait_terms(self) -> list[Term]:
         setup, send, exposure = self._setup, self._send_s(), self.exposure

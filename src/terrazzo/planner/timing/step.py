@@ -11,8 +11,9 @@ from terrazzo.planner.formulas import Formula, Term
 from terrazzo.planner.memory.placement import stand_ins
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration
-from terrazzo.planner.timing.compute import flops_per_token, matmul_rate
+from terrazzo.planner.timing.compute import flops_per_token
 from terrazzo.planner.timing.measured import copied_bytes, line_terms, measured_stage, measured_terms
+from terrazzo.planner.timing.rates import matmul_rate
 from terrazzo.planner.timing.stage import Stage, slowest_stage
 from terrazzo.planner.traffic.volumes import traffic_of
 
@@ -28,15 +29,19 @@ CALIBRATED_BAND = 0.05
 FORMULAS = {
     "time.matmul": Formula(
         "pace * flops / sustained_flops; a product of [m, k] and [k, n] counts 2 * (m * n + 0.9e6) * (k + 128), with "
-        "what it loses by its shape; pace is 1 until measured",
+        "what it loses by its shape, m and n in whole tiles of 128, and twice that where a width is no multiple of 8; "
+        "pace is 1 until measured",
         "largest measured rate (stas00/ml-engineering, MAMF) times what a step keeps up of it; set on MosaicML's runs",
     ),
     "time.attention": Formula(
-        "pace * (flops / attention_flops + score_bytes / bandwidth); flops of a layer and micro-batch are 7 * tokens * "
-        "attended * heads * head_dim / tp, masked ones skipped, at 0.5 * 1.25 * head_dim / (head_dim + 32) of the "
-        "sustained rate, from Hopper on 1.64 times that with cudnn and 1.77 with flash3; unfused 12 "
-        "* ..., and 28 bytes per score",
-        "two products forward and five backward (FlashAttention-2, arXiv 2307.08691)",
+        "pace * (flops / attention_flops + moved_bytes / bandwidth); flops of a layer and micro-batch are 7 * tokens * "
+        "attended * heads * head_dim / tp, masked ones skipped, at the kernel's share of the largest matrix rate "
+        "that power keeps up, on long sequences at 128 channels, * attended / (attended + 500), and less at narrow "
+        "heads: FlashAttention-2 0.72 on A100, 0.5 on H100, 0.28 on B200, in Triton 1 / 1.8 of that, from Hopper on "
+        "cudnn 0.78 and flash3 0.85; unfused 12 * ... of plain products, and 28 bytes per score; tiles of shared "
+        "sequences move 36 bytes for each element of their queries, and 10 of their keys and values",
+        "two products forward and five backward; kernels measured by themselves (Dao-AILab/flash-attention assets, "
+        "arXiv 2307.08691, arXiv 2407.08608, benchmarks/results/gpu/kernels.md); terrazzo/parallel/context/tiles.py",
     ),
     "time.memory": Formula(
         "pace * bytes / bandwidth; of norms, residuals, activations, gradients, casts and the loss",

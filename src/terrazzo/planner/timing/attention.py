@@ -1,0 +1,129 @@
+"""What attention takes: its products by the kernel that runs them, its scores where they are written, and its tiles.
+
+Rates are of kernels measured by themselves; no training run decided one.
+"""
+
+from __future__ import annotations
+
+import math
+
+from terrazzo.planner.model.shapes import BlockShape
+from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.timing.products import product
+from terrazzo.planner.timing.rates import matmul_rate, memory_rate, power_share, sixteen_bits, sustained_rate
+
+__all__ = ["FORWARD_SHARE", "attended", "attention_bytes", "attention_flops", "attention_rate", "attention_seconds"]
+
+KERNEL_SHARES = {"cudnn": 0.78, "flash3": 0.85}
+"""Of the largest rate of matrix products that the device's power keeps up, what kernels that are made for Hopper reach
+forward and backward together on long causal sequences at 128 channels: cuDNN 526 of 681 TFLOP/s at 16,384 tokens
+(benchmarks/results/gpu/kernels.md, on an H100), FlashAttention-3 616 in its two forward products and 561 in its five
+backward (arXiv 2407.08608). Of Blackwell no backward is published: it is given Hopper's. The share of FlashAttention-2
+is the device's `flash_share`."""
+
+TRITON_SHARE = 1 / 1.8
+"""Of FlashAttention-2's rate, that of the first FlashAttention in Triton: 1.3 to 2.5 times slower (arXiv 2307.08691,
+section 4.1), the geometric mean."""
+
+CPU_SHARE = 0.42
+"""Of the largest rate of matrix products, what attention reaches on a CPU (`python -m benchmarks.planner.ranking`)."""
+
+RAMP = 500
+"""Tokens by which a causal sequence is longer, as far as a kernel's rate goes: 99, 155, 182 and 189 TFLOP/s at 512,
+2,048, 8,192 and 16,384 tokens on an A100, 163, 265, 308 and 328 on an H100 (Dao-AILab/flash-attention assets)."""
+
+HEAD, WIDEST, ROUNDING = 20, 128, 32
+"""The same of a head's channels, up to the widest: at 64 a kernel reaches 0.87 to 0.9 times the rate that it has at
+128, at 256 no more (the same figures). Heads are rounded up to multiples of 32 channels."""
+
+FORWARD_SHARE = 2 / 7
+"""Of fused attention's work: two products forward, five backward with the scores once more (arXiv 2205.14135)."""
+
+SCORE_BYTES = 28
+"""Read and written per score, forward and backward, by a fused softmax with dropout in 16 bits between two products."""
+
+QUERY_BYTES, KEY_BYTES = 36, 10
+"""Read and written for each element of the queries and of the keys or values of a tile, where attention is computed
+tile by tile: its outputs, in 16 bits, are weighted in fp32 and added to the others', its gradients are added in fp32
+(terrazzo/parallel/context/tiles.py)."""
+
+
+def attended(setup: Setup, block: BlockShape) -> int:
+    """Tokens that one looks back on, itself included."""
+    return min(setup.sequence, block.window or setup.sequence)
+
+
+def attention_seconds(setup: Setup, block: BlockShape) -> float:
+    """Of one block and micro-batch on one rank, forward and backward."""
+    moved = attention_bytes(setup, block) / memory_rate(setup.cluster.device)
+    return attention_flops(setup, block) / attention_rate(setup, block) + moved
+
+
+def attention_flops(setup: Setup, block: BlockShape) -> float:
+    """Of one block and micro-batch on one rank, forward and backward. Fused attention skips what is masked."""
+    seen = attended(setup, block)
+    forward = 2 * _tokens(setup) * seen * _heads(setup, block) * (block.head_dim + block.value_dim)
+    if setup.attention == "math":
+        return 3 * forward
+    return forward * (1 - seen / setup.sequence / 2) / FORWARD_SHARE
+
+
+def attention_bytes(setup: Setup, block: BlockShape) -> float:
+    """Read and written beside the products: scores, if they are, and what puts tiles of shared sequences together."""
+    scores = _tokens(setup) * attended(setup, block) * _heads(setup, block) * SCORE_BYTES
+    return (scores if setup.attention == "math" else 0.0) + _tile_bytes(setup, block)
+
+
+def _tile_bytes(setup: Setup, block: BlockShape) -> float:
+    """With gathered keys each run of queries meets those before it in one tile and itself in another; in a ring each
+    rank's keys are tiles of their own. With a share of the heads there is one tile, of whole sequences.
+    """
+    ranks, tokens = setup.mesh.cp, _tokens(setup)
+    if ranks == 1 or setup.context == "ulysses":
+        return 0.0
+    queries = _heads(setup, block) * block.value_dim
+    keys = max(1.0, block.kv_heads / _parts(setup, block)) * (block.head_dim + block.value_dim)
+    tiles = 2 if setup.context == "gather" else ranks
+    return tokens * (tiles * queries * QUERY_BYTES + ranks * keys * KEY_BYTES)
+
+
+def attention_rate(setup: Setup, block: BlockShape) -> float:
+    """FLOP/s of its products: less where sequences are short or heads narrow."""
+    device, matmul = setup.cluster.device, sixteen_bits(setup.matmul)
+    largest, sustained = matmul_rate(device, matmul), sustained_rate(device, matmul)
+    assert largest is not None and sustained is not None
+    if device.kind == "cpu":
+        return largest * CPU_SHARE
+    if setup.attention == "math":
+        return sustained * _filled(setup, block)
+    share = KERNEL_SHARES.get(setup.attention, device.flash_share) if device.wide_warps else device.flash_share
+    share *= TRITON_SHARE if setup.attention == "triton" else 1.0
+    channels = min(block.head_dim, WIDEST)
+    rounded = math.ceil(block.head_dim / ROUNDING) * ROUNDING / block.head_dim
+    narrow = channels / (channels + HEAD) * (WIDEST + HEAD) / WIDEST / rounded
+    length = min(attended(setup, block), _tile_length(setup))
+    return largest * power_share(device, matmul) * share * narrow * length / (length + RAMP)
+
+
+def _tile_length(setup: Setup) -> float:
+    """Tokens of the keys that a kernel is called with."""
+    return setup.sequence / (setup.mesh.cp if setup.context == "ring" else 1)
+
+
+def _filled(setup: Setup, block: BlockShape) -> float:
+    """Of the rate of large products, what those of all heads reach: two of six are as deep as a head has channels."""
+    length, stack = float(attended(setup, block)), setup.micro_batch * _heads(setup, block)
+    deep, wide = product(stack, length, length, block.head_dim), product(stack, length, block.head_dim, length)
+    return 6 * 2 * stack * length * length * block.head_dim / (2 * deep + 4 * wide)
+
+
+def _tokens(setup: Setup) -> float:
+    return setup.tokens / setup.mesh.cp
+
+
+def _parts(setup: Setup, block: BlockShape) -> int:
+    return 1 if block.whole_attention else setup.mesh.tp
+
+
+def _heads(setup: Setup, block: BlockShape) -> float:
+    return block.heads / _parts(setup, block)

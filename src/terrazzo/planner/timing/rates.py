@@ -1,0 +1,77 @@
+"""What devices reach of their peaks: matrix products, throughout a step too, and reading and writing memory."""
+
+from __future__ import annotations
+
+from terrazzo.planner.machine.devices import Device
+
+__all__ = [
+    "MEMORY_SHARE",
+    "SUSTAINED_SHARE",
+    "matmul_rate",
+    "memory_rate",
+    "power_share",
+    "sixteen_bits",
+    "sustained_rate",
+]
+
+MEASURED_SHARE = 0.80
+"""Of a dense peak, the largest rate of a matrix product, where it was not measured: 0.87 on A100, 0.80 on H100, 0.78 on
+B200 (stas00/ml-engineering, MAMF)."""
+
+MEASURED_FP8_SHARE = 0.72
+"""The same in fp8: 0.71 on H100, 0.73 on H200, 0.72 on GB200 (the same source, and Azure/AI-benchmarking-guide)."""
+
+SUSTAINED_SHARE = 0.88
+"""Of that largest rate, what large products reach throughout a training step on an A100."""
+
+SUSTAINED_POWER = 0.3
+"""Devices with fewer watts for each FLOP/s than an A100 lower their clocks under load: the power of that ratio which
+the sustained rate follows."""
+
+A100_WATTS_PER_FLOPS = 400 / 271.2e12
+
+MEMORY_SHARE = 0.85
+"""Of the memory's bandwidth, what elementwise kernels reach."""
+
+
+def matmul_rate(device: Device, matmul: str) -> float | None:
+    """Largest rate of matrix products in a format, FLOP/s; None where the device's peak in it is not known.
+
+    Where it was not measured, in 16 bits the same share of the peak as in bf16, or else the usual one.
+    """
+    if matmul in device.matmul_flops:
+        return device.matmul_flops[matmul]
+    peak, bf16 = device.peak_flops.get(matmul), device.matmul_flops.get("bf16")
+    if peak is None:
+        return None
+    if matmul == "fp8":
+        return peak * MEASURED_FP8_SHARE
+    return peak * (bf16 / device.peak_flops["bf16"] if bf16 and "bf16" in device.peak_flops else MEASURED_SHARE)
+
+
+def sustained_rate(device: Device, matmul: str) -> float | None:
+    """What large matrix products reach throughout a step, FLOP/s."""
+    rate = matmul_rate(device, matmul)
+    return None if rate is None else rate * SUSTAINED_SHARE * power_share(device, matmul)
+
+
+def power_share(device: Device, matmul: str) -> float:
+    """Of a rate reached for a moment, what the device's power allows to keep up.
+
+    Power is compared in 16 bits: a narrower format needs less of it for each operation, and is as fast as that allows.
+    """
+    wide = matmul_rate(device, sixteen_bits(matmul))
+    if wide is None or device.watts is None:
+        return 1.0
+    return min(1.0, float((device.watts / wide / A100_WATTS_PER_FLOPS) ** SUSTAINED_POWER))
+
+
+def sixteen_bits(matmul: str) -> str:
+    """The format of what is not computed in a narrower one: attention, the head."""
+    return "bf16" if matmul in ("fp8", "fp4") else matmul
+
+
+def memory_rate(device: Device) -> float:
+    """What elementwise kernels read and write, B/s. The device's bandwidth must be known."""
+    assert device.memory_bandwidth is not None
+    return device.memory_bandwidth * MEMORY_SHARE
