@@ -162,7 +162,6 @@ def _setup(family: str, fields: Mapping[str, str]) -> Setup:
         precision=_precision(family, fields),
         matmul=_matmul(fields["precision"]),
         checkpointing=_checkpointing(family, fields),
-        every_second_product=family == "aws",  # torchtitan's
         compile=fields["compile"] == "yes" or family == "tinyllama",
         attention="triton" if family == "mosaic" else "math" if _unfused(family, notes) else "flash",
         loss="full" if family in ("hfds", "jzv100") or "DeepSpeed" in notes else "fused",
@@ -266,7 +265,9 @@ def _precision(family: str, fields: Mapping[str, str]) -> Precision:
 
 def _checkpointing(family: str, fields: Mapping[str, str]) -> Checkpointing:
     """Of hfds: eight sequences of 4,096 on four devices fit no other way. Of aws: torchtitan's recipe. Else none."""
-    if fields["ac"].startswith("selective") or family == "aws":
+    if family == "aws":
+        return "selective_half"
+    if fields["ac"].startswith("selective"):
         return "selective"
     return "full" if fields["ac"] == "full" or family == "hfds" else "none"
 

@@ -40,7 +40,7 @@ def test_mosaic_70b() -> None:
     setup = found.setup
     assert setup.model.numel == pytest.approx(64.8624e9, rel=2e-4)
     assert (setup.cluster.device.name, setup.cluster.count) == ("H100-SXM5-80GB", 512)
-    assert (setup.plan.name, setup.checkpointing, setup.attention) == ("zero3", "full", "flash")
+    assert (setup.plan.name, setup.checkpointing, setup.attention) == ("zero3", "full", "triton")
     assert (setup.micro_batch, setup.micro_batches, setup.global_batch, setup.sequence) == (8, 1, 4096, 2048)
     assert (setup.precision.weight, setup.precision.compute, setup.precision.reduce) == (float32, bfloat16, float32)
     assert found.tokens_per_s_per_gpu == pytest.approx(1007)

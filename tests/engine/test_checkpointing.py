@@ -58,7 +58,14 @@ def test_a_checkpointed_region_around_the_whole_model(plan: str) -> None:
 
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize(
-    "options", [{"mode": "full"}, {"mode": "full", "every": 2}, {"mode": "selective"}, {"mode": "none"}]
+    "options",
+    [
+        {"mode": "full"},
+        {"mode": "full", "every": 2},
+        {"mode": "selective"},
+        {"mode": "selective_half"},
+        {"mode": "none"},
+    ],
 )
 @pytest.mark.parametrize("plan", ["zero0", "zero3", "hpz"])
 def test_checkpointed_units_train_bit_for_bit_as_without(plan: str, options: dict[str, Any]) -> None:
@@ -118,6 +125,35 @@ def test_an_operators_result_is_kept_whichever_overload_made_it(ops: list[str], 
     with Count(torch.ops.aten.add) as count:
         model(torch.ones(3)).sum().backward()
     assert count.calls == calls
+
+
+class Gated(nn.Module):
+    """Seven matrices, in the order of a Llama block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (each(x).view(2, 4, 2, 4).transpose(1, 2) for each in (self.q, self.k, self.v))
+        x = x + self.o(nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective", 0), ("selective_half", 3), ("full", 6)])
+def test_every_second_product_is_computed_again(mode: str, again: int) -> None:
+    """Keys, output and up; the last one, down, needs no result of its own."""
+    model, x = nn.Sequential(Gated()), torch.randn(2, 4, 8)
+    alone = copy.deepcopy(model)
+    checkpoint_activations(model, mode, units=[Gated])
+    with Count(torch.ops.aten.mm) as count, Count(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu) as kernel:
+        model(x).sum().backward()
+    assert count.calls == 6 + 14 - 3 + again  # forward but for the bias's; backward but for the input's gradient
+    assert kernel.calls == 1 + (mode == "full"), "attention is kept"
+    alone(x).sum().backward()
+    for found, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+        assert found.grad is not None and wanted.grad is not None and torch.equal(found.grad, wanted.grad)
 
 
 def test_attention_is_kept_whichever_fused_kernel_torch_takes() -> None:

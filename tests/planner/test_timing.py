@@ -69,9 +69,7 @@ def setup(plan: str | Plan = "zero3", mesh: Mesh | None = None, gpu: str = "h100
     mesh = mesh or Mesh(dp_shard=8)
     cluster = Cluster(device(gpu), mesh.world_size)
     plan = Plan.named(plan) if isinstance(plan, str) else plan
-    found = Setup(
-        llama(), cluster, plan, mesh, 8192, 1, 1, FSDP, "bf16", checkpointing="selective", every_second_product=True
-    )
+    found = Setup(llama(), cluster, plan, mesh, 8192, 1, 1, FSDP, "bf16", checkpointing="selective_half")
     return replace(found, **changes)
 
 
@@ -227,18 +225,19 @@ def test_flops_follow_palm() -> None:
 
 
 @pytest.mark.parametrize("attention", ["flash", "math"])
-@pytest.mark.parametrize("second", [False, True])
-def test_what_selective_checkpointing_keeps_is_not_computed_twice(attention: str, second: bool) -> None:
+@pytest.mark.parametrize("mode", ["selective", "selective_half"])
+def test_what_selective_checkpointing_keeps_is_not_computed_twice(attention: str, mode: str) -> None:
     """Memory and time tell of one way: more is kept by just those ways that repeat less."""
-    options: dict[str, Any] = {"attention": attention, "every_second_product": second, "micro_batch": 4}
-    selective, none, full = (setup(checkpointing=mode, **options) for mode in ("selective", "none", "full"))
+    options: dict[str, Any] = {"attention": attention, "micro_batch": 4}
+    selective, none, full = (setup(checkpointing=each, **options) for each in (mode, "none", "full"))
     repeated = {term.name: term.value for term in timed(selective).terms}["recomputation"]
     whole = {term.name: term.value for term in timed(full).terms}["recomputation"]
     assert 0 < repeated < whole
     products = 2 * (none.model.matmul_numel - none.model.logits * none.model.hidden)
     scores = flops_per_token(none) / 3 - 2 * none.model.matmul_numel
     again = (step_flops(selective) - step_flops(none)) / none.tokens
-    assert again == pytest.approx(scores if attention == "math" else products / 2 if second else 0)
+    halved = products / 2 if mode == "selective_half" else 0
+    assert again == pytest.approx(halved + (scores if attention == "math" else 0))
     block = none.model.blocks[0].block
     assert block is not None
     kept = [block_activations(one, block) for one in (full, selective, none)]
@@ -253,7 +252,7 @@ def test_every_second_product_is_what_torchtitan_keeps() -> None:
     assert block is not None
     one = block_activations(made, block).saved / made.tokens / 2 / 4096
     assert one == 7.75
-    assert block_activations(replace(made, every_second_product=False), block).saved > made.tokens * 2 * 4096 * 12
+    assert block_activations(replace(made, checkpointing="selective"), block).saved > made.tokens * 2 * 4096 * 12
 
 
 def test_recomputation_costs_a_fifth_to_a_quarter() -> None:

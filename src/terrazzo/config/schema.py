@@ -232,7 +232,9 @@ class TrainConfig(Section):
     sample_chat: str | None = Field(
         None, description="a user's message; a sample is then its answer by the chat template, the likeliest tokens"
     )
-    activation_checkpointing: str = Field("none", description="none, full, selective, or every_N such as every_2")
+    activation_checkpointing: str = Field(
+        "none", description="none, full, selective, selective_half, or every_N such as every_2"
+    )
     activation_checkpointing_ops: list[str] | None = Field(None, description="selective: operators kept, not redone")
     compile: bool = Field(False, description="torch.compile for each unit")
 
@@ -245,12 +247,14 @@ class TrainConfig(Section):
     @field_validator("activation_checkpointing")
     @classmethod
     def _known_mode(cls, value: str) -> str:
-        if not re.fullmatch(r"none|full|selective|every_[1-9][0-9]{0,8}", value):
-            raise ValueError(f"'{value}' is not one of none, full, selective, every_N (such as every_2)")
+        if not re.fullmatch(r"none|full|selective|selective_half|every_[1-9][0-9]{0,8}", value):
+            raise ValueError(
+                f"'{value}' is not one of none, full, selective, selective_half, every_N (such as every_2)"
+            )
         return value
 
     @property
-    def checkpointing(self) -> tuple[Literal["none", "full", "selective"], int]:
+    def checkpointing(self) -> tuple[Literal["none", "full", "selective", "selective_half"], int]:
         """Mode, and one unit in how many, of `activation_checkpointing`: `every_2` is `("full", 2)`."""
         mode, _, every = self.activation_checkpointing.partition("every_")
         return ("full", int(every)) if every else (mode, 1)  # type: ignore[return-value]  # as the pattern has it

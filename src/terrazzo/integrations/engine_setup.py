@@ -50,7 +50,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class ActivationSetup:
-    """Arguments of the engine's `checkpoint_activations`: `mode` is `none`, `full` or `selective`."""
+    """Arguments of the engine's `checkpoint_activations`: `mode` is `none`, `full`, `selective` or `selective_half`."""
 
     mode: str = "none"
     every: int = 1
@@ -381,7 +381,7 @@ def _activation_checkpointing(description: Description) -> ActivationSetup:
     mode, every = value("mode") or "none", 1
     if mode == "every":
         mode, every = "full", value("every") or 1
-    if mode not in ("none", "full", "selective"):
+    if mode not in ("none", "full", "selective", "selective_half"):
         raise BadInput(
             f"{_name(description, 'activation_checkpointing.mode')} asks for activation checkpointing {mode!r}: use "
             "full or selective."

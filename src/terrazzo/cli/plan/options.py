@@ -128,7 +128,7 @@ _TRAINING = (
     ),
     PlanOption(
         "--ac MODE",
-        "activation checkpointing: none, selective, full or every_N; default: none, or searched",
+        "activation checkpointing: none, selective, selective_half, full or every_N; default: none, or searched",
         "checkpointing",
     ),
     PlanOption(

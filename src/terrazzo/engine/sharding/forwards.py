@@ -25,7 +25,7 @@ __all__ = ["checkpoint_activations", "compile_units"]
 Forward = Callable[..., Any]
 Layer = Callable[[Forward], Forward]
 
-MODES = ("none", "full", "selective")
+MODES = ("none", "full", "selective", "selective_half")
 SAVED_OPS = (
     "mm",
     "addmm",
@@ -37,6 +37,8 @@ SAVED_OPS = (
     "_scaled_dot_product_efficient_attention",
 )
 """Default of `selective`: results worth keeping, because recomputing them costs more than their memory."""
+PRODUCTS = ("mm", "addmm", "_scaled_mm")
+"""Of these `selective_half` keeps the first of every two results; of batched products none, of attention all."""
 
 
 def checkpoint_activations(
@@ -51,7 +53,9 @@ def checkpoint_activations(
     """Recompute units' activations in backward instead of keeping them. Call it before `tz.shard`.
 
     Args:
-        mode: `none`; `full`, which keeps a unit's inputs alone; `selective`, which also keeps the results of `ops`.
+        mode: `none`; `full`, which keeps a unit's inputs alone; `selective`, which also keeps the results of `ops`;
+            `selective_half`, which also keeps those of attention and of every second matrix product, the first one
+            included, as torchtitan does.
         units: as for `tz.shard`.
         every: only the first of every so many units is treated; 1 for all.
         ops: names of aten operators such as `"mm"`, every overload of which is meant, for `selective`.
@@ -79,7 +83,11 @@ def checkpoint_activations(
                 "which leaves least on the device, or 'selective'."
             )
         return
-    context = _selective_context(SAVED_OPS if ops is None else ops) if mode == "selective" else None
+    context = None
+    if mode == "selective":
+        context = _selective_context(SAVED_OPS if ops is None else ops)
+    elif mode == "selective_half":
+        context = _half_context
     offloading = OffloadedActivations() if offload else None
     for module in _unit_modules(model, units)[::every]:
         _surround(module, functools.partial(_checkpointed, context, offload))
@@ -188,6 +196,23 @@ def _selective_context(ops: Iterable[str]) -> Callable[[], Any]:
         return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return functools.partial(create_selective_checkpoint_contexts, policy)
+
+
+def _half_context() -> Any:
+    """For one forward, and for that which repeats it: each counts its products by itself."""
+    kept = {overload for name in SAVED_OPS if "attention" in name for overload in _overloads(name)}
+    products = {overload for name in PRODUCTS for overload in _overloads(name)}
+    seen = {True: 0, False: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in products:
+            seen[context.is_recompute] += 1
+            keeps = seen[context.is_recompute] % 2 == 1
+        else:
+            keeps = op in kept
+        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _overloads(name: str) -> list[Any]:

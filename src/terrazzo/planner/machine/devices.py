@@ -212,7 +212,7 @@ def _device(row: Mapping[str, str]) -> Device:
         watts=figure("tdp_w", 1),
         full_mesh="full mesh" in row["scaleup_link"],
         wide_warps="Hopper" in row["arch"] or ("Blackwell" in row["arch"] and row["arch"] != "Blackwell GB202"),
-        flash_share=next(share for arch, share in _FLASH_SHARES.items() if arch in row["arch"]),
+        flash_share=next(share for arch, share in FLASH_SHARES.items() if arch in row["arch"]),
         switch_sums=bool(row["fp8_dense_tflops"])
         and ("NVSwitch" in row["scaleup_link"] or "NVL72" in row["scaleup_link"]),
         source=row["source"],
@@ -220,7 +220,7 @@ def _device(row: Mapping[str, str]) -> Device:
     )
 
 
-_FLASH_SHARES = {"GB202": 0.72, "Blackwell": 0.28, "Hopper": 0.5, "CDNA": 0.5, "": 0.72}
+FLASH_SHARES = {"GB202": 0.72, "Blackwell": 0.28, "Hopper": 0.5, "CDNA": 0.5, "": 0.72}
 """By architecture, on long causal sequences at 128 channels, forward and backward: 194 of 271 TFLOP/s on A100, 338 of
 681 on H100, whose own instructions it does not use (Dao-AILab/flash-attention assets), 390 of 1,430 on GB200
 (Azure/AI-benchmarking-guide). Of AMD's devices no backward is published: they are given Hopper's."""

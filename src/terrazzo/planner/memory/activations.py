@@ -25,7 +25,8 @@ FORMULAS = {
         "silu(gate) and their product (eager), or gate, up and product (compiled), or input and output of the "
         "nonlinearity (not gated); dropout masks of one byte; fp32 copies where a norm computes in fp32. Full "
         "checkpointing keeps the block's input alone, selective its input and the results of matrix products and of "
-        "attention; under math attention it recomputes the attention core alone",
+        "attention; under math attention it recomputes the attention core alone; selective_half keeps every second of "
+        "the products",
         "arXiv 2205.05198, equations 1 to 6; torch.autograd.graph.saved_tensors_hooks",
     ),
     "memory.working": Formula(
@@ -94,7 +95,6 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
         math=setup.attention == "math",
         checkpointing=setup.checkpointing,
         every=setup.every,
-        second=setup.every_second_product,
         cpu=setup.cluster.device.kind == "cpu",
         moves=setup.offload_activations and setup.cluster.device.kind != "cpu",  # there is no other memory on a CPU
     )
@@ -117,7 +117,6 @@ class _Local:
     math: bool
     checkpointing: str
     every: int
-    second: bool
     cpu: bool
     moves: bool
 
@@ -138,6 +137,8 @@ def _block(local: _Local, block: BlockShape) -> BlockActivations:
         kept = _input(local, block)
     elif local.checkpointing == "selective":
         kept = everything - _scores(local, block) if local.math else _products(local, block)
+    elif local.checkpointing == "selective_half":
+        kept = _half_of_products(local, block)
     share = 1 / local.every if local.checkpointing != "none" else 0.0
     saved = share * kept + (1 - share) * everything
     more = (1 - share) * (_expanded(local, block) + _crowded(local, block))
@@ -248,18 +249,30 @@ def _input(local: _Local, block: BlockShape) -> float:
 
 
 def _products(local: _Local, block: BlockShape) -> float:
-    """Bytes of a block's input and of what its matrix products and attention give.
-
-    Of every second product that is, of queries, keys, values, output, gate, up and down in turn, all but keys, output
-    and up; attention's own result is kept beside them.
-    """
+    """Bytes of a block's input and of what its matrix products and attention give."""
     width, item = block.hidden, local.itemsize
-    per_copy = 2 if block.gated and not local.second else 1
-    mlp = per_copy * (block.shared_ffn + block.active_experts * block.ffn if block.experts else block.ffn)
-    whole = (1 if local.second else 2) * width + (block.active_experts * width if block.experts else 0)
-    attention = _attention(block) - (block.kv_heads * block.head_dim if local.second else 0)
-    split = local.tokens * (attention / local.heads_tp(block) + mlp / local.mlp_tp(block)) * item
+    mlp = (2 if block.gated else 1) * _inner_width(block)
+    whole = 2 * width + (block.active_experts * width if block.experts else 0)
+    split = local.tokens * (_attention(block) / local.heads_tp(block) + mlp / local.mlp_tp(block)) * item
     return _input(local, block) + local.tokens * whole * item / (local.tp if local.sequence_parallel else 1) + split
+
+
+def _half_of_products(local: _Local, block: BlockShape) -> float:
+    """The same of every second product: of queries, keys, values, output, gate, up and down in turn all but keys,
+    output and up; without a gate, the queries, keys and values of one product and the wide one. Attention's own result
+    is kept beside them, but not that of batched products. Of routed experts, whose products are grouped, nothing is.
+    """
+    item, apart = local.itemsize, block.kv_heads * block.head_dim if block.gated else 0
+    attention = _attention(block) - apart - (block.heads * block.value_dim if local.math else 0)
+    dense = 0 if block.experts and not block.shared_ffn else block.shared_ffn if block.experts else block.ffn
+    down = block.hidden if block.gated and dense else 0
+    split = local.tokens * (attention / local.heads_tp(block) + dense / local.mlp_tp(block)) * item
+    return _input(local, block) + local.tokens * down * item / (local.tp if local.sequence_parallel else 1) + split
+
+
+def _inner_width(block: BlockShape) -> int:
+    """Of the MLP, or of all experts that a token meets."""
+    return block.shared_ffn + block.active_experts * block.ffn if block.experts else block.ffn
 
 
 def _exchanged(local: _Local, block: BlockShape) -> float:
@@ -285,8 +298,7 @@ def _exchanged(local: _Local, block: BlockShape) -> float:
 def _gradients(local: _Local, block: BlockShape) -> float:
     """Bytes of the gradients of activations that are there at once: of the block's output and of its widest tensors."""
     copies = 2 if block.gated else 1
-    inner = block.shared_ffn + block.active_experts * block.ffn if block.experts else block.ffn
-    return local.tokens * local.itemsize * (2 * block.hidden + copies * inner / local.mlp_tp(block))
+    return local.tokens * local.itemsize * (2 * block.hidden + copies * _inner_width(block) / local.mlp_tp(block))
 
 
 @dataclass(frozen=True)

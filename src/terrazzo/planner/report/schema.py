@@ -90,7 +90,7 @@ class SetupReport(_Model):
     global_batch: int = Field(description="sequences of an optimizer step")
     precision: str = Field(description="as in `--precision`; custom for dtypes of a configuration")
     optimizer: str = Field(description="as in `--optimizer`")
-    activation_checkpointing: str = Field(description="none, selective, full, or `full, 1 in 2`")
+    activation_checkpointing: str = Field(description="none, selective, selective_half, full, or `full, 1 in 2`")
     compile: bool = Field(description="whether blocks are compiled")
     attention: str = Field(description="flash, cudnn, flash3, triton or math")
     loss: str = Field(description="full, fused or chunked")

@@ -42,7 +42,7 @@ _SYNONYMS = {"fsdp": "zero3", "fsdp2": "zero3", "hsdp": "hybrid_shard"}
 STRATEGIES = (*PLANS, *_SYNONYMS)
 """Names of plans that `strategy` knows, each of which may have an offload."""
 
-CHECKPOINTING = ("none", "selective", "full", "every_N")
+CHECKPOINTING = ("none", "selective", "selective_half", "full", "every_N")
 
 
 def strategy(name: str) -> Plan:
@@ -82,7 +82,7 @@ def _key(name: str) -> str:
 
 
 def checkpointing(name: str) -> tuple[Checkpointing, int]:
-    """Mode and `every` of `none`, `selective`, `full` or `every_N`. Raises: `BadInput` with the nearest name."""
+    """Mode and `every` of a name of `CHECKPOINTING`. Raises: `BadInput` with the nearest name."""
     if match := re.fullmatch(r"every_([1-9][0-9]{0,8})", name):
         return "full", int(match[1])
     for mode in get_args(Checkpointing):
@@ -90,5 +90,5 @@ def checkpointing(name: str) -> tuple[Checkpointing, int]:
             return mode, 1
     raise BadInput(
         f"There is no activation checkpointing {name!r}.{did_you_mean(name, CHECKPOINTING)} "
-        "Use none, selective, full, or every_N for one block in N, such as every_2."
+        "Use none, selective, selective_half, full, or every_N for one block in N, such as every_2."
     )

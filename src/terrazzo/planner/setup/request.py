@@ -57,7 +57,7 @@ class Request:
             them; by default one micro-batch, or 8 per pipeline stage.
         loss: `full`, `fused`, `chunked` or `parts`, by default `full`; `parts` where ranks along tp have parts of the
             vocabulary, as in `terrazzo train`; `fused` as in Megatron-core.
-        checkpointing: of activations: `none` (default), `selective`, `full`, `every_N`.
+        checkpointing: of activations: `none` (default), `selective`, `selective_half`, `full`, `every_N`.
         optimizer_kernel: `fused`, `foreach` or `loop`, by default what the engine takes: `fused` for Adam and AdamW.
         precision, optimizer: names in `recipes` and `optimizers`, by default `bf16` and `adamw`.
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.

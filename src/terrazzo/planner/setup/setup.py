@@ -14,7 +14,7 @@ from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 
 __all__ = ["Setup"]
 
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "selective", "selective_half", "full"]
 Attention = Literal["flash", "cudnn", "flash3", "triton", "math"]
 Loss = Literal["full", "fused", "chunked", "parts"]
 Pipeline = Literal["1f1b", "gpipe", "zero_bubble"]
@@ -35,8 +35,8 @@ class Setup:
         precision: dtypes of the states; `matmul` is the format that matrix products run in (`bf16`, `fp8`, ...).
         row_scales: in fp8 each row of a matrix has a scale of its own, rather than each matrix one.
         checkpointing: of activations: `full` keeps a block's input alone; `selective` also the results of its matrix
-            products and of attention, under `math` attention all but the scores. With `every` n > 1, one block in n.
-        every_second_product: of matrix products selective checkpointing keeps every second, as torchtitan's does.
+            products and of attention, under `math` attention all but the scores; `selective_half` of every second
+            product and of attention, as torchtitan. With `every` n > 1, one block in n.
         attention: `flash` is FlashAttention-2, `cudnn` and `flash3` are kernels that Hopper is made for; `triton` is
             the first FlashAttention in Triton; `math` keeps the [sequence, sequence] scores.
         loss: `full` as torch's cross_entropy in fp32; `fused` keeps the logits and one fp32 copy, as Megatron's or a
@@ -70,7 +70,6 @@ class Setup:
     optimizer: OptimizerRecipe = OPTIMIZERS["adamw"]
     checkpointing: Checkpointing = "none"
     every: int = 1
-    every_second_product: bool = False
     compile: bool = False
     attention: Attention = "flash"
     loss: Loss = "full"

@@ -49,7 +49,7 @@ FORMULAS = {
     ),
     "time.recompute": Formula(
         "pace * micro_batches * layers * repeated_s; a layer's forward / every (full), or what lies between saved "
-        "products, under math attention its core (selective)",
+        "products, under math attention its core (selective), with every second product (selective_half)",
         "arXiv 1604.06174; arXiv 2205.05198 section 5; torchtitan's per-operation checkpointing",
     ),
     "time.launch": Formula(
