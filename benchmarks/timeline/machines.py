@@ -12,7 +12,7 @@ from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.machine.network import HOP_S, Network, group_of
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.timing import compute
+from terrazzo.planner.timing import compute, rates
 from terrazzo.planner.timing.stage import PCIE_COPY_SHARE
 
 __all__ = ["GPUS", "LAYOUTS", "TOKENS", "Cell", "Figures", "Layout"]
@@ -100,7 +100,7 @@ class Cell:
             flops = 6 * matrices * self.tokens / compute.block_seconds(setup, block).matmul
         return Figures(
             flops=flops / SCALE**3,
-            memory=compute.memory_rate(found) / SCALE**2,
+            memory=rates.memory_rate(found) / SCALE**2,
             pcie=found.pcie_bandwidth * PCIE_COPY_SHARE / SCALE**2,
             near=near / SCALE**2,
             far=(far or near) / SCALE**2,

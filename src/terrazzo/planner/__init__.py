@@ -27,7 +27,7 @@ Open to other packages:
     model                                      shapes of models, and how they are read
     choice, report, setup, text                questions and answers of the command line
     timing.calibration                         what was measured
-    timing.compute, timing.measured            what a benchmark of a device is compared with
+    timing.compute, timing.rates, timing.measured  what a benchmark of a device is compared with
     timing.step                                the same of a step
     traffic.volumes                            what a run is to have sent
 """
