@@ -6,13 +6,15 @@ float8                  linear layers whose matrix products are of 8-bit floats
 
 Open to other packages:
 
-    chunked_cross_entropy  the loss itself, the sizes of its chunks, and a vocabulary that ranks share
+    chunked_cross_entropy  the loss itself, and the sizes of its chunks
     float8_products        what a linear layer multiplies with, for ranks that share it or compute its gradient later
     forward_replacement    gives a module another forward, in place
     routers                which modules choose experts
+    vocabulary_parts       a vocabulary of which ranks have parts
 """
 
-from terrazzo.nn.chunked_cross_entropy import VocabularyParts, linear_cross_entropy
+from terrazzo.nn.chunked_cross_entropy import linear_cross_entropy
 from terrazzo.nn.float8_conversion import Converted, float8
+from terrazzo.nn.vocabulary_parts import VocabularyParts
 
 __all__ = ["Converted", "VocabularyParts", "float8", "linear_cross_entropy"]

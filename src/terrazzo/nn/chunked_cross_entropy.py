@@ -14,23 +14,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from terrazzo.errors import BadInput
 from terrazzo.nn.single_backward import check_no_graph
+from terrazzo.nn.vocabulary_parts import VocabularyParts, places_in_part, softmax_terms
 
-__all__ = [
-    "MANY_LOGITS",
-    "PRODUCT_NUMEL",
-    "VocabularyParts",
-    "chunk_rows",
-    "linear_cross_entropy",
-    "outside_part",
-    "places_in_part",
-]
+__all__ = ["MANY_LOGITS", "PRODUCT_NUMEL", "chunk_rows", "linear_cross_entropy"]
 
 CHUNKS = 32
 """Into how many a large batch is cut, so that what a chunk needs is far below what all logits would."""
@@ -44,38 +37,6 @@ PRODUCT_NUMEL = 1 << 24
 """Of a part of the weight's gradient that is at hand beside the sum of all chunks'."""
 MANY_LOGITS = 1 << 24
 """From so many on it is worth having no logits at all: 64 MiB in fp32."""
-
-
-class VocabularyParts(Protocol):
-    """Ranks that each have some consecutive rows of the head's weight.
-
-    Attributes:
-        start: the first entry of the vocabulary that this rank has.
-        vocabulary: entries that all have.
-    """
-
-    start: int
-    vocabulary: int
-
-    def highest(self, values: Tensor) -> Tensor:
-        """The elementwise maximum over the ranks. Collective."""
-
-    def total(self, values: Tensor) -> Tensor:
-        """The elementwise sum over the ranks, in rank order. Collective."""
-
-
-def outside_part(asked: Tensor, start: int, stop: int, numel: int) -> Tensor:
-    """Which of `asked` are other ranks' of `numel` rows, of which this one has those from `start` to `stop`."""
-    return ((asked >= 0) & (asked < start)) | ((asked >= stop) & (asked < numel))
-
-
-def places_in_part(asked: Tensor, start: int, stop: int, numel: int) -> tuple[Tensor, Tensor]:
-    """Of each of `asked` its place in this rank's part, 0 where that is another rank's; and which those are.
-
-    What no rank has is out of range here too: torch's to refuse. Arguments as of `outside_part`.
-    """
-    elsewhere = outside_part(asked, start, stop, numel)
-    return (asked - start).masked_fill(elsewhere, 0), elsewhere
 
 
 def chunk_rows(tokens: int, vocabulary: int) -> int:
@@ -189,37 +150,28 @@ class _Loss:
         wide = logits.to(scale.dtype, copy=True)
         if self.softcap is not None:
             wide.div_(self.softcap).tanh_().mul_(self.softcap)
-        own, elsewhere = self._own(targets, wide.shape[-1])
-        chosen = wide.gather(-1, own.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
-        spread = wide.sum(dim=-1) if self.smoothing else None
-        highest = wide.amax(dim=-1)
-        highest = self.parts.highest(highest) if self.parts else highest
         slope = None if self.softcap is None or not learns else 1 - (wide / self.softcap).square_()
-        total = wide.sub_(highest.unsqueeze(-1)).exp_().sum(dim=-1)
-        if self.parts:
-            mine = [total, chosen] if spread is None else [total, chosen, spread]
-            total, chosen, *spreads = self.parts.total(torch.stack(mine))
-            spread = spreads[0] if spreads else None
-        log = highest + total.log()
-        losses = log - (1 - self.smoothing) * chosen
-        if spread is not None:
-            losses = losses - self.smoothing / self.vocabulary * spread
+        places, elsewhere = self._places(targets, wide.shape[-1])
+        terms = softmax_terms(wide, places, elsewhere, self.parts, with_spread=bool(self.smoothing))
+        log = terms.highest + terms.total.log()
+        losses = log - (1 - self.smoothing) * terms.chosen
+        if terms.spread is not None:
+            losses = losses - self.smoothing / self.vocabulary * terms.spread
         losses = torch.where(scale != 0, scale * (losses + self.z_loss * log * log), 0)
         if not learns:
             return losses, None
-        wide.mul_((scale * (1 + 2 * self.z_loss * log) / total).unsqueeze(-1))
+        grad = terms.exponentials.mul_((scale * (1 + 2 * self.z_loss * log) / terms.total).unsqueeze(-1))
         if self.smoothing:
-            wide.sub_((scale * (self.smoothing / self.vocabulary)).unsqueeze(-1))
-        right = ((self.smoothing - 1) * scale).masked_fill(elsewhere, 0)
-        wide.scatter_add_(-1, own.unsqueeze(-1), right.unsqueeze(-1))
-        return losses, (wide if slope is None else wide.mul_(slope)).to(logits.dtype)
+            grad.sub_((scale * (self.smoothing / self.vocabulary)).unsqueeze(-1))
+        of_target = ((self.smoothing - 1) * scale).masked_fill(elsewhere, 0)
+        grad.scatter_add_(-1, places.unsqueeze(-1), of_target.unsqueeze(-1))
+        return losses, (grad if slope is None else grad.mul_(slope)).to(logits.dtype)
 
-    def _own(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Targets as places in this rank's part, and which of them are not there."""
+    def _places(self, targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The targets' places in this rank's part, and which of them are not there."""
         if self.parts is None:
             return targets, torch.zeros_like(targets, dtype=torch.bool)
-        start = self.parts.start
-        return places_in_part(targets, start, start + width, self.vocabulary)
+        return places_in_part(targets, self.parts.start, self.parts.start + width, self.vocabulary)
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.errors import Misuse
-from terrazzo.nn.chunked_cross_entropy import outside_part
+from terrazzo.nn.vocabulary_parts import outside_part
 from terrazzo.parallel.tensor.sequence_split import SequenceSplit
 
 __all__ = ["look_up_part"]

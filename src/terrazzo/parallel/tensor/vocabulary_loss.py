@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.errors import BadInput
 from terrazzo.marks import Mark
-from terrazzo.nn.chunked_cross_entropy import linear_cross_entropy, places_in_part
+from terrazzo.nn.chunked_cross_entropy import linear_cross_entropy
+from terrazzo.nn.vocabulary_parts import places_in_part, softmax_terms
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, runs_of, tensor_ranks
 
 __all__ = ["VocabularyLoss", "leave_vocabulary", "vocabulary_of"]
@@ -63,8 +64,8 @@ class VocabularyLoss:
                 f"{self.vocabulary} is {self._stop - self.start}: give the head the style 'column', which leaves "
                 "them apart."
             )
-        own, outside = self._own(targets)
-        losses: Tensor = _CrossEntropy.apply(logits, own, outside, self._ranks)  # type: ignore[no-untyped-call]
+        places, elsewhere = self._places(targets)
+        losses: Tensor = _CrossEntropy.apply(logits, places, elsewhere, self)  # type: ignore[no-untyped-call]
         counted = torch.where(targets == self._ignored, torch.zeros_like(losses), losses)
         return counted.sum() if reduction == "sum" else counted
 
@@ -91,11 +92,11 @@ class VocabularyLoss:
         """The elementwise sum over the ranks along `tp`, in their order. Collective."""
         return self._ranks.sum(values)
 
-    def _own(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Targets as places in this rank's part, and which of them are not there; torch refuses what no rank has."""
+    def _places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The targets' places in this rank's part, and which of them are not there or do not count."""
         ignored = targets == self._ignored
-        own, elsewhere = places_in_part(targets.masked_fill(ignored, 0), self.start, self._stop, self.vocabulary)
-        return own.unsqueeze(-1), (elsewhere | ignored).unsqueeze(-1)
+        places, elsewhere = places_in_part(targets.masked_fill(ignored, 0), self.start, self._stop, self.vocabulary)
+        return places, elsewhere | ignored
 
     def whole(self, logits: Tensor) -> Tensor:
         """All ranks' parts of `logits` together, `[..., vocabulary]`, the same on every rank. Collective."""
@@ -103,30 +104,26 @@ class VocabularyLoss:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of each position, beside the logits no more than one copy of them in fp32: their probabilities."""
+    """The loss of each position. Beside the logits it keeps one copy of them in fp32: their probabilities."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, own: Tensor, outside: Tensor, ranks: TensorRanks) -> Tensor:
-        shifted = logits.to(torch.float32, copy=True)
-        shifted -= ranks.highest(shifted.amax(dim=-1)).unsqueeze(-1)
-        chosen = shifted.gather(-1, own).masked_fill(outside, 0).squeeze(-1)
-        total = ranks.sum(shifted.exp_().sum(dim=-1))
-        losses = total.log() - ranks.sum(chosen)
-        ctx.save_for_backward(shifted.div_(total.unsqueeze(-1)), own, outside)
+    def forward(ctx: Any, logits: Tensor, places: Tensor, elsewhere: Tensor, parts: VocabularyLoss) -> Tensor:
+        terms = softmax_terms(logits.to(torch.float32, copy=True), places, elsewhere, parts)
+        ctx.save_for_backward(terms.exponentials.div_(terms.total.unsqueeze(-1)), places, elsewhere)
         ctx.dtype = logits.dtype
-        return losses
+        return terms.total.log() - (terms.chosen - terms.highest)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Its probability less 1 where it is the target, times the gradient of the loss."""
-        probabilities, own, outside = ctx.saved_tensors
-        each = grad.unsqueeze(-1)
-        found = torch.empty_like(probabilities, dtype=ctx.dtype)
-        torch.mul(probabilities, each, out=found)
-        targets = probabilities.gather(-1, own)
-        found.scatter_(-1, own, ((targets - (~outside).to(targets.dtype)) * each).to(ctx.dtype))
-        return found, None, None, None
+        """The gradient of a logit is its probability, less 1 if it is the target's, times that of the loss."""
+        probabilities, places, elsewhere = ctx.saved_tensors
+        each, places = grad.unsqueeze(-1), places.unsqueeze(-1)
+        of_logits = torch.empty_like(probabilities, dtype=ctx.dtype)
+        torch.mul(probabilities, each, out=of_logits)
+        of_target = probabilities.gather(-1, places) - (~elsewhere).to(probabilities.dtype).unsqueeze(-1)
+        of_logits.scatter_(-1, places, (of_target * each).to(ctx.dtype))
+        return of_logits, None, None, None
 
 
 def leave_vocabulary(model: nn.Module, loss: VocabularyLoss) -> None:

@@ -117,9 +117,10 @@ def _root_tensors(root: UnitShape, tied: bool, even: bool, stages: int, stage: i
 def in_flight(setup: Setup, stage: int) -> float:
     """Micro-batches whose activations a rank of the pipeline holds at once, in units of all its blocks.
 
-    As many as have gone forward and not back in the lists of `parallel.pipeline.schedules`, as tests compare: of 1F1B as many as stages are left (arXiv 2104.04473, section 2.2), interleaved on the first stage
-    1 + (p - 1) / (p v) times as many (arXiv 2205.05198, section 4.2.3), of GPipe all (arXiv 1811.06965), of ZB-H1 as
-    many as there are stages, inputs of linear maps alone of those whose backward has run (arXiv 2401.10241).
+    As many as have gone forward and not back in the lists of `parallel.pipeline.schedules`, as tests compare: of 1F1B
+    as many as stages are left (arXiv 2104.04473, section 2.2), interleaved on the first stage 1 + (p - 1) / (p v) times
+    as many (arXiv 2205.05198, section 4.2.3), of GPipe all (arXiv 1811.06965), of ZB-H1 as many as there are stages,
+    inputs of linear maps alone of those whose backward has run (arXiv 2401.10241).
     """
     stages, chunks, micro_batches = setup.mesh.pp, setup.virtual_stages, setup.micro_batches
     if setup.pipeline == "gpipe" and stages > 1:
