@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import checkpoint_activations, engine_of
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.nn.float8_products import Float8Linear
+from terrazzo.nn.float8_linear import Float8Linear
 from tests.helpers.threads import run_in_threads
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -223,7 +223,7 @@ def test_a_device_without_the_matrix_units_is_refused(monkeypatch: pytest.Monkey
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("torch._scaled_mm is only supported on compute capability >= 9.0 or 8.9")
 
-    monkeypatch.setattr("terrazzo.nn.float8_conversion.multiplies", fail)
+    monkeypatch.setattr("terrazzo.nn.float8_conversion.check_multiplies", fail)
     model = made()
     with pytest.raises(BadInput, match=r"cpu does not multiply.*use bf16"):
         tz.nn.float8(model)

@@ -11,7 +11,7 @@ import torch
 from terrazzo.checkpoint import latest, open_source
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput
-from terrazzo.nn.float8_products import FLOAT8
+from terrazzo.nn.float8_linear import FLOAT8
 from terrazzo.train.model.linears import try_linears
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight.axes import check_axes

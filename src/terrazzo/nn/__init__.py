@@ -7,7 +7,9 @@ float8                  linear layers whose matrix products are of 8-bit floats
 Open to other packages:
 
     chunked_cross_entropy  the loss itself, and the sizes of its chunks
-    float8_products        what a linear layer multiplies with, for ranks that share it or compute its gradient later
+    float8_linear          what a linear layer multiplies with
+    float8_matrices        sizes that the matrix units of GPUs take
+    float8_products        the products of a converted layer, for ranks that share it or defer a gradient
     forward_replacement    gives a module another forward, in place
     routers                which modules choose experts
     vocabulary_parts       a vocabulary of which ranks have parts

@@ -11,7 +11,9 @@ from torch import nn
 
 from terrazzo.errors import BadInput, listed
 from terrazzo.marks import SHARES_MATRICES
-from terrazzo.nn.float8_products import FLOAT8, MULTIPLE, Float8, Float8Linear, Recipe, multiplies, recipe_named
+from terrazzo.nn.float8_linear import FLOAT8, Float8Linear
+from terrazzo.nn.float8_matrices import MULTIPLE, Recipe, check_multiplies, recipe_named
+from terrazzo.nn.float8_products import Float8
 from terrazzo.nn.forward_replacement import replace_forward
 from terrazzo.nn.routers import is_router
 
@@ -92,7 +94,7 @@ def float8(
 def _check_device(recipe: Recipe, device: torch.device) -> None:
     """Raise `BadInput` for one that does not multiply 8-bit floats, which a product of 16 by 16 tells."""
     try:
-        multiplies(recipe, device)
+        check_multiplies(recipe, device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise BadInput(
             f"float8: {device} does not multiply 8-bit floats ({str(error).splitlines()[0]}). Matrix units for them "

@@ -20,7 +20,8 @@ from torch.autograd.graph import get_gradient_edge
 from terrazzo.engine import Engine
 from terrazzo.engine.buckets.parameter import has_hooks
 from terrazzo.engine.runtime.private_torch import will_run
-from terrazzo.nn.float8_products import Float8, Float8Linear, product_of
+from terrazzo.nn.float8_linear import Float8Linear, product_of
+from terrazzo.nn.float8_products import Float8
 
 __all__ = ["DeferredWeights"]
 
@@ -93,7 +94,7 @@ class DeferredWeights:
         if not torch.is_grad_enabled():  # checkpointing will run it again
             return product_of(module)(input, weight, bias)
         if isinstance(float8 := product_of(module), Float8):
-            return float8(input, weight, bias, put_off=functools.partial(self.add, weight, float8=float8))
+            return float8(input, weight, bias, defer=functools.partial(self.add, weight, float8=float8))
         if not torch.is_autocast_enabled(kind):
             return self._apply(input, weight, bias, weight.dtype)
         dtype = torch.get_autocast_dtype(kind)

@@ -24,5 +24,7 @@ What is watched, since it would give wrong numbers without an error:
 
     same_inputs           ranks that see other data
     dropout               ranks that drop the same, or other, activations
+    first_forwards        how the first forwards of a model are watched
+    gradient_parts        operations that mix parts of a gradient with all of it
     direct_weight_use     code that computes with a part of a weight without calling its module
 """

@@ -18,6 +18,7 @@ from terrazzo.parallel.tensor.direct_weight_use import watch_direct_use
 from terrazzo.parallel.tensor.dropout import fork_dropout, has_dropout
 from terrazzo.parallel.tensor.embedding_rows import look_up_part
 from terrazzo.parallel.tensor.float8_scales import share_scales
+from terrazzo.parallel.tensor.gradient_parts import GradientParts, watch_gradient_parts
 from terrazzo.parallel.tensor.linear_forwards import compute_rows, sum_outputs
 from terrazzo.parallel.tensor.module_hooks import enter, gather_outputs, split_inputs
 from terrazzo.parallel.tensor.same_inputs import watch_alike
@@ -152,13 +153,32 @@ def _watch_random_numbers(cuts: Cuts, in_parts: Sequence[nn.Module]) -> None:
 
 
 def _watch_whole_uses(cuts: Cuts) -> None:
-    """Have code refused that would take a part of a parameter for the whole."""
+    """Have code refused that would take a part of a parameter, or of a gradient, for the whole."""
     cut: dict[str, list[str]] = {}
     for (name, attribute), record in cuts.records.items():
         if not record.box.is_all:
             cut.setdefault(name, []).append(attribute)
     for name in cut:
         watch_states(cuts.model.get_submodule(name), name)
-    held = {name: list(cuts.model.get_submodule(name)._parameters) for name in cuts.rows}
+    used_in_part = {name: list(cuts.model.get_submodule(name)._parameters) for name in cuts.rows}
     users = [name for name, _, _ in cuts.named(Logits)]
-    watch_direct_use(cuts.model, cut | held, users)
+    watch_direct_use(cuts.model, cut | used_in_part, users)
+    if not cuts.ranks.on_paper:
+        watch_gradient_parts(cuts.model, _gradient_parts(cuts))
+
+
+def _gradient_parts(cuts: Cuts) -> GradientParts:
+    found = GradientParts()
+    for name, _, style in cuts.named(Enter, Column, Row, Embedding, Logits):
+        if isinstance(style, Enter) or (isinstance(style, Column | Logits) and not cuts.inside(name, Enter)):
+            found.entered.append(name)
+        if isinstance(style, Row | Embedding) or (isinstance(style, Column | Logits) and style.gathered):
+            found.summed.append(name)
+        if isinstance(style, Row) and style.splits:
+            found.split.append(name)
+    for (name, attribute), record in cuts.records.items():
+        is_cut = not record.box.is_all and not isinstance(cuts.styles.get(name), Embedding)
+        between = not record.replicated and cuts.inside(name, Enter) and not cuts.splits(name)
+        if is_cut or between or name in cuts.rows:
+            found.parameters.append((name, attribute))
+    return found

@@ -11,7 +11,9 @@ from torch import nn
 
 from terrazzo.engine import Record
 from terrazzo.errors import BadInput
-from terrazzo.nn.float8_products import FLOAT8, MULTIPLE, Float8
+from terrazzo.nn.float8_linear import FLOAT8
+from terrazzo.nn.float8_matrices import MULTIPLE
+from terrazzo.nn.float8_products import Float8
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 
 __all__ = ["check_scales", "share_scales"]

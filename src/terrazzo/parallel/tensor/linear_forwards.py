@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.marks import Mark
-from terrazzo.nn.float8_products import product_of
+from terrazzo.nn.float8_linear import product_of
 from terrazzo.nn.forward_replacement import replace_forward
 from terrazzo.parallel.tensor.sequence_split import SequenceSplit
 

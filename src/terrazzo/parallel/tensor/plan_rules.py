@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -33,7 +33,6 @@ def _check_entered(cuts: Cuts) -> None:
                 f"The tensor-parallel plan has {name!r} as 'enter', but no 'column' and 'row' inside of it: its ranks' "
                 "parts would never be summed. Give the matrices inside their styles."
             )
-        _check_inputs(name, {each: style for each, style in cuts.styles.items() if each.startswith(f"{name}.")})
         whole = [each for each, style in cuts.styles.items() if each.startswith(f"{name}.") and _is_gathered(style)]
         held = _with_parameters(cuts.model, name)
         uncut = [each for each in held if not isinstance(cuts.styles.get(each), Column | Row)]
@@ -42,22 +41,6 @@ def _check_entered(cuts: Cuts) -> None:
                 f"The tensor-parallel plan puts the outputs of {whole[0]!r} together again inside of {name!r}: whether "
                 f"{listed(uncut)} there gets a part of its gradient on each rank, or all of it, is not known. Give its "
                 "matrices 'column' and 'row', or give none inside of that module a style."
-            )
-
-
-def _check_inputs(name: str, inner: Mapping[str, Style]) -> None:
-    """Refuse what gives wrong gradients inside of a module of style `enter`, where each rank has a part of them."""
-    for each, style in inner.items():
-        if isinstance(style, Embedding):
-            raise BadInput(
-                f"The tensor-parallel plan has {each!r} as 'embedding' inside of {name!r}, which is 'enter': each rank "
-                "would have a part of the gradient of what is looked up, and take it for all of it. Give it no style."
-            )
-        if isinstance(style, Row) and style.splits and not any(map(_is_gathered, inner.values())):
-            raise BadInput(
-                f"The tensor-parallel plan has {each!r} as 'row_splits' inside of {name!r}, which is 'enter', and no "
-                "'column_gathered' that it takes its inputs from: their gradients would count once for each rank. "
-                "Give it no style."
             )
 
 

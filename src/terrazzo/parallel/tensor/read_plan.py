@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine import Box, Family, Record
 from terrazzo.errors import BadInput, did_you_mean, listed
-from terrazzo.nn.float8_products import Float8Linear
+from terrazzo.nn.float8_linear import Float8Linear
 from terrazzo.parallel.local_parameters import check_replaceable
 from terrazzo.parallel.peft_adapters import with_adapters
 from terrazzo.parallel.sharing_rules import shares_heads, shares_key_heads

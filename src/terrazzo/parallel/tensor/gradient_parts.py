@@ -1,0 +1,118 @@
+"""Finds plans under which an operation mixes tensors with parts of a gradient and tensors with all of it.
+
+Inside of a module of style `enter` each rank has a part of a tensor's gradient: what its own columns make of it. The
+parts are summed where the input enters. Behind the sum of a `row` each rank has all of the gradient. An operation that
+takes a tensor of each kind gives one of them a gradient that is wrong by a factor, without an error: as where a column
+follows a row, or a residual is added, inside of one module of style `enter`. First forwards are watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from terrazzo.engine.runtime.overrides import arguments, function_name, is_question
+from terrazzo.engine.runtime.private_torch import tree_leaves
+from terrazzo.errors import Misuse
+from terrazzo.parallel.tensor.arguments import first_activation
+from terrazzo.parallel.tensor.first_forwards import ForwardWatch, watch_first_forwards
+
+__all__ = ["GradientParts", "watch_gradient_parts"]
+
+Share = Literal["part", "all"]
+"""What each rank has of a tensor's gradient."""
+
+
+@dataclass(frozen=True)
+class GradientParts:
+    """Where tensors begin to have a part of their gradient, or all of it, by names of modules.
+
+    Attributes:
+        entered: modules whose input, put together as it enters, has a part.
+        summed: modules whose output has all.
+        split: modules that take a part of an input which has all.
+        parameters: those that have a part, as names of modules and their own.
+    """
+
+    entered: list[str] = field(default_factory=list)
+    summed: list[str] = field(default_factory=list)
+    split: list[str] = field(default_factory=list)
+    parameters: list[tuple[str, str]] = field(default_factory=list)
+
+    def __call__(self, model: nn.Module) -> ForwardWatch:
+        watch = _Shares(model, self.parameters)
+        for name in self.entered:
+            watch.add_entered(name, model.get_submodule(name))
+        for name in self.summed:
+            watch.add_summed(model.get_submodule(name))
+        for name in self.split:
+            watch.add_split(name, model.get_submodule(name))
+        return watch
+
+
+def watch_gradient_parts(model: nn.Module, parts: GradientParts) -> None:
+    """Watch the first forwards of a model: those with gradients raise `Misuse` where an operation mixes both kinds."""
+    watch_first_forwards(model, parts)
+
+
+class _Shares(ForwardWatch):
+    """Follows both kinds of tensors through a forward; exchanges and other autograd functions give unknown ones."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        self._shares: Any = WeakIdKeyDictionary()
+        self._names: dict[int, str] = {}
+        for name, attribute in parameters:
+            parameter = model.get_submodule(name)._parameters[attribute]
+            self._shares[parameter] = "part"
+            self._names[id(parameter)] = f"{name}.{attribute}"
+
+    def add_entered(self, name: str, module: nn.Module) -> None:
+        self.before(module, lambda args, kwargs: self._refuse_part(name, "enter", args, kwargs), first=True)
+        self.before(module, lambda args, kwargs: self._note(first_activation(args, kwargs), "part"))
+
+    def add_summed(self, module: nn.Module) -> None:
+        self.after(module, lambda output: self._note(output, "all"))
+
+    def add_split(self, name: str, module: nn.Module) -> None:
+        self.before(module, lambda args, kwargs: self._refuse_part(name, "row_splits", args, kwargs), first=True)
+
+    def _note(self, values: Any, share: Share) -> None:
+        for each in tree_leaves(values):
+            if isinstance(each, Tensor) and each.requires_grad:
+                self._shares[each] = share
+
+    def _refuse_part(self, name: str, style: str, args: Any, kwargs: Any) -> None:
+        values = first_activation(args, kwargs)
+        if values is not None and torch.is_grad_enabled() and self._shares.get(values) == "part":
+            raise Misuse(
+                f"{name!r}, of style {style!r}, is given a tensor inside of another module of style 'enter', whose "
+                "gradient would count once for each rank. Give one of the two modules that style, and not both."
+            )
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_question(func) or not torch.is_grad_enabled():
+            return result
+        tensors = [each for each in arguments(args, kwargs) if isinstance(each, Tensor) and each.requires_grad]
+        found = {share: each for each in tensors if (share := self._shares.get(each)) is not None}
+        if len(found) == 2:
+            name = self._names.get(id(found["part"]))
+            what = f"{name!r}" if name else "a tensor that is computed from a module's input of style 'enter'"
+            raise Misuse(
+                f"The model's forward computes ({function_name(func)}) with {what}, of whose gradient each rank along "
+                "tp has a part, and with what ranks have summed, of whose gradient each has all: one of them would be "
+                "wrong. Nothing may follow the sum of a 'row' inside of the same module of style 'enter', such as a "
+                "'column' or a norm, and no residual go around it. Give that style to a module around these matrices "
+                "alone, or to none, each 'column' then exchanging its own input."
+            )
+        for share in found:
+            self._note(result, share)
+        return result
