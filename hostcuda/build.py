@@ -1,7 +1,8 @@
-"""Builds the native library with a plain g++ against the torch that is installed: once per tree, in `build/`."""
+"""Builds the native library with a plain g++ against the torch that is installed: once per machine, in the user's cache."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -12,10 +13,10 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-__all__ = ["Unbuildable", "library", "obstacle"]
+__all__ = ["Unbuildable", "library", "obstacle", "torch_libraries"]
 
 _SOURCES = Path(__file__).parent / "native"
-_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-Wall", "-D_GLIBCXX_USE_CXX11_ABI=1")
+_FLAGS = ("-O1", "-std=c++20", "-fPIC", "-Wall", "-D_GLIBCXX_USE_CXX11_ABI=1")
 
 
 class Unbuildable(RuntimeError):
@@ -38,15 +39,14 @@ def library(cache: Path | None = None) -> Path:
     """The library, built if it is not there yet; other processes that ask meanwhile wait for it.
 
     Args:
-        cache: the folder that the build's folder is in; `build/` beside this package if not given.
+        cache: the folder that the build's folder is in. If not given, the user's cache, where other trees find what is
+            built of the same sources; `build/` beside this package where that cannot be written.
 
     Raises: `Unbuildable`.
     """
     if (why := obstacle()) is not None:
         raise Unbuildable(why)
-    cache = cache or Path(__file__).parents[1] / "build"
-    folder = cache / f"hostcuda-{_key()}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _folder(cache)
     built = folder / "libhostcuda.so"
     if not built.exists():
         with (folder / "lock").open("w") as lock:
@@ -56,13 +56,35 @@ def library(cache: Path | None = None) -> Path:
     return built
 
 
+def torch_libraries() -> Path:
+    """The folder of the libraries that this one needs. They are to be loaded before it, which is of any tree."""
+    root = _torch()
+    assert root is not None
+    return root / "lib"
+
+
+def _folder(cache: Path | None) -> Path:
+    own = Path(__file__).parents[1] / "build"
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "terrazzo"
+    for each in (users, own) if cache is None else (cache,):
+        folder = each / f"hostcuda-{_key()}"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            break
+    return folder
+
+
 def _torch() -> Path | None:
     found = importlib.util.find_spec("torch")  # without importing it
     return Path(found.origin).parent if found is not None and found.origin is not None else None
 
 
 def _key() -> str:
-    digest = hashlib.sha256(f"{version('torch')} {_torch()} {_FLAGS}".encode())
+    root = _torch()
+    assert root is not None
+    digest = hashlib.sha256(f"{version('torch')} {_FLAGS}".encode())
+    digest.update((root / "version.py").read_bytes())  # of which commit it is
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:16]
@@ -71,7 +93,7 @@ def _key() -> str:
 def _build(target: Path) -> None:
     root = _torch()
     include = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
-    libraries = [f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root}/lib"]
+    libraries = [f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10"]
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         whole, linked = Path(folder, "whole.cpp"), f"{folder}/{target.name}"
         # As one source: reading torch's headers takes longer than compiling ours.

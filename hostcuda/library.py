@@ -60,7 +60,10 @@ class _Native:
         """Raises: `RuntimeError` when torch has been imported before."""
         if "torch" in sys.modules:
             raise RuntimeError("hostcuda.load() comes too late: torch has been imported, and has asked for CUDA.")
-        library = ctypes.CDLL(str(build.library()), mode=ctypes.RTLD_GLOBAL)
+        built = build.library()
+        for needed in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
+            ctypes.CDLL(str(build.torch_libraries() / needed), mode=ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
         for name, (result, *arguments) in _SIGNATURES.items():
             function = getattr(library, f"hc_{name}")
             function.restype, function.argtypes = result, arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -62,3 +63,18 @@ def test_processes_that_build_at_once_build_it_once(tmp_path: Path) -> None:
         ]
     (path,) = {run.result().stdout.strip() for run in runs}
     assert [file.name for file in Path(path).parent.iterdir() if file.is_dir()] == []
+
+
+def test_another_tree_finds_what_is_built_of_the_same_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "users"))
+    here = build._folder(None)
+    sources = tmp_path / "tree" / "hostcuda" / "native"
+    shutil.copytree(build._SOURCES, sources)
+    monkeypatch.setattr(build, "_SOURCES", sources)
+    monkeypatch.setattr(build, "__file__", str(sources.parent / "build.py"))
+    assert build._folder(None) == here and here.is_relative_to(tmp_path / "users")
+    (sources / "order.cpp").write_text("// otherwise")
+    assert build._folder(None) != here, "of other sources"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert build._folder(None).parent == tmp_path / "tree" / "build", "where the user's cannot be written"
