@@ -17,7 +17,7 @@ from benchmarks.timeline.outcome import PEERS, Outcome, ratios
 from benchmarks.timeline.report import outcomes_of, targets
 from benchmarks.timeline.waits import waits
 from hostcuda.virtual import Span
-from terrazzo.parallel.pipeline.schedules import Kind, actions_of
+from terrazzo.parallel.pipeline.schedules import ActionKind, actions_of
 from terrazzo.planner.machine.devices import device
 from tests.parallel.test_pipeline_order import steps_of
 
@@ -126,7 +126,7 @@ def test_pipelines_wait_by_formula_as_their_order_does(ranks: int, micro_batches
     """A forward takes a turn, and so does each half of a backward."""
     for schedule, backward in (("1f1b", 2), ("zero_bubble", 1)):
         orders = actions_of(schedule, ranks, 1, micro_batches)
-        turns = steps_of(orders, {Kind.FORWARD: 1, Kind.BACKWARD: backward, Kind.WEIGHT: 1})
+        turns = steps_of(orders, {ActionKind.FORWARD: 1, ActionKind.BACKWARD: backward, ActionKind.WEIGHT: 1})
         assert bubbles.expected(schedule, ranks, 1, micro_batches) == pytest.approx(1 - 3 * micro_batches / turns)
     assert bubbles.expected("1f1b", 2, 2, 4) == pytest.approx(1 / 9)
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline.schedules import SCHEDULES, Action, Kind, actions_of, balanced, forwards_of
+from terrazzo.parallel.pipeline.schedules import SCHEDULES, Action, ActionKind, actions_of, balanced, forwards_of
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.stages import in_flight
 
@@ -30,8 +30,10 @@ def run_by_torch(kind: type, rank: int, ranks: int, micro_batches: int) -> list[
         is_last=rank == ranks - 1,
         has_backward=True,
     )
-    stage.forward_one_chunk.side_effect = lambda number, *_, **__: ran.append(Action(rank, Kind.FORWARD, number))
-    stage.backward_one_chunk.side_effect = lambda number, *_, **__: ran.append(Action(rank, Kind.BACKWARD, number))
+    stage.forward_one_chunk.side_effect = lambda number, *_, **__: ran.append(Action(rank, ActionKind.FORWARD, number))
+    stage.backward_one_chunk.side_effect = lambda number, *_, **__: ran.append(
+        Action(rank, ActionKind.BACKWARD, number)
+    )
     for ask in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
         getattr(stage, ask).return_value = []
     schedule = kind(stage, micro_batches, loss_fn=None)
@@ -56,7 +58,7 @@ def interleaved_by_torch(rank: int, ranks: int, chunks: int, micro_batches: int)
         microbatches_per_round=micro_batches // (micro_batches // ranks),
     )
     return [
-        Action(each.stage_index, Kind[each.computation_type.name.removeprefix("FULL_")], each.microbatch_index)
+        Action(each.stage_index, ActionKind[each.computation_type.name.removeprefix("FULL_")], each.microbatch_index)
         for each in ScheduleInterleaved1F1B._calculate_single_rank_operations(torchs, rank)
         if each is not None
     ]
@@ -94,7 +96,7 @@ def test_a_plan_counts_the_micro_batches_that_wait_in_torchs_order(schedule, ran
         else:
             kind = ScheduleGPipe if schedule == "gpipe" else Schedule1F1B
             ran = run_by_torch(kind, rank, ranks, micro_batches)
-        waiting = itertools.accumulate(1 if each.kind is Kind.FORWARD else -1 for each in ran)
+        waiting = itertools.accumulate(1 if each.kind is ActionKind.FORWARD else -1 for each in ran)
         assert in_flight(planned, rank) == pytest.approx(max(waiting) / chunks)
 
 
@@ -102,7 +104,7 @@ def test_a_plan_counts_the_micro_batches_that_wait_in_torchs_order(schedule, ran
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_a_plan_counts_what_waits_in_every_list_of_actions(schedule: str, chunks: int) -> None:
     """Until its backward, or where weights' gradients are put off until these."""
-    ends = Kind.WEIGHT if schedule == "zero_bubble" else Kind.BACKWARD
+    ends = ActionKind.WEIGHT if schedule == "zero_bubble" else ActionKind.BACKWARD
     for ranks, micro_batches in itertools.product((2, 3, 4, 8), range(2, 26)):
         made = SimpleNamespace(
             mesh=Mesh(pp=ranks),
@@ -116,7 +118,7 @@ def test_a_plan_counts_what_waits_in_every_list_of_actions(schedule: str, chunks
         except tz.BadInput:
             continue
         for rank, order in enumerate(orders):
-            steps = ({Kind.FORWARD: 1, ends: -1}.get(each.kind, 0) for each in order)
+            steps = ({ActionKind.FORWARD: 1, ends: -1}.get(each.kind, 0) for each in order)
             assert in_flight(made, rank) == pytest.approx(max(itertools.accumulate(steps)) / chunks)
 
 
@@ -166,7 +168,7 @@ def test_what_does_not_go_round_is_refused(arguments, message):
         actions_of(*arguments)
 
 
-def steps_of(orders: list[list[Action]], lasts: dict[Kind, int]) -> int:
+def steps_of(orders: list[list[Action]], lasts: dict[ActionKind, int]) -> int:
     """How long a step takes in which each rank runs its actions in their order, as soon as what they need is there."""
     ranks, ended, free = len(orders), dict[Action, int](), [0] * len(orders)
     waiting = [list(each) for each in orders]
@@ -175,9 +177,9 @@ def steps_of(orders: list[list[Action]], lasts: dict[Kind, int]) -> int:
             while own:
                 stage, kind, number = own[0]
                 needs = {
-                    Kind.FORWARD: [Action(stage - 1, Kind.FORWARD, number)] * (stage > 0),
-                    Kind.BACKWARD: [Action(stage + 1, Kind.BACKWARD, number)] * (stage < ranks - 1),
-                    Kind.WEIGHT: [],
+                    ActionKind.FORWARD: [Action(stage - 1, ActionKind.FORWARD, number)] * (stage > 0),
+                    ActionKind.BACKWARD: [Action(stage + 1, ActionKind.BACKWARD, number)] * (stage < ranks - 1),
+                    ActionKind.WEIGHT: [],
                 }[kind]
                 if not all(each in ended for each in needs):
                     break
@@ -190,16 +192,16 @@ def steps_of(orders: list[list[Action]], lasts: dict[Kind, int]) -> int:
 def test_zero_bubble_waits_a_third_of_the_time_with_no_more_in_flight(ranks: int, micro_batches: int) -> None:
     """The bubble of ZB-H1 is (p - 1) (F + B - W), that of 1F1B (p - 1) (F + B + W): arXiv 2401.10241, table 2."""
     orders = actions_of("zero_bubble", ranks, 1, micro_batches)
-    plain = steps_of(actions_of("1f1b", ranks, 1, micro_batches), {Kind.FORWARD: 1, Kind.BACKWARD: 2})
+    plain = steps_of(actions_of("1f1b", ranks, 1, micro_batches), {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2})
     busy = 3 * micro_batches
     assert plain == busy + 3 * (ranks - 1)
-    assert steps_of(orders, dict.fromkeys(Kind, 1)) == busy + ranks - 1
+    assert steps_of(orders, dict.fromkeys(ActionKind, 1)) == busy + ranks - 1
     for rank, order in enumerate(orders):
         under_way = 0
         for stage, kind, _ in order:
-            under_way += {Kind.FORWARD: 1, Kind.BACKWARD: 0, Kind.WEIGHT: -1}[kind]
+            under_way += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 0, ActionKind.WEIGHT: -1}[kind]
             assert stage == rank and under_way <= ranks
-        for kind in Kind:
+        for kind in ActionKind:
             assert [each.micro_batch for each in order if each.kind is kind] == list(range(micro_batches))
 
 
@@ -209,20 +211,20 @@ def asked(actions: list[Action], stages: int) -> list[Action]:
     ran: set[tuple[int, int]] = set()
     for action, following in itertools.zip_longest(actions, actions[1:]):
         for each in (action, following):
-            if each is None or each in found or each.kind is Kind.WEIGHT:
+            if each is None or each in found or each.kind is ActionKind.WEIGHT:
                 continue
-            forward = each.kind is Kind.FORWARD
+            forward = each.kind is ActionKind.FORWARD
             comes = each.stage > 0 if forward else each.stage < stages - 1 and (each.stage, each.micro_batch) in ran
             if comes:
                 found.append(each)
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             ran.add((action.stage, action.micro_batch))
     return found
 
 
 def sent(actions: list[Action], stages: int) -> list[Action]:
     """The actions of others that begin with what a rank sends, in the order in which it does."""
-    ahead = {Kind.FORWARD: 1, Kind.BACKWARD: -1}
+    ahead = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}
     found = [each._replace(stage=each.stage + ahead[each.kind]) for each in actions if each.kind in ahead]
     return [each for each in found if 0 <= each.stage < stages]
 
@@ -236,8 +238,8 @@ def test_messages_of_a_route_are_asked_for_in_the_order_in_which_they_are_sent(s
     """NCCL knows no tags."""
     stages = ranks * chunks
     actions = actions_of(schedule, ranks, chunks, ranks * rounds)
-    for source, kind in itertools.product(range(ranks), (Kind.FORWARD, Kind.BACKWARD)):
-        to = (source + (1 if kind is Kind.FORWARD else -1)) % ranks
+    for source, kind in itertools.product(range(ranks), (ActionKind.FORWARD, ActionKind.BACKWARD)):
+        to = (source + (1 if kind is ActionKind.FORWARD else -1)) % ranks
         on_route = [each for each in sent(actions[source], stages) if each.kind is kind and each.stage % ranks == to]
         assert [each for each in asked(actions[to], stages) if each.kind is kind] == on_route
         assert on_route or chunks == 1

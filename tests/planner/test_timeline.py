@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline.schedules import SCHEDULES, Action, Kind
+from terrazzo.parallel.pipeline.schedules import SCHEDULES, Action, ActionKind
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.report.bars import chart_of
 from terrazzo.planner.report.picture import svg
@@ -73,7 +73,7 @@ def test_nothing_runs_before_what_it_needs_has_come_and_one_thing_at_a_time() ->
         if kind == "F" and stage:
             assert span.start_s >= found[Action(stage - 1, kind, number)].end_s + 0.25
         elif kind == "B":
-            needed = Action(stage, Kind.FORWARD, number) if stage == 3 else Action(stage + 1, kind, number)
+            needed = Action(stage, ActionKind.FORWARD, number) if stage == 3 else Action(stage + 1, kind, number)
             assert span.start_s >= found[needed].end_s + 0.25 * (stage < 3)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from terrazzo.errors import BadInput
-from terrazzo.optim.optimizer_step import Group, loss_of
+from terrazzo.optim.optimizer_step import ParamGroup, loss_of
 
 __all__ = ["AdEMAMix", "Lion"]
 
@@ -28,12 +28,12 @@ class _Elementwise(Optimizer):
         self._check(settings)
         super().__init__(params, settings)
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """As torch's; settings of its own are checked as those of all groups are."""
         self._check({key: param_group.get(key, value) for key, value in self.defaults.items()})
         super().add_param_group(param_group)
 
-    def _check(self, settings: Group) -> None:
+    def _check(self, settings: ParamGroup) -> None:
         low = [key for key, value in settings.items() if key != "betas" and not value >= 0]
         betas = tuple(settings["betas"])
         if low or len(betas) != self._averages or not all(0 <= each < 1 for each in betas):
@@ -53,7 +53,7 @@ class _Elementwise(Optimizer):
         return loss
 
     @abstractmethod
-    def _update(self, group: Group, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _update(self, group: ParamGroup, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
         """Step one parameter; `kept` is empty before its first step."""
 
 
@@ -78,7 +78,7 @@ class Lion(_Elementwise):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
-    def _update(self, group: Group, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _update(self, group: ParamGroup, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
         if not kept:
             kept["exp_avg"] = torch.zeros_like(parameter)
         mean: Tensor = kept["exp_avg"]
@@ -119,7 +119,7 @@ class AdEMAMix(_Elementwise):
         settings = {"eps": eps, "weight_decay": weight_decay, "alpha": alpha, "warmup_steps": warmup_steps}
         super().__init__(params, lr=lr, betas=betas, **settings)
 
-    def _update(self, group: Group, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
+    def _update(self, group: ParamGroup, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
         if not kept:
             kept["step"] = torch.zeros((), dtype=torch.float32)
             kept.update({key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq", "exp_avg_slow")})
@@ -135,7 +135,7 @@ class AdEMAMix(_Elementwise):
         parameter.sub_(update.mul_(rate))
 
 
-def _slow(group: Group, step: int) -> tuple[float, float]:
+def _slow(group: ParamGroup, step: int) -> tuple[float, float]:
     """Weight and beta of the slow average in a step, from 1: as at the end behind the warm-up."""
     (first, _, third), steps = group["betas"], group["warmup_steps"]
     if step >= steps or not 0 < first < third:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from terrazzo.optim.optimizer_step import Group, loss_of
+from terrazzo.optim.optimizer_step import ParamGroup, loss_of
 
 __all__ = ["MatrixOptimizer", "is_matrix_group"]
 
@@ -31,22 +31,22 @@ class MatrixOptimizer(Optimizer):
     wire = torch.bfloat16
 
     @abstractmethod
-    def is_of_matrices(self, group: Group) -> bool:
+    def is_of_matrices(self, group: ParamGroup) -> bool:
         """Whether `group` holds matrices."""
 
     @abstractmethod
-    def prepare(self, group: Group, kept: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
+    def prepare(self, group: ParamGroup, kept: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
         """What the owner is to have of each element; `kept`, empty before the first step, is changed in place.
 
         Each element comes of that element's own values alone.
         """
 
     @abstractmethod
-    def whole(self, group: Group, matrix: Tensor) -> Tensor:
+    def whole(self, group: ParamGroup, matrix: Tensor) -> Tensor:
         """The update of a whole `matrix` [rows, columns] of what `prepare` has given, which may be overwritten."""
 
     @abstractmethod
-    def apply(self, group: Group, values: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
+    def apply(self, group: ParamGroup, values: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
         """Change `values`, elements of a matrix of `shape`, by what `whole` has given for them; elementwise."""
 
     @abstractmethod
@@ -54,10 +54,10 @@ class MatrixOptimizer(Optimizer):
         """The most memory that `whole` holds beside its argument."""
 
     @abstractmethod
-    def step_elements(self, group: Group) -> None:
+    def step_elements(self, group: ParamGroup) -> None:
         """Step a group that is not of matrices."""
 
-    def may_be_fused(self, group: Group) -> bool:
+    def may_be_fused(self, group: ParamGroup) -> bool:
         """Whether `group` takes `fused=True`, as those of torch's AdamW do."""
         return False
 
@@ -74,7 +74,7 @@ class MatrixOptimizer(Optimizer):
                     self._step_matrices(group, parameter)
         return loss
 
-    def _step_matrices(self, group: Group, parameter: nn.Parameter) -> None:
+    def _step_matrices(self, group: ParamGroup, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
         assert gradient is not None
         update = self.prepare(group, self.state[parameter], gradient)
@@ -85,6 +85,6 @@ class MatrixOptimizer(Optimizer):
             self.apply(group, values, self.whole(group, own), (rows, columns))
 
 
-def is_matrix_group(optimizer: Optimizer, group: Group) -> TypeGuard[MatrixOptimizer]:
+def is_matrix_group(optimizer: Optimizer, group: ParamGroup) -> TypeGuard[MatrixOptimizer]:
     """Whether `optimizer` steps `group` matrix by matrix."""
     return isinstance(optimizer, MatrixOptimizer) and optimizer.is_of_matrices(group)

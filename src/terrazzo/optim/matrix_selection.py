@@ -25,7 +25,7 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _PRODUCTS = (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
-Named = tuple[str, nn.Parameter]
+NamedParameter = tuple[str, nn.Parameter]
 
 TABLE, CONVOLUTION, HEAD, NAMED, VECTOR, UNKNOWN = (
     "tables that are looked up, and what is tied to them",
@@ -57,11 +57,11 @@ class Division:
         reasons: for each of these, by name.
     """
 
-    matrices: list[Named]
-    others: list[Named]
+    matrices: list[NamedParameter]
+    others: list[NamedParameter]
     reasons: dict[str, str]
 
-    def __iter__(self) -> Iterator[list[Named]]:
+    def __iter__(self) -> Iterator[list[NamedParameter]]:
         return iter((self.matrices, self.others))
 
     @property
@@ -82,7 +82,7 @@ class Division:
     def lines(self) -> list[str]:
         """A line for Muon, and one for each reason of the others."""
         found = [_line("Muon", MATRICES, self.matrices)]
-        by_reason: dict[str, list[Named]] = {}
+        by_reason: dict[str, list[NamedParameter]] = {}
         for name, parameter in self.others:
             by_reason.setdefault(self.reasons[name], []).append((name, parameter))
         return [*found, *(_line("AdamW", reason, named) for reason, named in by_reason.items())]
@@ -91,7 +91,7 @@ class Division:
         return "\n".join(self.lines())
 
 
-def _line(algorithm: str, what: str, named: Sequence[Named]) -> str:
+def _line(algorithm: str, what: str, named: Sequence[NamedParameter]) -> str:
     rows: dict[str, int] = {}
     for name, _ in named:
         row = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
@@ -183,7 +183,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]
                 yield place, module, name, parameter
 
 
-def _check(muon: Sequence[str], named: Sequence[Named]) -> None:
+def _check(muon: Sequence[str], named: Sequence[NamedParameter]) -> None:
     for glob in muon:
         matched = [(name, parameter) for name, parameter in named if fnmatch.fnmatchcase(name, glob)]
         if not matched:

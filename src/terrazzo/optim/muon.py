@@ -12,7 +12,7 @@ from torch.optim.adamw import AdamW, adamw
 
 from terrazzo.errors import BadInput
 from terrazzo.optim.matrix_optimizer import MatrixOptimizer
-from terrazzo.optim.optimizer_step import Group
+from terrazzo.optim.optimizer_step import ParamGroup
 
 __all__ = ["Muon"]
 
@@ -64,7 +64,7 @@ class Muon(MatrixOptimizer):
         groups = [*_groups(matrices, "muon"), *_groups(others, "adamw")]
         super().__init__([group for group in groups if group["params"]], {})
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """As torch's; `algorithm` in it is "muon" (which it is if left out) or "adamw"."""
         algorithm = param_group.setdefault("algorithm", "muon")
         if algorithm not in self._of:
@@ -81,13 +81,13 @@ class Muon(MatrixOptimizer):
                 "more. Give it among the others, which AdamW steps; tz.optim.hidden_matrices(model) tells them apart."
             )
 
-    def is_of_matrices(self, group: Group) -> bool:
+    def is_of_matrices(self, group: ParamGroup) -> bool:
         return bool(group["algorithm"] == "muon")
 
-    def may_be_fused(self, group: Group) -> bool:
+    def may_be_fused(self, group: ParamGroup) -> bool:
         return not self.is_of_matrices(group)
 
-    def prepare(self, group: Group, kept: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
+    def prepare(self, group: ParamGroup, kept: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
         if "momentum_buffer" not in kept:
             kept["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
         mean: Tensor = kept["momentum_buffer"]
@@ -95,7 +95,7 @@ class Muon(MatrixOptimizer):
         update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
         return update.to(self.wire, copy=not group["nesterov"])
 
-    def whole(self, group: Group, matrix: Tensor) -> Tensor:
+    def whole(self, group: ParamGroup, matrix: Tensor) -> Tensor:
         a, b, c = group["ns_coefficients"]
         tall = matrix.size(0) > matrix.size(1)
         found = matrix.T if tall else matrix
@@ -110,12 +110,12 @@ class Muon(MatrixOptimizer):
     def workspace_bytes(cls, shape: tuple[int, int]) -> int:
         return (math.prod(shape) + 2 * min(shape) ** 2) * cls.wire.itemsize
 
-    def apply(self, group: Group, values: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
+    def apply(self, group: ParamGroup, values: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
         rate = float(group["lr"])
         values.mul_(1 - rate * group["weight_decay"])
         values.add_(update, alpha=-_adjusted(rate, group["adjust_lr_fn"], shape))
 
-    def step_elements(self, group: Group) -> None:
+    def step_elements(self, group: ParamGroup) -> None:
         lists: list[list[Tensor]] = [[] for _ in range(6)]
         beta1, beta2 = group["betas"]
         settings = {"has_complex": AdamW._init_group(self, group, *lists), "beta1": beta1, "beta2": beta2}  # type: ignore[arg-type]
@@ -123,14 +123,14 @@ class Muon(MatrixOptimizer):
         step(*lists, **settings, **{key: group[key] for key in _OF_ADAMW})
 
 
-def _checked(algorithm: str, settings: Group) -> Group:
+def _checked(algorithm: str, settings: ParamGroup) -> ParamGroup:
     """All settings of a group, defaults of torch's class where none are given; raises `BadInput` for those it refuses.
 
     Beside these it refuses what torch's Muon takes: steps that are fewer than none, a mean that grows by itself.
     """
     kind: Any = {"muon": torch.optim.Muon, "adamw": AdamW}[algorithm]
     try:
-        found: Group = kind([nn.Parameter(torch.zeros(1, 1))], **settings).defaults
+        found: ParamGroup = kind([nn.Parameter(torch.zeros(1, 1))], **settings).defaults
         if algorithm == "muon" and found["ns_steps"] not in range(100):
             raise ValueError(f"ns_steps is {found['ns_steps']!r}: give a whole number from 0 to 99")
         if algorithm == "muon" and not found["momentum"] < 1:
@@ -147,7 +147,7 @@ def _adjusted(rate: float, how: str | None, shape: tuple[int, int]) -> float:
     return rate * math.sqrt(max(1, rows / columns))
 
 
-def _groups(given: Any, algorithm: str) -> list[Group]:
+def _groups(given: Any, algorithm: str) -> list[ParamGroup]:
     """Param groups of what a user gives: parameters, with names or without, or groups of them."""
     given = list(given)
     if given and isinstance(given[0], dict):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["Group", "loss_of"]
+__all__ = ["ParamGroup", "loss_of"]
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 """A param group: its `params`, its own settings, and whatever else a user keeps in it."""
 
 

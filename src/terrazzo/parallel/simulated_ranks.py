@@ -16,7 +16,7 @@ from terrazzo.engine.comm.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Handle, Moves
 from terrazzo.parallel.context.attention_tiles import AttentionMask
-from terrazzo.parallel.context.chunks import Run
+from terrazzo.parallel.context.chunks import TokenRun
 from terrazzo.parallel.context.context import Context
 from terrazzo.parallel.exchanges import GroupRanks
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
@@ -43,7 +43,7 @@ class PaperContext(Context):
     def mask(self, positions: Tensor | None, tokens: int, window: int | None = None) -> AttentionMask:
         """With documents or a window every tile has a mask, and none is left out."""
         length = tokens * self.size
-        runs = [Run(0, 0, length)] if self.mode == "ulysses" else self.chunks.runs(self.rank, length)
+        runs = [TokenRun(0, 0, length)] if self.mode == "ulysses" else self.chunks.runs(self.rank, length)
         if positions is None or not (self._documents or window):
             return AttentionMask.of(runs, None)
         held = sum(run.length for run in runs)

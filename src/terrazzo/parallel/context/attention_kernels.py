@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ROWS", "Part", "Result", "Seen", "attend", "backward"]
+__all__ = ["ROWS", "Part", "Result", "VisibleKeys", "attend", "backward"]
 
-Seen = Tensor | Literal["all", "causal"]
+VisibleKeys = Tensor | Literal["all", "causal"]
 """Keys that queries see: `all`; `causal`, where both are the same tokens; or a bool mask `[B, 1, queries, keys]`."""
 
 ROWS = 512
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    seen: Seen
+    seen: VisibleKeys
     scale: float
 
     def by_key_head(self) -> list[Part]:
@@ -116,7 +116,7 @@ def _backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, 
     return _portable_backward(part, grad, whole)
 
 
-def _is_causal(seen: Seen) -> bool:
+def _is_causal(seen: VisibleKeys) -> bool:
     return isinstance(seen, str) and seen == "causal"
 
 
@@ -131,14 +131,14 @@ def _is_cuda_flash(part: Part) -> bool:
     return part.query.device.type == "cuda" and isinstance(part.seen, str) and fits
 
 
-def _bias(seen: Seen, dtype: torch.dtype) -> Tensor | None:
+def _bias(seen: VisibleKeys, dtype: torch.dtype) -> Tensor | None:
     """What is added to scores: minus infinity where a mask has False."""
     if isinstance(seen, str):
         return None
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
-def _without_blind(lse: Tensor, seen: Seen) -> Tensor:
+def _without_blind(lse: Tensor, seen: VisibleKeys) -> Tensor:
     """The kernel says 0 of a query that sees nothing. Not in place: selective checkpointing may keep its result."""
     return lse if isinstance(seen, str) else lse.masked_fill(~seen.any(dim=-1), -torch.inf)
 

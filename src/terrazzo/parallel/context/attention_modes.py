@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from terrazzo.parallel.context.attention_kernels import Result
 from terrazzo.parallel.context.attention_tiles import AttentionMask, Outputs, TileGradients
-from terrazzo.parallel.context.chunks import Chunks, Run
+from terrazzo.parallel.context.chunks import Chunks, TokenRun
 from terrazzo.parallel.exchanges import GroupRanks, exchange
 
 __all__ = ["Shared", "by_gathering", "by_heads", "by_ring"]
@@ -35,7 +35,7 @@ class Shared:
     chunks: Chunks
     length: int
 
-    def runs(self, rank: int) -> list[Run]:
+    def runs(self, rank: int) -> list[TokenRun]:
         """Where the tokens of a rank are."""
         return self.chunks.runs(rank, self.length)
 
@@ -75,7 +75,7 @@ class _Gathering(torch.autograd.Function):
         query, key, value, shared, mask, scale = args
         outputs = Outputs(query, scale)
         both = _whole(torch.cat((key, value), dim=-1), shared)
-        outputs.add(*_halves(both, key), mask, [Run(0, 0, shared.length)])
+        outputs.add(*_halves(both, key), mask, [TokenRun(0, 0, shared.length)])
         return _keep(ctx, args, outputs)
 
     @staticmethod
@@ -85,7 +85,7 @@ class _Gathering(torch.autograd.Function):
         shared: Shared = ctx.shared
         both = _whole(torch.cat((key, value), dim=-1), shared)
         totals = torch.zeros_like(both, dtype=gradients.of_query.dtype)
-        gradients.add(_halves(both, key), _halves(totals, key), ctx.mask, [Run(0, 0, shared.length)])
+        gradients.add(_halves(both, key), _halves(totals, key), ctx.mask, [TokenRun(0, 0, shared.length)])
         del both
         if shared.ranks is not None:
             totals = shared.ranks.summed(shared.chunks.by_rank(totals, dim=2), query.dtype)

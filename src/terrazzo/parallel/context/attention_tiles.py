@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from terrazzo.parallel.context import attention_kernels
-from terrazzo.parallel.context.attention_kernels import ROWS, Part, Result, Seen
-from terrazzo.parallel.context.chunks import Run
+from terrazzo.parallel.context.attention_kernels import ROWS, Part, Result, VisibleKeys
+from terrazzo.parallel.context.chunks import TokenRun
 
 __all__ = ["AttentionMask", "Outputs", "TileGradients"]
 
@@ -26,12 +26,12 @@ class AttentionMask:
         bounds: the least and the greatest of `begins` in each block of `ROWS` tokens of a run, over the batch.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[TokenRun, ...]
     begins: Tensor | None = None
     bounds: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, runs: Sequence[Run], begins: Tensor | None, told: Tensor | None = None) -> AttentionMask:
+    def of(cls, runs: Sequence[TokenRun], begins: Tensor | None, told: Tensor | None = None) -> AttentionMask:
         """Reads `told`, which are `begins` on the host; they are left out where all see the sequence from its start."""
         if begins is None or told is None or not told.any():
             return cls(tuple(runs))
@@ -40,12 +40,12 @@ class AttentionMask:
         return cls(tuple(runs), begins, tuple((low, high) for low, high in bounds))
 
     @classmethod
-    def unknown(cls, runs: Sequence[Run], begins: Tensor) -> AttentionMask:
+    def unknown(cls, runs: Sequence[TokenRun], begins: Tensor) -> AttentionMask:
         """As `of`, where the values of `begins` are not known."""
         bounds = [(0, rows.end) for run in runs for rows in _blocks(run)]
         return cls(tuple(runs), begins, tuple(bounds))
 
-    def tiles(self, keys: Sequence[Run]) -> Iterator[tuple[slice, slice, Seen]]:
+    def tiles(self, keys: Sequence[TokenRun]) -> Iterator[tuple[slice, slice, VisibleKeys]]:
         """Queries and keys, by their offsets, of which some see some, and which; `keys` are where the keys are."""
         bounds = iter(self.bounds)
         for queries in self.runs:
@@ -58,7 +58,9 @@ class AttentionMask:
                 for run in keys:
                     yield from self._of_documents(rows, run, low, high)
 
-    def _of_documents(self, rows: Run, keys: Run, low: int, high: int) -> Iterator[tuple[slice, slice, Seen]]:
+    def _of_documents(
+        self, rows: TokenRun, keys: TokenRun, low: int, high: int
+    ) -> Iterator[tuple[slice, slice, VisibleKeys]]:
         start, stop = max(keys.place, low), min(keys.end, rows.end)
         if start >= stop:
             return
@@ -76,13 +78,13 @@ class AttentionMask:
         yield queries, columns, mask.unsqueeze(1)
 
 
-def _blocks(run: Run) -> list[Run]:
+def _blocks(run: TokenRun) -> list[TokenRun]:
     """A run in pieces of at most `ROWS` tokens."""
     starts = range(0, run.length, ROWS)
-    return [Run(run.offset + start, run.place + start, min(ROWS, run.length - start)) for start in starts]
+    return [TokenRun(run.offset + start, run.place + start, min(ROWS, run.length - start)) for start in starts]
 
 
-def _causal(queries: Run, keys: Run) -> Iterator[tuple[slice, slice, Seen]]:
+def _causal(queries: TokenRun, keys: TokenRun) -> Iterator[tuple[slice, slice, VisibleKeys]]:
     """All keys before the queries, and the queries themselves: no run of keys begins or ends inside of one of them."""
     rows = slice(queries.offset, queries.offset + queries.length)
     if (before := min(keys.end, queries.place) - keys.place) > 0:
@@ -101,7 +103,7 @@ class Outputs:
         self._lse = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
         self._out: Tensor | None = None
 
-    def add(self, key: Tensor, value: Tensor, mask: AttentionMask, keys: Sequence[Run]) -> None:
+    def add(self, key: Tensor, value: Tensor, mask: AttentionMask, keys: Sequence[TokenRun]) -> None:
         """Take in keys and values, `[B, kv_heads, T, D]`, that are where `keys` says."""
         for rows, columns, seen in mask.tiles(keys):
             part = Part(self.query[:, :, rows], key[:, :, columns], value[:, :, columns], seen, self.scale)
@@ -137,7 +139,7 @@ class TileGradients:
         self.of_query = torch.zeros_like(query, dtype=whole.lse.dtype)
 
     def add(
-        self, both: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], mask: AttentionMask, keys: Sequence[Run]
+        self, both: tuple[Tensor, Tensor], totals: tuple[Tensor, Tensor], mask: AttentionMask, keys: Sequence[TokenRun]
     ) -> None:
         """Add what follows from these keys and values, theirs to `totals`, of their shapes."""
         key, value = both

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from terrazzo.errors import BadInput
 
-__all__ = ["BALANCES", "Balance", "Chunks", "Run"]
+__all__ = ["BALANCES", "Balance", "Chunks", "TokenRun"]
 
 Balance = Literal["head_tail", "none"]
 BALANCES: tuple[Balance, ...] = ("head_tail", "none")
 
 
 @dataclass(frozen=True)
-class Run:
+class TokenRun:
     """Neighbouring tokens: `length` of them from `place` of the sequence on, held from `offset` of a tensor on."""
 
     offset: int
@@ -65,10 +65,10 @@ class Chunks:
                 f" that share a sequence (cp). Use sequences of {fits} tokens."
             )
 
-    def runs(self, rank: int, length: int) -> list[Run]:
+    def runs(self, rank: int, length: int) -> list[TokenRun]:
         """What a rank holds of a sequence of `length` tokens, in its order."""
         size = length // self.count
-        return [Run(index * size, chunk * size, size) for index, chunk in enumerate(self.of(rank))]
+        return [TokenRun(index * size, chunk * size, size) for index, chunk in enumerate(self.of(rank))]
 
     def places(self, rank: int, length: int, device: torch.device | None = None) -> Tensor:
         """The place of each token that a rank holds, int64 `[length / ranks]`."""

@@ -23,7 +23,7 @@ from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
 from terrazzo.parallel.context.attention_modes import Shared, by_gathering, by_heads, by_ring
 from terrazzo.parallel.context.attention_tiles import AttentionMask
-from terrazzo.parallel.context.chunks import BALANCES, Chunks, Run
+from terrazzo.parallel.context.chunks import BALANCES, Chunks, TokenRun
 from terrazzo.parallel.exchanges import GroupRanks
 from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, described, inputs_in_number
 from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
@@ -226,7 +226,7 @@ class Context:
             )
 
     def _mask(self, positions: Tensor | None, tokens: int, window: int | None) -> AttentionMask:
-        runs = [Run(0, 0, tokens)]
+        runs = [TokenRun(0, 0, tokens)]
         if self.is_split:
             self._check_parts(positions, tokens, window)
             runs = self.chunks.runs(self.rank, tokens * self.size)
@@ -236,7 +236,7 @@ class Context:
         begins = _places(runs, device) - (_places(runs, device) if positions is None else positions)
         if self.is_split and self.mode == "ulysses":
             self._compare_first(begins.device)
-            runs = [Run(0, 0, tokens * self.size)]
+            runs = [TokenRun(0, 0, tokens * self.size)]
             begins = self.chunks.in_order(self._ranks.gathered(begins), dim=1)
         told = begins.cpu() if (known := self._known(positions)) is None else known
         if bool(((told < 0) | (told > _places(runs))).any()):
@@ -272,12 +272,12 @@ class Context:
         return begins if self.mode == "ulysses" or not self.is_split else self.chunks.split(begins, self.rank)
 
 
-def _places(runs: list[Run], device: torch.device | None = None) -> Tensor:
+def _places(runs: list[TokenRun], device: torch.device | None = None) -> Tensor:
     """Of the tokens of runs, int64 `[1, tokens]`."""
     return torch.cat([torch.arange(run.place, run.end, device=device) for run in runs]).unsqueeze(0)
 
 
-def _within(window: int | None, begins: Tensor, runs: list[Run]) -> Tensor:
+def _within(window: int | None, begins: Tensor, runs: list[TokenRun]) -> Tensor:
     """The first place that each token sees, where it sees at most `window` of those from `begins` on."""
     return begins if window is None else torch.maximum(begins, _places(runs, begins.device) - (window - 1))
 

@@ -21,7 +21,7 @@ from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.peft_adapters import adapted
 from terrazzo.parallel.pipeline.model_line import own_line
 from terrazzo.parallel.pipeline.schedules import balanced, check_schedule
-from terrazzo.parallel.pipeline.stage_forward import Line, put_in_line
+from terrazzo.parallel.pipeline.stage_forward import ModelLine, put_in_line
 from terrazzo.parallel.tensor.read_plan import matching
 
 __all__ = ["Pipeline", "check_line", "line_of", "take_stages"]
@@ -59,7 +59,7 @@ class Pipeline:
         check_schedule(self.schedule, self.chunks)
 
 
-def line_of(model: nn.Module, axes: Axes, pipeline: Pipeline) -> Line:
+def line_of(model: nn.Module, axes: Axes, pipeline: Pipeline) -> ModelLine:
     """The stages of `model`, which stays as it is, and which of them this rank has.
 
     Raises:
@@ -76,10 +76,10 @@ def line_of(model: nn.Module, axes: Axes, pipeline: Pipeline) -> Line:
     chunks = [names[begin:end] for begin, end in bounds[rank::ranks]]
     if rank == ranks - 1:
         chunks[-1] += tied
-    return Line(ranks, rank, tuple(chunks), names, bounds, pipeline.schedule, tied)
+    return ModelLine(ranks, rank, tuple(chunks), names, bounds, pipeline.schedule, tied)
 
 
-def take_stages(model: nn.Module, axes: Axes, line: Line) -> None:
+def take_stages(model: nn.Module, axes: Axes, line: ModelLine) -> None:
     """Have `model` run this rank's stages alone, in place. Collective over all ranks."""
     synchronize([each for each in model.parameters() if not each.is_meta], axes, axes.with_stages)
     modules = [model.get_submodule(name) for name in line.names]

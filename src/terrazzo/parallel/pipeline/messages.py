@@ -18,7 +18,7 @@ from terrazzo.engine.runtime.device import HOST
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.failures import LostRank
-from terrazzo.parallel.pipeline.schedules import Action, Kind
+from terrazzo.parallel.pipeline.schedules import Action, ActionKind
 
 __all__ = ["Form", "Messages", "NothingSent", "form_of"]
 
@@ -32,7 +32,7 @@ def form_of(inputs: Any, trains: bool) -> Form:
     return (trains, *((tuple(leaf.shape), leaf.dtype) for leaf in leaves))
 
 
-Arrival = Callable[..., Tensor]
+Receive = Callable[..., Tensor]
 """Waits for a message and returns it, maybe only so many seconds."""
 
 
@@ -72,7 +72,7 @@ class Messages:
         self.values_compared = False
         self._known: dict[tuple[int, Form], tuple[tuple[int, ...], torch.dtype]] = {}
         self._sent: dict[tuple[Action, bool], Handle] = {}
-        self._asked: dict[Action, Arrival] = {}
+        self._asked: dict[Action, Receive] = {}
 
     def ask_for(self, action: Action, like: Tensor | Form) -> None:
         """Start receiving what an action begins with, if it is not under way.
@@ -92,8 +92,8 @@ class Messages:
     def take(self, action: Action) -> Tensor:
         """What has been asked for; waits. A gradient tells that the activations which it is of have come."""
         values = self._asked.pop(action)()
-        if action.kind is Kind.BACKWARD:
-            following = Action(action.stage + 1, Kind.FORWARD, action.micro_batch)
+        if action.kind is ActionKind.BACKWARD:
+            following = Action(action.stage + 1, ActionKind.FORWARD, action.micro_batch)
             for header in (False, True):
                 if (sent := self._sent.pop((following, header), None)) is not None:
                     sent.wait()
@@ -102,7 +102,7 @@ class Messages:
     def pass_over(self, action: Action, form: Form, patience_s: float | None) -> None:
         """Receive and drop what an action begins with, in a step that has failed."""
         if action not in self._asked:
-            if action.kind is Kind.FORWARD:
+            if action.kind is ActionKind.FORWARD:
                 self.ask_for(action, form)
             elif (known := self._known.get((action.stage + 1, form))) is not None:
                 self._asked[action] = self._receive(action, *known)
@@ -116,7 +116,7 @@ class Messages:
 
         Of activations whose shape nobody knows yet, the message that would say it says this.
         """
-        forward = action.kind is Kind.FORWARD
+        forward = action.kind is ActionKind.FORWARD
         if (known := self._known.get((action.stage if forward else action.stage + 1, form))) is not None:
             shape, dtype = known
             self.send(action, torch.zeros(shape, dtype=dtype, device=self._device))
@@ -166,7 +166,7 @@ class Messages:
             self._begun = self.given_up = given_up
             self._known.clear()
 
-    def _receive(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> Arrival:
+    def _receive(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
         into, route = torch.empty(shape, dtype=dtype, device=self._device), self._route_of(action)
         handle = self._collectives.receive(into, route, self._tag(action))
 
@@ -186,12 +186,14 @@ class Messages:
 
     def _route_of(self, action: Action) -> MessageRoute:
         """On which comes what an action begins with."""
-        to, before = action.stage % self.size, -1 if action.kind is Kind.FORWARD else 1
+        to, before = action.stage % self.size, -1 if action.kind is ActionKind.FORWARD else 1
         return MessageRoute(action.kind.value, (action.stage + before) % self.size, to)
 
     def _between(self, stage: int) -> tuple[MessageRoute, MessageRoute]:
         """Those of activations and of gradients between a stage and the next one."""
-        return self._route_of(Action(stage + 1, Kind.FORWARD, 0)), self._route_of(Action(stage, Kind.BACKWARD, 0))
+        return self._route_of(Action(stage + 1, ActionKind.FORWARD, 0)), self._route_of(
+            Action(stage, ActionKind.BACKWARD, 0)
+        )
 
     def _wait(self, handle: Handle, source: int, patience_s: float | None = None) -> None:
         try:
@@ -205,7 +207,7 @@ class Messages:
 
     def _tag(self, action: Action, header: bool = False) -> int:
         """Unique among the messages of a step, and not that of one in a step that was given up."""
-        what = 2 if header else int(action.kind is Kind.BACKWARD)
+        what = 2 if header else int(action.kind is ActionKind.BACKWARD)
         return _OF_A_STEP * (self._begun % _STEPS) + 3 * (action.micro_batch * self._stages + action.stage) + what
 
 

@@ -22,8 +22,8 @@ from terrazzo.parallel.pipeline.buffer_snapshot import buffers_kept
 from terrazzo.parallel.pipeline.deferred_weight_gradients import DeferredWeights
 from terrazzo.parallel.pipeline.failures import PATIENCE_S, Failures, broke_a_connection
 from terrazzo.parallel.pipeline.messages import Form, Messages, NothingSent, form_of
-from terrazzo.parallel.pipeline.schedules import Action, Kind, forwards_of
-from terrazzo.parallel.pipeline.stage_forward import Line
+from terrazzo.parallel.pipeline.schedules import Action, ActionKind, forwards_of
+from terrazzo.parallel.pipeline.stage_forward import ModelLine
 
 __all__ = [
     "Auxiliary",
@@ -77,7 +77,7 @@ class Ways(NamedTuple):
     failures: Failures
 
 
-def ways_of(model: nn.Module, engine: Engine, line: Line) -> Ways:
+def ways_of(model: nn.Module, engine: Engine, line: ModelLine) -> Ways:
     """Those of a model in stages. Collective the first time."""
     ways = _WAYS.find(model)
     if ways is None:
@@ -138,7 +138,7 @@ class PipelineStep:
     def __init__(
         self,
         model: nn.Module,
-        line: Line,
+        line: ModelLine,
         ways: Ways,
         micro_batches: Sequence[MicroBatch],
         loss_fn: LossFunction,
@@ -265,11 +265,11 @@ class PipelineStep:
         if self._deferred is not None:
             self._deferred.turn = action.stage, action.micro_batch
         match action.kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 self._forward(action, values)
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 self._backward(action, values)
-            case Kind.WEIGHT:
+            case ActionKind.WEIGHT:
                 assert self._deferred is not None
                 self._deferred.compute(action.stage, action.micro_batch)
 
@@ -319,15 +319,15 @@ class PipelineStep:
     # -- what it begins with, and who waits for it -------------------------------------------------------------
 
     def _receives(self, action: Action) -> bool:
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             return action.stage > 0
-        return action.kind is Kind.BACKWARD and not self.line.is_last(action.stage)
+        return action.kind is ActionKind.BACKWARD and not self.line.is_last(action.stage)
 
     def _answer_to(self, action: Action) -> Action | None:
         """What begins with what this one sends; None where it sends nothing."""
-        if action.kind is Kind.FORWARD and not self.line.is_last(action.stage):
+        if action.kind is ActionKind.FORWARD and not self.line.is_last(action.stage):
             return action._replace(stage=action.stage + 1)
-        if action.kind is Kind.BACKWARD and action.stage > 0:
+        if action.kind is ActionKind.BACKWARD and action.stage > 0:
             return action._replace(stage=action.stage - 1)
         return None
 
@@ -335,7 +335,7 @@ class PipelineStep:
         """Start receiving it; a gradient once there is what it is the gradient of."""
         if not self._receives(action):
             return
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             self.messages.ask_for(action, self.forms[action.micro_batch])
         elif (kept := self._kept.get((action.stage, action.micro_batch))) is not None:
             self.messages.ask_for(action, kept.result)

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["SCHEDULES", "Action", "Kind", "actions_of", "balanced", "check_schedule", "forwards_of", "rounds_of"]
+__all__ = ["SCHEDULES", "Action", "ActionKind", "actions_of", "balanced", "check_schedule", "forwards_of", "rounds_of"]
 
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
 """Their names; `1f1b` with several chunks is the interleaved one."""
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What a rank does with a micro-batch."""
 
     FORWARD = "F"
@@ -34,7 +34,7 @@ class Action(NamedTuple):
     """One stage runs on one micro-batch."""
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     micro_batch: int
 
 
@@ -105,7 +105,7 @@ def rounds_of(ranks: int, micro_batches: int) -> int:
 def forwards_of(ranks: int, chunks: int, micro_batches: int) -> list[list[Action]]:
     """As `actions_of`, of a pass without backwards: micro-batch after micro-batch, through all stages."""
     return [
-        [Action(chunk * ranks + rank, Kind.FORWARD, m) for m in range(micro_batches) for chunk in range(chunks)]
+        [Action(chunk * ranks + rank, ActionKind.FORWARD, m) for m in range(micro_batches) for chunk in range(chunks)]
         for rank in range(ranks)
     ]
 
@@ -119,7 +119,7 @@ class _Run(NamedTuple):
 
 def _gpipe(rank: int, micro_batches: int) -> list[Action]:
     """All forwards, then all backwards."""
-    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
     return [Action(rank, kind, number) for kind in kinds for number in range(micro_batches)]
 
 
@@ -129,11 +129,11 @@ def _zero_bubble(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     Rank r runs the gradients of weights r micro-batches behind their backward. It never has more micro-batches under
     way than `1f1b` has on its first rank.
     """
-    forwards = iter([Action(rank, Kind.FORWARD, number) for number in range(micro_batches)])
-    weights = iter([Action(rank, Kind.WEIGHT, number) for number in range(micro_batches)])
+    forwards = iter([Action(rank, ActionKind.FORWARD, number) for number in range(micro_batches)])
+    weights = iter([Action(rank, ActionKind.WEIGHT, number) for number in range(micro_batches)])
     actions = list(itertools.islice(forwards, ranks - rank))
     for number in range(micro_batches):
-        actions.append(Action(rank, Kind.BACKWARD, number))
+        actions.append(Action(rank, ActionKind.BACKWARD, number))
         actions += itertools.islice(weights, int(number >= rank))
         actions += itertools.islice(forwards, 1)
     return [*actions, *weights]
@@ -157,8 +157,8 @@ def _interleaved(rank: int, ranks: int, chunks: int, micro_batches: int, size: i
 def _one_by_one(run: _Run, ahead: int) -> list[Action]:
     """`ahead` forwards, then a forward and a backward in turn, and the backwards that are left."""
     ahead = min(ahead, len(run.forwards))
-    forwards = [Action(stage, Kind.FORWARD, number) for stage, number in run.forwards]
-    backwards = [Action(stage, Kind.BACKWARD, number) for stage, number in run.backwards]
+    forwards = [Action(stage, ActionKind.FORWARD, number) for stage, number in run.forwards]
+    backwards = [Action(stage, ActionKind.BACKWARD, number) for stage, number in run.backwards]
     turns = [each for pair in zip(forwards[ahead:], backwards, strict=False) for each in pair]
     return [*forwards[:ahead], *turns, *backwards[len(forwards) - ahead :]]
 

@@ -23,13 +23,13 @@ from terrazzo.engine.plan.stages import Turn
 from terrazzo.engine.runtime.overrides import function_name
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.parallel.pipeline.schedules import Action, Kind, actions_of
+from terrazzo.parallel.pipeline.schedules import Action, ActionKind, actions_of
 
-__all__ = ["Line", "put_in_line"]
+__all__ = ["ModelLine", "put_in_line"]
 
 
 @dataclass(frozen=True)
-class Line(Stages):
+class ModelLine(Stages):
     """The modules through which a model's values go one after the other, cut into stages.
 
     Attributes:
@@ -45,8 +45,8 @@ class Line(Stages):
     tied: tuple[str, ...] = ()
     running: _Running = field(default_factory=lambda: _Running(), compare=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Line:
-        copied = Line(self.ranks, self.rank, self.chunks, self.names, self.bounds, self.schedule, self.tied)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelLine:
+        copied = ModelLine(self.ranks, self.rank, self.chunks, self.names, self.bounds, self.schedule, self.tied)
         memo[id(self)] = copied
         return copied
 
@@ -60,9 +60,9 @@ class Line(Stages):
 
     def turns(self, micro_batches: int) -> Sequence[Turn]:
         return [
-            Turn(each.stage // self.ranks, each.kind is Kind.FORWARD, self.is_last(each.stage))
+            Turn(each.stage // self.ranks, each.kind is ActionKind.FORWARD, self.is_last(each.stage))
             for each in self.actions(micro_batches)
-            if each.kind is not Kind.WEIGHT
+            if each.kind is not ActionKind.WEIGHT
         ]
 
     def holders(self, names: Sequence[str]) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class _Running:
 class _InLine:
     """What calling a module of the line does."""
 
-    def __init__(self, inner: Callable[..., Any], line: Line, place: int) -> None:
+    def __init__(self, inner: Callable[..., Any], line: ModelLine, place: int) -> None:
         self.inner, self.line, self.place = inner, line, place
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -237,7 +237,7 @@ class _StageEnded(Exception):
 class _StageForward:
     """The forward of the model: that of one stage."""
 
-    def __init__(self, inner: Callable[..., Any], line: Line) -> None:
+    def __init__(self, inner: Callable[..., Any], line: ModelLine) -> None:
         self.inner, self.line = inner, line
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -294,7 +294,7 @@ def _graphs_in(args: Any, kwargs: Any) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf]
 
 
-def _stage_of(line: Line) -> int:
+def _stage_of(line: ModelLine) -> int:
     if line.running.stage is None:
         raise Misuse(
             "A model of which ranks have stages was called by itself, and this rank has a part of it: call "
@@ -305,7 +305,7 @@ def _stage_of(line: Line) -> int:
     return line.running.stage
 
 
-def put_in_line(model: nn.Module, modules: Sequence[nn.Module], line: Line) -> None:
+def put_in_line(model: nn.Module, modules: Sequence[nn.Module], line: ModelLine) -> None:
     """Have the model run as one of the stages of `line`, whose modules these are."""
     for place, module in enumerate(modules):
         own: Any = module

@@ -20,7 +20,7 @@ from terrazzo.parallel.pipeline.pipeline_step import (
     ways_of,
 )
 from terrazzo.parallel.pipeline.same_step import Given, begin_alike, check_as_many
-from terrazzo.parallel.pipeline.stage_forward import Line
+from terrazzo.parallel.pipeline.stage_forward import ModelLine
 
 __all__ = ["step"]
 
@@ -71,7 +71,7 @@ def step(
         inputs = [dict(each) if isinstance(each, Mapping) else each for each, _ in micro_batches]
         return Given(inputs, used, auxiliary is not None)
 
-    if isinstance(line, Line):
+    if isinstance(line, ModelLine):
         ways = ways_of(model, engine, line)
         with ways.failures.named():
             told = begin_alike(engine.axes, ways, given)

@@ -18,11 +18,11 @@ from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 
 __all__ = ["check_scales", "share_scales"]
 
-Records = Mapping[tuple[str, str], Record]
-Rows = Mapping[str, tuple[int, int]]
+RecordsByParameter = Mapping[tuple[str, str], Record]
+RowsByModule = Mapping[str, tuple[int, int]]
 
 
-def check_scales(model: nn.Module, records: Records, rows: Rows) -> None:
+def check_scales(model: nn.Module, records: RecordsByParameter, rows: RowsByModule) -> None:
     """Raise `BadInput` for a layer with 8-bit products of whose matrix a rank's part does not fit the matrix units.
 
     Args:
@@ -40,14 +40,14 @@ def check_scales(model: nn.Module, records: Records, rows: Rows) -> None:
             )
 
 
-def share_scales(model: nn.Module, ranks: TensorRanks, records: Records, rows: Rows) -> None:
+def share_scales(model: nn.Module, ranks: TensorRanks, records: RecordsByParameter, rows: RowsByModule) -> None:
     """Have the ranks along `tp` find the largest value of a matrix together. No part of compiled graphs."""
     highest: Any = torch.compiler.disable(ranks.highest)
     for _, module, float8 in _converted(model, records, rows):
         FLOAT8.leave(module, replace(float8, whole=highest))
 
 
-def _converted(model: nn.Module, records: Records, rows: Rows) -> Iterator[tuple[str, Any, Float8]]:
+def _converted(model: nn.Module, records: RecordsByParameter, rows: RowsByModule) -> Iterator[tuple[str, Any, Float8]]:
     """Layers with 8-bit products of whose matrices ranks have, or use, a part each."""
     cut = {name for (name, attribute), record in records.items() if attribute == "weight" and not record.box.is_all}
     for name in sorted(cut | {*rows}):

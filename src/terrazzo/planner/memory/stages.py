@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from terrazzo.parallel.pipeline.schedules import Kind, actions_of, balanced, rounds_of
+from terrazzo.parallel.pipeline.schedules import ActionKind, actions_of, balanced, rounds_of
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 
@@ -170,8 +170,8 @@ def _last_turns(schedule: str, ranks: int, chunks: int, micro_batches: int) -> l
         before: dict[bool, frozenset[int]] = {True: frozenset(), False: frozenset()}
         last: dict[tuple[int, bool], LastTurn] = {}
         for action in actions:
-            if action.kind is not Kind.WEIGHT:
-                chunk, is_forward = action.stage // ranks, action.kind is Kind.FORWARD
+            if action.kind is not ActionKind.WEIGHT:
+                chunk, is_forward = action.stage // ranks, action.kind is ActionKind.FORWARD
                 last[chunk, is_forward] = LastTurn(chunk, is_forward, before[True], before[False])
                 before[is_forward] |= {chunk}
         found.append(tuple(last.values()))

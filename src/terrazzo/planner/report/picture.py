@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape, quoteattr
 from PIL import Image, ImageDraw, ImageFont
 
 from terrazzo.errors import BadInput
-from terrazzo.parallel.pipeline.schedules import Kind
+from terrazzo.parallel.pipeline.schedules import ActionKind
 from terrazzo.planner.report.bars import KINDS, Chart, MemoryBar
 from terrazzo.planner.text.words import ByteUnit, bytes_text
 from terrazzo.planner.timing.timeline import Span, Timeline
@@ -29,9 +29,9 @@ INK, GREY, GRID, PAPER, LIMIT = "#23262b", "#6d6f76", "#e4e6ea", "#ffffff", "#c0
 TITLE, TEXT, SMALL = 21, 14, 12
 FORWARD, BACKWARD, WEIGHT, ROW = "#4a86c5", "#dd8a2e", "#5b9a68", 22
 PASSES = {
-    Kind.FORWARD: (FORWARD, "forward"),
-    Kind.BACKWARD: (BACKWARD, "backward"),
-    Kind.WEIGHT: (WEIGHT, "weights' gradients"),
+    ActionKind.FORWARD: (FORWARD, "forward"),
+    ActionKind.BACKWARD: (BACKWARD, "backward"),
+    ActionKind.WEIGHT: (WEIGHT, "weights' gradients"),
 }
 SCALE = 2
 """Pixels of a PNG for each unit of the layout."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terrazzo.parallel.pipeline.schedules import Action, Kind, actions_of
+from terrazzo.parallel.pipeline.schedules import Action, ActionKind, actions_of
 from terrazzo.planner.memory.placement import stand_ins
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.stage import Stage
@@ -90,7 +90,7 @@ def timeline_of(
 def _seconds(action: Action, passes: tuple[float, float], schedule: str) -> float:
     """Where gradients of weights are put off, they take half of a backward (arXiv 2401.10241, section 2)."""
     forward_s, backward_s = passes
-    if action.kind is Kind.FORWARD:
+    if action.kind is ActionKind.FORWARD:
         return forward_s
     return backward_s / 2 if schedule == "zero_bubble" else backward_s
 
@@ -98,8 +98,8 @@ def _seconds(action: Action, passes: tuple[float, float], schedule: str) -> floa
 def _before(action: Action, last_stage: int) -> Action | None:
     """Whose result an action needs."""
     stage, kind, number = action
-    if kind is Kind.WEIGHT:
-        return Action(stage, Kind.BACKWARD, number)
-    if kind is Kind.FORWARD:
+    if kind is ActionKind.WEIGHT:
+        return Action(stage, ActionKind.BACKWARD, number)
+    if kind is ActionKind.FORWARD:
         return Action(stage - 1, kind, number) if stage else None
-    return Action(stage, Kind.FORWARD, number) if stage == last_stage else Action(stage + 1, kind, number)
+    return Action(stage, ActionKind.FORWARD, number) if stage == last_stage else Action(stage + 1, kind, number)
