@@ -1,4 +1,4 @@
-"""What modules exchange with other ranks: plain tensors, every byte counted, with another exchange on the way back."""
+"""Exchanges of tensors with other ranks inside of a forward; each has an exchange of its gradient in backward."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ __all__ = ["GroupRanks", "Move", "exchange"]
 Move = Callable[[Tensor], Tensor]
 
 
-def exchange(values: Tensor, there: Move, back: Move) -> Tensor:
-    """`there(values)`; its gradient goes through `back`.
+def exchange(values: Tensor, forward: Move, backward: Move) -> Tensor:
+    """`forward(values)`, whose gradient is `backward` of the output's gradient.
 
-    The gradient has none itself: what `back` exchanges is not on autograd's tape. A second derivative raises torch's
-    `RuntimeError`.
+    A second derivative raises torch's `RuntimeError`: what `backward` exchanges is not on autograd's tape.
     """
-    exchanged: Tensor = _Exchange.apply(values, there, back)  # type: ignore[no-untyped-call]
+    exchanged: Tensor = _Exchange.apply(values, forward, backward)  # type: ignore[no-untyped-call]
     return exchanged
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, there: Move, back: Move) -> Tensor:
-        ctx.back = back
-        return there(values)
+    def forward(ctx: Any, values: Tensor, forward: Move, backward: Move) -> Tensor:
+        ctx.of_gradient = backward
+        return forward(values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.back(grad), None, None
+        return ctx.of_gradient(grad), None, None
 
 
 class GroupRanks:
@@ -77,26 +76,26 @@ class GroupRanks:
         return len(set(rows.flatten().tolist())) == 1
 
     def swap(self, parts: Tensor) -> Tensor:
-        """`parts` `[ranks, ...]` has one for each rank; the result has one of each rank."""
+        """Send part r of `parts`, `[ranks, ...]`, to rank r. The result has the part that each rank sent here."""
         received = torch.empty_like(parts, memory_format=torch.contiguous_format)
         numels = [parts[0].numel()] * self.size
         self._all_to_all(received, numels, parts.contiguous(), numels).finish()
         return received
 
     def summed(self, parts: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum of what each rank has for this one in `parts` `[ranks, ...]`.
+        """Send part r of `parts`, `[ranks, ...]`, to rank r. The result is the sum of the parts sent here.
 
-        Sent in `dtype`, and added in rank order in the dtype of `parts`: the same bits on every backend.
+        Parts are sent in `dtype` and added in rank order in the dtype of `parts`: the same bits on every backend.
         """
         received = self.swap(parts.to(dtype))
         return functools.reduce(torch.add, received.to(parts.dtype).unbind())
 
     def deal(self, rows: Tensor, going: Sequence[int], coming: Sequence[int]) -> Tensor:
-        """Give each rank some of `rows` `[rows, ...]`, and be given others; the host waits.
+        """Send each rank some of `rows`, `[rows, ...]`, and receive others'. The host waits.
 
         Args:
-            going: how many to each rank, in their order.
-            coming: how many from each: as many rows of the result, in the order of ranks.
+            going: how many go to each rank, in the order of ranks.
+            coming: how many come from each rank, in the order of ranks, as in the result.
         """
         width = rows.shape[1:].numel()
         received = rows.new_empty((sum(coming), *rows.shape[1:]))
@@ -105,9 +104,9 @@ class GroupRanks:
         return received
 
     def pass_on(self, own: Tensor) -> Callable[[], Tensor]:
-        """Send `own` to the next rank; the result waits for the last one's, of the same shape.
+        """Start sending `own` to the next rank. The result waits for the previous rank's, of the same shape.
 
-        An exchange of all with all in which others get nothing: all backends have it, and it cannot wait in a circle.
+        It is an all-to-all in which other ranks get nothing: all backends have that, and it cannot deadlock.
         """
         sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
         going, coming = [0] * self.size, [0] * self.size

@@ -1,4 +1,4 @@
-"""What ranks are given that all of them are to be given the same, in numbers that they can compare."""
+"""Fingerprints of a model's inputs, which ranks compare where all of them must have the same."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from terrazzo.engine.runtime.private_torch import tree_flatten, tree_leaves
 
-__all__ = ["DRAWN_BY_DATA_RANK", "described", "form_of_inputs", "inputs_in_number", "values_of_inputs"]
+__all__ = ["DRAWN_BY_DATA_RANK", "fingerprint_of", "form_fingerprint", "inputs_as_text", "values_fingerprint"]
 
 DRAWN_BY_DATA_RANK = "drawn by data rank, mesh.get_local_rank('dp_shard'), and not by rank."
-"""How batches are, of which ranks are given the same: the end of an edit."""
+"""How to draw batches that are the same on several ranks: the end of an error's message."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def form_of_inputs(inputs: Any) -> int:
-    """32 bits of how a model's inputs are nested, and of shapes, dtypes and plain values; all but what tensors hold."""
+def form_fingerprint(inputs: Any) -> int:
+    """32 bits of the nesting, shapes, dtypes and plain values of a model's inputs, but not of what tensors hold."""
     leaves, nesting = tree_flatten(inputs)
     return zlib.crc32(repr((str(nesting), [_form_of(leaf) for leaf in leaves])).encode())
 
@@ -30,13 +30,13 @@ def _form_of(leaf: Any) -> object:
     return leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__
 
 
-def inputs_in_number(inputs: Any) -> int:
-    """32 bits of a model's inputs, their form and their values; the host may wait, as for `values_of_inputs`."""
-    return form_of_inputs([form_of_inputs(inputs), values_of_inputs(inputs)])
+def fingerprint_of(inputs: Any) -> int:
+    """32 bits of the form and the values of a model's inputs. The host may wait, as for `values_fingerprint`."""
+    return form_fingerprint([form_fingerprint(inputs), values_fingerprint(inputs)])
 
 
-def described(inputs: Any) -> str:
-    """What a reader is told of a model's inputs."""
+def inputs_as_text(inputs: Any) -> str:
+    """A model's inputs as text: dtypes and shapes of tensors, and plain values."""
     leaves = tree_leaves(inputs)
     texts = [
         f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
@@ -46,17 +46,17 @@ def described(inputs: Any) -> str:
     return ", ".join(texts) or "nothing"
 
 
-def values_of_inputs(inputs: Any) -> int:
-    """32 bits of what the tensors among a model's inputs hold; the host waits for a device that they are on.
+def values_fingerprint(inputs: Any) -> int:
+    """32 bits of what the tensors in a model's inputs hold. The host waits for their device.
 
     Floating-point numbers on a device are left out: ranks may have computed them, with another rounding each.
     """
-    found = 0
+    fingerprint = 0
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and _is_looked_at(leaf):
             flat = leaf.detach().cpu().contiguous().reshape(-1)
-            found = zlib.crc32(flat.view(torch.uint8).numpy().data, found)
-    return found
+            fingerprint = zlib.crc32(flat.view(torch.uint8).numpy().data, fingerprint)
+    return fingerprint
 
 
 def _is_looked_at(values: Tensor) -> bool:

@@ -1,7 +1,7 @@
-"""Parameters of which a rank keeps a part: what they take over from the whole ones, and how modules list and load them.
+"""Parameters of which a rank keeps a part: how they replace whole ones, and how their modules save and load states.
 
-A state dict of parts would be half a model under the names of a whole one: modules that have been cut give none, and
-take whole tensors.
+A state dict of parts would be half a model under the names of a whole one. So a module that has been cut gives none,
+and takes whole tensors when it loads one.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class _Refusing:
 def _cut_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Torch has made `state` a mapping of its own."""
     for attribute, own in module._parameters.items():
-        record, given = record_of(module, attribute), state.get(f"{prefix}{attribute}")
-        if record is None or given is None or own is None or note_of(own) is not None:
+        record, whole = record_of(module, attribute), state.get(f"{prefix}{attribute}")
+        if record is None or whole is None or own is None or note_of(own) is not None:
             continue  # a sharded model takes whole tensors itself
-        if tuple(given.shape) == record.box.shape and not record.box.is_all:
-            state[f"{prefix}{attribute}"] = record.box.of(given)
+        if tuple(whole.shape) == record.box.shape and not record.box.is_all:
+            state[f"{prefix}{attribute}"] = record.box.of(whole)

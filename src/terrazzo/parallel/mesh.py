@@ -55,21 +55,21 @@ def mesh(  # structure: signature fixed by the axes that there are
     """
     if not dist.is_initialized():
         raise Misuse("tz.mesh needs torch.distributed. Call torch.distributed.init_process_group() first.")
-    given = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "ep": ep}
-    return named_mesh(device or kind_of_group(), mesh_sizes(given, dist.get_world_size()))
+    sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp, "ep": ep}
+    return named_mesh(device or kind_of_group(), mesh_sizes(sizes, dist.get_world_size()))
 
 
-def mesh_sizes(given: dict[str, int | None], world_size: int) -> dict[str, int]:
+def mesh_sizes(wanted: dict[str, int | None], world_size: int) -> dict[str, int]:
     """The sizes of the axes given and of `dp_shard`, outermost first, and of `ep` where it is more than 1.
 
     Args:
-        given: by axis; None where the mesh is to have no such axis, and `dp_shard` what the others leave.
+        wanted: by axis; None where the mesh is to have no such axis, and `dp_shard` what the others leave.
 
     Raises:
         BadInput: sizes that are no positive integers, or whose product is not `world_size`; an `ep` that does not
             divide the ranks of one replica of a stage, `dp_shard` × `cp` × `tp`.
     """
-    sizes = {axis: size for axis in (*AXES, "ep") if (size := given.get(axis)) is not None}
+    sizes = {axis: size for axis in (*AXES, "ep") if (size := wanted.get(axis)) is not None}
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise BadInput(f"The mesh axis {axis} is {size!r}; it counts ranks: give an int, 1 or more.")
@@ -84,15 +84,17 @@ def mesh_sizes(given: dict[str, int | None], world_size: int) -> dict[str, int]:
             f"{world_size}. Leave dp_shard out, which takes what the others leave, and choose others whose product "
             f"divides {world_size}; or start {started} ranks (launch.ranks={started}, terrazzo run --ranks {started})."
         )
-    found = {axis: sizes.get(axis, world_size // others) for axis in AXES if axis in sizes or axis == "dp_shard"}
-    group = world_size // (found.get(STAGES, 1) * found.get("dp_replicate", 1))
+    all_sizes = {axis: sizes.get(axis, world_size // others) for axis in AXES if axis in sizes or axis == "dp_shard"}
+    group = world_size // (all_sizes.get(STAGES, 1) * all_sizes.get("dp_replicate", 1))
     if group % experts:
-        shared = " × ".join(f"{axis} {size}" for axis, size in found.items() if axis not in (STAGES, "dp_replicate"))
+        shared = " × ".join(
+            f"{axis} {size}" for axis, size in all_sizes.items() if axis not in (STAGES, "dp_replicate")
+        )
         raise BadInput(
             f"The mesh has ep {experts}, which does not divide the {group} ranks that dp_shard, cp and tp have together"
             f" ({shared}): as many must share experts everywhere. Choose ep so that it divides {group}."
         )
-    return found if experts == 1 else {**found, "ep": experts}
+    return all_sizes if experts == 1 else {**all_sizes, "ep": experts}
 
 
 def once_for(mesh: DeviceMesh, build: Callable[[DeviceMesh], T]) -> T:

@@ -1,4 +1,4 @@
-"""`tz.parallelize`."""
+"""`tz.parallelize`: reads what each axis does to a model, compares it on all ranks, and then changes the model."""
 
 from __future__ import annotations
 
@@ -86,18 +86,18 @@ def parallelize(  # structure: signature fixed by the design
         return model
     axes = once_for(mesh, _all_axes)
     ranks = tensor_ranks(mesh) if _sizes(mesh)["tp"] > 1 else None
-    told = _Told(tensor, sequence, context, balance, pipeline)
-    found, facts = all_or_none(axes, lambda: _read(model, mesh, axes, ranks, told))
+    arguments = _Arguments(tensor, sequence, context, balance, pipeline)
+    changes, facts = all_or_none(axes, lambda: _read(model, mesh, axes, ranks, arguments))
     check_agreement(axes, facts, along=axes.with_stages)
-    if found.context is not None:
-        shared = found.context
+    if changes.context is not None:
+        shared = changes.context
         all_or_none(axes, lambda: share_sequences(model, shared))  # which changes nothing where it refuses
-    if found.line is not None:
-        take_stages(model, axes, found.line)
-    if found.cuts is not None:
-        cut_matrices(found.cuts)
-    if found.experts:
-        share_experts(model, axes, found.experts)
+    if changes.line is not None:
+        take_stages(model, axes, changes.line)
+    if changes.cuts is not None:
+        cut_matrices(changes.cuts)
+    if changes.experts:
+        share_experts(model, axes, changes.experts)
     return model
 
 
@@ -106,8 +106,8 @@ def _all_axes(mesh: DeviceMesh) -> Axes:
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What `parallelize` was given, beside the model and the mesh."""
+class _Arguments:
+    """The arguments of `parallelize` beside the model and the mesh."""
 
     tensor: TensorPlan | Literal["auto"] | None
     sequence: bool
@@ -117,11 +117,11 @@ class _Told:
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What will be done to the model, of each axis; None or nothing where there is nothing to do.
+class _Changes:
+    """What each axis will change of the model; None or empty where it changes nothing.
 
     Attributes:
-        experts: how many each module has, by name.
+        experts: the number of experts of each module, by name.
     """
 
     line: ModelLine | None
@@ -138,49 +138,51 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def _read(
-    model: nn.Module, mesh: DeviceMesh, axes: Axes, ranks: TensorRanks | None, told: _Told
-) -> tuple[_Found, Mapping[str, object]]:
-    """What will be done to the model, which stays as it is, and what ranks have to agree on.
+    model: nn.Module, mesh: DeviceMesh, axes: Axes, ranks: TensorRanks | None, arguments: _Arguments
+) -> tuple[_Changes, Mapping[str, object]]:
+    """What each axis will change of the model, which stays as it is here, and the facts that all ranks must share.
 
     Raises:
         BadInput: arguments that do not fit the mesh, or the model.
     """
     sizes = _sizes(mesh)
-    _check_arguments(mesh, sizes, told)
-    line = None if sizes[STAGES] == 1 or told.pipeline is None else line_of(model, axes, told.pipeline)
+    _check_arguments(mesh, sizes, arguments)
+    line = None if sizes[STAGES] == 1 or arguments.pipeline is None else line_of(model, axes, arguments.pipeline)
     experts = check_experts(model, sizes["ep"]) if axes.has_experts else {}
-    plan = None if ranks is None or told.tensor is None else _plan_of(model, ranks, told.tensor)
+    plan = None if ranks is None or arguments.tensor is None else _plan_of(model, ranks, arguments.tensor)
     if plan is not None and ranks is not None:
-        _check_split(model, ranks, plan, told.sequence, experts)
-    cuts = None if plan is None or ranks is None else cuts_of(model, ranks, plan, told.sequence)
+        _check_split(model, ranks, plan, arguments.sequence, experts)
+    cuts = None if plan is None or ranks is None else cuts_of(model, ranks, plan, arguments.sequence)
     context = None
-    if told.context is not None and sizes["cp"] > 1:
-        context = Context(mesh.get_group("cp"), told.context, told.balance, 1 if cuts is None else sizes["tp"])
+    if arguments.context is not None and sizes["cp"] > 1:
+        context = Context(
+            mesh.get_group("cp"), arguments.context, arguments.balance, 1 if cuts is None else sizes["tp"]
+        )
     facts: dict[str, object] = {
         "pipeline": None if line is None else [line.schedule, line.names, line.bounds, line.tied],
         "experts": experts,
         "tensor": None if plan is None else {glob: str(style) for glob, style in plan.items()},
-        "sequence": told.sequence,
+        "sequence": arguments.sequence,
         "context": None if context is None else context.mode,
-        "balance": told.balance,
+        "balance": arguments.balance,
         "parameters": [[name, list(each.shape), str(each.dtype)] for name, each in model.named_parameters()],
     }
-    return _Found(line, experts, cuts, context), facts
+    return _Changes(line, experts, cuts, context), facts
 
 
-def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], told: _Told) -> None:
-    if sizes[STAGES] > 1 and told.pipeline is None:
+def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], arguments: _Arguments) -> None:
+    if sizes[STAGES] > 1 and arguments.pipeline is None:
         raise BadInput(
             f"The mesh has pp {sizes[STAGES]}, and nothing says how its ranks share the model: give tz.parallelize "
             "pipeline=tz.Pipeline(), or make the mesh with dp_shard in the place of pp."
         )
-    if sizes["cp"] > 1 and told.context is None:
+    if sizes["cp"] > 1 and arguments.context is None:
         raise BadInput(
             f"The mesh has cp {sizes['cp']}, and context is None: each rank would take its part of a sequence for the "
             "whole. Give context='gather', or make the mesh with dp_shard in the place of cp."
         )
     dims = mesh.mesh_dim_names or ()
-    if told.tensor is not None and told.tensor != "auto" and "tp" not in dims:
+    if arguments.tensor is not None and arguments.tensor != "auto" and "tp" not in dims:
         raise BadInput(
             f"tz.parallelize was given a plan of tensor parallelism, but the mesh has the axes {', '.join(dims)}: make "
             "it with tz.mesh(tp=2), or leave 'tensor' out."
@@ -190,7 +192,7 @@ def _check_arguments(mesh: DeviceMesh, sizes: Mapping[str, int], told: _Told) ->
 def _check_split(
     model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool, experts: Collection[str]
 ) -> None:
-    """Refuse experts that ranks along both `tp` and `ep` would give the same tokens, and losses of a part of them."""
+    """Refuse experts that would get the same tokens from each rank along `tp`, and routers' losses of such parts."""
     split = [glob for glob, style in plan.items() if sequence and isinstance(style_named(style, glob), SplitSequence)]
     runs = [f"{name}." for glob in split for name in matching(model, glob)]
     mixtures = [name for name in experts_of(model) if any(name.startswith(run) for run in runs)]

@@ -25,7 +25,7 @@ from terrazzo.parallel.context.attention_modes import Shared, by_gathering, by_h
 from terrazzo.parallel.context.attention_tiles import AttentionMask
 from terrazzo.parallel.context.chunks import BALANCES, Chunks, TokenRun
 from terrazzo.parallel.exchanges import GroupRanks
-from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, described, inputs_in_number
+from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
 from terrazzo.parallel.sharing_rules import computes_windows, shares_heads
 
 __all__ = ["MODES", "Context", "Mode"]
@@ -82,7 +82,7 @@ class Context:
             BadInput: T does not divide into chunks.
         """
         if self._first is None and not self._is_compared:
-            self._first = inputs_in_number(whole), described(whole)
+            self._first = fingerprint_of(whole), inputs_as_text(whole)
         return tuple(self.chunks.split(each, self.rank) for each in whole)
 
     def positions(self, tokens: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Which rank has failed first in a step, told to all of them: where it is, and what was raised there.
+"""How all ranks learn which of them has failed first in a step, and what was raised there.
 
-A rank that fails leaves word in the store by which the ranks have found each other, and the first word stays. Then it
-goes on to the end of the step without computing anything, and sends what others wait for, without values. At the end
-all ranks meet, and each raises. Where a process has ended, connections break instead: whoever loses one looks for the
-word too, and leaves it where there is none.
+A rank that fails writes a note into the store by which the process group was made; the first note of a step stays. Then
+the rank goes on to the end of the step without computing, and sends zeros that others wait for. At the end all ranks
+meet, and each raises. Where a process has ended, connections break instead: a rank that loses one reads the note, and
+writes one where there is none.
 """
 
 from __future__ import annotations
@@ -80,23 +80,23 @@ class Failures:
         Raises:
             Exception: what `problem` is, or what the first rank that has failed has told.
         """
-        axes, told = self._axes, torch.tensor([problem is not None, *numbers], dtype=torch.float64, device=HOST)
+        axes, gathered = self._axes, torch.tensor([problem is not None, *numbers], dtype=torch.float64, device=HOST)
         try:
-            axes.maximum(told, axes.stages, patience_s if problem is not None else None)
-            if patience_s is None or not told[0]:
-                axes.maximum(told, axes.every)
+            axes.maximum(gathered, axes.stages, patience_s if problem is not None else None)
+            if patience_s is None or not gathered[0]:
+                axes.maximum(gathered, axes.every)
         except RuntimeError as error:
             if problem is None:
-                raise self._told_of(error) from error
+                raise self._reason_for(error) from error
             self._break_off()
             raise problem from None
-        if told[0] and patience_s is not None:
+        if gathered[0] and patience_s is not None:
             self._break_off()
         if problem is not None:
             raise problem
-        if told[0]:
+        if gathered[0]:
             raise self._first(WORD_S) or FailedElsewhere("Another rank has failed in this step: see what it says.")
-        greatest: list[float] = told[1:].tolist()
+        greatest: list[float] = gathered[1:].tolist()
         return greatest
 
     def _break_off(self) -> None:
@@ -104,20 +104,20 @@ class Failures:
         for axis in self._axes.live(self._axes.with_stages):
             self._axes.along(axis).break_off()
 
-    def _told_of(self, error: Exception) -> Exception:
+    def _reason_for(self, error: Exception) -> Exception:
         """What this rank raises where `error` has been raised."""
         if isinstance(error, FailedElsewhere) or not broke_a_connection(error):
             return error
-        if (told := self._first(0.5 if isinstance(error, LostRank) else WORD_S)) is None:
-            told = error
+        if (reason := self._first(0.5 if isinstance(error, LostRank) else WORD_S)) is None:
+            reason = error
             if not isinstance(error, LostRank):
-                told = ConnectionError(
+                reason = ConnectionError(
                     "The connection to another rank has broken in mid-step, and none has told why: see which process "
                     f"has ended, and what it has printed. ({error})"
                 )
-            self.leave(told)
+            self.leave(reason)
         self._break_off()
-        return told
+        return reason
 
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
@@ -125,9 +125,9 @@ class Failures:
         try:
             yield
         except Exception as error:
-            if (told := self._told_of(error)) is error:
+            if (reason := self._reason_for(error)) is error:
                 raise
-            raise told from error
+            raise reason from error
 
     def _first(self, patience_s: float) -> Exception | None:
         """What another rank has told, waiting for it so long."""

@@ -19,7 +19,7 @@ from terrazzo.parallel.pipeline.pipeline_step import (
     one_loss,
     ways_of,
 )
-from terrazzo.parallel.pipeline.same_step import Given, begin_alike, check_as_many
+from terrazzo.parallel.pipeline.same_step import StepArguments, begin_alike, check_as_many
 from terrazzo.parallel.pipeline.stage_forward import ModelLine
 
 __all__ = ["step"]
@@ -63,21 +63,21 @@ def step(
     """
     engine, line = engine_of(model), stages_of(model)
 
-    def given() -> Given:
+    def read() -> StepArguments:
         _check(micro_batches)
         if denominator is not None:
             model.set_gradient_denominator(denominator)  # type: ignore[operator]
         used = engine.progress.denominator.unscaled
         inputs = [dict(each) if isinstance(each, Mapping) else each for each, _ in micro_batches]
-        return Given(inputs, used, auxiliary is not None)
+        return StepArguments(inputs, used, auxiliary is not None)
 
     if isinstance(line, ModelLine):
         ways = ways_of(model, engine, line)
         with ways.failures.named():
-            told = begin_alike(engine.axes, ways, given)
-            pairs = [(inputs, targets) for inputs, (_, targets) in zip(told.inputs, micro_batches, strict=True)]
+            arguments = begin_alike(engine.axes, ways, read)
+            pairs = [(inputs, targets) for inputs, (_, targets) in zip(arguments.inputs, micro_batches, strict=True)]
             return PipelineStep(model, line, ways, pairs, loss_fn, auxiliary).run()
-    check_as_many(model, engine, given)
+    check_as_many(model, engine, read)
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):
         last = number == len(micro_batches) - 1

@@ -62,35 +62,35 @@ class Cuts:
         """Whether sequences are split around a module."""
         return self.split and self.inside(name, SplitSequence)
 
-    def here(self) -> Cuts:
-        """Those of the stages of the model that this rank runs; all of a model that has none."""
+    def of_this_rank(self) -> Cuts:
+        """The cuts in the stages that this rank runs; all of them where the model has no stages."""
         if (stages := stages_of(self.model)) is None:
             return self
         runs = stages.runs
-        records = {each: record for each, record in self.records.items() if self._is_here(*each)}
+        records = {each: record for each, record in self.records.items() if self._has(*each)}
         styles = {name: style for name, style in self.styles.items() if runs(name)}
         rows = {name: interval for name, interval in self.rows.items() if runs(name)}
         return replace(self, styles=styles, records=records, rows=rows)
 
-    def _is_here(self, name: str, attribute: str) -> bool:
+    def _has(self, name: str, attribute: str) -> bool:
         """Whether this rank has a parameter: of a tied one, also where it does not run the module."""
         return self.model.get_submodule(name)._parameters.get(attribute) is not None
 
     def runs_split(self) -> list[list[tuple[str, nn.Module]]]:
         """The modules through which sequences are split, those of each stage by themselves: stages send whole ones."""
-        found: dict[int, list[tuple[str, nn.Module]]] = {}
+        by_stage: dict[int, list[tuple[str, nn.Module]]] = {}
         stages = stages_of(self.model)
         for name, module, _ in self.named(SplitSequence) if self.split else ():
-            found.setdefault(0 if stages is None else stages.chunks_of(name)[0], []).append((name, module))
-        return list(found.values())
+            by_stage.setdefault(0 if stages is None else stages.chunks_of(name)[0], []).append((name, module))
+        return list(by_stage.values())
 
 
 def cut_matrices(cuts: Cuts) -> None:
     """Cut matrices in place, of a model in stages those of this rank's. Collective along `tp`."""
-    here = cuts.here()
-    _replace_parameters(here)
-    _add_exchanges(here)
-    share_scales(here.model, here.ranks, here.records, here.rows)
+    own = cuts.of_this_rank()
+    _replace_parameters(own)
+    _add_exchanges(own)
+    share_scales(own.model, own.ranks, own.records, own.rows)
     SHARES_MATRICES.leave(cuts.model, cuts.ranks)
 
 
@@ -168,17 +168,17 @@ def _watch_whole_uses(cuts: Cuts) -> None:
 
 
 def _gradient_parts(cuts: Cuts) -> GradientParts:
-    found = GradientParts()
+    parts = GradientParts()
     for name, _, style in cuts.named(Enter, Column, Row, Embedding, Logits):
         if isinstance(style, Enter) or (isinstance(style, Column | Logits) and not cuts.inside(name, Enter)):
-            found.entered.append(name)
+            parts.entered.append(name)
         if isinstance(style, Row | Embedding) or (isinstance(style, Column | Logits) and style.gathered):
-            found.summed.append(name)
+            parts.summed.append(name)
         if isinstance(style, Row) and style.splits:
-            found.split.append(name)
+            parts.split.append(name)
     for (name, attribute), record in cuts.records.items():
         is_cut = not record.box.is_all and not isinstance(cuts.styles.get(name), Embedding)
         between = not record.replicated and cuts.inside(name, Enter) and not cuts.splits(name)
         if is_cut or between or name in cuts.rows:
-            found.parameters.append((name, attribute))
-    return found
+            parts.parameters.append((name, attribute))
+    return parts

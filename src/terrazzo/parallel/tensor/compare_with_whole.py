@@ -1,4 +1,4 @@
-"""Whether a plan of tensor parallelism fits a model, by what both return and by the gradients of both."""
+"""`tz.parallel.check`: whether a model that is cut by a plan has the outputs and gradients of the whole model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from terrazzo.engine import record_of
 from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, RanksApart, TerrazzoError
-from terrazzo.parallel.input_fingerprints import described, inputs_in_number
+from terrazzo.parallel.input_fingerprints import fingerprint_of, inputs_as_text
 from terrazzo.parallel.parallelize_model import parallelize
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, tensor_ranks
 from terrazzo.parallel.tensor.read_plan import TensorPlan
@@ -62,18 +62,18 @@ def check(
     whole, cut = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
     parallelize(cut, mesh, tensor=tensor, sequence=sequence, context=None)
     ranks = tensor_ranks(mesh)
-    given = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
-    if not ranks.equal(inputs_in_number(given)):
+    arguments = dict(inputs) if isinstance(inputs, Mapping) else list(inputs)
+    if not ranks.equal(fingerprint_of(arguments)):
         raise RanksApart(
-            f"tz.parallel.check was given other inputs on ranks along tp (here {described(given)}), and each computes "
-            "a part of the same: give all of them the same, drawn from one seed."
+            f"tz.parallel.check was given other inputs on ranks along tp (here {inputs_as_text(arguments)}), and each "
+            "computes a part of the same: give all of them the same, drawn from one seed."
         )
     with torch.set_grad_enabled(any(parameter.requires_grad for parameter in model.parameters())):
-        wanted = tree_leaves(_called(whole, inputs))
-        found = all_or_none(ranks.axes, lambda: _outputs_of(cut, inputs, len(wanted)))
+        expected = tree_leaves(_called(whole, inputs))
+        outputs = all_or_none(ranks.axes, lambda: _outputs_of(cut, inputs, len(expected)))
         pairs = [
             (one, _together(other, one, ranks))
-            for one, other in zip(wanted, found, strict=True)
+            for one, other in zip(expected, outputs, strict=True)
             if isinstance(one, Tensor)
         ]
     all_or_none(ranks.axes, lambda: _compare(pairs, tolerance))
@@ -86,7 +86,7 @@ def check(
 
 
 def _tried(action: Callable[[], T]) -> T:
-    """What `action` returns, of the model that is cut."""
+    """What `action` returns; errors of the cut model become `BadInput`."""
     try:
         return action()
     except TerrazzoError:
@@ -98,26 +98,26 @@ def _tried(action: Callable[[], T]) -> T:
 
 
 def _outputs_of(cut: nn.Module, inputs: Sequence[Any] | Mapping[str, Any], count: int) -> list[Any]:
-    """What the model returns that is cut, as many outputs as it returns whole."""
-    found = tree_leaves(_tried(lambda: _called(cut, inputs)))
-    if len(found) != count:
-        raise BadInput(f"Cut by this plan, the model returns {len(found)} outputs, and whole {count}. {_HELP}")
-    return found
+    """The outputs of the cut model, which must be `count`."""
+    outputs = tree_leaves(_tried(lambda: _called(cut, inputs)))
+    if len(outputs) != count:
+        raise BadInput(f"Cut by this plan, the model returns {len(outputs)} outputs, and whole {count}. {_HELP}")
+    return outputs
 
 
 def _called(model: nn.Module, inputs: Sequence[Any] | Mapping[str, Any]) -> Any:
     return model(**inputs) if isinstance(inputs, Mapping) else model(*inputs)
 
 
-def _together(found: Any, wanted: Tensor, ranks: TensorRanks) -> Any:
-    """Outputs that the plan leaves apart, such as logits by vocabulary, joined. Collective where they are."""
-    if not isinstance(found, Tensor) or found.shape == wanted.shape or found.shape[:-1] != wanted.shape[:-1]:
-        return found
-    return ranks.join_channels(found, wanted.shape[-1])
+def _together(output: Any, expected: Tensor, ranks: TensorRanks) -> Any:
+    """An output of the cut model; of one whose channels ranks have in parts, such as logits, all. Collective."""
+    if not isinstance(output, Tensor) or output.shape == expected.shape or output.shape[:-1] != expected.shape[:-1]:
+        return output
+    return ranks.join_channels(output, expected.shape[-1])
 
 
 def _backward(outputs: Sequence[Tensor]) -> None:
-    """That of a sum of all outputs, each times a number drawn anew from one seed."""
+    """Backward of the sum of all outputs, each element times a number that is drawn from one seed."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(each.shape, generator=generator) for each in outputs]
     grads = [each.to(output.device, output.dtype) for output, each in zip(outputs, drawn, strict=True)]
@@ -125,7 +125,7 @@ def _backward(outputs: Sequence[Tensor]) -> None:
 
 
 def _gradients(whole: nn.Module, cut: nn.Module, ranks: TensorRanks) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Of each trained parameter its name, this rank's part of its gradient whole, and that cut. Collective."""
+    """Name, expected gradient and gradient of this rank's part of each trained parameter. Collective."""
     for name, module in cut.named_modules():
         for attribute, own in module.named_parameters(recurse=False):
             record = record_of(module, attribute)
@@ -133,15 +133,15 @@ def _gradients(whole: nn.Module, cut: nn.Module, ranks: TensorRanks) -> Iterator
             if record is None or not own.requires_grad:
                 continue
             grad = torch.zeros_like(own) if own.grad is None else own.grad
-            wanted = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             summed = record.box.is_all and not record.replicated
-            yield f"{name}.{attribute}".lstrip("."), record.box.of(wanted), ranks.sum(grad) if summed else grad
+            yield f"{name}.{attribute}".lstrip("."), record.box.of(expected), ranks.sum(grad) if summed else grad
 
 
 def _compare_gradients(gradients: Sequence[tuple[str, Tensor, Tensor]], tolerance: float) -> None:
-    most = max((_highest(wanted) for _, wanted, _ in gradients), default=0.0)
-    for name, wanted, found in gradients:
-        own, difference = max(_highest(wanted), 1e-3 * most), _highest(found.double() - wanted.double())
+    most = max((_highest(expected) for _, expected, _ in gradients), default=0.0)
+    for name, expected, actual in gradients:
+        own, difference = max(_highest(expected), 1e-3 * most), _highest(actual.double() - expected.double())
         if not difference <= tolerance * own:
             raise BadInput(
                 f"Cut by this plan, the model has another gradient of {name!r}: it differs by up to {difference:.2g}, "
@@ -154,15 +154,15 @@ def _highest(values: Tensor) -> float:
 
 
 def _compare(pairs: Sequence[tuple[Tensor, Any]], tolerance: float) -> None:
-    for number, (wanted, found) in enumerate(pairs):
-        if not isinstance(found, Tensor) or found.shape != wanted.shape:
+    for number, (expected, actual) in enumerate(pairs):
+        if not isinstance(actual, Tensor) or actual.shape != expected.shape:
             raise BadInput(
-                f"Cut by this plan, the model returns a {_form(found)} as output {number}, and whole a "
-                f"{_form(wanted)}. {_HELP}"
+                f"Cut by this plan, the model returns a {_form(actual)} as output {number}, and whole a "
+                f"{_form(expected)}. {_HELP}"
             )
-        if not wanted.is_floating_point() and torch.equal(found, wanted):
+        if not expected.is_floating_point() and torch.equal(actual, expected):
             continue
-        most, difference = wanted.double().abs().max(), (found.double() - wanted.double()).abs().max()
+        most, difference = expected.double().abs().max(), (actual.double() - expected.double()).abs().max()
         if not difference <= tolerance * most:
             raise BadInput(
                 f"Cut by this plan, the model returns other values as output {number}: they differ by up to "
@@ -170,8 +170,8 @@ def _compare(pairs: Sequence[tuple[Tensor, Any]], tolerance: float) -> None:
             )
 
 
-def _form(found: Any) -> str:
-    return f"tensor of {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+def _form(value: Any) -> str:
+    return f"tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 _HELP = (

@@ -33,30 +33,34 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 @dataclass
-class _Fork:
-    """One state at a time for each call that is under way."""
+class _OwnGenerators:
+    """Hooks of one module.
+
+    Attributes:
+        states: of the shared generators, to be restored: one for each call under way.
+    """
 
     rank: int
-    kept: list[list[Tensor]] = field(default_factory=list)
+    states: list[list[Tensor]] = field(default_factory=list)
 
     def before(self, module: nn.Module, args: Any) -> None:
         if module.training:
             seed = int(torch.randint(2**62, ()))
-            self.kept.append([each.get_rng_state() for each in _generators()])
+            self.states.append([each.get_rng_state() for each in _generators()])
             for each in _generators():
                 each.manual_seed((seed + self.rank * _APART) % 2**63)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.kept:
-            for each, state in zip(_generators(), self.kept.pop(), strict=True):
+        if self.states:
+            for each, state in zip(_generators(), self.states.pop(), strict=True):
                 each.set_rng_state(state)
 
 
 def fork_dropout(module: nn.Module, rank: int) -> None:
-    """Have it draw from generators of this rank's own while it runs in training."""
-    fork = _Fork(rank)
-    module.register_forward_pre_hook(fork.before)
-    module.register_forward_hook(fork.after, always_call=True)
+    """Have a module draw from generators of this rank's own while it runs in training."""
+    hooks = _OwnGenerators(rank)
+    module.register_forward_pre_hook(hooks.before)
+    module.register_forward_hook(hooks.after, always_call=True)
 
 
 def _generators() -> list[Any]:

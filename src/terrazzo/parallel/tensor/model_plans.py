@@ -50,18 +50,18 @@ def _own_plan(model: nn.Module, size: int) -> TensorPlan:
     if callable(getattr(model, "tensor_plan", None)):
         plan: TensorPlan = own.tensor_plan()
         return plan
-    theirs = getattr(model, "tp_plan", None) if hasattr(model, "config") else None
-    if not theirs:
+    transformers_plan = getattr(model, "tp_plan", None) if hasattr(model, "config") else None
+    if not transformers_plan:
         raise BadInput(
             f"{type(model).__name__} has no plan of tensor parallelism, neither tensor_plan() nor transformers' "
             "base_model_tp_plan. Give one, as in tensor={'layers.*.mlp': 'enter', 'layers.*.mlp.up': 'column', "
             "'layers.*.mlp.down': 'row'}."
         )
-    return _of_transformers(model, theirs, size)
+    return _of_transformers(model, transformers_plan, size)
 
 
-def _of_transformers(model: Any, theirs: Mapping[str, str], size: int) -> TensorPlan:
-    present = {glob: style for glob, style in theirs.items() if _named(model, glob)}
+def _of_transformers(model: Any, transformers_plan: Mapping[str, str], size: int) -> TensorPlan:
+    present = {glob: style for glob, style in transformers_plan.items() if _named(model, glob)}
     check_styles(type(model).__name__, present)
     mixtures = [name for glob, style in present.items() if style == _EXPERTS for name in matching(model, glob)]
     present = _without_experts(present)
@@ -84,8 +84,8 @@ def _of_transformers(model: Any, theirs: Mapping[str, str], size: int) -> Tensor
             style = replace(style, heads=counts[module.out_features])
         plan[name] = style
         if isinstance(style, Column | Row) and parent is not model and "." in name and _is_region(styles, name):
-            plan[name.rpartition(".")[0]] = _entered(parent, _beside(styles, name), heads // size, key_heads < size)
-    runs = {glob.partition(".*")[0] for glob in theirs if ".*" in glob}
+            plan[name.rpartition(".")[0]] = _region(parent, _siblings(styles, name), heads // size, key_heads < size)
+    runs = {glob.partition(".*")[0] for glob in transformers_plan if ".*" in glob}
     blocks = [name for run in runs if len(runs) == 1 for name in matching(model, f"{run}.*")]
     for name in mixtures:
         plan |= _routed(model, name, plan, blocks)
@@ -96,10 +96,12 @@ def _routed(model: nn.Module, experts: str, plan: TensorPlan, blocks: Collection
     """Of a mixture's experts, and of what computes beside them for each token by itself, such as a router."""
     around = experts.rpartition(".")[0]
     inside = model.get_submodule(around).named_modules(prefix=around) if around not in blocks else ()
-    held = [name for name, module in inside if next(module.parameters(recurse=False), None) is not None]
+    with_parameters = [name for name, module in inside if next(module.parameters(recurse=False), None) is not None]
     entered = [f"{name}." for name, style in plan.items() if isinstance(style, Enter)]
-    beside = [name for name in held if name not in plan and not any(name.startswith(each) for each in entered)]
-    return dict.fromkeys([experts, *beside], Uncut())
+    uncut = [
+        name for name in with_parameters if name not in plan and not any(name.startswith(each) for each in entered)
+    ]
+    return dict.fromkeys([experts, *uncut], Uncut())
 
 
 def _without_experts(theirs: Mapping[str, str]) -> dict[str, str]:
@@ -112,7 +114,7 @@ def _without_experts(theirs: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _entered(parent: nn.Module, inside: list[Style], heads: int, one_key_head: bool) -> Enter:
+def _region(parent: nn.Module, inside: list[Style], heads: int, one_key_head: bool) -> Enter:
     """A rank whose own query heads share one key head has a group of all of them; not where heads are put together."""
     groups, gathered = "num_key_value_groups", any(isinstance(style, Column) and style.gathered for style in inside)
     return Enter(((groups, heads),) if one_key_head and not gathered and hasattr(parent, groups) else ())
@@ -120,17 +122,18 @@ def _entered(parent: nn.Module, inside: list[Style], heads: int, one_key_head: b
 
 def _is_region(styles: Mapping[str, Style], name: str) -> bool:
     """Whether there are a matrix that is cut by columns and one by rows side by side."""
-    return all(any(isinstance(style, kind) for style in _beside(styles, name)) for kind in (Column, Row))
+    return all(any(isinstance(style, kind) for style in _siblings(styles, name)) for kind in (Column, Row))
 
 
-def _beside(styles: Mapping[str, Style], name: str) -> list[Style]:
+def _siblings(styles: Mapping[str, Style], name: str) -> list[Style]:
+    """Styles of the modules that have the same parent, this one's among them."""
     return [style for each, style in styles.items() if each.rpartition(".")[0] == name.rpartition(".")[0]]
 
 
 def _named(model: nn.Module, glob: str) -> list[str]:
     """Modules, or parameters, that a glob means; none where the plan is of a part that this model does not have."""
-    if found := matching(model, glob):
-        return found
+    if names := matching(model, glob):
+        return names
     parent, _, attribute = glob.rpartition(".")
     parents = matching(model, parent) if parent else []
     return [f"{name}.{attribute}" for name in parents if attribute in model.get_submodule(name)._parameters]
@@ -156,8 +159,13 @@ def _example(theirs: Mapping[str, str]) -> dict[str, str]:
     """A plan that has to do with the model: of modules of which theirs has a column and a row side by side."""
     for glob, style in theirs.items():
         around = glob.rpartition(".")[0]
-        beside = {each: one for each, one in theirs.items() if each.rpartition(".")[0] == around}
-        if style == "rowwise" and around and "colwise" in beside.values() and {*beside.values()} <= {*_TRANSFORMERS}:
+        siblings = {each: one for each, one in theirs.items() if each.rpartition(".")[0] == around}
+        if (
+            style == "rowwise"
+            and around
+            and "colwise" in siblings.values()
+            and {*siblings.values()} <= {*_TRANSFORMERS}
+        ):
             names = {"colwise": "column", "rowwise": "row"}
-            return {around: "enter"} | {each: names[one] for each, one in beside.items() if one in names}
+            return {around: "enter"} | {each: names[one] for each, one in siblings.items() if one in names}
     return {"layers.*.mlp": "enter", "layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}

@@ -34,8 +34,8 @@ def _check_entered(cuts: Cuts) -> None:
                 "parts would never be summed. Give the matrices inside their styles."
             )
         whole = [each for each, style in cuts.styles.items() if each.startswith(f"{name}.") and _is_gathered(style)]
-        held = _with_parameters(cuts.model, name)
-        uncut = [each for each in held if not isinstance(cuts.styles.get(each), Column | Row)]
+        with_parameters = _with_parameters(cuts.model, name)
+        uncut = [each for each in with_parameters if not isinstance(cuts.styles.get(each), Column | Row)]
         if whole and uncut:
             raise BadInput(
                 f"The tensor-parallel plan puts the outputs of {whole[0]!r} together again inside of {name!r}: whether "

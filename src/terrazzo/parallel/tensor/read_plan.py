@@ -56,7 +56,7 @@ def matching(model: nn.Module, glob: str) -> list[str]:
 
 def style_of(model: nn.Module, plan: TensorPlan, name: str) -> Style | None:
     """The style that a plan gives a module; None where it gives none."""
-    return next((style_named(given, glob) for glob, given in plan.items() if name in matching(model, glob)), None)
+    return next((style_named(style, glob) for glob, style in plan.items() if name in matching(model, glob)), None)
 
 
 def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
@@ -66,8 +66,8 @@ def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
             "{'layers.*.mlp': 'enter', 'layers.*.mlp.up': 'column', 'layers.*.mlp.down': 'row'}."
         )
     styles: dict[str, Style] = {}
-    for glob, given in plan.items():
-        style = style_named(given, glob)
+    for glob, value in plan.items():
+        style = style_named(value, glob)
         names = matching(model, glob)
         if not names:
             known = [name for name, _ in model.named_modules() if name]

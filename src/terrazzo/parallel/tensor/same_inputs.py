@@ -1,7 +1,6 @@
-"""Whether ranks along `tp` see the same data, as they must: by what the first forward in training is given and draws.
+"""Compares the inputs of ranks along `tp`, and the random numbers that they draw, in the first training forward.
 
-Each rank computes a part of what its own inputs give, and the parts are added up: of other inputs a number that is
-wrong, without a word.
+The ranks' parts of an output are added up. If ranks saw different data, the sum would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from terrazzo.errors import RanksApart
-from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, described, inputs_in_number
+from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks
 from terrazzo.parallel.tensor.dropout import APART_STATES, random_states, watch_seeds
 
@@ -53,11 +52,11 @@ class _FirstForward:
         self.begun = None
         if torch.compiler.is_compiling() or self.is_over or not (model.training and torch.is_grad_enabled()):
             return
-        given = [args, dict(kwargs)]
-        if not self.ranks.equal(inputs_in_number(given)):
+        inputs = [args, dict(kwargs)]
+        if not self.ranks.equal(fingerprint_of(inputs)):
             raise RanksApart(
-                f"The ranks along tp were given other inputs (here {described(given)}), and have parts of the same "
-                f"matrices: give all of them the same batches, {DRAWN_BY_DATA_RANK}"
+                f"The ranks along tp were given other inputs (here {inputs_as_text(inputs)}), and have parts of the "
+                f"same matrices: give all of them the same batches, {DRAWN_BY_DATA_RANK}"
             )
         self.begun = random_states()
 
