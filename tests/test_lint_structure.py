@@ -141,6 +141,12 @@ def test_two_classes_with_one_name(tmp_path: Path) -> None:
     assert "planner/b.py:2: 'Slot' is also a class of 'terrazzo.engine.comm.a'" in _texts(package)
 
 
+@pytest.mark.parametrize("alias", ["Slot = tuple[int, int]", "Slot = int | str"])
+def test_a_class_and_an_alias_with_one_name(tmp_path: Path, alias: str) -> None:
+    package = _tree(tmp_path, engine__comm__a="class Slot: ...\n", planner__b=f"Other = dict[str, int]\n{alias}\n")
+    assert "planner/b.py:2: the alias 'Slot' is also a class of 'terrazzo.engine.comm.a'" in _texts(package)
+
+
 def test_two_modules_of_a_package_with_one_name(tmp_path: Path) -> None:
     folders = dict.fromkeys(("planner____init__", "planner__a____init__", "planner__b____init__"), "")
     package = _tree(tmp_path, **folders, planner__a__room="", planner__b__room="", parallel__a__room="")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from terrazzo.planner.model.shapes import BlockShape, ModelShape, Split, TensorShape, UnitShape
+from terrazzo.planner.model.shapes import BlockShape, MatrixSplit, ModelShape, TensorShape, UnitShape
 
 __all__ = ["Sizes", "transformer"]
 
@@ -62,7 +62,7 @@ def _block(sizes: Sizes) -> list[TensorShape]:
     return [*tensors, *_linear("down", hidden, sizes.ffn, "row", sizes.bias)]
 
 
-def _linear(name: str, rows: int, columns: int, split: Split, bias: bool) -> list[TensorShape]:
+def _linear(name: str, rows: int, columns: int, split: MatrixSplit, bias: bool) -> list[TensorShape]:
     tensors = [TensorShape(f"{name}.weight", (rows, columns), "matrix", split)]
     if bias:
         tensors.append(TensorShape(f"{name}.bias", (rows,), "vector", "column" if split == "column" else "none"))

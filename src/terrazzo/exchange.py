@@ -113,11 +113,11 @@ def on_first(work: Callable[[], T], failed: type[TerrazzoError] = SaveFailed) ->
     return value
 
 
-_Problem = list[str]
+_ProblemText = list[str]
 """The name of the error's class, and its message."""
 
 
-def _tried(work: Callable[[], T], failed: type[TerrazzoError]) -> tuple[T | None, _Problem | None]:
+def _tried(work: Callable[[], T], failed: type[TerrazzoError]) -> tuple[T | None, _ProblemText | None]:
     try:
         return work(), None
     except Exception as error:  # whatever it was, the other ranks must not wait for this one
@@ -126,6 +126,6 @@ def _tried(work: Callable[[], T], failed: type[TerrazzoError]) -> tuple[T | None
         return None, [type(error).__name__ if known else failed.__name__, text]
 
 
-def _refuse(problems: list[_Problem | None]) -> None:
+def _refuse(problems: list[_ProblemText | None]) -> None:
     if (first := next((problem for problem in problems if problem is not None), None)) is not None:
         raise _ERRORS[first[0]](first[1])

@@ -10,7 +10,7 @@ import yaml
 
 from terrazzo.config.files import Loaded, parse
 from terrazzo.dialects.core.description import PATHS, UNSET, Description, Extra, Setting, build
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.core.keys import matches
@@ -38,10 +38,10 @@ class Toy(Dialect):
     title = "Toy"
     known = ("lr", "old_lr", "clip", "verbose", "magic", "stage")
 
-    def recognises(self, document: Document) -> bool:
+    def recognises(self, document: ConfigDocument) -> bool:
         return "verbose" in document
 
-    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
         reader = Reader(document, "Toy")
         lr = reader.number("old_lr") if "old_lr" in reader else reader.number("lr")
         reader.say("old_lr", "renamed", "it is called lr now")

@@ -19,13 +19,27 @@ TWICE = {"TerrazzoStrategy": "Lightning too has each of its strategies twice, fo
 
 
 def check_names(modules: dict[str, Module]) -> Iterator[Finding]:
-    """No name means two classes, of the whole package."""
+    """No name means two classes of the whole package, or a class and the alias of a type."""
     defined: dict[str, str] = {}
     for name, module in modules.items():
         classes = [node for node in module.tree.body if isinstance(node, ast.ClassDef) and node.name not in TWICE]
         for node in classes:
             if defined.setdefault(node.name, name) != name:
                 yield Finding(module.path, node.lineno, f"'{node.name}' is also a class of '{defined[node.name]}'")
+    for module in modules.values():
+        for line, alias in _aliases(module.tree):
+            if alias in defined:
+                text = f"the alias '{alias}' is also a class of '{defined[alias]}'"
+                yield Finding(module.path, line, text)
+
+
+def _aliases(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Lines and names of aliases of types: `Step = tuple[int, bool]`, `Units = str | Sequence[str]`."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+            for target in node.targets:
+                if isinstance(target, ast.Name) and target.id.lstrip("_")[:1].isupper() and not target.id.isupper():
+                    yield node.lineno, target.id
 
 
 FOLDERS_ALIKE = {"checkpoint", "cli", "dialects", "integrations", "parallel"}

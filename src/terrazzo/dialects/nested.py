@@ -11,7 +11,7 @@ from typing import Any
 
 from terrazzo.config.files import load
 from terrazzo.dialects.core.description import Extra, Setting, keys_in, settings
-from terrazzo.dialects.core.dialect import Dialect, Document, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.deepspeed import DeepSpeed
 from terrazzo.dialects.fsdp1 import FSDP1
@@ -38,12 +38,12 @@ class Nested:
     given: Mapping[str, Setting[Any]]
     verdicts: tuple[KeyVerdict, ...]
     extras: tuple[Extra, ...]
-    document: Document
+    document: ConfigDocument
     inner: Reading
 
 
 def read_nested(
-    dialect: Dialect, document: Document, context: ReadingContext, section: str, file: Any = None
+    dialect: Dialect, document: ConfigDocument, context: ReadingContext, section: str, file: Any = None
 ) -> Nested:
     """Read a document of `dialect` that stands at the key `section` of another.
 

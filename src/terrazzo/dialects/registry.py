@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from terrazzo.dialects.core.dialect import Dialect, Document
+from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
 from terrazzo.errors import BadInput, did_you_mean, listed
 
 __all__ = ["NAMES", "dialect", "recognise"]
@@ -35,7 +35,7 @@ def dialect(name: str) -> Dialect:
     return found
 
 
-def recognise(document: Document, where: str) -> Dialect:
+def recognise(document: ConfigDocument, where: str) -> Dialect:
     """The dialect that a document is written in.
 
     Raises: `BadInput` where it is none's, or several could be meant.

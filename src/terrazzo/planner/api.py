@@ -19,7 +19,7 @@ from terrazzo.planner.choice.sizing import Sizing, min_gpus
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.gate.gate import TERRAZZO, objections
 from terrazzo.planner.report.answer import Answer
-from terrazzo.planner.setup.request import Model, Request, assumptions, build_setup
+from terrazzo.planner.setup.request import ModelSource, Request, assumptions, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.calibration import Calibration, find_calibration
 
@@ -75,7 +75,7 @@ def compare(request: Request, framework: Framework = TERRAZZO) -> Frontier:
 
 
 def plan(
-    model: Model, gpus: int | str | None = None, *, strategy: str | Plan | None = None, **options: Any
+    model: ModelSource, gpus: int | str | None = None, *, strategy: str | Plan | None = None, **options: Any
 ) -> Estimate | Frontier:
     """What running `model` on `gpus` devices takes, from its shapes alone.
 

@@ -10,7 +10,7 @@ from terrazzo.planner.gate.rule import Objection
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import Block, TextLine, plain
+from terrazzo.planner.text.blocks import TextBlock, TextLine, plain
 from terrazzo.planner.text.terms import memory_blocks, pace_line, time_blocks, traffic_blocks
 from terrazzo.planner.text.words import setup_text, verdict
 from terrazzo.planner.timing.calibration import Calibration, measured_memory
@@ -53,12 +53,14 @@ class Estimate:
         """The report that `terrazzo plan` prints."""
         return plain(self.blocks()).rstrip()
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[TextBlock]:
         """The whole of it: what cannot run, or not yet, stands above everything."""
         above = {"refuse": "bold red", "planned": "bold yellow"}
         halting = [one for severity in above for one in self.objections if one.severity == severity]
         others = [one for one in self.objections if one.severity not in above]
-        blocks: list[Block] = [TextLine(f"{SEVERITIES[one.severity]}: {one}", above[one.severity]) for one in halting]
+        blocks: list[TextBlock] = [
+            TextLine(f"{SEVERITIES[one.severity]}: {one}", above[one.severity]) for one in halting
+        ]
         blocks += [TextLine(verdict(self.memory), _verdict_style(self.memory)), TextLine(setup_text(self.setup))]
         if self.time or self.no_time:
             blocks.append(pace_line(self.time) if self.time else TextLine(self.no_time, "yellow"))

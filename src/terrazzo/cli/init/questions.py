@@ -19,7 +19,7 @@ from terrazzo.train.promise.as_setup import setup_of
 
 __all__ = ["DECODER", "QUESTIONS", "Machine", "Model", "Question"]
 
-Answers = Mapping[str, Any]
+AnswersByKey = Mapping[str, Any]
 
 GOALS = ("pretrain", "finetune")
 DECODER = {"kind": "decoder", "dim": 256, "layers": 6, "heads": 4}
@@ -35,14 +35,14 @@ class Question:
 
     name: str
     text: str
-    default: Callable[[Answers], str | None]
-    read: Callable[[str, Answers], Any]
+    default: Callable[[AnswersByKey], str | None]
+    read: Callable[[str, AnswersByKey], Any]
 
     @property
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
 
-    def answer(self, text: str | None, answers: Answers) -> Any:
+    def answer(self, text: str | None, answers: AnswersByKey) -> Any:
         """What `text` means, or the default where it is None.
 
         Raises: `BadInput` for what cannot be, and where there is no default.
@@ -79,17 +79,17 @@ class Machine:
         return self.cluster.device.kind == "cpu"
 
 
-def _goal(text: str, answers: Answers) -> str:
+def _goal(text: str, answers: AnswersByKey) -> str:
     if text not in GOALS:
         raise BadInput(f"--goal is '{text}', expected one of {', '.join(GOALS)}.{did_you_mean(text, GOALS)}")
     return text
 
 
-def _default_model(answers: Answers) -> str | None:
+def _default_model(answers: AnswersByKey) -> str | None:
     return "decoder" if answers["goal"] == "pretrain" else None
 
 
-def _model(text: str, answers: Answers) -> Model:
+def _model(text: str, answers: AnswersByKey) -> Model:
     path = Path(text)
     folder = path if path.is_dir() else path.parent if path.is_file() else None
     if answers["goal"] == "finetune" and (folder is None or not any(folder.glob("*.safetensors"))):
@@ -107,14 +107,14 @@ def _model(text: str, answers: Answers) -> Model:
     return Model(text, model_shape(text), folder)
 
 
-def _data(text: str, answers: Answers) -> str:
+def _data(text: str, answers: AnswersByKey) -> str:
     """Of an object store nothing is asked yet."""
     if "://" not in text:
         find_files(text)
     return text
 
 
-def _machine(text: str, answers: Answers) -> Machine:
+def _machine(text: str, answers: AnswersByKey) -> Machine:
     here = this_machine()
     if text == "cpu":
         return Machine(cpu_host(here.host_memory_bytes), is_here=True)
@@ -124,12 +124,12 @@ def _machine(text: str, answers: Answers) -> Machine:
     return Machine(Cluster(found, found.per_node), is_here=False)
 
 
-def _default_ranks(answers: Answers) -> str:
+def _default_ranks(answers: AnswersByKey) -> str:
     machine: Machine = answers["gpu"]
     return "1" if machine.on_cpu else str(machine.cluster.count)
 
 
-def _ranks(text: str, answers: Answers) -> int:
+def _ranks(text: str, answers: AnswersByKey) -> int:
     machine: Machine = answers["gpu"]
     ranks = _whole("--ranks", text)
     if machine.is_here and not machine.on_cpu and ranks > machine.cluster.count:
@@ -137,24 +137,24 @@ def _ranks(text: str, answers: Answers) -> int:
     return ranks
 
 
-def _default_sequence(answers: Answers) -> str:
+def _default_sequence(answers: AnswersByKey) -> str:
     model: Model = answers["model"]
     return "256" if model.built_in else str(min(model.shape.positions or LONGEST, LONGEST))
 
 
-def _sequence(text: str, answers: Answers) -> int:
+def _sequence(text: str, answers: AnswersByKey) -> int:
     sequence, positions = _whole("--seq", text), answers["model"].shape.positions
     if not answers["model"].built_in and positions and sequence > positions:
         raise BadInput(f"--seq is {sequence}, but {answers['model'].name} has positions for {positions} tokens.")
     return sequence
 
 
-def _default_batch(answers: Answers) -> str:
+def _default_batch(answers: AnswersByKey) -> str:
     ranks: int = answers["ranks"]
     return str(-(-32 // ranks) * ranks)
 
 
-def _batch(text: str, answers: Answers) -> int:
+def _batch(text: str, answers: AnswersByKey) -> int:
     batch, ranks = _whole("--global-batch", text), answers["ranks"]
     if batch % ranks:
         raise BadInput(

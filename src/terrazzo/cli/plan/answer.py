@@ -26,18 +26,18 @@ from terrazzo.planner.report.picture import save_picture
 from terrazzo.planner.report.terminal import show_bars
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.request import build_cluster
-from terrazzo.planner.text.blocks import Block, TextLine, show
+from terrazzo.planner.text.blocks import TextBlock, TextLine, show
 from terrazzo.train.settings.command import program
 
 __all__ = ["run"]
 
-Asked = Mapping[str, Any]
+OptionValues = Mapping[str, Any]
 """Arguments of `terrazzo plan` by name."""
 
 _OPTIONS = [option for options in OPTIONS.values() for option in options]
 
 
-def run(asked: Asked, given: Collection[str]) -> None:
+def run(asked: OptionValues, given: Collection[str]) -> None:
     """`terrazzo plan`.
 
     Args:
@@ -61,7 +61,7 @@ def run(asked: Asked, given: Collection[str]) -> None:
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _answer(source: str, asked: Asked, framework: Framework) -> Answer | BareAnswer:
+def _answer(source: str, asked: OptionValues, framework: Framework) -> Answer | BareAnswer:
     if source == "--model":
         return _of_model(asked, framework)
     if source == "--params":
@@ -71,12 +71,12 @@ def _answer(source: str, asked: Asked, framework: Framework) -> Answer | BareAns
     return in_framework(of_config(asked, _request({**asked, "model": 1})), framework)
 
 
-def _of_model(asked: Asked, framework: Framework) -> Answer:
+def _of_model(asked: OptionValues, framework: Framework) -> Answer:
     request = replace(_request(asked), as_megatron=framework.name == "megatron")
     return ask(request, framework, fewest=asked["min_gpus"] or (request.gpus is None and request.strategy is None))
 
 
-def _of_count(asked: Asked) -> BareAnswer:
+def _of_count(asked: OptionValues) -> BareAnswer:
     """States and traffic. The recipe is the ZeRO paper's 2 + 2 + 12 bytes unless another was asked for."""
     if "@" in (asked["strategy"] or ""):
         raise BadInput("An offload says nothing about a bare number of parameters: name a model with --model.")
@@ -88,7 +88,7 @@ def _of_count(asked: Asked) -> BareAnswer:
     return BareAnswer(request, build_cluster(request).device.memory_bytes if machine else None)
 
 
-def _request(asked: Asked) -> Request:
+def _request(asked: OptionValues) -> Request:
     fields = {option.field: asked[option.argument] for option in _OPTIONS if option.field}
     for option in _OPTIONS:
         if option.unit is not None and (value := asked[option.argument]) is not None:
@@ -132,7 +132,7 @@ def _count(text: str) -> float:
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
-def _source(asked: Asked) -> str:
+def _source(asked: OptionValues) -> str:
     """What describes the model. Raises: `BadInput` unless it is exactly one."""
     sources = {"CONFIG": asked["config"], "--model": asked["model"], "--params": asked["params"]}
     named = [name for name, value in sources.items() if value is not None]
@@ -142,7 +142,7 @@ def _source(asked: Asked) -> str:
     return named[0]
 
 
-def _refuse_options(source: str, asked: Asked, given: Collection[str]) -> None:
+def _refuse_options(source: str, asked: OptionValues, given: Collection[str]) -> None:
     """What has no meaning beside a configuration, which says what a run is, or beside a bare number of parameters."""
     reasons = {
         "CONFIG": "was given beside a configuration, which decides it: write an override, such as plan.name=zero2.",
@@ -162,7 +162,7 @@ def _refuse_options(source: str, asked: Asked, given: Collection[str]) -> None:
 # -- the outputs ---------------------------------------------------------------------------------------------------
 
 
-def _write(answer: Answer | BareAnswer, asked: Asked) -> None:
+def _write(answer: Answer | BareAnswer, asked: OptionValues) -> None:
     try:
         if asked["emit"] is not None:
             emit(_best(answer), asked["model"], asked["emit"])
@@ -172,7 +172,7 @@ def _write(answer: Answer | BareAnswer, asked: Asked) -> None:
         raise BadInput(f"'{error.filename}' cannot be written: {error.strerror}.") from error
 
 
-def _print(answer: Answer | BareAnswer, asked: Asked) -> None:
+def _print(answer: Answer | BareAnswer, asked: OptionValues) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # × is ? where the output is ASCII, and not an error
     console = Console(highlight=False)
@@ -182,7 +182,7 @@ def _print(answer: Answer | BareAnswer, asked: Asked) -> None:
         show(_how_to_run(answer, asked), console)
 
 
-def _how_to_run(answer: Answer, asked: Asked) -> list[Block]:
+def _how_to_run(answer: Answer, asked: OptionValues) -> list[TextBlock]:
     """The commands that run the plan, where this version can."""
     here = answer.best.memory.fits is not False and runnable(answer.best.setup)
     start = _start(answer.best.setup.cluster)
@@ -198,7 +198,7 @@ def _how_to_run(answer: Answer, asked: Asked) -> list[Block]:
     return [TextLine(f"\nTo run it: {program()} {command} && {start} train plan.yaml", copied=True)]
 
 
-def _ranks(answer: Answer, asked: Asked) -> list[str]:
+def _ranks(answer: Answer, asked: OptionValues) -> list[str]:
     """The override that starts the ranks that were asked for, where one host has them and the file says otherwise."""
     cluster, overrides = answer.best.setup.cluster, asked["overrides"] or []
     said = load_config(asked["config"], overrides).rank_numbers[-1:]

@@ -23,11 +23,11 @@ from terrazzo.train.promise.planned import planned
 
 __all__ = ["of_config"]
 
-Asked = Mapping[str, Any]
+OptionValues = Mapping[str, Any]
 """Arguments of `terrazzo plan` by name."""
 
 
-def of_config(asked: Asked, machines: Request) -> Answer:
+def of_config(asked: OptionValues, machines: Request) -> Answer:
     """What `terrazzo train` promises of the same file, here or on other machines.
 
     Args:
@@ -58,7 +58,7 @@ def _calibrated(path: Path, overrides: list[str]) -> str:
     return f"{record.steps} steps were measured just now; the record is {where}"
 
 
-def _ranks(asked: Asked, config: Config) -> int:
+def _ranks(asked: OptionValues, config: Config) -> int:
     if asked["gpus"] is not None:
         return _whole("--gpus", asked["gpus"])
     if asked["gpu"] is not None and config.launch.ranks is None:

@@ -9,7 +9,15 @@ from terrazzo.dialects.accelerate.keys import KEYS, canonical_key
 from terrazzo.dialects.accelerate.read import read
 from terrazzo.dialects.accelerate.write import write
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dialect import (
+    NO_CONTEXT,
+    ConfigDocument,
+    Dialect,
+    Finding,
+    Reading,
+    ReadingContext,
+    Writing,
+)
 
 __all__ = ["Accelerate"]
 
@@ -24,11 +32,11 @@ class Accelerate(Dialect):
     suffix = ".yaml"
     keys = KEYS
 
-    def recognises(self, document: Document) -> bool:
+    def recognises(self, document: ConfigDocument) -> bool:
         """By keys that no other dialect has at the top."""
         return any(key in document for key in _TELLING)
 
-    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
         """See `Dialect.read`."""
         return read(document, context)
 
@@ -36,7 +44,7 @@ class Accelerate(Dialect):
         """See `Dialect.write`."""
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         """What Accelerate refuses, and what it passes over."""
         return findings(document, reading, context)
 

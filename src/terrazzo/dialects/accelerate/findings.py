@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import FILE
 from terrazzo.dialects.accelerate.reader import AccelerateReader
-from terrazzo.dialects.core.dialect import Document, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.shared.accelerate import AXES
 
 __all__ = ["findings"]
@@ -15,7 +15,7 @@ __all__ = ["findings"]
 _F, _P = "fsdp_config.fsdp_", "parallelism_config.parallelism_config_"
 
 
-def findings(document: Document, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
+def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
     """All of them."""
     source = AccelerateReader(document, context)
     kind = str(source.get("distributed_type", "")).upper()

@@ -9,8 +9,8 @@ from terrazzo.dialects.accelerate.keys import TYPES
 from terrazzo.dialects.accelerate.read_deepspeed import read_deepspeed
 from terrazzo.dialects.accelerate.read_fsdp import VERSION, read_fsdp, read_mesh
 from terrazzo.dialects.accelerate.reader import AccelerateReader
-from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
+from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.shared.accelerate import stack_precision
 from terrazzo.dialects.shared.fsdp import offload
 from terrazzo.dialects.shared.rows import row_settings
@@ -18,7 +18,7 @@ from terrazzo.dialects.shared.rows import row_settings
 __all__ = ["read"]
 
 
-def read(document: Document, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext) -> Reading:
     """The document's meaning."""
     source = AccelerateReader(document, context)
     kind = _kind(source)
@@ -55,11 +55,11 @@ def _half(source: AccelerateReader) -> Setting[Any]:
     return source.take("mixed_precision")
 
 
-def _world(source: AccelerateReader) -> Settings:
+def _world(source: AccelerateReader) -> SettingsByKey:
     """Ranks. -1 leaves them to the command line."""
     ranks = source.take("num_processes")
     cpu = source.take("use_cpu")
-    given: Settings = {"training.device": Setting("cpu" if cpu.value else None, cpu.origin, cpu.key)}
+    given: SettingsByKey = {"training.device": Setting("cpu" if cpu.value else None, cpu.origin, cpu.key)}
     if ranks.value > 0:
         return given | {"mesh.world": ranks}
     if ranks.origin == "file":
@@ -67,7 +67,7 @@ def _world(source: AccelerateReader) -> Settings:
     return given
 
 
-def _engine(source: AccelerateReader, engine: str, half: Setting[Any], given: Settings) -> Settings:
+def _engine(source: AccelerateReader, engine: str, half: Setting[Any], given: SettingsByKey) -> SettingsByKey:
     world = given["mesh.world"].value if "mesh.world" in given else source.context.world
     if engine == "deepspeed":
         low = Setting("bf16" if half.value == "fp8" else half.value, half.origin, half.key)
@@ -78,7 +78,7 @@ def _engine(source: AccelerateReader, engine: str, half: Setting[Any], given: Se
     if engine == "another engine":
         source.refuse("distributed_type", "it is an engine of its own: take FSDP, DEEPSPEED or MULTI_GPU")
         return {}
-    replicas: Settings = {
+    replicas: SettingsByKey = {
         **row_settings("zero0", Setting(None, "default")),
         **offload(Setting(False, "default")),
         "saving.state": Setting("full", "default"),
@@ -88,13 +88,13 @@ def _engine(source: AccelerateReader, engine: str, half: Setting[Any], given: Se
     return replicas | _precision(source, "ddp", half)
 
 
-def _precision(source: AccelerateReader, stack: str, half: Setting[Any]) -> Settings:
+def _precision(source: AccelerateReader, stack: str, half: Setting[Any]) -> SettingsByKey:
     """fp8 sits on bf16."""
     under = Setting("bf16" if half.value == "fp8" else half.value, half.origin, half.key)
     return stack_precision(stack, under, False, source.context)
 
 
-def _compile(source: AccelerateReader, engine: str) -> Settings:
+def _compile(source: AccelerateReader, engine: str) -> SettingsByKey:
     """A backend switches torch.compile on, but for DeepSpeed, which the launcher does not tell."""
     key = "dynamo_config.dynamo_backend"
     backend = source.take(key)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.accelerate.reader import AccelerateReader
-from terrazzo.dialects.core.description import Setting, Settings, settings
+from terrazzo.dialects.core.description import Setting, SettingsByKey, settings
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.nested import DEEPSPEED, load_named, read_nested
 from terrazzo.errors import listed
@@ -28,7 +28,7 @@ _PLUGIN = {
 """DeepSpeed's key by the one that Accelerate's plugin has for it."""
 
 
-def read_deepspeed(source: AccelerateReader, half: Setting[Any], world: int | None) -> Settings:
+def read_deepspeed(source: AccelerateReader, half: Setting[Any], world: int | None) -> SettingsByKey:
     """What DeepSpeed does, under the YAML's keys.
 
     Args:
@@ -50,7 +50,7 @@ def read_deepspeed(source: AccelerateReader, half: Setting[Any], world: int | No
     return given | _at_start(source, document["zero_optimization"]["stage"])
 
 
-def _from_file(source: AccelerateReader, name: str, context: ReadingContext) -> Settings:
+def _from_file(source: AccelerateReader, name: str, context: ReadingContext) -> SettingsByKey:
     """The file says all; what stands beside it is refused by Accelerate."""
     document, fault = load_named(name, source.context)
     if fault:
@@ -129,7 +129,7 @@ def _carry(source: AccelerateReader, reading: Reading, keys: dict[str, str]) -> 
             source.keep_as(name, source.flat[name], extra.why)
 
 
-def _at_start(source: AccelerateReader, stage: Any) -> Settings:
+def _at_start(source: AccelerateReader, stage: Any) -> SettingsByKey:
     """At stage 3 the model is built split, unless told otherwise."""
     init = source.take(f"{_D}.zero3_init_flag")
     init = init if init.value is not None else replace(init, value=stage == 3)

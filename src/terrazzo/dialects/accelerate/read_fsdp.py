@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.accelerate.reader import AccelerateReader
-from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.description import Setting, SettingsByKey
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.shared.accelerate import AXES
 from terrazzo.dialects.shared.fsdp import offload
@@ -19,14 +19,14 @@ VERSION = f"{_F}version"
 """Key of FSDP's version: 1 unless the file says 2."""
 
 
-def read_mesh(source: AccelerateReader, fsdp: bool) -> Settings:
+def read_mesh(source: AccelerateReader, fsdp: bool) -> SettingsByKey:
     """Degrees. Without the section all ranks are one axis; within it, a size that is not given is 1.
 
     Args:
         source: the YAML.
         fsdp: whether FSDP shards: what else there is takes the ranks that are left, whatever dp_shard_size says.
     """
-    given: Settings = {}
+    given: SettingsByKey = {}
     for axis in AXES:
         given[f"mesh.{axis}"] = source.take(f"{_P}{axis}_size")
     shards = given["mesh.dp_shard"]
@@ -37,12 +37,12 @@ def read_mesh(source: AccelerateReader, fsdp: bool) -> Settings:
     return given | {"mesh.pp": Setting(1, "default"), "mesh.ep": Setting(1, "default")}
 
 
-def read_fsdp(source: AccelerateReader, mesh: Settings) -> Settings:
+def read_fsdp(source: AccelerateReader, mesh: SettingsByKey) -> SettingsByKey:
     """Row, units, offload, prefetch, loading, checkpointing and kind of checkpoint."""
     version = source.take(VERSION)
     row, chosen = _row(source, version.value)
     replicas = mesh["mesh.dp_replicate"]
-    given: Settings = {}
+    given: SettingsByKey = {}
     if version.value == 2 and (replicas.value or 1) > 1:
         row, chosen = HYBRID[row], (*chosen, replicas)
     elif row.startswith("hybrid"):
@@ -56,7 +56,7 @@ def read_fsdp(source: AccelerateReader, mesh: Settings) -> Settings:
     return given | _activations(source) | _saving(source, version.value) | _loading(source, version.value)
 
 
-def _nodes(source: AccelerateReader, world: Setting[Any] | None) -> Settings:
+def _nodes(source: AccelerateReader, world: Setting[Any] | None) -> SettingsByKey:
     """Version 1 replicates over nodes, and splits over the ranks of each."""
     nodes = source.take("num_machines")
     if nodes.origin == "default":
@@ -94,7 +94,7 @@ def _passed_over(version: int, value: Any) -> str:
     return f"version 2 passes over it: write {instead.get(word, 'fsdp_reshard_after_forward: true')}"
 
 
-def _units(source: AccelerateReader) -> Settings:
+def _units(source: AccelerateReader) -> SettingsByKey:
     policy = source.take(f"{_F}auto_wrap_policy")
     classes = source.take(f"{_F}transformer_layer_cls_to_wrap")
     size = source.take(f"{_F}min_num_params")
@@ -111,7 +111,7 @@ def _units(source: AccelerateReader) -> Settings:
     return {"units.policy": policy, "units.classes": Setting(tuple(n.strip() for n in names), "file", classes.key)}
 
 
-def _prefetch(source: AccelerateReader, version: int) -> Settings:
+def _prefetch(source: AccelerateReader, version: int) -> SettingsByKey:
     """FSDP1 gathers ahead only if told; FSDP2 always does in backward."""
     backward, forward = f"{_F}backward_prefetch", f"{_F}forward_prefetch"
     if version == 2:
@@ -124,7 +124,7 @@ def _prefetch(source: AccelerateReader, version: int) -> Settings:
     return {"prefetch.backward": ahead, "prefetch.forward": derived(int(asked.value), asked, origin=asked.origin)}
 
 
-def _activations(source: AccelerateReader) -> Settings:
+def _activations(source: AccelerateReader) -> SettingsByKey:
     on = source.take(f"{_F}activation_checkpointing")
     away = source.take(f"{_F}activation_checkpointing_offload")
     mode = "full" if on.value else "none"
@@ -134,7 +134,7 @@ def _activations(source: AccelerateReader) -> Settings:
     }
 
 
-def _saving(source: AccelerateReader, version: int) -> Settings:
+def _saving(source: AccelerateReader, version: int) -> SettingsByKey:
     state = source.take(f"{_F}state_dict_type")
     if state.value is None:
         state = replace(state, value="full" if version == 1 else "sharded")
@@ -142,7 +142,7 @@ def _saving(source: AccelerateReader, version: int) -> Settings:
     return {"saving.state": state, "saving.export": export}
 
 
-def _loading(source: AccelerateReader, version: int) -> Settings:
+def _loading(source: AccelerateReader, version: int) -> SettingsByKey:
     low = source.take(f"{_F}cpu_ram_efficient_loading")
     sent = source.take(f"{_F}sync_module_states")
     if version == 2:

@@ -6,7 +6,7 @@ from typing import Any
 
 from terrazzo.dialects.accelerate.keys import GHOSTS, KEYS, SECTIONS, TOP, canonical_key
 from terrazzo.dialects.core.description import Setting
-from terrazzo.dialects.core.dialect import Document, ReadingContext
+from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
 from terrazzo.dialects.core.keys import Type, row_of
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.errors import did_you_mean
@@ -21,7 +21,7 @@ class AccelerateReader(Reader):
         context: what the document does not say.
     """
 
-    def __init__(self, document: Document, context: ReadingContext) -> None:
+    def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
         super().__init__(document, "Accelerate", keys=KEYS)
         self.context = context
         self.spelling = {canonical_key(key): key for key in self.flat}  # of both spellings the later one holds

@@ -13,9 +13,9 @@ from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.keys import Key, row_of
 
-__all__ = ["NO_CONTEXT", "Dialect", "Document", "Finding", "Reading", "ReadingContext", "Writing"]
+__all__ = ["NO_CONTEXT", "ConfigDocument", "Dialect", "Finding", "Reading", "ReadingContext", "Writing"]
 
-Document = Mapping[str, Any]
+ConfigDocument = Mapping[str, Any]
 """A configuration as plain data: what `files.load` returns."""
 
 
@@ -109,18 +109,18 @@ class Dialect(ABC):
     keys: Mapping[str, Key]
 
     @abstractmethod
-    def recognises(self, document: Document) -> bool:
+    def recognises(self, document: ConfigDocument) -> bool:
         """Whether a document is of this dialect, as far as its keys tell. It must not raise, whatever is in there."""
 
     @abstractmethod
-    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
         """What a document means. A bad value is a `refused` verdict and its setting the default, not an exception."""
 
     @abstractmethod
     def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         """A document that means this, so far as the dialect can say it."""
 
-    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         """Combinations of keys that this library refuses, or takes otherwise than they look."""
         return ()
 

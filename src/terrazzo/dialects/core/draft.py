@@ -16,7 +16,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description, Setting, inactive, settings, shown
 from terrazzo.dialects.core.dialect import Writing
-from terrazzo.dialects.core.key_verdict import KeyVerdict, Kind
+from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind
 from terrazzo.dialects.core.meaning import idle
 from terrazzo.dialects.core.reader import split
 
@@ -56,7 +56,9 @@ class Draft:
 
     # -- what becomes of a setting ---------------------------------------------------------------------------------
 
-    def put(self, paths: str | Iterable[str], key: str, value: Any, why: str = "", kind: Kind = "applied") -> None:
+    def put(
+        self, paths: str | Iterable[str], key: str, value: Any, why: str = "", kind: VerdictKind = "applied"
+    ) -> None:
         """Write a key, which says one or more settings. Unset ones get no verdict."""
         self.write(key, value)
         self._say(paths, kind, key, why)
@@ -99,7 +101,7 @@ class Draft:
             place = place[name]
         return True
 
-    def _say(self, paths: str | Iterable[str], kind: Kind, key: str, why: str) -> None:
+    def _say(self, paths: str | Iterable[str], kind: VerdictKind, key: str, why: str) -> None:
         for path in [paths] if isinstance(paths, str) else paths:
             setting = self.description[path]
             if setting.is_set:

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["KINDS", "LOST", "KeyVerdict", "Kind", "Loss", "worst"]
+__all__ = ["KINDS", "LOST", "KeyVerdict", "Loss", "VerdictKind", "worst"]
 
-Kind = Literal["applied", "renamed", "defaulted", "lossy", "refused"]
-KINDS: tuple[Kind, ...] = ("applied", "defaulted", "renamed", "lossy", "refused")
+VerdictKind = Literal["applied", "renamed", "defaulted", "lossy", "refused"]
+KINDS: tuple[VerdictKind, ...] = ("applied", "defaulted", "renamed", "lossy", "refused")
 """From the mildest to the gravest."""
 Loss = Literal["harmless", "lossy", "refused"]
 """What another dialect loses without a key: nothing, something, or the same numbers."""
-LOST: dict[Loss, Kind] = {"harmless": "defaulted", "lossy": "lossy", "refused": "refused"}
+LOST: dict[Loss, VerdictKind] = {"harmless": "defaulted", "lossy": "lossy", "refused": "refused"}
 """What becomes of a key whose loss it is, in a dialect that has no such key."""
 
 
@@ -34,12 +34,12 @@ class KeyVerdict:
 
     key: str
     value: Any
-    kind: Kind
+    kind: VerdictKind
     target: str = ""
     why: str = ""
     tuning: bool = False
 
 
-def worst(kinds: Iterable[Kind]) -> Kind:
+def worst(kinds: Iterable[VerdictKind]) -> VerdictKind:
     """The gravest of some kinds; `applied` of none."""
     return max(kinds, key=KINDS.index, default="applied")

@@ -16,16 +16,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from terrazzo.dialects.core.description import Extra, Origin, Setting, Settings, build
-from terrazzo.dialects.core.dialect import Document, Reading
-from terrazzo.dialects.core.key_verdict import KeyVerdict, Kind, Loss
+from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByKey, build
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading
+from terrazzo.dialects.core.key_verdict import KeyVerdict, Loss, VerdictKind
 from terrazzo.dialects.core.keys import LIST, MISSING, ONE_OF, SWITCH, TEXT, Key, Type, number, row_of, whole, words
 from terrazzo.errors import did_you_mean
 
 __all__ = ["Reader", "derived", "flatten", "given_only", "join", "split"]
 
 
-def flatten(document: Document, opaque: Iterable[str] = ()) -> dict[str, Any]:
+def flatten(document: ConfigDocument, opaque: Iterable[str] = ()) -> dict[str, Any]:
     """Leaves by dotted key. Lists, empty sections and the keys in `opaque` are leaves."""
     flat: dict[str, Any] = {}
     leaves = frozenset(opaque)
@@ -66,7 +66,7 @@ class Reader:
     """
 
     def __init__(
-        self, document: Document, library: str, opaque: Iterable[str] = (), keys: Mapping[str, Key] | None = None
+        self, document: ConfigDocument, library: str, opaque: Iterable[str] = (), keys: Mapping[str, Key] | None = None
     ) -> None:
         self.library, self.keys = library, keys or {}
         self.spelling: dict[str, str] = {}
@@ -176,7 +176,7 @@ class Reader:
 
     # -- verdicts --------------------------------------------------------------------------------------------------
 
-    def say(self, key: str, kind: Kind, why: str = "", target: str = "") -> None:
+    def say(self, key: str, kind: VerdictKind, why: str = "", target: str = "") -> None:
         """What became of a key; a later word replaces an earlier one."""
         if key in self.flat:
             self.verdicts[key] = KeyVerdict(key, self.flat[key], kind, target, why)
@@ -262,13 +262,13 @@ class Reader:
                 self.verdicts[key] = KeyVerdict(key, verdict.value, verdict.kind, ", ".join(found), verdict.why)
 
 
-def derived(value: Any, *sources: Setting[Any], origin: Origin = "derived") -> Setting[Any]:
+def derived(value: Any, *sources: Setting[Any], origin: SettingOrigin = "derived") -> Setting[Any]:
     """A value worked out from others: under their keys; of the file if any is and `origin` is "file"."""
     keys = dict.fromkeys(key for source in sources for key in source.keys)
     return Setting(value, origin, ", ".join(keys))
 
 
-def given_only(settings: Mapping[str, Setting[Any]]) -> Settings:
+def given_only(settings: Mapping[str, Setting[Any]]) -> SettingsByKey:
     """Those that the file gives a value: a default that says nothing to others is left unset."""
     return {path: setting for path, setting in settings.items() if setting.origin == "file"}
 

@@ -17,14 +17,14 @@ __all__ = [
     "MeshSection",
     "OffloadSection",
     "OptimizerSection",
-    "Origin",
     "ParallelSection",
     "PrecisionSection",
     "PrefetchSection",
     "SavingSection",
     "ScheduleSection",
     "Setting",
-    "Settings",
+    "SettingOrigin",
+    "SettingsByKey",
     "ShardingSection",
     "TrainingSection",
     "UnitsSection",
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Origin = Literal["file", "default", "auto", "derived", "unset"]
+SettingOrigin = Literal["file", "default", "auto", "derived", "unset"]
 """Who gave a value: the file, the default, a rule that replaced "auto", arithmetic on other values, or nobody."""
 
 
@@ -47,7 +47,7 @@ class Setting(Generic[T]):
     """
 
     value: T
-    origin: Origin = "file"
+    origin: SettingOrigin = "file"
     key: str = ""
 
     @property
@@ -59,7 +59,7 @@ class Setting(Generic[T]):
         return self.origin != "unset"
 
 
-Settings = dict[str, Setting[Any]]
+SettingsByKey = dict[str, Setting[Any]]
 """Settings by path."""
 UNSET: Setting[Any] = Setting(None, "unset")
 """Left to the user's code: the dialect has no such setting, or gives it no default."""

@@ -43,7 +43,7 @@ class Auto:
     rule: bool = True
 
 
-_Rule = tuple[str, Callable[[ReadingContext], Any]]
+_AutoRule = tuple[str, Callable[[ReadingContext], Any]]
 _ZERO = "zero_optimization"
 
 # What TrainingArguments have where they are not given.
@@ -71,15 +71,15 @@ def _trainer(context: ReadingContext, name: str) -> Any:
     return given if isinstance(given, int | float) and not isinstance(given, bool) else None
 
 
-def _field(name: str) -> _Rule:
+def _field(name: str) -> _AutoRule:
     return f"TrainingArguments' {name}", lambda context: _trainer(context, name)
 
 
-def _hidden(rule: str, work: Callable[[int], int]) -> _Rule:
+def _hidden(rule: str, work: Callable[[int], int]) -> _AutoRule:
     return rule, lambda context: None if context.hidden_size is None else work(context.hidden_size)
 
 
-def _fixed(value: Any) -> _Rule:
+def _fixed(value: Any) -> _AutoRule:
     return f"{value!r}, always".lower(), lambda context: value
 
 
@@ -108,7 +108,7 @@ def _betas(context: ReadingContext) -> Any:
     return [_trainer(context, "adam_beta1"), _trainer(context, "adam_beta2")] if context.trainer else None
 
 
-_RULES: Mapping[str, _Rule] = {
+_RULES: Mapping[str, _AutoRule] = {
     "train_micro_batch_size_per_gpu": _field("per_device_train_batch_size"),
     "gradient_accumulation_steps": _field("gradient_accumulation_steps"),
     "train_batch_size": ("ranks × micro-batch × accumulation", _train_batch),

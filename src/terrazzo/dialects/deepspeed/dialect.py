@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dialect import (
+    NO_CONTEXT,
+    ConfigDocument,
+    Dialect,
+    Finding,
+    Reading,
+    ReadingContext,
+    Writing,
+)
 from terrazzo.dialects.deepspeed.findings import findings
 from terrazzo.dialects.deepspeed.keys import KEYS
 from terrazzo.dialects.deepspeed.read import read
@@ -27,14 +35,14 @@ class DeepSpeed(Dialect):
     suffix = ".json"
     keys = KEYS
 
-    def recognises(self, document: Document) -> bool:
+    def recognises(self, document: ConfigDocument) -> bool:
         """By keys that no other dialect has at the top, or by a 16-bit section with its switch."""
         switches = (document.get(name) for name in ("fp16", "bf16", "bfloat16"))
         return any(key in document for key in _TELLING[:4]) or (
             any(isinstance(switch, dict) and "enabled" in switch for switch in switches)
         )
 
-    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
         """See `Dialect.read`."""
         return read(document, context)
 
@@ -42,6 +50,6 @@ class DeepSpeed(Dialect):
         """See `Dialect.write`."""
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         """Combinations that DeepSpeed refuses, or takes otherwise than they look."""
         return findings(document, reading, context)

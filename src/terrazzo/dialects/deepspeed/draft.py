@@ -8,7 +8,7 @@ from typing import Any
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Draft
-from terrazzo.dialects.core.key_verdict import Kind
+from terrazzo.dialects.core.key_verdict import VerdictKind
 from terrazzo.dialects.deepspeed.auto import AUTO
 from terrazzo.dialects.deepspeed.keys import TABLE
 from terrazzo.dialects.deepspeed.versions import LAST, default_of
@@ -39,7 +39,9 @@ class DeepSpeedDraft(Draft):
         names = [paths] if isinstance(paths, str) else paths
         return self.own and any(key in self.setting(path).keys for path in names)
 
-    def say(self, paths: str | Sequence[str], key: str, value: Any, note: tuple[Kind, str] = ("applied", "")) -> None:
+    def say(
+        self, paths: str | Sequence[str], key: str, value: Any, note: tuple[VerdictKind, str] = ("applied", "")
+    ) -> None:
         """Write one key for some settings, unless DeepSpeed does so by itself and the key did not stand there.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from terrazzo.dialects.core.dialect import Document, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL
 from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
@@ -21,7 +21,7 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 _ZERO = "zero_optimization"
 
 
-def findings(document: Document, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
+def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterator[Finding]:
     """All of them. What a verdict says already is not said again."""
     source = DeepSpeedReader(document, context)
     stage = _stage(source)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from terrazzo.dialects.core.description import UNSET, Setting, Settings
-from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
+from terrazzo.dialects.core.description import UNSET, Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.deepspeed.keys import KEYS
 from terrazzo.dialects.deepspeed.read_precision import read_precision
 from terrazzo.dialects.deepspeed.read_schedule import read_schedule
@@ -23,11 +23,11 @@ from terrazzo.dialects.deepspeed.reader import DeepSpeedReader
 __all__ = ["read"]
 
 
-def read(document: Document, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext) -> Reading:
     """The document's meaning. Settings come from the parts in turn; a later part may set an earlier one's right."""
     source = DeepSpeedReader(document, context)
     stage = stage_of(source)
-    given: Settings = read_sharding(source, stage)
+    given: SettingsByKey = read_sharding(source, stage)
     given |= read_mesh(source, given.get("mesh.dp_shard", UNSET))
     given |= one_group(source, given)
     apart = given["mesh.tp"].value * given["mesh.sp"].value * given["mesh.pp"].value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED, Setting, Settings
+from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED, Setting, SettingsByKey
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.deepspeed.reader import DeepSpeedReader
 from terrazzo.engine import LossScaling
@@ -21,7 +21,7 @@ DTYPE_WORDS = {
 _WIRE = {"fp32": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
 
-def read_precision(source: DeepSpeedReader, sequence_parallel: bool) -> Settings:
+def read_precision(source: DeepSpeedReader, sequence_parallel: bool) -> SettingsByKey:
     """Every dtype, pinned: DeepSpeed leaves most to the model's."""
     bf16, fp16 = source.take("bf16.enabled"), source.take("fp16.enabled")
     autocast = source.take("torch_autocast.enabled")
@@ -43,16 +43,16 @@ def read_precision(source: DeepSpeedReader, sequence_parallel: bool) -> Settings
     return given | _wire(source, given, sequence_parallel)
 
 
-def _open(*switches: Setting[bool]) -> Settings:
+def _open(*switches: Setting[bool]) -> SettingsByKey:
     """A switch is "auto", and what fills it is not known: masters and moments are fp32 in any case."""
     sources = [switch for switch in switches if switch.origin != "default"]
-    given: Settings = {"precision.compute": derived(None, *sources, origin="auto")}
+    given: SettingsByKey = {"precision.compute": derived(None, *sources, origin="auto")}
     return given | {f"precision.{name}": Setting("fp32", "default") for name in ("master", "moments")}
 
 
-def _low(source: DeepSpeedReader, low: str, switch: Setting[bool]) -> Settings:
+def _low(source: DeepSpeedReader, low: str, switch: Setting[bool]) -> SettingsByKey:
     """bf16 or fp16: all but buffers in 16 bits where nothing else is said, masters and moments in fp32."""
-    given: Settings = dict.fromkeys((f"precision.{name}" for name in EVERY_DTYPE), Setting(low, "default"))
+    given: SettingsByKey = dict.fromkeys((f"precision.{name}" for name in EVERY_DTYPE), Setting(low, "default"))
     given["precision.weight"] = given["precision.compute"] = Setting(low, switch.origin, switch.key)
     given |= {"precision.master": Setting("fp32", "default"), "precision.moments": Setting("fp32", "default")}
     given["precision.buffers"] = Setting(LOADED, "default")
@@ -67,7 +67,7 @@ def _low(source: DeepSpeedReader, low: str, switch: Setting[bool]) -> Settings:
     return given | _moments(source, bool(masters.value)) | _scaling(source)
 
 
-def _moments(source: DeepSpeedReader, masters: bool) -> Settings:
+def _moments(source: DeepSpeedReader, masters: bool) -> SettingsByKey:
     """Beside fp16 masters, the CPU's Adam can keep its moments in fp16."""
     key = "optimizer.params.fp32_optimizer_states"
     if not masters or not source.has(key):
@@ -76,7 +76,7 @@ def _moments(source: DeepSpeedReader, masters: bool) -> Settings:
     return {"precision.moments": Setting("fp32" if fp32.value else "fp16", fp32.origin, fp32.key)}
 
 
-def _scaling(source: DeepSpeedReader) -> Settings:
+def _scaling(source: DeepSpeedReader) -> SettingsByKey:
     """fp16's loss scale: fixed if one is given, else dynamic."""
     fixed = source.take("fp16.loss_scale")
     bounds = {"initial_scale_power": (0, 120), "loss_scale_window": (1, None), "hysteresis": (1, None)}
@@ -97,11 +97,11 @@ def _scaling(source: DeepSpeedReader) -> Settings:
     return {"precision.loss_scaling": derived(scaling, *given, origin="file" if given else "default")}
 
 
-def _autocast(source: DeepSpeedReader, switch: Setting[bool]) -> Settings:
+def _autocast(source: DeepSpeedReader, switch: Setting[bool]) -> SettingsByKey:
     """fp32 throughout, but for what autocast computes, and the gradients of linear layers on the wire."""
     dtype = source.choice("torch_autocast.dtype", DTYPE_WORDS, "fp16", null=True)
     safe = source.take("torch_autocast.lower_precision_safe_modules")
-    given: Settings = dict.fromkeys((f"precision.{name}" for name in EVERY_DTYPE), Setting("fp32", "default"))
+    given: SettingsByKey = dict.fromkeys((f"precision.{name}" for name in EVERY_DTYPE), Setting("fp32", "default"))
     compute = derived(dtype.value, switch, dtype, origin="file")
     wire = Setting(dtype.value, "derived")
     if safe.origin == "file":
@@ -116,9 +116,9 @@ def _autocast(source: DeepSpeedReader, switch: Setting[bool]) -> Settings:
     }
 
 
-def _wire(source: DeepSpeedReader, given: Settings, sequence_parallel: bool) -> Settings:
+def _wire(source: DeepSpeedReader, given: SettingsByKey, sequence_parallel: bool) -> SettingsByKey:
     """What the top of the file and `data_types` say over it."""
-    changed: Settings = {}
+    changed: SettingsByKey = {}
     name = "seq_parallel_communication_data_type" if sequence_parallel else "communication_data_type"
     wire = source.choice(name, _WIRE, "fp32" if sequence_parallel else None, null=True)
     if wire.value is not None and "precision.autocast" not in given:

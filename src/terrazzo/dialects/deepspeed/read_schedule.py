@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.description import Setting, SettingsByKey
 from terrazzo.dialects.deepspeed.keys import SCHEDULER_PARAMS
 from terrazzo.dialects.deepspeed.reader import DeepSpeedReader
 from terrazzo.dialects.deepspeed.versions import STRICT_WARMUP
@@ -19,7 +19,7 @@ NEUTRAL = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": 
 _PARAMS = "scheduler.params"
 
 
-def read_schedule(source: DeepSpeedReader) -> Settings:
+def read_schedule(source: DeepSpeedReader) -> SettingsByKey:
     """The schedule; nothing where the code passes one."""
     name = source.take("scheduler.type")
     if name.value is None:
@@ -28,13 +28,13 @@ def read_schedule(source: DeepSpeedReader) -> Settings:
         near = did_you_mean(name.value, SCHEDULER_PARAMS)
         source.refuse(name.key, f"DeepSpeed has no such schedule: it has {', '.join(SCHEDULER_PARAMS)}.{near}")
         return {}
-    given: Settings = {"schedule.name": Setting(NEUTRAL.get(name.value, name.value), "file", name.key)}
+    given: SettingsByKey = {"schedule.name": Setting(NEUTRAL.get(name.value, name.value), "file", name.key)}
     if name.value in NEUTRAL:
         given |= _warm_up(source, SCHEDULER_PARAMS[name.value]) | _end(source, name.value)
     return given | _options(source, name)
 
 
-def _warm_up(source: DeepSpeedReader, usual: Mapping[str, Any]) -> Settings:
+def _warm_up(source: DeepSpeedReader, usual: Mapping[str, Any]) -> SettingsByKey:
     """At least 2 steps, whatever is asked."""
     key = f"{_PARAMS}.warmup_num_steps"
     least = 1 if source.version >= STRICT_WARMUP else 0
@@ -48,19 +48,19 @@ def _warm_up(source: DeepSpeedReader, usual: Mapping[str, Any]) -> Settings:
     return {"schedule.warmup_steps": steps}
 
 
-def _end(source: DeepSpeedReader, name: str) -> Settings:
+def _end(source: DeepSpeedReader, name: str) -> SettingsByKey:
     usual = SCHEDULER_PARAMS[name]
     if name == "WarmupLR":
         return _peak(source, usual["warmup_max_lr"])
     total = source.integer(f"{_PARAMS}.total_num_steps", None, low=1)
-    given: Settings = {"schedule.total_steps": total} if total.origin != "default" else {}
+    given: SettingsByKey = {"schedule.total_steps": total} if total.origin != "default" else {}
     if name == "WarmupDecayLR":
         return given | {"schedule.final_fraction": Setting(0.0, "default")} | _peak(source, usual["warmup_max_lr"])
     end = source.number(f"{_PARAMS}.cos_min_ratio", usual["cos_min_ratio"], high=1.0)
     return given | {"schedule.final_fraction": end}
 
 
-def _peak(source: DeepSpeedReader, default: float | None) -> Settings:
+def _peak(source: DeepSpeedReader, default: float | None) -> SettingsByKey:
     """The schedule's own peak, which holds rather than the optimizer's rate."""
     key, rate = f"{_PARAMS}.warmup_max_lr", "optimizer.params.lr"
     if not isinstance(source.raw(key), int | float | str | None):
@@ -78,7 +78,7 @@ def _peak(source: DeepSpeedReader, default: float | None) -> Settings:
     return {"optimizer.lr": Setting(peak.value, peak.origin, ", ".join((*peak.keys, rate)))}
 
 
-def _options(source: DeepSpeedReader, name: Setting[Any]) -> Settings:
+def _options(source: DeepSpeedReader, name: Setting[Any]) -> SettingsByKey:
     """What else bends the curve: the shape of the warm-up, its start, and all of a schedule of DeepSpeed's own."""
     arguments = SCHEDULER_PARAMS[name.value]
     options: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.description import Setting, SettingsByKey
 from terrazzo.dialects.core.reader import derived, split
 from terrazzo.dialects.deepspeed.keys import OPTIMIZER_DEFAULTS, OPTIMIZER_PARAMS
 from terrazzo.dialects.deepspeed.reader import DeepSpeedReader
@@ -39,7 +39,7 @@ _OWNER = "DeepSpeed's engine divides the loss by it and steps by itself: the loo
 # -- batch ---------------------------------------------------------------------------------------------------------
 
 
-def read_batch(source: DeepSpeedReader, apart: int) -> Settings:
+def read_batch(source: DeepSpeedReader, apart: int) -> SettingsByKey:
     """Two of three sizes give the third, as far as the number of ranks is known.
 
     Args:
@@ -78,7 +78,7 @@ def _complete(
 # -- optimizer -----------------------------------------------------------------------------------------------------
 
 
-def read_optimizer(source: DeepSpeedReader) -> Settings:
+def read_optimizer(source: DeepSpeedReader) -> SettingsByKey:
     """The optimizer that the engine builds; nothing where the code passes one."""
     name = source.take("optimizer.type")
     if name.value is None:
@@ -89,7 +89,7 @@ def read_optimizer(source: DeepSpeedReader) -> Settings:
             source.refuse(key, "it goes with the optimizer, which there is not")
         return {}
     built_in = str(name.value).lower() in BUILT_IN or known.value != name.value
-    given: Settings = {"optimizer.name": known, **_numbers(source, str(known.value), built_in)}
+    given: SettingsByKey = {"optimizer.name": known, **_numbers(source, str(known.value), built_in)}
     matrices = _of_matrices(source, given) if known.value == "Muon" else {}
     options = _options(source, str(known.value), built_in)
     options = Setting({**options.value, **matrices}, options.origin, options.key)
@@ -133,9 +133,9 @@ def _spelt(source: DeepSpeedReader, name: Setting[str], known: str) -> Setting[A
     return Setting(known, "file", name.key)
 
 
-def _numbers(source: DeepSpeedReader, name: str, built_in: bool) -> Settings:
+def _numbers(source: DeepSpeedReader, name: str, built_in: bool) -> SettingsByKey:
     """Rates and factors. DeepSpeed's own classes have their defaults; torch's keep theirs."""
-    found: Settings = {}
+    found: SettingsByKey = {}
     for argument in ("lr", "eps", "weight_decay", "betas"):
         key = f"{_PARAMS}.{argument}"
         each = _betas(source, key) if argument == "betas" else source.number(key, None)
@@ -147,7 +147,7 @@ def _numbers(source: DeepSpeedReader, name: str, built_in: bool) -> Settings:
     return found
 
 
-def _of_matrices(source: DeepSpeedReader, given: Settings) -> dict[str, Any]:
+def _of_matrices(source: DeepSpeedReader, given: SettingsByKey) -> dict[str, Any]:
     """What Muon takes for matrices, in neutral words; `given` then has the rate of the rest.
 
     DeepSpeed's scales a matrix by the root of rows over columns, with Nesterov's momentum and five iterations.
@@ -202,12 +202,12 @@ def _options(source: DeepSpeedReader, name: str, built_in: bool) -> Setting[Any]
 # -- the loop ------------------------------------------------------------------------------------------------------
 
 
-def read_training(source: DeepSpeedReader) -> Settings:
+def read_training(source: DeepSpeedReader) -> SettingsByKey:
     """Clipping, compilation, and where saved activations lie."""
     clip = source.take("gradient_clipping")
     if clip.origin == "file":
         source.say(clip.key, "applied", "the engine clips within its step; clip_grad_norm_ there only reports")
-    given: Settings = {
+    given: SettingsByKey = {
         "training.clip": Setting(clip.value or None, clip.origin, clip.key),
         "training.compile": source.take("compile.deepcompile"),
     }
@@ -216,7 +216,7 @@ def read_training(source: DeepSpeedReader) -> Settings:
     return given | _layers_kept(source)
 
 
-def _layers_kept(source: DeepSpeedReader) -> Settings:
+def _layers_kept(source: DeepSpeedReader) -> SettingsByKey:
     """Activation checkpoints of a pipeline's layers, of so many at once."""
     layers = source.take(INTERVAL)
     if layers.origin != "file":

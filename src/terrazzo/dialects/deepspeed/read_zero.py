@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.description import Setting, SettingsByKey
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.deepspeed.reader import DeepSpeedReader
 from terrazzo.dialects.deepspeed.versions import REMOVED, SWITCHED, in_words
@@ -60,7 +60,7 @@ def _asks(source: DeepSpeedReader, key: str) -> bool:
     return any(name.startswith(f"{key}.") for name in source.flat) or source.get(key) not in off
 
 
-def read_sharding(source: DeepSpeedReader, stage: Setting[int]) -> Settings:
+def read_sharding(source: DeepSpeedReader, stage: Setting[int]) -> SettingsByKey:
     """The row: that of the stage, or one of two axes for hpZ, and for MiCS, which is gone."""
     hpz, mics = source.take(HPZ), source.get(MICS)
     if stage.value == 3 and isinstance(mics, int) and mics > 0:
@@ -73,7 +73,7 @@ def read_sharding(source: DeepSpeedReader, stage: Setting[int]) -> Settings:
     return row_settings(_ROWS[stage.value], stage)
 
 
-def _mics(source: DeepSpeedReader, stage: Setting[int]) -> Settings:
+def _mics(source: DeepSpeedReader, stage: Setting[int]) -> SettingsByKey:
     """MiCS, which later versions refuse and Terrazzo has."""
     group = source.integer(MICS, 1)
     since = in_words(REMOVED[MICS].since)
@@ -81,14 +81,14 @@ def _mics(source: DeepSpeedReader, stage: Setting[int]) -> Settings:
     return row_settings("hybrid_shard", stage, group) | {"mesh.dp_shard": group}
 
 
-def read_mesh(source: DeepSpeedReader, group: Setting[Any]) -> Settings:
+def read_mesh(source: DeepSpeedReader, group: Setting[Any]) -> SettingsByKey:
     """Degrees; the launcher gives the number of ranks.
 
     Args:
         source: the document.
         group: ranks of one group of hpZ or MiCS, None if there are none.
     """
-    given: Settings = {
+    given: SettingsByKey = {
         "mesh.tp": _degree(source, source.take("tensor_parallel.autotp_size")),
         "mesh.sp": _degree(source, source.integer("sequence_parallel_size", 1, low=1, null=True)),
         "mesh.ep": _experts(source),
@@ -100,7 +100,7 @@ def read_mesh(source: DeepSpeedReader, group: Setting[Any]) -> Settings:
     return given | _data(source, given, group)
 
 
-def _data(source: DeepSpeedReader, given: Settings, group: Setting[Any]) -> Settings:
+def _data(source: DeepSpeedReader, given: SettingsByKey, group: Setting[Any]) -> SettingsByKey:
     """Groups of hpZ and MiCS make replicas of what is left; else all data ranks are one group."""
     apart = given["mesh.tp"].value * given["mesh.sp"].value * given["mesh.pp"].value
     if group.value is not None:
@@ -111,7 +111,7 @@ def _data(source: DeepSpeedReader, given: Settings, group: Setting[Any]) -> Sett
     return {"mesh.dp_replicate": Setting(1, "default"), "mesh.dp_shard": data}
 
 
-def one_group(source: DeepSpeedReader, given: Settings) -> Settings:
+def one_group(source: DeepSpeedReader, given: SettingsByKey) -> SettingsByKey:
     """Where one group of hpZ or MiCS holds all ranks, that of the stage; the key comes back as it was."""
     whole = alone(given)
     if whole:
@@ -138,7 +138,7 @@ def _experts(source: DeepSpeedReader) -> Setting[int]:
     return derived(degree, *given, origin="file" if given else "default")
 
 
-def read_prefetch(source: DeepSpeedReader, stage: int) -> Settings:
+def read_prefetch(source: DeepSpeedReader, stage: int) -> SettingsByKey:
     """Stage 3 gathers ahead by elements; how many units that is, the model says. None is none."""
     if stage != 3:
         return {}
@@ -149,11 +149,14 @@ def read_prefetch(source: DeepSpeedReader, stage: int) -> Settings:
     return {"prefetch.forward": ahead, "prefetch.backward": ahead}
 
 
-def read_offload(source: DeepSpeedReader, stage: int) -> Settings:
+def read_offload(source: DeepSpeedReader, stage: int) -> SettingsByKey:
     """Tiers, with what DeepSpeed makes of them at each stage."""
     optim, weight = _device(source, "offload_optimizer"), _device(source, "offload_param")
     source.say(f"{ZERO}.cpu_offload_use_pin_memory", "lossy", "DeepSpeed does nothing with it: set pin_memory instead")
-    given: Settings = {**_optimizer_tiers(source, optim, stage), "offload.weight": _weight_tier(source, weight, stage)}
+    given: SettingsByKey = {
+        **_optimizer_tiers(source, optim, stage),
+        "offload.weight": _weight_tier(source, weight, stage),
+    }
     nvme = "nvme" in (given["offload.optim"].value, given["offload.weight"].value)
     given |= _pin(source) if {optim.value, weight.value} != {"none"} else {}
     given |= _nvme(source, optim.value, weight.value) if nvme else {}
@@ -173,7 +176,7 @@ def _device(source: DeepSpeedReader, section: str) -> Setting[str]:
     return source.take(key)
 
 
-def _optimizer_tiers(source: DeepSpeedReader, device: Setting[str], stage: int) -> Settings:
+def _optimizer_tiers(source: DeepSpeedReader, device: Setting[str], stage: int) -> SettingsByKey:
     ratio = source.take(f"{ZERO}.offload_optimizer.ratio")
     tier, where = "device" if device.value == "none" else device.value, device.key
     if stage == 0 and tier != "device":
@@ -191,7 +194,7 @@ def _optimizer_tiers(source: DeepSpeedReader, device: Setting[str], stage: int) 
         if ratio.origin == "file":
             source.keep_as(f"{ZERO}.offload_optimizer.ratio", ratio.value, "it has no effect here")
     grad = "cpu" if tier == "nvme" else share
-    step: Settings = {"offload.step": Setting("synchronous", "default")} if share != "device" else {}
+    step: SettingsByKey = {"offload.step": Setting("synchronous", "default")} if share != "device" else {}
     return {"offload.optim": optim, "offload.grad": derived(grad, optim, origin=optim.origin)} | step
 
 
@@ -209,7 +212,7 @@ def _weight_tier(source: DeepSpeedReader, device: Setting[str], stage: int) -> S
     return Setting("device" if device.value == "none" else device.value, device.origin, device.key)
 
 
-def _pin(source: DeepSpeedReader) -> Settings:
+def _pin(source: DeepSpeedReader) -> SettingsByKey:
     """One setting for both sections; they differ only if the file says so."""
     keys = [f"{ZERO}.{section}.pin_memory" for section in ("offload_optimizer", "offload_param")]
     found = [source.take(key) for key in keys]
@@ -220,26 +223,26 @@ def _pin(source: DeepSpeedReader) -> Settings:
     return {"offload.pin": derived(given[0].value, *given, origin="file") if given else found[0]}
 
 
-def _nvme(source: DeepSpeedReader, optim: str, weight: str) -> Settings:
+def _nvme(source: DeepSpeedReader, optim: str, weight: str) -> SettingsByKey:
     sections = [name for name, device in (("offload_optimizer", optim), ("offload_param", weight)) if device == "nvme"]
     paths = [source.take(f"{ZERO}.{name}.nvme_path") for name in sections]
     named = [path for path in paths if path.value is not None]
-    given: Settings = {"offload.direct": Setting(True, "default")}
+    given: SettingsByKey = {"offload.direct": Setting(True, "default")}
     if named:
         folders = tuple(dict.fromkeys(path.value for path in named))
         given["offload.path"] = derived(folders, *named, origin="file")
     return given | {"offload.buffers": source.take(f"{ZERO}.{sections[0]}.buffer_count")}
 
 
-def _aio(source: DeepSpeedReader, nvme: bool) -> Settings:
+def _aio(source: DeepSpeedReader, nvme: bool) -> SettingsByKey:
     keys = {"offload.block_bytes": "aio.block_size", "offload.depth": "aio.queue_depth"}
     return {path: source.take(key) for path, key in keys.items() if nvme or source.has(key)}
 
 
-def read_saving(source: DeepSpeedReader, stage: int) -> Settings:
+def read_saving(source: DeepSpeedReader, stage: int) -> SettingsByKey:
     """DeepSpeed's own checkpoint resumes on as many ranks as wrote it; at stage 0 every rank has all of it."""
     gather = source.take(GATHER)
-    given: Settings = {"saving.state": Setting("local" if stage else "full", "default")}
+    given: SettingsByKey = {"saving.state": Setting("local" if stage else "full", "default")}
     background = source.take("checkpoint.writer.decoupled")
     given["saving.background"] = background
     if stage == 3:

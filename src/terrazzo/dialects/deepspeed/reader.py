@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting
-from terrazzo.dialects.core.dialect import Document, ReadingContext
+from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
 from terrazzo.dialects.core.keys import Key, Type, matches
 from terrazzo.dialects.core.reader import Reader, join
 from terrazzo.dialects.deepspeed.auto import AUTO, LITERAL, Auto, resolve
@@ -26,7 +26,7 @@ class DeepSpeedReader(Reader):
         version: of DeepSpeed, as numbers.
     """
 
-    def __init__(self, document: Document, context: ReadingContext) -> None:
+    def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
         super().__init__(document, "DeepSpeed", ("optimizer.params", "scheduler.params"), TABLE)
         self.context, self.version = context, context.version("deepspeed", LAST)
         self.flat = _open(self.flat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import MODEL_AXES, SHARDING
-from terrazzo.dialects.core.key_verdict import Kind
+from terrazzo.dialects.core.key_verdict import VerdictKind
 from terrazzo.dialects.core.meaning import ON_CPU, TWO_AXES, idle, tier_and_share
 from terrazzo.dialects.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.deepspeed.versions import REMOVED
@@ -33,7 +33,7 @@ def write_sharding(draft: DeepSpeedDraft) -> int:
     mics = row == "hybrid_shard" and draft.version < REMOVED[MICS].since
     key = ZERO if draft.stood(SHARDING, ZERO) else f"{ZERO}.stage"
     note = f"{why}; MiCS, which had it, is gone from DeepSpeed" if row == "hybrid_shard" and not mics else why
-    kind: Kind = "lossy" if why and not mics else "applied"
+    kind: VerdictKind = "lossy" if why and not mics else "applied"
     if key == ZERO:
         draft.put(SHARDING, key, bool(stage))
     elif draft.own:

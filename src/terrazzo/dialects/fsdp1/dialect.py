@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dialect import (
+    NO_CONTEXT,
+    ConfigDocument,
+    Dialect,
+    Finding,
+    Reading,
+    ReadingContext,
+    Writing,
+)
 from terrazzo.dialects.fsdp1.findings import findings
 from terrazzo.dialects.fsdp1.keys import KEYS
 from terrazzo.dialects.fsdp1.read import read
@@ -29,16 +37,16 @@ class FSDP1(Dialect):
     def __init__(self, library: str = "FSDP1") -> None:
         self.library = library
 
-    def recognises(self, document: Document) -> bool:
+    def recognises(self, document: ConfigDocument) -> bool:
         """By its own argument names, all of which it must know."""
         names = {key.partition(".")[0] for key in KEYS}
         return bool(document) and set(document) <= names and not isinstance(document.get("mixed_precision"), str)
 
-    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
         return read(document, context)
 
     def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         return write(description, context, self.library)
 
-    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         return findings(document)

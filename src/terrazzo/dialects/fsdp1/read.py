@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Document, Reading, ReadingContext
+from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.fsdp1.keys import KEYS
 from terrazzo.dialects.shared.fsdp import ROW_NAMES, canonical, dtype, mesh_sizes, offload, uniform, wrap_policy
@@ -15,7 +15,7 @@ from terrazzo.dialects.shared.rows import ALONE_WORDS, HYBRID_ROWS, alone, row_s
 __all__ = ["read"]
 
 
-def read(document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What the arguments mean."""
     reader = Reader(document, "FullyShardedDataParallel", ("device_mesh",), KEYS)
     reader.keep_nulls()
@@ -39,7 +39,7 @@ def read(document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
     return reader.finish("fsdp1", given, unknown="raises a TypeError")
 
 
-def _mesh(reader: Reader, strategy: Setting[Any]) -> Settings:
+def _mesh(reader: Reader, strategy: Setting[Any]) -> SettingsByKey:
     if reader.get("process_group") is not None:
         why = KEYS["process_group"].why
         reader.keep("process_group", why, loss="refused")
@@ -57,14 +57,14 @@ def _mesh(reader: Reader, strategy: Setting[Any]) -> Settings:
     return {**found, "mesh.dp_replicate": Setting(sizes[0] if hybrid else 1, "file", "device_mesh")}
 
 
-def _ignored(reader: Reader) -> Settings:
+def _ignored(reader: Reader) -> SettingsByKey:
     for key in ("ignored_states", "ignored_modules"):
         if reader.get(key) is not None:
             return {"units.ignored": reader.any(key)}
     return {}
 
 
-def _precision(reader: Reader, context: ReadingContext) -> Settings:
+def _precision(reader: Reader, context: ReadingContext) -> SettingsByKey:
     section = "mixed_precision"
     words = {name: dtype(reader, f"{section}.{name}_dtype") for name in ("param", "reduce", "buffer")}
     base = loaded(context, any(found.value for found in words.values()))
@@ -87,7 +87,7 @@ def _precision(reader: Reader, context: ReadingContext) -> Settings:
     }
 
 
-def _prefetch(reader: Reader) -> Settings:
+def _prefetch(reader: Reader) -> SettingsByKey:
     key = "backward_prefetch"
     if key in reader.flat and reader.get(key) is None:
         backward = Setting(0, "file", key)

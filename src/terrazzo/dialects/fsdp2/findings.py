@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from terrazzo.dialects.core.dialect import Document, Finding
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding
 from terrazzo.dialects.fsdp2.read_mesh import MESH_ORDER
 
 __all__ = ["findings"]
 
 
-def findings(document: Document) -> Iterable[Finding]:
+def findings(document: ConfigDocument) -> Iterable[Finding]:
     """All of them."""
     yield from _precision(document)
     mesh = document.get("mesh")
@@ -25,7 +25,7 @@ def findings(document: Document) -> Iterable[Finding]:
         yield Finding("module", "warning", text)
 
 
-def _precision(document: Document) -> Iterable[Finding]:
+def _precision(document: ConfigDocument) -> Iterable[Finding]:
     policy = document.get("mp_policy")
     if isinstance(policy, Mapping) and policy.get("param_dtype") and not policy.get("reduce_dtype"):
         text = (

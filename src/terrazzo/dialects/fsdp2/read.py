@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Document, Reading, ReadingContext
+from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.fsdp2.keys import KEYS
 from terrazzo.dialects.fsdp2.read_mesh import read_mesh
@@ -19,7 +19,7 @@ _REDUCE_CHANGED = (2, 15)
 """The version of torch from which on no `reduce_dtype` means the parameter's own dtype."""
 
 
-def read(document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What the arguments mean."""
     reader = Reader(document, "fully_shard", ("mesh",), KEYS)
     reader.keep_nulls()
@@ -39,8 +39,8 @@ def read(document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def _units(reader: Reader) -> Settings:
-    found: Settings = {}
+def _units(reader: Reader) -> SettingsByKey:
+    found: SettingsByKey = {}
     classes = reader.take("module")
     if classes.value:
         found = {"units.policy": derived("classes", classes, origin="file"), "units.classes": classes}
@@ -54,7 +54,7 @@ def reduces_in_parameter_dtype(context: ReadingContext) -> bool:
     return context.version("torch", torch.__version__) >= _REDUCE_CHANGED
 
 
-def _precision(reader: Reader, context: ReadingContext) -> Settings:
+def _precision(reader: Reader, context: ReadingContext) -> SettingsByKey:
     words = {name: dtype(reader, f"mp_policy.{name}_dtype") for name in ("param", "reduce", "output")}
     base = loaded(context, any(words[name].value for name in ("param", "reduce")))
     compute = otherwise(words["param"], base)
@@ -75,7 +75,7 @@ def _precision(reader: Reader, context: ReadingContext) -> Settings:
     return {**given, "precision.output": words["output"]} if words["output"].value else given
 
 
-def _offload(reader: Reader) -> Settings:
+def _offload(reader: Reader) -> SettingsByKey:
     key = "offload_policy"
     if f"{key}.pin_memory" in reader.flat:
         pin = reader.take(f"{key}.pin_memory")
@@ -84,8 +84,8 @@ def _offload(reader: Reader) -> Settings:
     return offload(canonical(reader, key, enabled, "CPUOffloadPolicy" if enabled.value else "OffloadPolicy"))
 
 
-def _prefetch(reader: Reader) -> Settings:
-    found: Settings = {}
+def _prefetch(reader: Reader) -> SettingsByKey:
+    found: SettingsByKey = {}
     for way in ("forward", "backward"):
         key = f"set_modules_to_{way}_prefetch"
         raw = reader.get(key)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.description import Setting, SettingsByKey
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.shared.fsdp import mesh_sizes
@@ -48,10 +48,10 @@ class _Mesh:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def read_mesh(reader: Reader, context: ReadingContext) -> Settings:
+def read_mesh(reader: Reader, context: ReadingContext) -> SettingsByKey:
     """The row, and the sizes of all axes."""
     mesh = _mesh(reader)
-    found: Settings = {f"mesh.{axis}": derived(n, mesh.keys, origin="file") for axis, n in mesh.others.items()}
+    found: SettingsByKey = {f"mesh.{axis}": derived(n, mesh.keys, origin="file") for axis, n in mesh.others.items()}
     return {**found, **_row(reader, mesh)}
 
 
@@ -111,7 +111,7 @@ def product(sizes: Any) -> int | None:
     return whole
 
 
-def _row(reader: Reader, mesh: _Mesh) -> Settings:
+def _row(reader: Reader, mesh: _Mesh) -> SettingsByKey:
     key = "reshard_after_forward"
     raw = reader.get(key)
     if isinstance(raw, int) and not isinstance(raw, bool):
@@ -124,7 +124,7 @@ def _row(reader: Reader, mesh: _Mesh) -> Settings:
     return _plain(mesh, reshard)
 
 
-def _plain(mesh: _Mesh, reshard: Setting[Any]) -> Settings:
+def _plain(mesh: _Mesh, reshard: Setting[Any]) -> SettingsByKey:
     row = _KEPT[not reshard.value][mesh.replicas != 1]
     if mesh.shards == 1 and mesh.given:
         row = "zero0"
@@ -138,7 +138,7 @@ def _plain(mesh: _Mesh, reshard: Setting[Any]) -> Settings:
     }
 
 
-def _partial(reader: Reader, mesh: _Mesh, size: int) -> Settings:
+def _partial(reader: Reader, mesh: _Mesh, size: int) -> SettingsByKey:
     """A number for `reshard_after_forward`."""
     key = "reshard_after_forward"
     number = reader.integer(key, None, low=1)

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dialect import (
+    NO_CONTEXT,
+    ConfigDocument,
+    Dialect,
+    Finding,
+    Reading,
+    ReadingContext,
+    Writing,
+)
 from terrazzo.dialects.lightning.findings import findings
 from terrazzo.dialects.lightning.keys import DEEPSPEED_STRATEGY, FSDP, KEYS, MODEL_PARALLEL, SHARED, TRAINER
 from terrazzo.dialects.lightning.read import read
@@ -27,7 +35,7 @@ class Lightning(Dialect):
     suffix = ".yaml"
     keys = KEYS
 
-    def recognises(self, document: Document) -> bool:
+    def recognises(self, document: ConfigDocument) -> bool:
         """By Trainer arguments, at the top or below `trainer`."""
         below = document.get("trainer")
         arguments = below if isinstance(below, Mapping) else document
@@ -42,11 +50,11 @@ class Lightning(Dialect):
         row = {**SHARED, **FSDP, **MODEL_PARALLEL, **DEEPSPEED_STRATEGY}.get(name.split(".")[2])
         return row.meaning if row else "argument of the strategy"
 
-    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
         return read(document, context)
 
     def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         return findings(document)

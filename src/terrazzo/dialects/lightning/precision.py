@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, Settings
+from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, SettingsByKey
 from terrazzo.engine import LossScaling
 
 __all__ = ["WORDS", "precision_row"]
@@ -25,7 +25,7 @@ WORDS: dict[Any, str] = {
 _DTYPES = {"16": "fp16", "bf16": "bf16", "32": "fp32", "64": "fp64"}
 
 
-def precision_row(strategy: str, word: Setting[Any]) -> Settings:
+def precision_row(strategy: str, word: Setting[Any]) -> SettingsByKey:
     """The dtype of every state, under a word of `WORDS`.
 
     FSDP gathers and reduces in the 16-bit type, `mixed` or `true`; `true` alone stores the weights in it as well. DDP

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import Extra, Setting, Settings
-from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
+from terrazzo.dialects.core.description import Extra, Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.lightning.precision import precision_row
@@ -21,7 +21,7 @@ __all__ = ["read"]
 _VERBATIM = ("strategy", "precision", "optimizer", "gradient_clip_algorithm", "devices", "num_nodes", "accelerator")
 
 
-def read(document: Document, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext) -> Reading:
     """The document's meaning."""
     return _Read(document, context).reading()
 
@@ -29,7 +29,7 @@ def read(document: Document, context: ReadingContext) -> Reading:
 class _Read:
     """One document under way."""
 
-    def __init__(self, document: Document, context: ReadingContext) -> None:
+    def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
         self.prefix = "trainer." if isinstance(document.get("trainer"), Mapping) else ""
         opaque = tuple(f"{self.prefix}strategy.init_args.{name}" for name in ("auto_wrap_policy", "device_mesh"))
         self.reader = Reader(document, "Lightning", opaque, ROWS)
@@ -111,7 +111,7 @@ class _Read:
         return Strategy(kind, arguments, frozenset(map(str, arguments)), where, f"{where}.class_path")
 
 
-def _by_nodes(given: Settings, nodes: int) -> Settings:
+def _by_nodes(given: SettingsByKey, nodes: int) -> SettingsByKey:
     """FSDP replicates over nodes, and splits over the ranks of each, where nobody gives it a mesh."""
     replicas, world = given.get("mesh.dp_replicate"), given.get("mesh.world")
     if replicas is None or replicas.value is not None or world is None:
@@ -121,7 +121,7 @@ def _by_nodes(given: Settings, nodes: int) -> Settings:
     return {**given, **alone(given)}
 
 
-def _name_class(strategy: Strategy, given: Settings) -> None:
+def _name_class(strategy: Strategy, given: SettingsByKey) -> None:
     """Say of the plan, or of the axes where code makes the plan, that the strategy's class chose it too."""
     if not strategy.name or any(strategy.name in setting.keys for setting in given.values()):
         return
@@ -134,7 +134,7 @@ def _name_class(strategy: Strategy, given: Settings) -> None:
         given[path] = Setting(setting.value, origin, ", ".join((*setting.keys, strategy.name)))
 
 
-def _chosen(strategy: Strategy, row: Settings, said: Mapping[str, Setting[Any]]) -> Settings:
+def _chosen(strategy: Strategy, row: SettingsByKey, said: Mapping[str, Setting[Any]]) -> SettingsByKey:
     """The row, with what the strategy's own `mixed_precision` says of gather, reduction and buffers."""
     if strategy.kind == "ModelParallelStrategy":
         return {path: setting for path, setting in row.items() if path != "precision.reduce"}

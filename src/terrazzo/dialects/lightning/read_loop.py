@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.description import Setting, SettingsByKey
 from terrazzo.dialects.core.reader import Reader, derived, given_only
 
 __all__ = ["read_loop"]
 
 
-def read_loop(reader: Reader, prefix: str) -> Settings:
+def read_loop(reader: Reader, prefix: str) -> SettingsByKey:
     """Accumulation, clipping, length, seed, ranks, optimizer."""
     steps, total = f"{prefix}max_steps", Setting(None, "default")
     if reader.get(steps, -1) == -1:
@@ -45,9 +45,9 @@ def _clip(reader: Reader, prefix: str) -> Setting[Any]:
     return Setting(clipped, value.origin, value.key)
 
 
-def _ranks(reader: Reader, prefix: str) -> Settings:
+def _ranks(reader: Reader, prefix: str) -> SettingsByKey:
     devices, nodes = reader.take(f"{prefix}devices"), reader.take(f"{prefix}num_nodes")
-    found: Settings = {}
+    found: SettingsByKey = {}
     if devices.value is not None:
         found["mesh.world"] = derived(devices.value * nodes.value, devices, nodes, origin="file")
     accelerator = reader.take(f"{prefix}accelerator")
@@ -57,7 +57,7 @@ def _ranks(reader: Reader, prefix: str) -> Settings:
     return found
 
 
-def _optimizer(reader: Reader) -> Settings:
+def _optimizer(reader: Reader) -> SettingsByKey:
     """LightningCLI's `optimizer`. The class is named, never imported."""
     key = "optimizer.class_path"
     path = reader.take(key)
@@ -67,7 +67,7 @@ def _optimizer(reader: Reader) -> Settings:
     known = path.value.startswith("torch.optim") or path.value == name
     named = name if known and hasattr(torch.optim, name) else path.value
     section = "optimizer.init_args"
-    found: Settings = {"optimizer.name": Setting(named, "file", key)}
+    found: SettingsByKey = {"optimizer.name": Setting(named, "file", key)}
     for argument in ("lr", "eps", "weight_decay"):
         found |= given_only({f"optimizer.{argument}": reader.number(f"{section}.{argument}", None)})
     betas = reader.get(f"{section}.betas")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from terrazzo.dialects.core.description import SHARDING, Extra, Setting, Settings
+from terrazzo.dialects.core.description import SHARDING, Extra, Setting, SettingsByKey
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader
@@ -55,7 +55,7 @@ class Strategy:
 class Found:
     """What was read of a strategy."""
 
-    given: Settings
+    given: SettingsByKey
     verdicts: list[KeyVerdict]
     extras: list[Extra]
 
@@ -123,13 +123,13 @@ def _at_strategy(setting: Setting[Any], strategy: Strategy, section: str) -> Set
     return replace(setting, key=", ".join(dict.fromkeys(keys)))
 
 
-def _state(reader: Reader, section: str) -> Settings:
+def _state(reader: Reader, section: str) -> SettingsByKey:
     state = reader.take(f"{section}.state_dict_type")
     written = "full" if state.value == "full" else "none"
     return {"saving.state": state, "saving.export": Setting(written, state.origin, state.key)}
 
 
-def _recomputed(reader: Reader, section: str) -> Settings:
+def _recomputed(reader: Reader, section: str) -> SettingsByKey:
     mode = "activation_checkpointing.mode"
     for name in ("activation_checkpointing_policy", "activation_checkpointing"):
         key = f"{section}.{name}"
@@ -148,7 +148,7 @@ def _recomputed(reader: Reader, section: str) -> Settings:
 def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, Any]) -> Found:
     section = f"{strategy.where}.init_args"
     sizes = {"data_parallel_size": trainer["num_nodes"], "tensor_parallel_size": trainer["devices"]}
-    found: Settings = {}
+    found: SettingsByKey = {}
     for (name, known), axis in zip(sizes.items(), ("dp_shard", "tp"), strict=True):
         key = f"{section}.{name}"
         if reader.get(key, "auto") == "auto":
@@ -309,7 +309,7 @@ def _configured(strategy: Strategy, config: Any, context: ReadingContext, traine
     return Found(given, verdicts + _ignored(strategy), extras)
 
 
-def _without_loop(given: Mapping[str, Setting[Any]], said: set[str]) -> Settings:
+def _without_loop(given: Mapping[str, Setting[Any]], said: set[str]) -> SettingsByKey:
     """Without what Lightning's Trainer decides: accumulation, and clipping unless the document says it."""
     trainers = {"batch.accumulation"} | (set() if "gradient_clipping" in said else {"training.clip"})
     return {path: setting for path, setting in given.items() if path not in trainers}

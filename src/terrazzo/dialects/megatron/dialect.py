@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dialect import (
+    NO_CONTEXT,
+    ConfigDocument,
+    Dialect,
+    Finding,
+    Reading,
+    ReadingContext,
+    Writing,
+)
 from terrazzo.dialects.megatron.findings import findings
 from terrazzo.dialects.megatron.keys import KEYS, LAUNCHER, canonical
 from terrazzo.dialects.megatron.read import read
@@ -29,16 +37,16 @@ class Megatron(Dialect):
     suffix = ".sh"
     keys = KEYS
 
-    def recognises(self, document: Document) -> bool:
+    def recognises(self, document: ConfigDocument) -> bool:
         """By more arguments than strangers, of which one at least is no other library's."""
         known = {canonical(str(key)) for key in document} & (set(KEYS) | {LAUNCHER})
         return bool(known - _SHARED) and 2 * len(known) > len(document)
 
-    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
         return read(document, context)
 
     def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         return findings(document, reading)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
+from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.megatron.keys import DEGREES, KEYS, LAUNCHER, REMOVED, canonical
 from terrazzo.dialects.megatron.read_training import read_training
@@ -18,11 +18,11 @@ _IDLE = "without {} it says nothing"
 _NESTED = ("language_model.", "model_parallel.")
 
 
-def read(document: Document, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext) -> Reading:
     """What arguments mean."""
     reader = Reader(_normal(document), "Megatron-LM", keys=KEYS)
     reader.keep_nulls()
-    given: Settings = {"units.policy": Setting("auto", "default")}
+    given: SettingsByKey = {"units.policy": Setting("auto", "default")}
     given |= _world(reader) | _mesh(reader) | _sharding(reader) | _precision(reader) | _offload(reader)
     given |= _stages(reader, given["mesh.pp"].value, context) | read_training(reader)
     for key in reader.unread():
@@ -35,7 +35,7 @@ def read(document: Document, context: ReadingContext) -> Reading:
     return reader.finish("megatron", given, unknown="stops at it")
 
 
-def _normal(document: Document) -> dict[str, Any]:
+def _normal(document: ConfigDocument) -> dict[str, Any]:
     """The document with every argument by the name that `KEYS` has. Of two spellings the last counts."""
     found = {canonical(str(key)): value for key, value in document.items()}
     if isinstance(told := found.get(LAUNCHER), Mapping):
@@ -60,7 +60,7 @@ def _idle(reader: Reader, key: str, switch: str) -> None:
 # -- ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _world(reader: Reader) -> Settings:
+def _world(reader: Reader) -> SettingsByKey:
     """Ranks by what the launcher is given."""
     each, machines = reader.take(f"{LAUNCHER}.nproc-per-node"), reader.take(f"{LAUNCHER}.nnodes")
     if each.value is None:
@@ -69,8 +69,8 @@ def _world(reader: Reader) -> Settings:
     return {"mesh.world": derived(each.value * machines.value, each, machines, origin="file")}
 
 
-def _mesh(reader: Reader) -> Settings:
-    given: Settings = {path: reader.take(key) for path, key in DEGREES.items()}
+def _mesh(reader: Reader) -> SettingsByKey:
+    given: SettingsByKey = {path: reader.take(key) for path, key in DEGREES.items()}
     ranks, way = reader.take("context-parallel-size"), reader.take("cp-comm-type")
     words = set(way.value or ("p2p",))
     given["parallel.sequence"] = reader.take("sequence-parallel")
@@ -88,7 +88,7 @@ def _mesh(reader: Reader) -> Settings:
     return {**given, "mesh.cp": ranks, "mesh.sp": Setting(1, "default")}
 
 
-def _stages(reader: Reader, ranks: int, context: ReadingContext) -> Settings:
+def _stages(reader: Reader, ranks: int, context: ReadingContext) -> SettingsByKey:
     """Stages of each rank: as said, or as many as its layers make."""
     several, each = (
         reader.take(key) for key in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage")
@@ -106,7 +106,7 @@ def _stages(reader: Reader, ranks: int, context: ReadingContext) -> Settings:
     return {"parallel.schedule": Setting("1f1b", "default"), "parallel.chunks": chunks}
 
 
-def _sharding(reader: Reader) -> Settings:
+def _sharding(reader: Reader) -> SettingsByKey:
     """What is split over data ranks. Without any of the three switches nothing is."""
     own, torchs, split = (
         reader.take(key) for key in ("use-megatron-fsdp", "use-torch-fsdp2", "use-distributed-optimizer")
@@ -144,7 +144,7 @@ def _sharding(reader: Reader) -> Settings:
 # -- precision, offload --------------------------------------------------------------------------------------------
 
 
-def _precision(reader: Reader) -> Settings:
+def _precision(reader: Reader) -> SettingsByKey:
     wide, narrow = reader.take("accumulate-allreduce-grads-in-fp32"), reader.take("grad-reduce-in-bf16")
     flags = {half: reader.take(half) for half in ("bf16", "fp16")}
     half = next((flag for flag in flags.values() if flag.value), Setting(False, "default"))
@@ -157,7 +157,7 @@ def _precision(reader: Reader) -> Settings:
         grads = "bf16"
     elif kind == "fp16" and not wide.value:
         grads = "fp16"
-    given: Settings = {f"precision.{name}": _of(kind, half) for name in ("weight", "compute", "saved")}
+    given: SettingsByKey = {f"precision.{name}": _of(kind, half) for name in ("weight", "compute", "saved")}
     summed = derived(grads, *sources, origin="file" if sources else "default")
     given |= {"precision.reduce": summed, "precision.accumulate": summed}
     given |= {"precision.output": Setting("fp32", "default"), "precision.autocast": Setting(False, "default")}
@@ -168,7 +168,7 @@ def _of(kind: str, half: Setting[Any]) -> Setting[Any]:
     return Setting(kind, half.origin, half.key)
 
 
-def _states(reader: Reader, aware: Setting[Any]) -> Settings:
+def _states(reader: Reader, aware: Setting[Any]) -> SettingsByKey:
     """Dtypes of the optimizer's states: fp32, unless each is chosen."""
     master, first, second = (reader.take(key) for key in ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"))
     if not aware.value:
@@ -182,7 +182,7 @@ def _states(reader: Reader, aware: Setting[Any]) -> Settings:
     return {"precision.master": master, "precision.moments": moments}
 
 
-def _loss_scaling(reader: Reader, half: Setting[Any]) -> Settings:
+def _loss_scaling(reader: Reader, half: Setting[Any]) -> SettingsByKey:
     fixed = reader.take("loss-scale")
     init, least, steps, misses = (
         reader.take(key) for key in ("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis")
@@ -190,16 +190,16 @@ def _loss_scaling(reader: Reader, half: Setting[Any]) -> Settings:
     if half.key != "fp16" or fixed.value:
         for each in (init, least, steps, misses):
             _idle(reader, each.key, "fp16 and a dynamic scale")
-        found: Settings = {"precision.loss_scaling": Setting(None, half.origin, half.key)}
+        found: SettingsByKey = {"precision.loss_scaling": Setting(None, half.origin, half.key)}
         return found | ({"precision.static_loss_scale": fixed} if fixed.value else {})
     scaling = LossScaling(init=init.value, interval=int(steps.value), hysteresis=misses.value, minimum=least.value)
     said = [each for each in (half, init, least, steps, misses) if each.origin == "file"]
     return {"precision.loss_scaling": derived(scaling, *said, origin="file")}
 
 
-def _offload(reader: Reader) -> Settings:
+def _offload(reader: Reader) -> SettingsByKey:
     switch, share = reader.take("optimizer-cpu-offload"), reader.take("optimizer-offload-fraction")
-    given: Settings = {path: Setting("device", "default") for path in ("offload.weight", "offload.grad")}
+    given: SettingsByKey = {path: Setting("device", "default") for path in ("offload.weight", "offload.grad")}
     if not switch.value or not share.value:
         _idle(reader, share.key, "optimizer-cpu-offload")
         return {**given, "offload.optim": Setting("device", switch.origin, switch.key)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.description import Setting, SettingsByKey
 from terrazzo.dialects.core.keys import MISSING
 from terrazzo.dialects.core.reader import Reader, derived, given_only
 from terrazzo.dialects.megatron.keys import KEYS
@@ -15,7 +15,7 @@ OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "lion": "Lion", "muon": "Muon"}
 """Class by --optimizer, as in torch.optim; Megatron-LM's adam decays weights as AdamW does."""
 
 
-def read_training(reader: Reader) -> Settings:
+def read_training(reader: Reader) -> SettingsByKey:
     """All of it."""
     whole = reader.take("global-batch-size")
     clip = reader.take("clip-grad")
@@ -30,16 +30,16 @@ def read_training(reader: Reader) -> Settings:
     }
 
 
-def _batch(reader: Reader, whole: Setting[Any]) -> Settings:
+def _batch(reader: Reader, whole: Setting[Any]) -> SettingsByKey:
     micro, length = reader.take("micro-batch-size"), reader.take("seq-length")
     given = given_only({"batch.micro_batch": micro, "batch.sequence_length": length, "batch.global_batch": whole})
     return given if whole.value else {**given, "batch.accumulation": Setting(1, "default")}
 
 
-def _optimizer(reader: Reader) -> Settings:
+def _optimizer(reader: Reader) -> SettingsByKey:
     word = reader.take("optimizer")
     name = OPTIMIZERS.get(word.value, word.value)
-    found: Settings = {
+    found: SettingsByKey = {
         "optimizer.name": Setting(name, word.origin, word.key),
         "optimizer.weight_decay": reader.take("weight-decay"),
         **given_only({"optimizer.lr": reader.take("lr")}),
@@ -97,10 +97,10 @@ def _unused(reader: Reader, settings: tuple[Setting[Any], ...], why: str) -> Non
 # -- schedule ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(reader: Reader, whole: Setting[Any]) -> Settings:
+def _schedule(reader: Reader, whole: Setting[Any]) -> SettingsByKey:
     name = reader.take("lr-decay-style")
     total = _steps(reader, whole, "train-iters", "train-samples")
-    found: Settings = {"schedule.name": name, **given_only({"schedule.total_steps": total})}
+    found: SettingsByKey = {"schedule.name": name, **given_only({"schedule.total_steps": total})}
     found |= _lowest(reader, name.value) | _final_decay(reader, whole, name.value)
     decay = _steps(reader, whole, "lr-decay-iters", "lr-decay-samples")
     if decay.value is not None:
@@ -124,7 +124,7 @@ def _steps(reader: Reader, whole: Setting[Any], key: str, in_samples: str) -> Se
     return steps
 
 
-def _lowest(reader: Reader, name: str) -> Settings:
+def _lowest(reader: Reader, name: str) -> SettingsByKey:
     """The rate at the end, as a share of the peak."""
     least, peak = reader.take("min-lr"), KEYS["lr"].type.parse(reader.get("lr"))
     peak = 0 if peak is MISSING else peak
@@ -141,7 +141,7 @@ def _lowest(reader: Reader, name: str) -> Settings:
     return {"schedule.final_fraction": derived(share, least, origin=least.origin)}
 
 
-def _final_decay(reader: Reader, whole: Setting[Any], name: str) -> Settings:
+def _final_decay(reader: Reader, whole: Setting[Any], name: str) -> SettingsByKey:
     style = reader.take("lr-wsd-decay-style")
     steps = _steps(reader, whole, "lr-wsd-decay-iters", "lr-wsd-decay-samples")
     if name != "wsd":
@@ -153,7 +153,7 @@ def _final_decay(reader: Reader, whole: Setting[Any], name: str) -> Settings:
     return found
 
 
-def _warmup(reader: Reader, whole: Setting[Any], decay: Setting[Any]) -> Settings:
+def _warmup(reader: Reader, whole: Setting[Any], decay: Setting[Any]) -> SettingsByKey:
     share = reader.take("lr-warmup-fraction")
     steps = _steps(reader, whole, "lr-warmup-iters", "lr-warmup-samples")
     if not share.value:
@@ -168,7 +168,7 @@ def _warmup(reader: Reader, whole: Setting[Any], decay: Setting[Any]) -> Setting
 # -- activations, checkpoints --------------------------------------------------------------------------------------
 
 
-def _activations(reader: Reader) -> Settings:
+def _activations(reader: Reader) -> SettingsByKey:
     path = "activation_checkpointing.mode"
     short, kind = reader.take("recompute-activations"), reader.take("recompute-granularity")
     way, count = reader.take("recompute-method"), reader.take("recompute-num-layers")
@@ -196,7 +196,7 @@ def _activations(reader: Reader) -> Settings:
     return {path: kind}
 
 
-def _saving(reader: Reader) -> Settings:
+def _saving(reader: Reader) -> SettingsByKey:
     folder, every, kind = (reader.take(key) for key in ("save", "save-interval", "ckpt-format"))
     return {
         **given_only({"saving.folder": folder, "saving.every": every}),

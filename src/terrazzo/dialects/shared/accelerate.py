@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, Settings
+from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, SettingsByKey
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.shared.fsdp_policy import loaded
 from terrazzo.engine import LossScaling
@@ -23,7 +23,7 @@ AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 AUTOCAST = "Accelerate runs the forward under autocast: norms, softmax and losses compute in fp32"
 
 
-def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: ReadingContext) -> Settings:
+def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: ReadingContext) -> SettingsByKey:
     """The dtype of every state.
 
     Args:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import PATHS, TIERS, Description, Setting, Settings, inactive
+from terrazzo.dialects.core.description import PATHS, TIERS, Description, Setting, SettingsByKey, inactive
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.keys import words
 from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU
@@ -80,7 +80,7 @@ NUMBERED = dict(enumerate(dict.fromkeys(STRATEGIES.values()), 1))
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def uniform(kind: str, *states: str) -> Settings:
+def uniform(kind: str, *states: str) -> SettingsByKey:
     """One dtype for each of some states, by default."""
     return {f"precision.{state}": Setting(kind, "default") for state in states}
 
@@ -98,7 +98,7 @@ def canonical(reader: Reader, key: str, found: Setting[Any], word: str | None) -
     return found
 
 
-def offload(enabled: Setting[Any], pin: Setting[Any] | None = None) -> Settings:
+def offload(enabled: Setting[Any], pin: Setting[Any] | None = None) -> SettingsByKey:
     """FSDP's all-or-nothing offload: weights, gradients and optimizer in host memory, or none of them."""
     tier = derived("cpu" if enabled.value else "device", enabled, origin=enabled.origin)
     given = dict.fromkeys(TIERS, tier)
@@ -118,7 +118,7 @@ WRAP_KEYS = (*_CLASS_KEYS, *_SIZE_KEYS, ".size_based_auto_wrap_policy.<argument>
 """What may stand at and below a wrap policy."""
 
 
-def wrap_policy(reader: Reader, key: str) -> Settings:
+def wrap_policy(reader: Reader, key: str) -> SettingsByKey:
     """Units by FSDP1's `auto_wrap_policy`: class names, or a smallest size. Names of functions are refused."""
     for name in (key + suffix for suffix in _SIZE_KEYS if key + suffix in reader.flat):
         size = reader.integer(name, MIN_NUMEL, low=1)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import SHARDING, Description, Origin, Setting, Settings, row_name
+from terrazzo.dialects.core.description import SHARDING, Description, Setting, SettingOrigin, SettingsByKey, row_name
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.meaning import APART, left
 from terrazzo.dialects.core.reader import derived
@@ -49,14 +49,14 @@ _NEAREST = {
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def row_settings(row: str, *sources: Setting[Any]) -> Settings:
+def row_settings(row: str, *sources: Setting[Any]) -> SettingsByKey:
     """The four places of a row, under the keys of what chose it, with the origin of the first that is no default."""
-    origin: Origin = next((source.origin for source in sources if source.origin != "default"), "default")
+    origin: SettingOrigin = next((source.origin for source in sources if source.origin != "default"), "default")
     places = Plan.named(row).places()
     return {f"sharding.{state}": derived(str(place), *sources, origin=origin) for state, place in places.items()}
 
 
-def alone(given: Mapping[str, Setting[Any]]) -> Settings:
+def alone(given: Mapping[str, Setting[Any]]) -> SettingsByKey:
     """The places of a row on two axes whose ranks are one group, under the same keys; empty for all else."""
     row = row_name(*(given[path].value for path in SHARDING))
     if row not in _ALONE or given["mesh.dp_replicate"].value != 1:

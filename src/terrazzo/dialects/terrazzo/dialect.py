@@ -6,7 +6,15 @@ from collections.abc import Iterable, Mapping
 
 from terrazzo.config import KEYS as SCHEMA
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dialect import (
+    NO_CONTEXT,
+    ConfigDocument,
+    Dialect,
+    Finding,
+    Reading,
+    ReadingContext,
+    Writing,
+)
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.read import read
 from terrazzo.dialects.terrazzo.write import write
@@ -23,7 +31,7 @@ class Terrazzo(Dialect):
     suffix = ".yaml"
     keys = KEYS
 
-    def recognises(self, document: Document) -> bool:
+    def recognises(self, document: ConfigDocument) -> bool:
         """By its sections: each that is there has Terrazzo's keys, and at least one key of its own has."""
         sections = {key.partition(".")[0] for key in SCHEMA}
         if not document or not set(document) <= sections:
@@ -34,13 +42,13 @@ class Terrazzo(Dialect):
         known = [name for name in names if name in SCHEMA or name == "plan.mesh"]
         return isinstance(document.get("plan"), str) or 2 * len(known) > len(names) or (bool(known) and len(names) < 4)
 
-    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
         return read(document, context)
 
     def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         """What the trainer refuses of a plan with its tiers. That of single keys is said by their verdicts."""
         plan = reading.description.plan
         if plan is None:

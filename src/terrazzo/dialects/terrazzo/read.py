@@ -8,8 +8,8 @@ from typing import Any
 
 from terrazzo.config import KEYS as SCHEMA
 from terrazzo.config import MuonConfig, check_keys, tier_text
-from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, Settings
-from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
+from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.meaning import APART
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
@@ -34,7 +34,7 @@ _ELSEWHERE = {
 }
 
 
-def read(document: Document, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext) -> Reading:
     """The document's meaning."""
     reader = _SchemaReader(document)
     given = {path: reader.take(key) for key, path in PATH_OF.items()}
@@ -54,7 +54,7 @@ class _SchemaReader(Reader):
         checked: what it says of each key.
     """
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: ConfigDocument) -> None:
         super().__init__(document, "Terrazzo", _OPAQUE)
         self.checked = check_keys(document)
 
@@ -90,13 +90,13 @@ def _neutral(key: str, value: Any) -> Any:
 # -- the plan ------------------------------------------------------------------------------------------------------
 
 
-def _plan(reader: _SchemaReader) -> Settings:
+def _plan(reader: _SchemaReader) -> SettingsByKey:
     ahead = reader.take("plan.prefetch")
     shared = {"prefetch.forward": ahead, "prefetch.backward": ahead, **_units(reader)}
     return {**shared, **(_places(reader) or _row(reader))}
 
 
-def _units(reader: _SchemaReader) -> Settings:
+def _units(reader: _SchemaReader) -> SettingsByKey:
     units = reader.take("plan.units")
     if units.origin != "file":
         return {"units.policy": Setting("auto", "default", units.key)}
@@ -104,7 +104,7 @@ def _units(reader: _SchemaReader) -> Settings:
     return {"units.policy": Setting(policy, "file", units.key), "units.classes": units}
 
 
-def _places(reader: _SchemaReader) -> Settings:
+def _places(reader: _SchemaReader) -> SettingsByKey:
     """Custom places, if the plan is given by them."""
     keys = {state: f"plan.{state}" for state in STATES}
     given = {state: reader.text(key, null=True) for state, key in keys.items() if key in reader.flat}
@@ -120,7 +120,7 @@ def _places(reader: _SchemaReader) -> Settings:
     return _placed({state: Place.parse(setting.value) for state, setting in given.items()}, keys)
 
 
-def _row(reader: _SchemaReader) -> Settings:
+def _row(reader: _SchemaReader) -> SettingsByKey:
     named = reader.take("plan.name")
     try:
         places = Plan.named(named.value).places()
@@ -131,8 +131,8 @@ def _row(reader: _SchemaReader) -> Settings:
     return _placed(places, dict.fromkeys(STATES, named.key), named.origin)
 
 
-def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = "file") -> Settings:
-    settings: Settings = {}
+def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = "file") -> SettingsByKey:
+    settings: SettingsByKey = {}
     for state, place in places.items():
         settings[f"sharding.{state}"] = Setting(",".join(place.axes) or "-", origin, keys[state])
         if place.tier != "device":
@@ -143,7 +143,7 @@ def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = 
 # -- offload -------------------------------------------------------------------------------------------------------
 
 
-def _offload(reader: _SchemaReader) -> Settings:
+def _offload(reader: _SchemaReader) -> SettingsByKey:
     path = reader.take("offload.path")
     folders = (path.value,) if isinstance(path.value, str) else tuple(path.value or ())
     block = reader.take("offload.block_mib")
@@ -153,7 +153,7 @@ def _offload(reader: _SchemaReader) -> Settings:
     }
 
 
-def _tiers_of_name(reader: _SchemaReader, given: Settings) -> None:
+def _tiers_of_name(reader: _SchemaReader, given: SettingsByKey) -> None:
     """The section's tiers in place of the plan's; all three are known then."""
     for state in ("weight", "grad", "optim"):
         key = path = f"offload.{state}"
@@ -184,7 +184,7 @@ def _shortest(tier: str) -> str:
     return ",".join(name if shares[name] == 1 else f"{name}:{shares[name]:g}" for name in named) or "device"
 
 
-def _found_while_running(reader: _SchemaReader, given: Settings) -> None:
+def _found_while_running(reader: _SchemaReader, given: SettingsByKey) -> None:
     """Numbers that no file has: the most of `2:4` stands for it, since fewer there are after failures alone."""
     if given["saving.every"].value == "auto":
         given["saving.every"] = Setting(None, "derived")
@@ -198,10 +198,10 @@ def _found_while_running(reader: _SchemaReader, given: Settings) -> None:
 # -- precision, and what follows --------------------------------------------------------------------------------------
 
 
-def _precision(reader: _SchemaReader) -> Settings:
+def _precision(reader: _SchemaReader) -> SettingsByKey:
     name = reader.take("precision.name")
     preset = PRECISIONS[name.value]
-    found: Settings = {}
+    found: SettingsByKey = {}
     for field in DTYPE_FIELDS:
         own = reader.take(f"precision.{field}")
         named = Setting(DTYPE_NAMES[getattr(preset, field)], name.origin, name.key)
@@ -214,7 +214,7 @@ def _precision(reader: _SchemaReader) -> Settings:
     return found
 
 
-_ALWAYS: Settings = {
+_ALWAYS: SettingsByKey = {
     "precision.buffers": Setting(LOADED, "default"),
     "precision.autocast": Setting(False, "default"),
     "saving.state": Setting("sharded", "default"),
@@ -223,7 +223,7 @@ _ALWAYS: Settings = {
 }
 
 
-def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> Settings:
+def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> SettingsByKey:
     """The axis along which ranks share sequences: by Ulysses it is another one in neutral words."""
     if ranks.value == 1 or reader.checked.values.get("parallel.context.mode") != "ulysses":
         return {"mesh.sp": Setting(1, "default")}
@@ -231,7 +231,7 @@ def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> Settings:
     return {"mesh.cp": Setting(1, "derived"), "mesh.sp": derived(ranks.value, ranks, mode, origin="file")}
 
 
-def _followed(given: Mapping[str, Setting[Any]], context: ReadingContext) -> Settings:
+def _followed(given: Mapping[str, Setting[Any]], context: ReadingContext) -> SettingsByKey:
     """What other settings say together."""
     found = {}
     whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
@@ -245,7 +245,7 @@ def _followed(given: Mapping[str, Setting[Any]], context: ReadingContext) -> Set
     return found
 
 
-def _options(reader: _SchemaReader) -> Settings:
+def _options(reader: _SchemaReader) -> SettingsByKey:
     """Further arguments of the optimizer; betas and eps have settings of their own."""
     options = reader.any("optimizer.options", {})
     raw = dict(options.value) if isinstance(options.value, Mapping) else {}
@@ -270,7 +270,7 @@ def _with_matrices(reader: _SchemaReader, raw: dict[str, Any], options: Setting[
     return derived(raw, *settings, origin="file")
 
 
-def _checkpointing(reader: _SchemaReader) -> Settings:
+def _checkpointing(reader: _SchemaReader) -> SettingsByKey:
     mode = reader.take("train.activation_checkpointing")
     count = mode.value.removeprefix("every_")
     if count == mode.value:

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dialect import (
+    NO_CONTEXT,
+    ConfigDocument,
+    Dialect,
+    Finding,
+    Reading,
+    ReadingContext,
+    Writing,
+)
 from terrazzo.dialects.torchtitan.findings import findings
 from terrazzo.dialects.torchtitan.keys import KEYS, REMOVED
 from terrazzo.dialects.torchtitan.read import read
@@ -28,7 +36,7 @@ class Torchtitan(Dialect):
     suffix = ".yaml"
     keys = KEYS
 
-    def recognises(self, document: Document) -> bool:
+    def recognises(self, document: ConfigDocument) -> bool:
         """By its sections, and at least one key that no other dialect has."""
         if not document or not set(document) <= _SECTIONS:
             return False
@@ -38,11 +46,11 @@ class Torchtitan(Dialect):
         own = {key for key in KEYS if key.partition(".")[0] in ("parallelism", "training", "lr_scheduler", "compile")}
         return bool(inner & own)
 
-    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
         return read(document, context)
 
     def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         return findings(document, context)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.description import Setting, SettingsByKey
 from terrazzo.dialects.core.reader import Reader
 
 __all__ = ["read_float8"]
@@ -22,12 +22,12 @@ _OTHERS = {
 }
 
 
-def read_float8(reader: Reader) -> Settings:
+def read_float8(reader: Reader) -> SettingsByKey:
     """How linear layers multiply; nothing where no section says so."""
     return {path: setting for section in _SECTIONS for path, setting in _section(reader, section).items()}
 
 
-def _section(reader: Reader, section: str) -> Settings:
+def _section(reader: Reader, section: str) -> SettingsByKey:
     inside = [key for key in reader.flat if key.startswith(f"{section}.")]
     if not inside or reader.get(f"{section}.enable_float8_linear") is False:
         return {}
@@ -36,7 +36,7 @@ def _section(reader: Reader, section: str) -> Settings:
     return _recipe(reader, section, inside[0]) | _names(reader, f"{section}.filter_fqns")
 
 
-def _recipe(reader: Reader, section: str, first: str) -> Settings:
+def _recipe(reader: Reader, section: str, first: str) -> SettingsByKey:
     key = f"{section}.recipe_name"
     given = reader.get(key) or "tensorwise"
     if given not in _RECIPES:
@@ -49,7 +49,7 @@ def _recipe(reader: Reader, section: str, first: str) -> Settings:
     return {"precision.linears": Setting(_RECIPES[given], "file", key if key in reader.flat else first)}
 
 
-def _names(reader: Reader, key: str) -> Settings:
+def _names(reader: Reader, key: str) -> SettingsByKey:
     """Parts of names, of layers that are left out."""
     given: Any = reader.get(key)
     if given is None:

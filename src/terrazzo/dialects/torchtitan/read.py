@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Document, Reading, ReadingContext
+from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.keys import MISSING, number
 from terrazzo.dialects.core.reader import Reader, derived, given_only
 from terrazzo.dialects.shared.fsdp import offload
@@ -30,7 +30,7 @@ __all__ = ["read"]
 _ONLY_BUDGET = ("memory_budget", "visualize_memory_budget_pareto")
 
 
-def read(document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What a config means."""
     reader = Reader(document, "torchtitan", OPAQUE, KEYS)
     reader.keep_nulls()
@@ -51,7 +51,7 @@ def read(document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
 # -- plan ----------------------------------------------------------------------------------------------------------
 
 
-def _parallelism(reader: Reader, context: ReadingContext) -> Settings:
+def _parallelism(reader: Reader, context: ReadingContext) -> SettingsByKey:
     replicas, shards = reader.take("parallelism.data_parallel_replicate_degree"), _shards(reader)
     found = {
         **{path: reader.take(key) for path, key in DEGREES.items()},
@@ -65,7 +65,7 @@ def _parallelism(reader: Reader, context: ReadingContext) -> Settings:
     return {**found, **offload(reader.take("training.enable_cpu_offload"))}
 
 
-def _pipeline(reader: Reader, ranks: int, context: ReadingContext) -> Settings:
+def _pipeline(reader: Reader, ranks: int, context: ReadingContext) -> SettingsByKey:
     """Order of the stages, and how many each rank has: two where the order is one of several."""
     said, layers = reader.take(PIPELINE), reader.take(STAGE_LAYERS)
     order, chunks = SCHEDULES.get(said.value.lower(), (said.value, None))
@@ -92,7 +92,9 @@ def _shards(reader: Reader) -> Setting[Any]:
     return reader.take(key)
 
 
-def _row(reader: Reader, mesh: Mapping[str, Setting[Any]], replicas: Setting[Any], shards: Setting[Any]) -> Settings:
+def _row(
+    reader: Reader, mesh: Mapping[str, Setting[Any]], replicas: Setting[Any], shards: Setting[Any]
+) -> SettingsByKey:
     key = "parallelism.fsdp_reshard_after_forward"
     policy = reader.take(key)
     if reader.get(key) == "default":
@@ -111,7 +113,7 @@ def _row(reader: Reader, mesh: Mapping[str, Setting[Any]], replicas: Setting[Any
 # -- precision, batch ----------------------------------------------------------------------------------------------
 
 
-def _precision(reader: Reader) -> Settings:
+def _precision(reader: Reader) -> SettingsByKey:
     kept = reader.take("training.dtype")
     compute, way = reader.take("training.mixed_precision_param"), reader.take("optimizer.implementation")
     narrow = way.value == "fused_opt_states_bf16"
@@ -129,7 +131,7 @@ def _precision(reader: Reader) -> Settings:
     }
 
 
-def _batch(reader: Reader) -> Settings:
+def _batch(reader: Reader) -> SettingsByKey:
     key = "training.global_batch_size"
     local, length = reader.take(LOCAL_BATCH), reader.take("training.seq_len")
     if reader.get("parallelism.pipeline_parallel_degree", 1) != 1:
@@ -142,7 +144,7 @@ def _batch(reader: Reader) -> Settings:
     return {**found, "batch.global_batch": reader.take(key)}
 
 
-def _pipelined_batch(reader: Reader, local: Setting[Any], key: str) -> Settings:
+def _pipelined_batch(reader: Reader, local: Setting[Any], key: str) -> SettingsByKey:
     """Stages run the local batch in parts; `key` is that of the global one."""
     part = reader.take(PIPELINED_BATCH)
     reader.keep(LOCAL_BATCH, "as many sequences as go through the stages before gradients are summed", loss="harmless")
@@ -155,7 +157,7 @@ def _pipelined_batch(reader: Reader, local: Setting[Any], key: str) -> Settings:
 # -- optimizer, schedule, loop -------------------------------------------------------------------------------------
 
 
-def _optimizer(reader: Reader) -> Settings:
+def _optimizer(reader: Reader) -> SettingsByKey:
     key = "optimizer.param_groups"
     groups = reader.get(key)
     if groups == KEYS[key].default:
@@ -194,7 +196,7 @@ def _of_matrices(given: Any) -> dict[str, Any]:
     return found
 
 
-def _schedule(reader: Reader) -> Settings:
+def _schedule(reader: Reader) -> SettingsByKey:
     total = reader.take("training.steps")
     kind, ratio = reader.take("lr_scheduler.decay_type"), reader.take("lr_scheduler.decay_ratio")
     found = {
@@ -217,7 +219,7 @@ def _schedule(reader: Reader) -> Settings:
     return found
 
 
-def _training(reader: Reader) -> Settings:
+def _training(reader: Reader) -> SettingsByKey:
     return {
         "training.clip": reader.take("training.max_norm"),
         "training.compile": reader.take("compile.enable"),
@@ -226,7 +228,7 @@ def _training(reader: Reader) -> Settings:
     }
 
 
-def _checkpointing(reader: Reader) -> Settings:
+def _checkpointing(reader: Reader) -> SettingsByKey:
     section, path = "activation_checkpoint", "activation_checkpointing.mode"
     below = [key.partition(".")[2] for key in reader.flat if key.startswith(f"{section}.")]
     if section in reader.flat and reader.get(section) is None:
@@ -244,7 +246,7 @@ def _checkpointing(reader: Reader) -> Settings:
     return {path: Setting(mode_name, "derived", ", ".join(f"{section}.{name}" for name in below))}
 
 
-def _saving(reader: Reader) -> Settings:
+def _saving(reader: Reader) -> SettingsByKey:
     enabled = reader.take("checkpoint.enable")
     found = {
         "saving.state": Setting("sharded", "default"),

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Finding, Reading, ReadingContext, Writing
+from terrazzo.dialects.core.dialect import (
+    NO_CONTEXT,
+    ConfigDocument,
+    Dialect,
+    Finding,
+    Reading,
+    ReadingContext,
+    Writing,
+)
 from terrazzo.dialects.trainer.findings import findings
 from terrazzo.dialects.trainer.keys import ALIASES, FIELDS, KEYS, REMOVED
 from terrazzo.dialects.trainer.read import read
@@ -32,7 +40,7 @@ class TrainingArguments(Dialect):
     suffix = ".json"
     keys = KEYS
 
-    def recognises(self, document: Document) -> bool:
+    def recognises(self, document: ConfigDocument) -> bool:
         """By fields that no other dialect has at the top."""
         known = {*FIELDS, *ALIASES, *REMOVED, "distributed_config"}
         fields = [key for key in document if key in known]
@@ -41,11 +49,11 @@ class TrainingArguments(Dialect):
     def meaning(self, key: str) -> str:
         return super().meaning(canonical_key(key))
 
-    def read(self, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
         return read(document, context)
 
     def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
         return write(description, context)
 
-    def findings(self, document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
         return findings(document, reading, context)

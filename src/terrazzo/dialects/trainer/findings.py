@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.dialect import Document, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.nested import DEEPSPEED, keyed, read_nested
 from terrazzo.dialects.trainer.keys import FIELDS
@@ -28,7 +28,7 @@ MATCHED = {
 """Keys of a DeepSpeed document whose value must be that of a field, or "auto"."""
 
 
-def findings(document: Document, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
+def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """All of them."""
     flat = {canonical_key(key): value for key, value in flatten(document).items()}
     yield from _together(document, flat)
@@ -47,7 +47,7 @@ def findings(document: Document, reading: Reading, context: ReadingContext) -> I
         yield Finding("distributed_config", "error", text)
 
 
-def _together(document: Document, flat: Mapping[str, Any]) -> Iterable[Finding]:
+def _together(document: ConfigDocument, flat: Mapping[str, Any]) -> Iterable[Finding]:
     if document.get("fsdp") and document.get("deepspeed"):
         yield Finding("fsdp", "error", "the Trainer raises when both fsdp and deepspeed are on: keep one.")
     best, every = flat.get("load_best_model_at_end"), flat.get("save_strategy", "steps")
@@ -71,7 +71,7 @@ def _fsdp(flat: Mapping[str, Any]) -> Iterable[Finding]:
         yield Finding("fsdp_config.state_dict_type", "warning", text)
 
 
-def _mismatches(inner: Mapping[str, Any], document: Document) -> Iterable[Finding]:
+def _mismatches(inner: Mapping[str, Any], document: ConfigDocument) -> Iterable[Finding]:
     """Values of the DeepSpeed document that transformers holds against the fields, and raises if they differ."""
     flat = flatten(inner)
     for key, field in MATCHED.items():

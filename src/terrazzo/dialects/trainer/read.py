@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, Settings
-from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
+from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.shared.accelerate import stack_precision
 from terrazzo.dialects.trainer.findings import MATCHED
 from terrazzo.dialects.trainer.keys import EIGHT_BITS, KEYS, REMOVED
@@ -24,7 +24,7 @@ _OUTER = (
 """Settings that the Trainer's own fields decide where the DeepSpeed document says nothing."""
 
 
-def read(document: Document, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext) -> Reading:
     """The document's meaning."""
     source = TrainerReader(document, context)
     source.keep_nulls()
@@ -40,7 +40,7 @@ def read(document: Document, context: ReadingContext) -> Reading:
     return source.close(given)
 
 
-def _precision(source: TrainerReader, stack: str, given: Mapping[str, Setting[Any]]) -> Settings:
+def _precision(source: TrainerReader, stack: str, given: Mapping[str, Setting[Any]]) -> SettingsByKey:
     halves = [source.take(name) for name in ("bf16", "fp16")]
     if all(half.value for half in halves):
         source.refuse("fp16", "TrainingArguments raise when both bf16 and fp16 are on: keep one")
@@ -58,7 +58,7 @@ def _precision(source: TrainerReader, stack: str, given: Mapping[str, Setting[An
     return stack_precision(stack, half, deferred, source.context)
 
 
-def _narrow(source: TrainerReader, given: Settings) -> None:
+def _narrow(source: TrainerReader, given: SettingsByKey) -> None:
     """An optimizer whose states are in 8 bits is another one here, and the precision of moments says the rest."""
     if str(source.get("optim")) in EIGHT_BITS:
         given["precision.moments"] = Setting("int8", "file", "optim")
@@ -70,7 +70,7 @@ def _which(halves: list[Setting[Any]]) -> tuple[Any, str]:
     return ("file", ", ".join(half.key for half in said)) if said else ("default", "")
 
 
-def _with_deepspeed(outer: Mapping[str, Setting[Any]], inner: Mapping[str, Setting[Any]]) -> Settings:
+def _with_deepspeed(outer: Mapping[str, Setting[Any]], inner: Mapping[str, Setting[Any]]) -> SettingsByKey:
     """DeepSpeed's settings, and the Trainer's where DeepSpeed's document leaves them open."""
     given = dict(inner)
     for path, setting in outer.items():

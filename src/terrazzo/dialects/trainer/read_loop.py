@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.dialects.core.description import Origin, Setting, Settings
+from terrazzo.dialects.core.description import Setting, SettingOrigin, SettingsByKey
 from terrazzo.dialects.core.keys import MISSING
 from terrazzo.dialects.core.keys import number as number_type
 from terrazzo.dialects.core.reader import derived, given_only
@@ -18,19 +18,19 @@ __all__ = ["read_loop"]
 _POLYNOMIAL_END = 1e-7
 
 
-def read_loop(source: TrainerReader) -> Settings:
+def read_loop(source: TrainerReader) -> SettingsByKey:
     """All of it."""
     return {**_batch(source), **_optimizer(source), **_schedule(source), **_training(source), **_saving(source)}
 
 
-def _batch(source: TrainerReader) -> Settings:
+def _batch(source: TrainerReader) -> SettingsByKey:
     return {
         "batch.micro_batch": source.take("per_device_train_batch_size"),
         "batch.accumulation": source.take("gradient_accumulation_steps"),
     }
 
 
-def _optimizer(source: TrainerReader) -> Settings:
+def _optimizer(source: TrainerReader) -> SettingsByKey:
     name = source.take("optim")
     found = {
         "optimizer.name": name,
@@ -43,7 +43,7 @@ def _optimizer(source: TrainerReader) -> Settings:
                 source.refuse(key, f"it is Adam's; {name.value} does not read it: remove it")
         return found
     first, second = (source.take(f"adam_beta{each}") for each in (1, 2))
-    origin: Origin = "file" if "file" in (first.origin, second.origin) else "default"
+    origin: SettingOrigin = "file" if "file" in (first.origin, second.origin) else "default"
     return {
         **found,
         "optimizer.betas": derived((first.value, second.value), first, second, origin=origin),
@@ -54,12 +54,12 @@ def _optimizer(source: TrainerReader) -> Settings:
 # -- schedule ------------------------------------------------------------------------------------------------------
 
 
-def _schedule(source: TrainerReader) -> Settings:
+def _schedule(source: TrainerReader) -> SettingsByKey:
     word = str(source.get("lr_scheduler_type") or "linear").lower()
     name = source.take("lr_scheduler_type")
     options = source.get("lr_scheduler_kwargs")
     options = dict(options) if isinstance(options, Mapping) else {}
-    found: Settings = {"schedule.name": name, **_length(source), **_warmup(source, word)}
+    found: SettingsByKey = {"schedule.name": name, **_length(source), **_warmup(source, word)}
     found |= _shape(source, word, options)
     if "lr_scheduler_kwargs" in source.flat:
         read = any("lr_scheduler_kwargs" in setting.keys for setting in found.values())
@@ -68,7 +68,7 @@ def _schedule(source: TrainerReader) -> Settings:
     return found
 
 
-def _shape(source: TrainerReader, word: str, options: Mapping[str, Any]) -> Settings:
+def _shape(source: TrainerReader, word: str, options: Mapping[str, Any]) -> SettingsByKey:
     """Where the learning rate ends, and how it gets there."""
 
     def number(name: str, default: float) -> Setting[Any]:
@@ -90,7 +90,7 @@ def _shape(source: TrainerReader, word: str, options: Mapping[str, Any]) -> Sett
         return {"schedule.name": line, final: Setting(end.value / peak, end.origin, end.key)}
     if word == "warmup_stable_decay":
         decay = number("num_decay_steps", 0)
-        found: Settings = {final: number("min_lr_ratio", 0.0)}
+        found: SettingsByKey = {final: number("min_lr_ratio", 0.0)}
         kind = options.get("decay_type", "cosine")
         if kind != "linear":
             found["schedule.options"] = Setting({"decay_type": kind}, "file", "lr_scheduler_type")
@@ -98,7 +98,7 @@ def _shape(source: TrainerReader, word: str, options: Mapping[str, Any]) -> Sett
     return {final: Setting(0.0, "default")} if word in ("linear", "cosine") else {}
 
 
-def _warmup(source: TrainerReader, word: str) -> Settings:
+def _warmup(source: TrainerReader, word: str) -> SettingsByKey:
     warmup = source.take("warmup_steps")
     if word == "constant":
         if warmup.value:
@@ -110,7 +110,7 @@ def _warmup(source: TrainerReader, word: str) -> Settings:
     return {"schedule.warmup_steps": Setting(int(warmup.value), warmup.origin, warmup.key)}
 
 
-def _length(source: TrainerReader) -> Settings:
+def _length(source: TrainerReader) -> SettingsByKey:
     """The length of the run. By passes over the data, nobody knows it in steps."""
     steps = number_type(-math.inf).parse(source.get("max_steps", -1))
     by_epochs = steps is MISSING or steps <= 0
@@ -132,7 +132,7 @@ def _length(source: TrainerReader) -> Settings:
 # -- clipping, compile, saving -------------------------------------------------------------------------------------
 
 
-def _training(source: TrainerReader) -> Settings:
+def _training(source: TrainerReader) -> SettingsByKey:
     clip = source.take("max_grad_norm")
     by = [key for key in ("torch_compile_backend", "torch_compile_mode") if source.get(key)]
     compiled = source.take("torch_compile")
@@ -148,17 +148,17 @@ def _training(source: TrainerReader) -> Settings:
     return {**found, "training.device": Setting("cpu", "file", cpu.key)} if cpu.value else found
 
 
-def _checkpointing(source: TrainerReader) -> Settings:
+def _checkpointing(source: TrainerReader) -> SettingsByKey:
     found = [source.take("activation_checkpointing")]
     if source.get("fsdp"):
         found.append(source.take("fsdp_config.activation_checkpointing"))
     on = any(setting.value for setting in found)
     said = [setting for setting in found if setting.origin == "file"]
-    origin: Origin = "file" if said else "default"
+    origin: SettingOrigin = "file" if said else "default"
     return {"activation_checkpointing.mode": derived("full" if on else "none", *said, origin=origin)}
 
 
-def _saving(source: TrainerReader) -> Settings:
+def _saving(source: TrainerReader) -> SettingsByKey:
     strategy = source.take("save_strategy")
     steps = source.take("save_steps")
     limit = source.take("save_total_limit")

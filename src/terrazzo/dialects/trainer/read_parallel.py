@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from terrazzo.dialects.core.description import Setting, Settings
+from terrazzo.dialects.core.description import Setting, SettingsByKey
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.shared.accelerate import AXES
 from terrazzo.dialects.shared.fsdp import MIN_NUMEL, NUMBERED, STRATEGIES, offload
@@ -40,7 +40,7 @@ def fsdp_version(source: TrainerReader) -> int:
     return 1 if str(source.get("fsdp_config.version", 2)) == "1" else 2
 
 
-def read_parallel(source: TrainerReader, stack: str) -> Settings:
+def read_parallel(source: TrainerReader, stack: str) -> SettingsByKey:
     """Row, mesh, units, offload, prefetch, loading and the kind of checkpoint."""
     mesh = _parallelism(source)
     if stack in ("fsdp1", "fsdp2"):
@@ -52,9 +52,9 @@ def read_parallel(source: TrainerReader, stack: str) -> Settings:
     return {**mesh, **found}
 
 
-def _parallelism(source: TrainerReader) -> Settings:
+def _parallelism(source: TrainerReader) -> SettingsByKey:
     """Accelerate's ParallelismConfig, as a mapping."""
-    found: Settings = {}
+    found: SettingsByKey = {}
     for axis in AXES:
         found[f"mesh.{axis}"] = source.take(f"parallelism_config.{axis}_size")
     if "parallelism_config" not in source or found["mesh.dp_shard"].origin == "default":
@@ -64,7 +64,7 @@ def _parallelism(source: TrainerReader) -> Settings:
     return found
 
 
-def _ddp() -> Settings:
+def _ddp() -> SettingsByKey:
     return {
         **row_settings("zero0", Setting(None, "default")),
         **offload(Setting(False, "default")),
@@ -86,7 +86,7 @@ def _without_fsdp(source: TrainerReader, stack: str) -> None:
 # -- FSDP ----------------------------------------------------------------------------------------------------------
 
 
-def _fsdp(source: TrainerReader, stack: str, mesh: Settings) -> Settings:
+def _fsdp(source: TrainerReader, stack: str, mesh: SettingsByKey) -> SettingsByKey:
     version = source.take("fsdp_config.version")
     words = _legacy(source)
     row = _row_of(source, version.value, words)
@@ -166,7 +166,7 @@ def _passed_over(source: TrainerReader, asked: Setting[Any]) -> Setting[Any]:
     return Setting("zero3", asked.origin, asked.key)
 
 
-def _fsdp_units(source: TrainerReader, version: int) -> Settings:
+def _fsdp_units(source: TrainerReader, version: int) -> SettingsByKey:
     section = "fsdp_config"
     policy = source.take(f"{section}.auto_wrap_policy")
     classes = source.take(f"{section}.transformer_layer_cls_to_wrap")
@@ -185,20 +185,20 @@ def _fsdp_units(source: TrainerReader, version: int) -> Settings:
     return {"units.policy": derived("auto", policy, origin=policy.origin)}
 
 
-def _offload(source: TrainerReader, words: dict[str, Any]) -> Settings:
+def _offload(source: TrainerReader, words: dict[str, Any]) -> SettingsByKey:
     moved = source.take("fsdp_config.cpu_offload")
     if moved.origin == "default" and words.get("offload"):
         moved = Setting(True, "file", "fsdp")
     return offload(moved)
 
 
-def _state(source: TrainerReader) -> Settings:
+def _state(source: TrainerReader) -> SettingsByKey:
     state = source.take("fsdp_config.state_dict_type")
     written = "hf" if state.value == "full" else "none"
     return {"saving.state": state, "saving.export": derived(written, state, origin=state.origin)}
 
 
-def _prefetch(source: TrainerReader, version: int) -> Settings:
+def _prefetch(source: TrainerReader, version: int) -> SettingsByKey:
     if version == 2:
         for name in FSDP_VERSION_1:
             key = f"fsdp_config.{name}"
@@ -215,7 +215,7 @@ def _prefetch(source: TrainerReader, version: int) -> Settings:
     return {"prefetch.backward": backward, "prefetch.forward": derived(int(ahead.value), ahead, origin=ahead.origin)}
 
 
-def _loading(source: TrainerReader, version: int) -> Settings:
+def _loading(source: TrainerReader, version: int) -> SettingsByKey:
     low = source.take("fsdp_config.cpu_ram_efficient_loading")
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"):
         key = f"fsdp_config.{name}"
@@ -241,7 +241,7 @@ def _explain_strangers(source: TrainerReader) -> None:
 # -- transformers' own sharding ------------------------------------------------------------------------------------
 
 
-def _native(source: TrainerReader) -> Settings:
+def _native(source: TrainerReader) -> SettingsByKey:
     def size(name: str) -> Setting[Any]:
         found = source.take(f"distributed_config.{name}")
         return Setting(found.value or 1, found.origin, found.key)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting
-from terrazzo.dialects.core.dialect import Document, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.core.reader import Reader, flatten
 from terrazzo.dialects.nested import DEEPSPEED, Nested, load_named, merge, read_nested
@@ -49,7 +49,7 @@ class TrainerReader(Reader):
         nested: the DeepSpeed document inside, if there is one.
     """
 
-    def __init__(self, document: Document, context: ReadingContext) -> None:
+    def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
         outer = {key: value for key, value in document.items() if key != "deepspeed"}
         super().__init__({**outer, **_opened(outer, context)}, "TrainingArguments", _OPAQUE, KEYS)
         self.context = context
@@ -95,7 +95,7 @@ class TrainerReader(Reader):
         if fault:
             self.refuse("fsdp_config", fault)
 
-    def _read_deepspeed(self, document: Document) -> None:
+    def _read_deepspeed(self, document: ConfigDocument) -> None:
         value = document["deepspeed"]
         context = replace(self.context, trainer={"output_dir": None, **dict(document), **dict(self.context.trainer)})
         if isinstance(value, Mapping) and value:

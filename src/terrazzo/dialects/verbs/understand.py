@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from terrazzo.config.files import Loaded, load
-from terrazzo.dialects.core.description import Description, Setting, Settings
-from terrazzo.dialects.core.dialect import NO_CONTEXT, Dialect, Document, Reading, ReadingContext
+from terrazzo.dialects.core.description import Description, Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Dialect, Reading, ReadingContext
 from terrazzo.dialects.core.meaning import data_ranks
 from terrazzo.dialects.core.reader import derived
 from terrazzo.dialects.registry import dialect, recognise
@@ -44,17 +44,17 @@ def understand(path: str | Path, name: str | None = None, context: ReadingContex
     return Understood(loaded, found, read_document(found, loaded.document, context), context)
 
 
-def read_document(found: Dialect, document: Document, context: ReadingContext = NO_CONTEXT) -> Reading:
+def read_document(found: Dialect, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What a document means, with the number of ranks of the context and the third of the batch's three sizes."""
     reading = found.read(document, context)
-    given: Settings = {}
+    given: SettingsByKey = {}
     if reading.description.value("mesh.world") is None and context.world is not None:
         given["mesh.world"] = Setting(context.world, "derived")
     description = reading.description.replace(given)
     return Reading(description.replace(_batch(description)), reading.verdicts)
 
 
-def _batch(description: Description) -> Settings:
+def _batch(description: Description) -> SettingsByKey:
     """The one size that follows from the others and the number of ranks, if one is missing."""
     whole, micro, count = (description[f"batch.{name}"] for name in ("global_batch", "micro_batch", "accumulation"))
     ranks = data_ranks(description)

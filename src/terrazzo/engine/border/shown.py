@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from terrazzo.engine.autograd.listeners import eager, inside_backward
 from terrazzo.engine.border.measured import measured_gradient
 from terrazzo.engine.border.measures import Spread
-from terrazzo.engine.border.stand_in import Key, StandIn
+from terrazzo.engine.border.stand_in import GradientKey, StandIn
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameter import register_hearer
 from terrazzo.engine.hooks.backward_hooks import GradientListener
@@ -105,7 +105,7 @@ class _ShownGradients(GradientListener):
         self.keys = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.members))]
         self._shelves: list[_Shelf] = []
         self._shown: list[_Shelf] = []
-        self._norms: dict[float, dict[Key, Tensor]] = {}
+        self._norms: dict[float, dict[GradientKey, Tensor]] = {}
         self._measured = 0
         engine.hooks.tell_of_gradients(self)
         before = weakly(self, _ShownGradients.begin)  # else autograd would add to a stand-in
@@ -202,7 +202,7 @@ class _ShownGradients(GradientListener):
         for bucket, indices in dropped:
             bucket.gradient.zero_some(indices)  # later micro-batches may add to the others
 
-    def norm(self, key: Key, kind: float) -> Tensor:
+    def norm(self, key: GradientKey, kind: float) -> Tensor:
         """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""
         if self._engine.axes.stages:  # torch's own clipping would scale each stage by the norm of that stage
             raise Misuse(
@@ -218,7 +218,7 @@ class _ShownGradients(GradientListener):
             self._norms[kind] = self._measure(kind)
         return self._norms[kind][key].clone()
 
-    def measured(self, key: Key, func: Any, *rest: Any, **named: Any) -> Any:
+    def measured(self, key: GradientKey, func: Any, *rest: Any, **named: Any) -> Any:
         """What `func`, one that measures, makes of one parameter's gradient."""
         self._check_finished(_name(key))
         self._await_scaling()
@@ -228,7 +228,7 @@ class _ShownGradients(GradientListener):
         for driver in self._engine.drivers:
             driver.background.await_scaling()
 
-    def _measure(self, kind: float) -> dict[Key, Tensor]:
+    def _measure(self, kind: float) -> dict[GradientKey, Tensor]:
         engine = self._engine
         self._await_scaling()
         Spread(engine.axes, engine.sharding.contributed_over, 0).check(f"the gradients' norms of order {kind:g}")
@@ -237,7 +237,7 @@ class _ShownGradients(GradientListener):
         )
         return dict(zip(self.keys, total.float().unbind(), strict=True))
 
-    def change(self, key: Key, what: str, change: Callable[[Tensor], Any]) -> None:
+    def change(self, key: GradientKey, what: str, change: Callable[[Tensor], Any]) -> None:
         """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
         bucket, index = key
         name = bucket.members[index].name
@@ -269,7 +269,7 @@ class _ShownGradients(GradientListener):
             )
 
 
-def _name(key: Key) -> str:
+def _name(key: GradientKey) -> str:
     bucket, index = key
     return bucket.members[index].name
 

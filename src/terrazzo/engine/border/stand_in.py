@@ -21,24 +21,24 @@ from terrazzo.engine.runtime.private_torch import FOREACH
 from terrazzo.engine.runtime.weak import model_gone
 from terrazzo.errors import Misuse
 
-__all__ = ["Key", "StandIn"]
+__all__ = ["GradientKey", "StandIn"]
 
-Key = tuple[Bucket, int]
+GradientKey = tuple[Bucket, int]
 """A bucket and the index of one of its members."""
 
 
 class Gradients(Protocol):
     """What a stand-in asks of the gradients of its model."""
 
-    keys: list[Key]
+    keys: list[GradientKey]
 
-    def norm(self, key: Key, kind: float) -> Tensor:
+    def norm(self, key: GradientKey, kind: float) -> Tensor:
         """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""
 
-    def measured(self, key: Key, func: Any, *rest: Any, **named: Any) -> Any:
+    def measured(self, key: GradientKey, func: Any, *rest: Any, **named: Any) -> Any:
         """What `func`, one that measures, makes of one parameter's gradient."""
 
-    def change(self, key: Key, what: str, change: Callable[[Tensor], Any]) -> None:
+    def change(self, key: GradientKey, what: str, change: Callable[[Tensor], Any]) -> None:
         """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
 
 
@@ -78,7 +78,7 @@ class StandIn(Refusing):
         )
 
 
-def _found(grad: StandIn) -> tuple[Gradients, Key]:
+def _found(grad: StandIn) -> tuple[Gradients, GradientKey]:
     if (owner := grad.owner()) is None:
         raise model_gone(f"The gradient {grad.terrazzo_note.name!r}")
     return owner, owner.keys[grad.number]

@@ -27,7 +27,7 @@ from terrazzo.integrations.deepspeed.utils import warn_once
 
 __all__ = ["add_config_arguments", "initialize"]
 
-Config = str | os.PathLike[str] | dict[str, Any] | None
+DeepSpeedConfig = str | os.PathLike[str] | dict[str, Any] | None
 
 
 def initialize(  # structure: signature fixed by DeepSpeed
@@ -41,9 +41,9 @@ def initialize(  # structure: signature fixed by DeepSpeed
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
-    config: Config = None,
+    config: DeepSpeedConfig = None,
     mesh_param: Any = None,
-    config_params: Config = None,
+    config_params: DeepSpeedConfig = None,
 ) -> tuple[DeepSpeedEngine, Optimizer | None, DeepSpeedDataLoader | None, Any]:
     """Shard a model as a DeepSpeed JSON says. Collective.
 
@@ -105,7 +105,7 @@ def _check_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
             raise BadInput(f"initialize(mpu=...) has {name}-parallel groups of {size}; set them to 1.")
 
 
-def _config_of(args: Any, config: Config) -> str | os.PathLike[str] | dict[str, Any]:
+def _config_of(args: Any, config: DeepSpeedConfig) -> str | os.PathLike[str] | dict[str, Any]:
     named = getattr(args, "deepspeed_config", None)
     if named is not None and config is not None:
         raise BadInput(f"A configuration was given twice, as --deepspeed_config {named} and as config=: leave one out.")

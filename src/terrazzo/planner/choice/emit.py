@@ -17,7 +17,7 @@ from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS
 from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
-from terrazzo.planner.setup.request import Model
+from terrazzo.planner.setup.request import ModelSource
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["TrainFiles", "train_config"]
@@ -35,7 +35,7 @@ class TrainFiles:
     model_config: dict[str, Any] | None = None
 
 
-def train_config(setup: Setup, model: Model, model_folder: str | Path = "model") -> TrainFiles:
+def train_config(setup: Setup, model: ModelSource, model_folder: str | Path = "model") -> TrainFiles:
     """The sections of `terrazzo train` that a setup decides; the others keep their defaults.
 
     Args:
@@ -92,7 +92,7 @@ def _check_runnable(setup: Setup) -> None:
         raise BadInput(f"`terrazzo train` {way} under {setup.plan.name}. Leave the accumulation at its default.")
 
 
-def _model(shape: ModelShape, model: Model, folder: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _model(shape: ModelShape, model: ModelSource, folder: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The `model` section, and the config.json to write for it."""
     from terrazzo.planner.model.loading import CONFIG_FILE, preset_name, read_config
     from terrazzo.planner.model.presets import PRESETS

@@ -12,7 +12,7 @@ from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.setup.request import Request, assumptions
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import Block, TableColumn, TextLine, TextTable, plain
+from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable, plain
 from terrazzo.planner.text.words import axes_text, checkpointing_text
 
 __all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest", "noted"]
@@ -95,7 +95,7 @@ class Frontier:
             return plain([TextLine(str(error)), *_refusals(self)]).rstrip()
         return plain(self.blocks(noted(self.request, best))).rstrip()
 
-    def blocks(self, best: Estimate, head: Sequence[Block] = ()) -> list[Block]:
+    def blocks(self, best: Estimate, head: Sequence[TextBlock] = ()) -> list[TextBlock]:
         """All plans in short and `best` in detail.
 
         Args:
@@ -134,9 +134,9 @@ def nearest(frontier: Frontier, estimate: Callable[[Setup], Estimate]) -> Estima
     return estimate(least.setup)
 
 
-def _ranking(frontier: Frontier) -> list[Block]:
+def _ranking(frontier: Frontier) -> list[TextBlock]:
     leaders = frontier.leaders
-    blocks: list[Block] = []
+    blocks: list[TextBlock] = []
     if leaders:
         blocks.append(_ranked(leaders[:ROWS]))
         counts = f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit."
@@ -149,7 +149,7 @@ def _ranking(frontier: Frontier) -> list[Block]:
     return blocks + _refusals(frontier)
 
 
-def _refusals(frontier: Frontier) -> list[Block]:
+def _refusals(frontier: Frontier) -> list[TextBlock]:
     """Each reason once, with the strategies and the numbers of GPUs that it holds for."""
     tried = {refusal.gpus for refusal in frontier.refused}
     reasons: dict[str, dict[str, list[int]]] = {}

@@ -125,12 +125,12 @@ def placement_of(setup: Setup, tiers: Tiers = ON_DEVICE) -> Placement:
     )
 
 
-_Axes = tuple[str, ...]
+_AxisNames = tuple[str, ...]
 
 
 @lru_cache(maxsize=4096)
 def _placement(  # structure: what a setup's placement follows from, as a cache key
-    placed: tuple[_Axes, _Axes, _Axes, _Axes, Tiers],
+    placed: tuple[_AxisNames, _AxisNames, _AxisNames, _AxisNames, Tiers],
     mesh: Mesh,
     precision: Precision,
     optimizer: OptimizerRecipe,

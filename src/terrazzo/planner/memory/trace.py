@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["ActivationTrace", "TraceEvent", "traced_activations", "traced_update"]
 
-Kind = Literal["enter", "leave", "backward", "gradient", "end"]
+TraceKind = Literal["enter", "leave", "backward", "gradient", "end"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TraceEvent:
         parameter: whose gradient is there, by its name in the unit. `numel`: elements of that.
     """
 
-    kind: Kind
+    kind: TraceKind
     unit: str
     rise: int
     change: int
@@ -218,7 +218,7 @@ class _Recorder:
     def _restart(self) -> None:
         self._before_bytes = self._counter.peak_bytes = self._counter.live_bytes
 
-    def note(self, kind: Kind, unit: str, parameter: str = "", numel: int = 0) -> None:
+    def note(self, kind: TraceKind, unit: str, parameter: str = "", numel: int = 0) -> None:
         counter, before = self._counter, self._before_bytes
         rise, change = counter.peak_bytes - before, counter.live_bytes - before
         self.events.append(TraceEvent(kind, unit, rise, change, parameter, numel))

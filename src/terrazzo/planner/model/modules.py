@@ -13,7 +13,7 @@ from terrazzo.engine.plan.partition import Member, UnitSpec, find_units, partiti
 from terrazzo.errors import BadInput
 from terrazzo.optim import divided
 from terrazzo.planner.model.closed_form import closed_form, family_name, merged, units_of_config
-from terrazzo.planner.model.shapes import BlockShape, ModelShape, Role, Split, TensorShape, UnitShape
+from terrazzo.planner.model.shapes import BlockShape, MatrixSplit, ModelShape, Role, TensorShape, UnitShape
 
 __all__ = ["shape_of_module"]
 
@@ -221,7 +221,7 @@ def _stacked(members: Sequence[Member]) -> int:
     return max(stacks, default=0)
 
 
-def _split(name: str, role: Role, in_block: bool) -> Split:
+def _split(name: str, role: Role, in_block: bool) -> MatrixSplit:
     """How tensor parallelism usually cuts a tensor with such a name."""
     if role in ("embedding", "head"):
         return "vocab"

@@ -10,10 +10,10 @@ from typing import Any
 
 __all__ = ["PRESETS"]
 
-Config = Mapping[str, Any]
+PresetConfig = Mapping[str, Any]
 
 
-def _llama(hidden: int, layers: int, heads: int, ffn: int, **rest: Any) -> Config:
+def _llama(hidden: int, layers: int, heads: int, ffn: int, **rest: Any) -> PresetConfig:
     """Llama and the families that share its keys; grouped queries, vocabulary and positions in `rest`."""
     return {
         "model_type": "llama",
@@ -26,11 +26,11 @@ def _llama(hidden: int, layers: int, heads: int, ffn: int, **rest: Any) -> Confi
     } | rest
 
 
-def _llama1(hidden: int, layers: int, heads: int, ffn: int, positions: int = 2048, **rest: Any) -> Config:
+def _llama1(hidden: int, layers: int, heads: int, ffn: int, positions: int = 2048, **rest: Any) -> PresetConfig:
     return _llama(hidden, layers, heads, ffn, vocab_size=32000, max_position_embeddings=positions, **rest)
 
 
-def _llama3(hidden: int, layers: int, heads: int, ffn: int, positions: int = 131072, **rest: Any) -> Config:
+def _llama3(hidden: int, layers: int, heads: int, ffn: int, positions: int = 131072, **rest: Any) -> PresetConfig:
     return _llama(
         hidden,
         layers,
@@ -40,57 +40,57 @@ def _llama3(hidden: int, layers: int, heads: int, ffn: int, positions: int = 131
     )
 
 
-def _qwen(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> Config:
+def _qwen(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> PresetConfig:
     common = {"model_type": "qwen2", "num_key_value_heads": kv_heads, "vocab_size": 151936}
     return _llama(hidden, layers, heads, ffn, **common | {"max_position_embeddings": 32768} | rest)
 
 
-def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> Config:
+def _qwen3(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> PresetConfig:
     common = {"model_type": "qwen3", "head_dim": 128, "max_position_embeddings": 40960}
     return _qwen(hidden, layers, heads, kv_heads, ffn, **common | rest)
 
 
-def _gemma(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> Config:
+def _gemma(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> PresetConfig:
     common = {"model_type": "gemma", "num_key_value_heads": kv_heads, "vocab_size": 256000, "head_dim": 256}
     more = {"max_position_embeddings": 8192, "tie_word_embeddings": True}
     return _llama(hidden, layers, heads, ffn, **common | more | rest)
 
 
-def _gemma2(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> Config:
+def _gemma2(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> PresetConfig:
     return _gemma(hidden, layers, heads, kv_heads, ffn, model_type="gemma2", sliding_window=4096, **rest)
 
 
-def _gpt2(width: int, layers: int, heads: int, **rest: Any) -> Config:
+def _gpt2(width: int, layers: int, heads: int, **rest: Any) -> PresetConfig:
     sizes = {"model_type": "gpt2", "n_embd": width, "n_layer": layers, "n_head": heads}
     return {**sizes, "vocab_size": 50257, "n_positions": 1024} | rest
 
 
-def _neox(hidden: int, layers: int, heads: int, vocab: int) -> Config:
+def _neox(hidden: int, layers: int, heads: int, vocab: int) -> PresetConfig:
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     rest = {"vocab_size": vocab, "intermediate_size": 4 * hidden, "max_position_embeddings": 2048}
     return {"model_type": "gpt_neox", "tie_word_embeddings": False} | sizes | rest
 
 
-def _mpt(width: int, layers: int, heads: int, positions: int = 2048) -> Config:
+def _mpt(width: int, layers: int, heads: int, positions: int = 2048) -> PresetConfig:
     sizes = {"d_model": width, "n_layers": layers, "n_heads": heads, "max_seq_len": positions}
     return {"model_type": "mpt", "vocab_size": 50432 if width > 2048 else 50368} | sizes
 
 
-def _opt(hidden: int, layers: int, heads: int) -> Config:
+def _opt(hidden: int, layers: int, heads: int) -> PresetConfig:
     sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "ffn_dim": 4 * hidden}
     return {"model_type": "opt", "vocab_size": 50272, "max_position_embeddings": 2048, "dropout": 0.1} | sizes
 
 
-def _bloom(hidden: int, layers: int, heads: int) -> Config:
+def _bloom(hidden: int, layers: int, heads: int) -> PresetConfig:
     return {"model_type": "bloom", "vocab_size": 250880, "hidden_size": hidden, "n_layer": layers, "n_head": heads}
 
 
-def _deepseek(model_type: str, hidden: int, layers: int, heads: int, ffn: int, **rest: Any) -> Config:
+def _deepseek(model_type: str, hidden: int, layers: int, heads: int, ffn: int, **rest: Any) -> PresetConfig:
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     return _llama(hidden, layers, heads, ffn, model_type=model_type, max_position_embeddings=163840, **latent, **rest)
 
 
-PRESETS: Mapping[str, Config] = {
+PRESETS: Mapping[str, PresetConfig] = {
     "llama-7b": _llama1(4096, 32, 32, 11008),
     "llama-13b": _llama1(5120, 40, 40, 13824),
     "llama-30b": _llama1(6656, 60, 52, 17920),

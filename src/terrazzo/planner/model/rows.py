@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from terrazzo.planner.model.shapes import Role, Split
+from terrazzo.planner.model.shapes import MatrixSplit, Role
 
 __all__ = [
     "Architecture",
@@ -36,7 +36,7 @@ class TensorRow:
     name: str
     shape: tuple[str, ...]
     role: Role
-    split: Split = "none"
+    split: MatrixSplit = "none"
     when: str = ""
 
 
@@ -88,12 +88,12 @@ class Architecture:
     assumes: Mapping[str, object] = field(default_factory=dict)
 
 
-def linear(name: str, out: str, into: str, split: Split, bias: str | bool = False) -> Rows:
+def linear(name: str, out: str, into: str, split: MatrixSplit, bias: str | bool = False) -> Rows:
     """A matrix `[out, into]`, and its bias when the flag `bias` is set. A bias is cut where the output is."""
     weight = TensorRow(f"{name}.weight", (out, into), "matrix", split)
     if bias is False:
         return (weight,)
-    cut: Split = split if split in ("column", "column_gathered") else "none"
+    cut: MatrixSplit = split if split in ("column", "column_gathered") else "none"
     return weight, TensorRow(f"{name}.bias", (out,), "vector", cut, "" if bias is True else bias)
 
 
@@ -102,7 +102,9 @@ def transposed(rows: Rows) -> Rows:
     return tuple(TensorRow(r.name, tuple(reversed(r.shape)), r.role, r.split, r.when) for r in rows)
 
 
-def norms(*names: str, size: str = "hidden", bias: str | bool = False, split: Split = "none", when: str = "") -> Rows:
+def norms(
+    *names: str, size: str = "hidden", bias: str | bool = False, split: MatrixSplit = "none", when: str = ""
+) -> Rows:
     """The weights of normalisation layers, and their biases."""
     rows: Rows = ()
     for name in names:
@@ -112,7 +114,7 @@ def norms(*names: str, size: str = "hidden", bias: str | bool = False, split: Sp
     return rows
 
 
-def embedding(name: str, split: Split = "vocab") -> Rows:
+def embedding(name: str, split: MatrixSplit = "vocab") -> Rows:
     """The matrix that tokens are looked up in."""
     return (TensorRow(f"{name}.weight", ("vocab", "hidden"), "embedding", split),)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-__all__ = ["BUILT_IN", "BlockShape", "ModelShape", "Role", "Split", "TensorShape", "UnitShape"]
+__all__ = ["BUILT_IN", "BlockShape", "MatrixSplit", "ModelShape", "Role", "TensorShape", "UnitShape"]
 
 BUILT_IN = "terrazzo"
 """The family of the built-in decoder."""
@@ -21,7 +21,7 @@ Role = Literal["matrix", "vector", "embedding", "head", "expert", "router"]
 `ModelShape.tied`); `head` gives the logits; `expert` holds all routed experts of a layer, of which a token meets
 `active_experts / experts`; `router` chooses among them; `vector` is a norm or bias."""
 
-Split = Literal["column", "column_gathered", "row", "row_splits", "vocab", "none"]
+MatrixSplit = Literal["column", "column_gathered", "row", "row_splits", "vocab", "none"]
 """How tensor parallelism cuts it. Vectors of split outputs are `column`; norms are `none`. Outputs of `column_gathered`
 are put together, and each rank takes its part of what goes into `row_splits`; see `terrazzo.parallel.tensor.styles`."""
 
@@ -39,7 +39,7 @@ class TensorShape:
     name: str
     shape: tuple[int, ...]
     role: Role = "matrix"
-    split: Split = "none"
+    split: MatrixSplit = "none"
     trainable: bool = True
     copies: int = 1
     whole: bool | None = None

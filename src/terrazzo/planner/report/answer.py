@@ -14,7 +14,7 @@ from terrazzo.planner.report.bars import Chart, chart_of
 from terrazzo.planner.report.convert import frontier_row, report_of
 from terrazzo.planner.report.schema import PlanReport, RefusedRow, SizingReport, SizingRow
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import Block, TableColumn, TextLine, TextTable
+from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable
 
 __all__ = ["Answer"]
 
@@ -41,7 +41,7 @@ class Answer:
         }
         return report.model_copy(update=more)
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[TextBlock]:
         """For people."""
         if self.frontier is None:
             return self.best.blocks()

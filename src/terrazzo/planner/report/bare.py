@@ -15,7 +15,7 @@ from terrazzo.planner.report.schema import PerRank, StatesReport, StatesRow
 from terrazzo.planner.setup.checks import check
 from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.blocks import Block, TableColumn, TextLine, TextTable
+from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable
 from terrazzo.planner.text.words import count_text
 from terrazzo.planner.traffic.volumes import unit_moves
 
@@ -59,7 +59,7 @@ class BareAnswer:
             plans=tuple(self._row(setup) for setup in self.setups),
         )
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[TextBlock]:
         """For people."""
         report = self.report()
         bytes_each = ", ".join(f"{value:g} for {name}" for name, value in report.recipe.items())

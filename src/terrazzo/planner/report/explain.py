@@ -11,7 +11,7 @@ from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.report.all_formulas import FORMULAS
 from terrazzo.planner.report.schema import ExplainedReport, ExplainedTerm
-from terrazzo.planner.text.blocks import Block, TextLine
+from terrazzo.planner.text.blocks import TextBlock, TextLine
 from terrazzo.planner.text.words import LABELS, seconds_text
 
 __all__ = ["explain", "explained"]
@@ -33,7 +33,7 @@ def explained(estimate: Estimate, wanted: str) -> ExplainedReport:
     return ExplainedReport(terms=tuple(_explained(part, term) for part, term in found))
 
 
-def explain(found: ExplainedReport) -> list[Block]:
+def explain(found: ExplainedReport) -> list[TextBlock]:
     """The same for people."""
     return [block for term in found.terms for block in _blocks(term)]
 
@@ -71,7 +71,7 @@ def _explained(part: str, term: Term) -> ExplainedTerm:
     return ExplainedTerm.of(term, part=part, text=formula.text, source=formula.source)
 
 
-def _blocks(term: ExplainedTerm) -> Iterator[Block]:
+def _blocks(term: ExplainedTerm) -> Iterator[TextBlock]:
     yield TextLine(f"{term.name} ({term.part})", "bold")
     yield TextLine(f"  {term.formula} = {term.text}")
     width = max((len(name) for name in term.inputs), default=0)

@@ -11,7 +11,7 @@ from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.parallel import Mode
 from terrazzo.planner.machine.devices import Device
 from terrazzo.planner.setup.checks import check_number
-from terrazzo.planner.setup.setup import Attention, Kernel, Loss, Pipeline, Ranking
+from terrazzo.planner.setup.setup import AttentionKernel, Kernel, Loss, PipelineOrder, Ranking
 
 __all__ = ["checked"]
 
@@ -27,10 +27,10 @@ LEAST = {"prefetch": 0, "price_per_hour": 0, "memory_bytes": 1, "host_memory_byt
 FLAGS = ("sequence_parallel", "compile", "parallel", "offload", "accumulate_locally", "as_megatron")
 NAMES = ("strategy", "gpu", "checkpointing", "precision", "optimizer")
 CHOICES: Mapping[str, Any] = {
-    "attention": Attention,
+    "attention": AttentionKernel,
     "loss": Loss,
     "optimizer_kernel": Kernel,
-    "pipeline": Pipeline,
+    "pipeline": PipelineOrder,
     "rank": Ranking,
     "context": Mode,
 }

@@ -21,11 +21,11 @@ from terrazzo.planner.setup import recipes
 from terrazzo.planner.setup.arguments import checked
 from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.optimizers import optimizer
-from terrazzo.planner.setup.setup import Attention, Kernel, Loss, Pipeline, Ranking, Setup
+from terrazzo.planner.setup.setup import AttentionKernel, Kernel, Loss, PipelineOrder, Ranking, Setup
 
 __all__ = ["CONTEXT", "Request", "assumptions", "build_cluster", "build_setup", "counts_of", "shape_of"]
 
-Model = str | Path | nn.Module | int | float | Mapping[str, Any] | ModelShape
+ModelSource = str | Path | nn.Module | int | float | Mapping[str, Any] | ModelShape
 
 GPU = "h100-sxm"
 STRATEGY, PRECISION, OPTIMIZER = "zero3", "bf16", "adamw"
@@ -75,7 +75,7 @@ class Request:
         BadInput: what a field cannot hold, or options that exclude each other.
     """
 
-    model: Model
+    model: ModelSource
     gpus: int | str | None = None
     gpu: str | Device | None = None
     strategy: str | Plan | None = None
@@ -94,10 +94,10 @@ class Request:
     dp_replicate: int | None = None
     context: Mode | None = None
     virtual_stages: int | None = None
-    pipeline: Pipeline | None = None
+    pipeline: PipelineOrder | None = None
     sequence_parallel: bool = True
     compile: bool = False
-    attention: Attention = "flash"
+    attention: AttentionKernel = "flash"
     loss: Loss | None = None
     prefetch: int = 1
     accumulate_locally: bool | None = None
@@ -220,7 +220,7 @@ def _defaults(request: Request, setup: Setup) -> list[str]:
     return [said for given, said in choices if given is None]
 
 
-def shape_of(model: Model) -> ModelShape:
+def shape_of(model: ModelSource) -> ModelShape:
     """The shape behind a request's `model`. Raises: `BadInput` where there is none."""
     if isinstance(model, ModelShape):
         return model

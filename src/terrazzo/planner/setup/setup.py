@@ -15,9 +15,9 @@ from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 __all__ = ["Setup"]
 
 Checkpointing = Literal["none", "selective", "selective_half", "full"]
-Attention = Literal["flash", "cudnn", "flash3", "triton", "math"]
+AttentionKernel = Literal["flash", "cudnn", "flash3", "triton", "math"]
 Loss = Literal["full", "fused", "chunked", "parts"]
-Pipeline = Literal["1f1b", "gpipe", "zero_bubble"]
+PipelineOrder = Literal["1f1b", "gpipe", "zero_bubble"]
 Kernel = Literal["fused", "foreach", "loop"]
 Ranking = Literal["throughput", "gpus", "cost"]
 
@@ -71,7 +71,7 @@ class Setup:
     checkpointing: Checkpointing = "none"
     every: int = 1
     compile: bool = False
-    attention: Attention = "flash"
+    attention: AttentionKernel = "flash"
     loss: Loss = "full"
     prefetch: int = 1
     accumulate_locally: bool = False
@@ -79,7 +79,7 @@ class Setup:
     context: Mode = "gather"
     balance: Balance = "head_tail"
     virtual_stages: int = 1
-    pipeline: Pipeline = "1f1b"
+    pipeline: PipelineOrder = "1f1b"
     offload: Offload = field(default_factory=Offload)
     offload_activations: bool = False
     coalesced: bool = True

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from terrazzo.errors import printable
 
-__all__ = ["Block", "TableColumn", "TextLine", "TextTable", "plain", "show"]
+__all__ = ["TableColumn", "TextBlock", "TextLine", "TextTable", "plain", "show"]
 
 GAP = 2  # blanks between columns
 SENTENCE = 30  # the least width of a column of sentences
@@ -69,10 +69,10 @@ class TextTable:
         return replace(self, columns=columns, rows=rows), left_out
 
 
-Block = TextLine | TextTable
+TextBlock = TextLine | TextTable
 
 
-def show(blocks: Sequence[Block], console: Console | None = None) -> None:
+def show(blocks: Sequence[TextBlock], console: Console | None = None) -> None:
     """Print a report: drawn by rich on a terminal, plain where the output goes elsewhere."""
     console = console or Console(highlight=False, soft_wrap=False)
     if not console.is_terminal:
@@ -88,7 +88,7 @@ def show(blocks: Sequence[Block], console: Console | None = None) -> None:
             console.print(Text(f"Left out for want of room: {', '.join(left_out)}.\n", "dim"))
 
 
-def plain(blocks: Sequence[Block]) -> str:
+def plain(blocks: Sequence[TextBlock]) -> str:
     """Aligned text of any width, without a character that a terminal would obey."""
     parts = [block.text if isinstance(block, TextLine) else _aligned(block) for block in blocks]
     return printable("\n".join(parts)) + "\n"

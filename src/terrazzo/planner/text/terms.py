@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from terrazzo.files import GIB
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.formulas import Term
-from terrazzo.planner.text.blocks import Block, TableColumn, TextLine, TextTable
+from terrazzo.planner.text.blocks import TableColumn, TextBlock, TextLine, TextTable
 from terrazzo.planner.text.words import (
     LABELS,
     ByteUnit,
@@ -23,7 +23,7 @@ __all__ = ["memory_blocks", "pace_line", "time_blocks", "traffic_blocks"]
 HOSTS = {"host": "memory", "disk": "disks"}
 
 
-def memory_blocks(memory: MemoryFigures) -> list[Block]:
+def memory_blocks(memory: MemoryFigures) -> list[TextBlock]:
     """Of the fullest rank, and of its host."""
     return [
         _memory_table(memory),
@@ -67,7 +67,7 @@ def _memory_table(memory: MemoryFigures) -> TextTable:
     return TextTable(columns, tuple(rows), totals=len(sums))
 
 
-def _fullest(memory: MemoryFigures) -> list[Block]:
+def _fullest(memory: MemoryFigures) -> list[TextBlock]:
     """Which rank it is, and what the other pipeline stages hold."""
     lines = [TextLine(f"fullest: {memory.limiting_rank}")]
     if len(memory.per_stage) > 1:
@@ -76,7 +76,7 @@ def _fullest(memory: MemoryFigures) -> list[Block]:
     return list(lines)
 
 
-def _elsewhere(where: str, terms: Sequence[Term]) -> list[Block]:
+def _elsewhere(where: str, terms: Sequence[Term]) -> list[TextBlock]:
     """A table of what is kept in host memory or on disk, if anything is."""
     if not terms:
         return []
@@ -86,7 +86,7 @@ def _elsewhere(where: str, terms: Sequence[Term]) -> list[Block]:
     return [TextTable((*columns, TableColumn("formula", keep=1)), rows)]
 
 
-def _hosts(memory: MemoryFigures) -> list[Block]:
+def _hosts(memory: MemoryFigures) -> list[TextBlock]:
     """What the ranks of a host keep there together, of what there is, and what they wear off its disks."""
     lines = [
         TextLine(f"{HOSTS[room.name]} of one host: {room_text(room)}") for room in memory.rooms if room.name in HOSTS
@@ -96,7 +96,7 @@ def _hosts(memory: MemoryFigures) -> list[Block]:
     return list(lines)
 
 
-def traffic_blocks(traffic: TrafficFigures) -> list[Block]:
+def traffic_blocks(traffic: TrafficFigures) -> list[TextBlock]:
     """What is sent, by what it is for and by link."""
     if not traffic.collectives:
         return [TextLine("no traffic: nothing is sent")]
@@ -114,7 +114,7 @@ def traffic_blocks(traffic: TrafficFigures) -> list[Block]:
     return [TextTable(columns, tuple(rows), totals=1), *([TextLine(f"by link: {links}")] if links else [])]
 
 
-def time_blocks(time: TimeFigures) -> list[Block]:
+def time_blocks(time: TimeFigures) -> list[TextBlock]:
     """Of a step."""
     columns = (
         TableColumn("time of a step"),

@@ -19,7 +19,7 @@ from terrazzo.telemetry.steps.step_recorder import PHASES, Spent, causes_of
 
 __all__ = ["Merged"]
 
-Line = Mapping[str, Any]
+TraceLine = Mapping[str, Any]
 
 
 class Merged:
@@ -73,7 +73,7 @@ class _Rank:
         self._path, self._at = path, 0
         self.about: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
-        self.steps: dict[int, Line] = {}
+        self.steps: dict[int, TraceLine] = {}
         self.last = self._before = 0
 
     def read(self) -> None:
@@ -85,7 +85,7 @@ class _Rank:
         for text in whole.splitlines():
             self._take(json.loads(text))
 
-    def _take(self, line: Line) -> None:
+    def _take(self, line: TraceLine) -> None:
         if "begins" in line:  # the script was started again: its steps count on
             self.about, self._before = line["begins"], self.last
         elif "facts" in line:
@@ -95,7 +95,7 @@ class _Rank:
             self.steps[self.last] = line
 
 
-def _of_sharded(lines: Sequence[Sequence[Line]]) -> dict[str, Any] | None:
+def _of_sharded(lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any] | None:
     """Of a model that Terrazzo shards: the engine's own record, which is in the last line."""
     ends = [own[-1] for own in lines]
     if any("record" not in line for line in ends):
@@ -104,7 +104,7 @@ def _of_sharded(lines: Sequence[Sequence[Line]]) -> dict[str, Any] | None:
     return {**ends[0]["record"], "skew": {name: [line["skew"][name][0] for line in ends] for name in names}}
 
 
-def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[Line]]) -> dict[str, Any]:
+def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any]:
     """The mean of these steps, as rank 0 saw them, and what each rank waited for."""
     arrived = _arrivals(lines, _clocks(ranks, lines))
     spent = [_spent(own, arrived[index]) for index, own in enumerate(lines)]
@@ -127,7 +127,7 @@ def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[Line]]) -> dict[
     return record
 
 
-def _clocks(ranks: Sequence[_Rank], lines: Sequence[Sequence[Line]]) -> list[float]:
+def _clocks(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> list[float]:
     """What is added to the times of each rank: nothing on one machine; elsewhere steps end together, in the median."""
     return [
         0.0
@@ -137,7 +137,7 @@ def _clocks(ranks: Sequence[_Rank], lines: Sequence[Sequence[Line]]) -> list[flo
     ]
 
 
-def _arrivals(lines: Sequence[Sequence[Line]], clocks: Sequence[float]) -> list[dict[tuple[str, int], float]]:
+def _arrivals(lines: Sequence[Sequence[TraceLine]], clocks: Sequence[float]) -> list[dict[tuple[str, int], float]]:
     """By rank and exchange: when the last of its ranks was there, if all of them are known."""
     came: dict[tuple[str, int], list[float]] = defaultdict(list)
     sizes = {}
@@ -150,7 +150,7 @@ def _arrivals(lines: Sequence[Sequence[Line]], clocks: Sequence[float]) -> list[
     return [{key: there - clock for key, there in known.items()} for clock in clocks]
 
 
-def _spent(own: Sequence[Line], arrived: Mapping[tuple[str, int], float]) -> Spent:
+def _spent(own: Sequence[TraceLine], arrived: Mapping[tuple[str, int], float]) -> Spent:
     seconds, waited = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
     data: dict[tuple[str, str], Times] = defaultdict(Times)
     for line in own:

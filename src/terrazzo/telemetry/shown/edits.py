@@ -13,10 +13,10 @@ __all__ = ["Admits", "edit_for"]
 Admits = Callable[[str], bool]
 """Whether a run with this `section.key=value` in its configuration is one that can be, and fits."""
 
-Settings = Mapping[str, Any]
+ConfigValues = Mapping[str, Any]
 
 
-def edit_for(cause: str, axis: str, settings: Settings | None, admits: Admits) -> str:
+def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admits) -> str:
     """`section.key=value`, or a sentence where no such setting would help and can be.
 
     Args:
@@ -31,7 +31,7 @@ def edit_for(cause: str, axis: str, settings: Settings | None, admits: Admits) -
     return BOUNDS[cause].edit.format(axis=axis)
 
 
-def _candidates(cause: str, axis: str, settings: Settings) -> list[str]:
+def _candidates(cause: str, axis: str, settings: ConfigValues) -> list[str]:
     found = {
         "compute": _computing,
         "gather": _gathering,
@@ -45,24 +45,24 @@ def _candidates(cause: str, axis: str, settings: Settings) -> list[str]:
     return found[cause](settings) if cause in found else []
 
 
-def _computing(settings: Settings) -> list[str]:
+def _computing(settings: ConfigValues) -> list[str]:
     train = settings["train"]
     found = ["train.activation_checkpointing=none"] if train["activation_checkpointing"] != "none" else []
     return found + ([] if train["compile"] else ["train.compile=true"])
 
 
-def _gathering(settings: Settings) -> list[str]:
+def _gathering(settings: ConfigValues) -> list[str]:
     plan = settings["plan"]
     found = ["plan.name=zero2"] if plan["name"] == "zero3" else []
     return [*found, *_larger(settings), *(["plan.prefetch=2"] if plan["prefetch"] < 2 else [])]
 
 
-def _reducing(settings: Settings) -> list[str]:
+def _reducing(settings: ConfigValues) -> list[str]:
     more = _larger(settings)
     return [*more, *(["plan.name=zero1"] if more and settings["plan"]["name"] in ("zero2", "zero3") else [])]
 
 
-def _larger(settings: Settings) -> list[str]:
+def _larger(settings: ConfigValues) -> list[str]:
     """Fewer and larger micro-batches of the same batch; nothing where a rank has one alone."""
     batch, mesh = settings["batch"], settings["plan"]["mesh"]
     size, whole = batch["micro_batch"], batch["global_batch"]
@@ -71,12 +71,12 @@ def _larger(settings: Settings) -> list[str]:
     return [f"batch.micro_batch={2 * size}"] if whole >= 2 * size * ranks and whole % (2 * size) == 0 else []
 
 
-def _shorter(settings: Settings, axis: str) -> list[str]:
+def _shorter(settings: ConfigValues, axis: str) -> list[str]:
     ranks = settings["plan"]["mesh"].get(axis)
     return [f"plan.mesh.{axis}={ranks // 2}"] if isinstance(ranks, int) and ranks > 1 and ranks % 2 == 0 else []
 
 
-def _nearer(settings: Settings) -> list[str]:
+def _nearer(settings: ConfigValues) -> list[str]:
     offload, name = settings["offload"], settings["plan"]["name"] or ""
     found = [f"plan.name={name.partition('@')[0]}"] if "@" in name else []
     found += [f"offload.{state}=device" for state in ("optim", "grad", "weight") if offload[state] not in _NEAR]
@@ -86,12 +86,12 @@ def _nearer(settings: Settings) -> list[str]:
 _NEAR = (None, "device")
 
 
-def _saving(settings: Settings) -> list[str]:
+def _saving(settings: ConfigValues) -> list[str]:
     found = [] if settings["checkpoint"]["background"] else ["checkpoint.background=true"]
     return found + _rarer(settings, "checkpoint", "every")
 
 
-def _rarer(settings: Settings, section: str, key: str) -> list[str]:
+def _rarer(settings: ConfigValues, section: str, key: str) -> list[str]:
     """As often as four times now, at most once a run; nothing where the run finds out how often by itself."""
     every, steps = settings[section][key], settings["train"]["steps"]
     if every == "auto":

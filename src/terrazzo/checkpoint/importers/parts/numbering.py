@@ -19,7 +19,7 @@ Number = int | str
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]  # of parameters
 StateShapes = Mapping[Number, Sequence[Shape]]
-Names = list[str]
+ParameterNames = list[str]
 
 # transformers' Trainer: no weight decay for these, nor for any parameter of a torch.nn.LayerNorm.
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -47,7 +47,7 @@ def name_numbers(
         BadInput: they fit in no way, or in several; `where` names the optimizer state.
     """
     numbers = [number for group in groups for number in group]
-    fits: list[Names] = []
+    fits: list[ParameterNames] = []
     for lists in _divisions(shapes, len(groups)):
         parts = [numbers] if len(lists) == 1 else groups
         for names in _placements(parts, lists, states, shapes):
@@ -61,7 +61,7 @@ def name_numbers(
     return dict(zip(numbers, fits[0], strict=True))
 
 
-def _divisions(shapes: Shapes, group_count: int) -> Iterator[list[Names]]:
+def _divisions(shapes: Shapes, group_count: int) -> Iterator[list[ParameterNames]]:
     """Ways to divide parameters among groups: lists to take the groups' parameters from, or one for all of them."""
     yield [list(shapes)]
     if group_count == 2:
@@ -71,7 +71,7 @@ def _divisions(shapes: Shapes, group_count: int) -> Iterator[list[Names]]:
         yield _divided(shapes, {name for name, shape in shapes.items() if len(shape) < 2})
 
 
-def _divided(shapes: Shapes, second: set[str]) -> list[Names]:
+def _divided(shapes: Shapes, second: set[str]) -> list[ParameterNames]:
     return [[name for name in shapes if name not in second], [name for name in shapes if name in second]]
 
 
@@ -82,16 +82,16 @@ def _is_layer_norm(name: str, shapes: Shapes) -> bool:
 
 def _placements(
     parts: Sequence[Sequence[Number]],
-    lists: Sequence[Names],
+    lists: Sequence[ParameterNames],
     states: StateShapes,
     shapes: Shapes,
-) -> Iterator[Names]:
+) -> Iterator[ParameterNames]:
     """How the numbers of each part fit the names of its list, in order; frozen parameters may be left out.
 
     Both the first and the last way, which are equal if there is one only.
     """
     for backwards in (False, True):
-        found: Names = []
+        found: ParameterNames = []
         for part, names in zip(parts, lists, strict=True):
             placed = _first_fit(part[::-1] if backwards else part, names[::-1] if backwards else names, states, shapes)
             if placed is None:
@@ -100,7 +100,9 @@ def _placements(
         yield found
 
 
-def _first_fit(numbers: Sequence[Number], names: Names, states: StateShapes, shapes: Shapes) -> Names | None:
+def _first_fit(
+    numbers: Sequence[Number], names: ParameterNames, states: StateShapes, shapes: Shapes
+) -> ParameterNames | None:
     placed, left = [], iter(names)
     for number in numbers:
         fitting = (name for name in left if all(shape == shapes[name] for shape in states.get(number, ())))

@@ -23,7 +23,7 @@ SCALER_KEYS = ("scaler", "grad_scaler", "scaler_state_dict")
 STEP_KEYS = ("global_step", "step")
 _LISTS = ("params", "param_names")
 
-Group = Mapping[str, Any]
+SavedGroup = Mapping[str, Any]
 States = Mapping[Number, Mapping[str, Any]]
 
 
@@ -100,7 +100,7 @@ def add_scaler(source: StateDictSource, state: Any) -> bool:
     return True
 
 
-def _parts(state_dict: Mapping[str, Any], where: str) -> tuple[list[Group], States]:
+def _parts(state_dict: Mapping[str, Any], where: str) -> tuple[list[SavedGroup], States]:
     """Groups, and states by name or number, each of which is in one group."""
     groups, states = state_dict.get("param_groups"), state_dict.get("state", {})
     if groups is None and any(str(key).startswith("param_groups.") for key in state_dict):
@@ -117,14 +117,14 @@ def _parts(state_dict: Mapping[str, Any], where: str) -> tuple[list[Group], Stat
     return groups, {numbers[str(key)]: entries for key, entries in states.items()}
 
 
-def _are_groups(groups: Any) -> TypeGuard[list[Group]]:
+def _are_groups(groups: Any) -> TypeGuard[list[SavedGroup]]:
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return False
     lists = [group.get("params") for group in groups]
     return all(isinstance(numbers, list) and all(isinstance(n, int | str) for n in numbers) for numbers in lists)
 
 
-def _unflattened(state_dict: Mapping[str, Any]) -> tuple[list[Group], States]:
+def _unflattened(state_dict: Mapping[str, Any]) -> tuple[list[SavedGroup], States]:
     """From `state.<name>.<kind>` and `param_groups.<name>.<key>`: parameters of equal values make a group."""
     states: dict[Number, dict[str, Any]] = defaultdict(dict)
     values: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -144,7 +144,7 @@ def _unflattened(state_dict: Mapping[str, Any]) -> tuple[list[Group], States]:
 
 
 def _named(
-    source: StateDictSource, groups: list[Group], states: States, names: Sequence[str], frozen: Collection[str]
+    source: StateDictSource, groups: list[SavedGroup], states: States, names: Sequence[str], frozen: Collection[str]
 ) -> dict[Number, str] | None:
     """The tensor's name of each parameter; None where nothing tells."""
     numbers = [number for group in groups for number in group["params"]]
@@ -191,7 +191,7 @@ def _add_state(source: StateDictSource, name: str, kind: str, value: Any) -> Non
         source.notes.append(f"{kind} of {name}, of the optimizer, is not taken over: it is no tensor")
 
 
-def _group(source: StateDictSource, group: Group, named: Mapping[Number, str]) -> dict[str, Any]:
+def _group(source: StateDictSource, group: SavedGroup, named: Mapping[Number, str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     left: list[str] = []
     for key, value in group.items():
