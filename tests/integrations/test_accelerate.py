@@ -79,7 +79,7 @@ def _fp16() -> tuple[float, int, bool]:
     """What the drop-in asks for under fp16, in autocast by hand: on a CPU Accelerate itself does not enter it."""
     import terrazzo as tz
     from terrazzo.integrations.accelerate.asked import Asked
-    from terrazzo.integrations.engine_setup import TerrazzoArguments
+    from terrazzo.integrations.shared.engine_setup import TerrazzoArguments
 
     precision = Asked({"mixed_precision": "fp16"}, TerrazzoArguments(), False).setup(torch.device("cuda"), 1).precision
     model, plain = small_model(), small_model()

@@ -28,7 +28,7 @@ from accelerate.utils import (
 )
 
 from terrazzo.integrations.accelerate.asked import Asked, hidden
-from terrazzo.integrations.engine_setup import EngineSetup, TerrazzoArguments
+from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments
 
 CPU = torch.device("cpu")
 FSDP = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "bf16"}

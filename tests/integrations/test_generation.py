@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import terrazzo as tz
-from terrazzo.integrations import generation
+from terrazzo.integrations.shared import generation
 from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 from tests.integrations.accelerating import fresh_state

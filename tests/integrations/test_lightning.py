@@ -26,7 +26,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO  # noqa: E402
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment  # noqa: E402
 
 from terrazzo.integrations.lightning import TerrazzoStrategy  # noqa: E402
-from terrazzo.integrations.lightning.state import from_json, to_json  # noqa: E402
+from terrazzo.integrations.lightning.plain_state import from_json, to_json  # noqa: E402
 
 Weights = dict[str, Tensor]
 

@@ -12,8 +12,8 @@ from torch import nn
 import terrazzo as tz
 from terrazzo.engine import Plan, Precision
 from terrazzo.errors import BadInput
-from terrazzo.integrations.engine_setup import EngineSetup
 from terrazzo.integrations.fsdp2 import fully_shard
+from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from tests.helpers.threads import run_in_threads
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo import checkpoint
-from terrazzo.integrations import saving
+from terrazzo.integrations.shared import saving
 from tests.checkpoint import faults
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -157,8 +157,8 @@ def test_a_trainers_checkpoint_that_one_rank_cannot_open(tmp_path: Path) -> None
 
 
 def test_rank_0_says_whose_checkpoint_lightning_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lightning = pytest.importorskip("terrazzo.integrations.lightning.checkpoint")
-    folder = importlib.import_module("terrazzo.integrations.lightning.folder")
+    lightning = pytest.importorskip("terrazzo.integrations.lightning.trainer.checkpoint")
+    folder = importlib.import_module("terrazzo.integrations.lightning.checkpoint_folder")
     real = folder.own_folder
     monkeypatch.setattr(folder, "own_folder", lambda path: real(path) if dist.get_rank() == 0 else None)
 

@@ -15,7 +15,8 @@ from terrazzo.dialects.registry import NAMES, dialect
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.offload.topology import ranks_here
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.integrations.engine_setup import ActivationSetup, EngineSetup, setup_for
+from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup
+from terrazzo.integrations.shared.from_description import setup_for
 from tests.helpers.fake import fake_group
 from tests.helpers.threads import run_in_threads
 
@@ -147,7 +148,9 @@ def test_nodes_are_replicas_where_a_launcher_tells_them(node: int, name: str, mo
 def told(monkeypatch: pytest.MonkeyPatch, *sizes: str | None) -> None:
     """Each rank, a thread, is told of as many ranks on its node."""
 
-    monkeypatch.setattr("terrazzo.integrations.engine_setup.told_ranks_here", lambda: sizes[dist.get_rank()] or "")
+    monkeypatch.setattr(
+        "terrazzo.integrations.shared.from_description.told_ranks_here", lambda: sizes[dist.get_rank()] or ""
+    )
 
 
 def test_nodes_alike_are_replicas_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

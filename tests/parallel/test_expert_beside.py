@@ -17,7 +17,7 @@ from torch import Tensor
 import terrazzo as tz
 from terrazzo import checkpoint
 from terrazzo.engine import Plan, Precision, compile_units, engine_of
-from terrazzo.integrations.engine_setup import EngineSetup
+from terrazzo.integrations.shared.engine_setup import EngineSetup
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig
 from tests.helpers.threads import run_in_threads

@@ -25,8 +25,8 @@ from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
 from terrazzo.integrations.accelerate.asked import Asked, hidden
 from terrazzo.integrations.accelerate.optimizer import SteppedOptimizer, is_sharded
-from terrazzo.integrations.engine_setup import EngineSetup, TerrazzoArguments
-from terrazzo.integrations.owners import owner_of
+from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments
+from terrazzo.integrations.shared.owners import owner_of
 
 __all__ = ["Accelerator"]
 

@@ -27,7 +27,8 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import LossScaling, Plan, Precision
 from terrazzo.errors import BadInput
-from terrazzo.integrations.engine_setup import EngineSetup, TerrazzoArguments, setup_for, trained_dtypes
+from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments, trained_dtypes
+from terrazzo.integrations.shared.from_description import setup_for
 
 __all__ = ["Asked", "hidden"]
 

@@ -20,7 +20,8 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, read_document
 from terrazzo.errors import BadInput
-from terrazzo.integrations.engine_setup import EngineSetup, setup_for
+from terrazzo.integrations.shared.engine_setup import EngineSetup
+from terrazzo.integrations.shared.from_description import setup_for
 
 __all__ = ["Configuration", "read"]
 

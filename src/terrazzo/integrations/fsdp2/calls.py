@@ -28,11 +28,12 @@ from terrazzo.engine import attach, engine_of, on_unattached_step
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.private_torch import tree_map_only
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.integrations.engine_setup import EngineSetup, setup_for, trained_dtypes
 from terrazzo.integrations.fsdp2 import units
 from terrazzo.integrations.fsdp2.module import FSDPModule, FSDPRoot, ModuleMark
 from terrazzo.integrations.fsdp2.optimizer import take_over
 from terrazzo.integrations.fsdp2.states import RowPlacements, place
+from terrazzo.integrations.shared.engine_setup import EngineSetup, trained_dtypes
+from terrazzo.integrations.shared.from_description import setup_for
 
 __all__ = ["fully_shard"]
 

@@ -13,7 +13,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
 from terrazzo.integrations.lightning import fabric
-from terrazzo.integrations.lightning.strategy import TerrazzoStrategy
+from terrazzo.integrations.lightning.trainer.strategy import TerrazzoStrategy
 
 __all__ = ["TerrazzoStrategy", "fabric"]
 

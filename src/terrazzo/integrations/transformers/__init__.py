@@ -7,7 +7,7 @@
 An unmodified script runs with `torchrun -m terrazzo.integrations.transformers --plan zero3 run_clm.py ...`.
 """
 
-from terrazzo.integrations.engine_setup import TerrazzoArguments
+from terrazzo.integrations.shared.engine_setup import TerrazzoArguments
 from terrazzo.integrations.transformers.trainer import TerrazzoTrainerMixin, Trainer
 
 __all__ = ["TerrazzoArguments", "TerrazzoTrainerMixin", "Trainer"]

@@ -18,7 +18,7 @@ from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import DTYPE_NAMES
 from terrazzo.errors import BadInput
-from terrazzo.integrations.engine_setup import trained_dtypes
+from terrazzo.integrations.shared.engine_setup import trained_dtypes
 
 __all__ = ["check", "check_split", "describe"]
 

@@ -22,8 +22,9 @@ from terrazzo.engine import ShardedModule
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first, together
 from terrazzo.integrations.accelerate import Accelerator
-from terrazzo.integrations.engine_setup import EngineSetup, TerrazzoArguments, setup_for
-from terrazzo.integrations.saving import save_over, settle
+from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments
+from terrazzo.integrations.shared.from_description import setup_for
+from terrazzo.integrations.shared.saving import save_over, settle
 from terrazzo.integrations.transformers.arguments import check, check_split, describe
 
 if TYPE_CHECKING:

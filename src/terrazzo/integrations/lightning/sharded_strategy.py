@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from terrazzo.engine import Offload, Plan, Precision, data_mesh
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput
-from terrazzo.integrations.engine_setup import ActivationSetup, EngineSetup
+from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import ParallelStrategy as _Base

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from terrazzo import checkpoint as checkpoints
 from terrazzo.errors import BadInput
 from terrazzo.exchange import together
-from terrazzo.integrations.lightning.folder import is_folder, read_file, write_folder
-from terrazzo.integrations.lightning.state import from_json, to_json
+from terrazzo.integrations.lightning.checkpoint_folder import is_folder, read_file, write_folder
+from terrazzo.integrations.lightning.plain_state import from_json, to_json
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 

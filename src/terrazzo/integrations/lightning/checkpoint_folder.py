@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from terrazzo.checkpoint.loading.load import own_folder
 from terrazzo.errors import BadInput
 from terrazzo.exchange import on_first, together
-from terrazzo.integrations.saving import check_replaceable, save_over, settle
+from terrazzo.integrations.shared.saving import check_replaceable, save_over, settle
 
 __all__ = ["is_folder", "read_file", "write_folder"]
 

@@ -1,16 +1,12 @@
-"""From the neutral description of a configuration to what `tz.shard` takes. Every door goes through here."""
+"""From the neutral description of a configuration to what the engine is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from terrazzo.dialects.core.description import LOADED, Description, Setting
 from terrazzo.dialects.core.meaning import degrees
@@ -20,21 +16,14 @@ from terrazzo.engine import (
     Offload,
     Plan,
     Precision,
-    Units,
-    checkpoint_activations,
-    compile_units,
     data_mesh,
-    shard,
 )
 from terrazzo.engine.offload.topology import told_ranks_here
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import gather_json
-from terrazzo.integrations.before import check_data_parallel, convert_linears
-from terrazzo.integrations.generation import generate_together
+from terrazzo.integrations.shared.engine_setup import ActivationSetup, EngineSetup
 
-__all__ = ["ActivationSetup", "EngineSetup", "TerrazzoArguments", "setup_for", "trained_dtypes"]
-
-M = TypeVar("M", bound=nn.Module)
+__all__ = ["setup_for"]
 
 _AXES = {
     "tp": "tensor parallelism",
@@ -46,110 +35,6 @@ _AXES = {
 _NEVER = 2**31
 """A patience that no run exhausts: a fixed loss scale is a dynamic one that never moves."""
 _MIB = 2**20
-
-
-@dataclass(frozen=True)
-class ActivationSetup:
-    """Arguments of the engine's `checkpoint_activations`: `mode` is `none`, `full`, `selective` or `selective_half`."""
-
-    mode: str = "none"
-    every: int = 1
-    ops: tuple[str, ...] | None = None
-    offload: bool = False
-
-
-@dataclass(frozen=True)
-class EngineSetup:
-    """What a configuration asks of the engine.
-
-    Attributes:
-        plan, precision, units, prefetch, offload: as for `tz.shard`.
-        mesh: of all ranks; None where there is no process group.
-        autocast: dtype of torch.autocast, which the door enters around the model's forward; None for none.
-        clip: largest global gradient norm; None for no clipping.
-        accumulation: micro-batches per optimizer step.
-        activation_checkpointing: of the units.
-        compile: each unit's forward is compiled.
-        float8: the recipe by which linear layers multiply in 8 bits, as for `tz.nn.float8`; None for none. skip: globs
-            over names of those that do not; None: those outside of the blocks.
-    """
-
-    plan: Plan
-    precision: Precision
-    mesh: DeviceMesh | None = None
-    units: tuple[str, ...] | None = None
-    prefetch: int = 1
-    offload: Offload = field(default_factory=Offload)
-    autocast: torch.dtype | None = None
-    clip: float | None = None
-    accumulation: int = 1
-    activation_checkpointing: ActivationSetup = ActivationSetup()
-    compile: bool = False
-    float8: str | None = None
-    skip: tuple[str, ...] | None = None
-
-    def over(self, **given: Any) -> Self:
-        """This one with what is given in its place, plan and precision perhaps by name; None leaves what is here."""
-        kept = {name: value for name, value in given.items() if value is not None}
-        for name, kind in (("plan", Plan), ("precision", Precision)):
-            if isinstance(kept.get(name), str | torch.dtype):
-                kept[name] = kind.named(kept[name])
-        return replace(self, **kept)
-
-    def shard(self, model: M, optimizer: Optimizer | Callable[[Any], Optimizer] | None = None) -> tuple[M, Any]:
-        """Convert linear layers, checkpoint activations, compile units and shard: see `tz.shard`. Both change in place.
-
-        Where the model is of transformers, its `generate` runs on all ranks together.
-
-        Raises:
-            BadInput: with nothing changed, a model that ranks share more of than states.
-        """
-        check_data_parallel(model)
-        if self.float8 is not None:
-            convert_linears(model, self.float8, self.skip)
-        chosen = self.activation_checkpointing
-        checkpoint_activations(
-            model, chosen.mode, units=self.units, every=chosen.every, ops=chosen.ops, offload=chosen.offload
-        )
-        if self.compile:
-            compile_units(model, units=self.units)
-        sharded = shard(
-            model,
-            optimizer,
-            self.plan,
-            units=self.units,
-            precision=self.precision,
-            mesh=self.mesh,
-            prefetch=self.prefetch,
-            offload=self.offload,
-        )
-        generate_together(model)
-        return sharded
-
-
-@dataclass(frozen=True)
-class TerrazzoArguments:
-    """What goes before the other library's own arguments, as for `tz.shard`; None leaves it to them.
-
-    Attributes:
-        plan: such as `zero3`. TrainingArguments say it by `fsdp` or `deepspeed`, and without those mean `zero0`, DDP.
-        precision: such as `bf16`. TrainingArguments' `bf16` without FSDP is autocast on fp32 weights.
-        units: class names of the modules that are gathered as one.
-        mesh: of all ranks.
-        prefetch: units gathered ahead.
-        offload: how states on `cpu` or `nvme` are kept.
-    """
-
-    plan: Plan | str | None = None
-    precision: Precision | str | torch.dtype | None = None
-    units: Units | None = None
-    mesh: DeviceMesh | None = None
-    prefetch: int | None = None
-    offload: Offload | None = None
-
-    def over(self, setup: EngineSetup) -> EngineSetup:
-        """The setup with what is given here."""
-        return replace(setup.over(**vars(self)), autocast=None if self.precision is not None else setup.autocast)
 
 
 def setup_for(description: Description, device: torch.device, loaded: torch.dtype | None = None) -> EngineSetup:
@@ -179,15 +64,6 @@ def setup_for(description: Description, device: torch.device, loaded: torch.dtyp
         float8=_float8(description),
         skip=tuple(description.value("precision.skip") or ()) or None,
     )
-
-
-def trained_dtypes(model: nn.Module) -> list[torch.dtype]:
-    """Those of floating parameters that are trained, or of all where none is, in their order; fp32 where none floats.
-
-    A frozen base beside adapters does not count.
-    """
-    trained = [each for each in model.parameters() if each.requires_grad] or list(model.parameters())
-    return list(dict.fromkeys(each.dtype for each in trained if each.is_floating_point())) or [torch.float32]
 
 
 def _name(description: Description, path: str) -> str:

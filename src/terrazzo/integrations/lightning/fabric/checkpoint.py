@@ -13,17 +13,17 @@ from terrazzo import checkpoint as checkpoints
 from terrazzo.engine import ShardedModule, ShardedOptimizer
 from terrazzo.errors import BadInput
 from terrazzo.exchange import together
-from terrazzo.integrations.lightning.folder import is_folder, read_file, write_folder
-from terrazzo.integrations.lightning.state import from_json, to_json
+from terrazzo.integrations.lightning.checkpoint_folder import is_folder, read_file, write_folder
+from terrazzo.integrations.lightning.plain_state import from_json, to_json
 
-__all__ = ["load", "load_weights", "save"]
+__all__ = ["load_state", "load_weights", "save_state"]
 
 _KEY = "fabric"
 _STEPS = ("step", "global_step", "iteration")
 """Names of the value that the manifest notes, if the state has one."""
 
 
-def save(path: str, state: Mapping[str, Any]) -> None:
+def save_state(path: str, state: Mapping[str, Any]) -> None:
     """Write a checkpoint, in place of one of the same name, once it is complete. Collective.
 
     Args:
@@ -35,7 +35,7 @@ def save(path: str, state: Mapping[str, Any]) -> None:
     write_folder(path, model, optimizer, {"step": step, _KEY: to_json(plain, "state")})
 
 
-def load(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]:
+def load_state(path: str, state: dict[str, Any], strict: bool) -> dict[str, Any]:
     """Restore the model and the optimizer in `state`, and put its other values in place. Collective.
 
     Args:

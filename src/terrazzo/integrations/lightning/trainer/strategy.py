@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from terrazzo.engine import accumulate, attach, engine_of
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.integrations.lightning.base import ShardedStrategy
-from terrazzo.integrations.lightning.checkpoint import load_checkpoint, save_checkpoint
 from terrazzo.integrations.lightning.precision import TerrazzoPrecision, precision_of
-from terrazzo.integrations.lightning.root import Root
+from terrazzo.integrations.lightning.sharded_strategy import ShardedStrategy
+from terrazzo.integrations.lightning.trainer.checkpoint import load_checkpoint, save_checkpoint
+from terrazzo.integrations.lightning.trainer.root import Root
 
 __all__ = ["TerrazzoStrategy"]
 

@@ -1,9 +1,4 @@
-"""Fabric on Terrazzo's engine: `Fabric(strategy="terrazzo")`, or with arguments as below.
-
-from terrazzo.integrations.lightning.fabric import TerrazzoStrategy
-
-fabric = Fabric(strategy=TerrazzoStrategy(plan="zero2", units=["Block"]), precision="bf16-mixed", devices=8)
-"""
+"""The strategy: what Fabric asks of one, answered by `tz.shard` and `tz.checkpoint`."""
 
 from __future__ import annotations
 
@@ -22,10 +17,10 @@ from torch.optim import Optimizer
 
 from terrazzo.engine import accumulate, attach, clip_grad_norm_
 from terrazzo.errors import BadInput
-from terrazzo.integrations.lightning import fabric_checkpoint
-from terrazzo.integrations.lightning.base import ShardedStrategy
+from terrazzo.integrations.lightning.fabric.checkpoint import load_state, load_weights, save_state
 from terrazzo.integrations.lightning.precision import FabricPrecision, precision_of
-from terrazzo.integrations.owners import owner_of
+from terrazzo.integrations.lightning.sharded_strategy import ShardedStrategy
+from terrazzo.integrations.shared.owners import owner_of
 
 __all__ = ["TerrazzoStrategy"]
 
@@ -141,7 +136,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
         for name, given in (("storage_options", storage_options), ("filter", filter)):
             if given:
                 raise BadInput(f"fabric.save({name}=...): a checkpoint holds all of the model. Leave it out.")
-        fabric_checkpoint.save(self.broadcast(str(path)), _unwrapped(state))
+        save_state(self.broadcast(str(path)), _unwrapped(state))
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -149,7 +144,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
         """Restore what is in `state`, on any ranks and plan; returns what the checkpoint has beside it. Collective."""
         path = self.broadcast(str(path))
         if isinstance(state, nn.Module):
-            fabric_checkpoint.load_weights(path, _sharded(state), strict)
+            load_weights(path, _sharded(state), strict)
             return {}
         if not isinstance(state, dict):
             raise BadInput(
@@ -157,7 +152,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
                 "up, such as fabric.load(path, {'model': model, 'optimizer': optimizer})."
             )
         unwrapped = _unwrapped(state)
-        found = fabric_checkpoint.load(path, unwrapped, strict)
+        found = load_state(path, unwrapped, strict)
         state.update({name: value for name, value in unwrapped.items() if not isinstance(state[name], Whole)})
         return found
 

@@ -1,0 +1,1 @@
+"""Lightning's Trainer: its strategy, its checkpoints, and the root around a LightningModule."""

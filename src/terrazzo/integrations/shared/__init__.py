@@ -1,0 +1,8 @@
+"""What several doors share.
+
+engine_setup      what a door asks of the engine, and does to a model before it shards it
+from_description  that of the neutral description of a configuration
+owners            whose an optimizer is
+saving            where a checkpoint of the same name lies
+generation        of text, by ranks together
+"""
