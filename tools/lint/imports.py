@@ -53,9 +53,6 @@ OPEN = re.compile(r"Open to other\spackages[^:]*:\n\n((?: {4}.*\n)+)")
 
 NAMES_MODULES = {
     "terrazzo": "what it loads when asked imports the package; what imports it may need no torch",
-    "terrazzo.checkpoint": "the same; a statement that only mypy reads says each import too",
-    "terrazzo.config": "the same: hiding passwords needs no schema, which asks the engine for names",
-    "terrazzo.telemetry": "as of checkpoint: a command that starts a script needs no torch",
     "terrazzo.dialects.registry": "of eight dialects a command needs one or two; what it names counts as imported",
 }
 """Modules that may import modules of their own package by a string, and why."""

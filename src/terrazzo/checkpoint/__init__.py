@@ -45,22 +45,7 @@ if TYPE_CHECKING:
         suspects,
     )
 else:
-    __getattr__ = lazily(
-        __name__,
-        {
-            "terrazzo.checkpoint.loading.load": ("load", "open_source"),
-            "terrazzo.checkpoint.loading.weights": ("load_weights",),
-            "terrazzo.checkpoint.replicas": ("check_replicas",),
-            "terrazzo.checkpoint.saving.background": ("Saver",),
-            "terrazzo.checkpoint.saving.save": ("save",),
-            "terrazzo.checkpoint.upkeep.series": (
-                *("Resumed", "claim", "clear", "complete_checkpoints", "latest"),
-                *("load_newest", "prune", "run_of", "set_aside", "step_path", "suspect", "suspects"),
-            ),
-            "terrazzo.checkpoint.source": ("Source",),
-            "terrazzo.checkpoint.storage.store": ("step_of",),
-        },
-    )
+    __getattr__ = lazily(__name__)
 
 __all__ = [
     "Resumed",

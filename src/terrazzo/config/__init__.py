@@ -27,22 +27,7 @@ if TYPE_CHECKING:
     from terrazzo.config.section import Section
     from terrazzo.config.task import DataConfig, LoraConfig, ObjectiveConfig, ObjectiveKind
 else:
-    __getattr__ = lazily(
-        __name__,
-        {
-            "terrazzo.config.keys": ("KEYS", "keys_meant"),
-            "terrazzo.config.reading": ("CheckedKeys", "check_keys", "config_from_dict", "flatten", "load_config"),
-            "terrazzo.config.optimizer": ("MuonConfig", "OptimizerConfig"),
-            "terrazzo.config.running": ("LaunchConfig",),
-            "terrazzo.config.schema": (
-                *("BatchConfig", "Config", "MeshConfig", "OffloadConfig"),
-                *("PlanConfig", "ScheduleConfig", "tier_text"),
-            ),
-            "terrazzo.config.secrets": ("without_passwords",),
-            "terrazzo.config.section": ("Section",),
-            "terrazzo.config.task": ("DataConfig", "LoraConfig", "ObjectiveConfig", "ObjectiveKind"),
-        },
-    )
+    __getattr__ = lazily(__name__)
 
 __all__ = [
     "KEYS",

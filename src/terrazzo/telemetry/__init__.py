@@ -39,32 +39,7 @@ if TYPE_CHECKING:
     from terrazzo.telemetry.steps.step_recorder import StepRecorder
     from terrazzo.telemetry.watchdog.live_ranks import LiveRanks
 else:
-    __getattr__ = lazily(
-        __name__,
-        {
-            "terrazzo.telemetry.own_loop": ("Telemetry", "attach"),
-            "terrazzo.telemetry.flight.folder": ("BlackBox", "flights_of", "save_flight"),
-            "terrazzo.telemetry.flight.trace": ("trace_of",),
-            "terrazzo.telemetry.log.records": ("lines_of", "of_newest_start", "restart_text", "run_lines", "steps_of"),
-            "terrazzo.telemetry.log.sinks": ("JsonLines", "Sink", "TensorBoard"),
-            "terrazzo.telemetry.outside.advice": ("advice_for",),
-            "terrazzo.telemetry.shown.console": ("RunConsole",),
-            "terrazzo.telemetry.shown.page": ("VERDICT", "ReportPage", "page_of"),
-            "terrazzo.telemetry.shown.screen": ("has_ended", "rows_of", "screen_of"),
-            "terrazzo.telemetry.shown.step_table": ("StepTable", "duration"),
-            "terrazzo.telemetry.shown.tables": ("Table", "table_of_units", "tables_of"),
-            "terrazzo.telemetry.shown.verdict": ("Verdict", "verdict_of"),
-            "terrazzo.telemetry.steps.memory": (
-                "PeakMemory",
-                "allowed_bytes",
-                "available_host_bytes",
-                "resident_bytes",
-            ),
-            "terrazzo.telemetry.steps.metrics": ("StepMetrics", "Stopwatch"),
-            "terrazzo.telemetry.steps.step_recorder": ("StepRecorder",),
-            "terrazzo.telemetry.watchdog.live_ranks": ("LiveRanks",),
-        },
-    )
+    __getattr__ = lazily(__name__)
 
 __all__ = [
     "VERDICT",

@@ -1,0 +1,33 @@
+"""Names of a package that are imported when they are first asked for."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("package", ["checkpoint", "config", "telemetry"])
+def test_what_a_package_lists_can_be_had(package: str) -> None:
+    module = importlib.import_module(f"terrazzo.{package}")
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+def test_a_name_is_imported_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lazy_package").mkdir()
+    (tmp_path / "lazy_package/heavy.py").write_text("weight = 7\n")
+    (tmp_path / "lazy_package/__init__.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "from terrazzo.lazy import lazily\n"
+        "if TYPE_CHECKING:\n    from lazy_package.heavy import weight\n"
+        "else:\n    __getattr__ = lazily(__name__)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("lazy_package")
+    assert "lazy_package.heavy" not in sys.modules
+    assert module.weight == 7
+    assert "lazy_package.heavy" in sys.modules
+    with pytest.raises(AttributeError, match="'lazy_package' has no attribute 'volume'"):
+        _ = module.volume
