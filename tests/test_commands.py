@@ -22,8 +22,8 @@ from terrazzo import cli
 from terrazzo.config import load_config
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train import run
-from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.launch.stop import StopRequest
+from terrazzo.train.launch.process_group import Ranks
+from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
 from terrazzo.train.session.opening import open_session

@@ -28,7 +28,7 @@ from terrazzo import checkpoint, cli, engine, exit_codes, planner
 from terrazzo.checkpoint.format.manifest import Extent, File, Manifest, OptimizerState, State, Tensor, Tile, Topology
 from terrazzo.engine import PLANS, PRECISIONS, Plan
 from terrazzo.engine.plan.place import ROWS
-from terrazzo.engine.plan.precision import DTYPE_FIELDS
+from terrazzo.words import DTYPE_FIELDS
 from tests.helpers.fake import fake_group
 from tests.helpers.processes import Pool
 from tools import reference_pages

@@ -11,10 +11,12 @@ import pytest
 from terrazzo.config import BatchConfig, Config, MeshConfig, OptimizerConfig, config_from_dict, flatten, load_config
 from terrazzo.config.files import load
 from terrazzo.errors import BadInput
+from terrazzo.parallel import STYLES
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.preflight import check
 from terrazzo.train.settings.optimizer import check_settings, optimizer_class
 from terrazzo.train.settings.plan import build_plan, empty_rows, filling_note, mesh_shape, micro_batches_per_rank
+from terrazzo.words import STYLE_NAMES
 
 JARGON = ("pydantic", "validation error", "extra_forbidden", "input_value", "type=", "Extra inputs")
 
@@ -410,3 +412,7 @@ def test_resume_never_guesses(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="step-00000010' of another run"):
         resume_from(config("never"))
     assert resume_from(config("never", overwrite=True)) is None
+
+
+def test_styles_have_the_names_that_a_configuration_knows() -> None:
+    assert tuple(STYLES) == STYLE_NAMES

@@ -27,7 +27,7 @@ from typing import IO, Any
 import torch.distributed as dist
 
 from terrazzo.telemetry.watchdog.watched_rank import TASK
-from terrazzo.train.launch.telling import REPORT
+from terrazzo.train.launch.launcher_pipe import REPORT
 from tests.helpers.forkserver import spawning_by_fork
 
 __all__ = ["Program", "on_ranks", "run"]

@@ -12,9 +12,10 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline.schedules import SCHEDULES, Action, ActionKind, actions_of, balanced, forwards_of
+from terrazzo.parallel.pipeline.schedules import Action, ActionKind, actions_of, balanced, forwards_of
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.stages import in_flight
+from terrazzo.words import SCHEDULES
 
 
 def run_by_torch(kind: type, rank: int, ranks: int, micro_batches: int) -> list[Action]:

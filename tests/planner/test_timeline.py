@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import terrazzo as tz
-from terrazzo.parallel.pipeline.schedules import SCHEDULES, Action, ActionKind
+from terrazzo.parallel.pipeline.schedules import Action, ActionKind
 from terrazzo.planner.assemble import Estimate
 from terrazzo.planner.report.bars import chart_of
 from terrazzo.planner.report.picture import svg
@@ -17,6 +17,7 @@ from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.timeline import timeline_of
+from terrazzo.words import SCHEDULES
 
 SVG = "{http://www.w3.org/2000/svg}"
 

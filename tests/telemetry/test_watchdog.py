@@ -431,7 +431,7 @@ import torch, torch.distributed as dist
 from pathlib import Path
 import terrazzo as tz
 from terrazzo.engine import engine_of
-from terrazzo.train.launch.failure import announce_ready, run_rank
+from terrazzo.train.launch.rank_process import announce_ready, run_rank
 from terrazzo.telemetry.watchdog.recording import black_box
 
 how, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
@@ -478,7 +478,7 @@ run_rank(rank, work)
 
 LAUNCH = """
 import sys
-from terrazzo.train.launch.starting import launch_ranks
+from terrazzo.train.launch.launcher import launch_ranks
 from terrazzo.telemetry.watchdog.stall_causes import STALL_CAUSES, StallCause
 from terrazzo.telemetry.watchdog.watchdog import Patience
 sys.exit(launch_ranks(2, sys.argv[1:], patience=Patience(1.0, 60.0)))

@@ -14,8 +14,9 @@ import pytest
 
 from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.again import Again, Ended, Restart, Saved, Start, refuse_restarts, told_of_restart
-from terrazzo.train.run import _again
+from terrazzo.train.launch.notices import Ended
+from terrazzo.train.launch.restarts import Restart, Restarts, Saved, Start, refuse_restarts, take_restart_note
+from terrazzo.train.run import _restarts
 from tests.helpers import programs
 from tests.train.test_loop import command, curve, environment, metrics, one_rank_of
 from tests.train.test_session import config_in, trained
@@ -25,12 +26,12 @@ START = Start(2, ["words"])
 
 
 class Told:
-    """An `Again` whose checkpoints are given, one for each failure."""
+    """An `Restarts` whose checkpoints are given, one for each failure."""
 
     def __init__(self, most: int, *steps: int) -> None:
         saved: Iterator[Saved] = iter([Saved(step, f"step-{step}" if step else "") for step in steps])
         self.said: list[str] = []
-        self.again = Again(most, lambda: next(saved), self.words, self.said.append)
+        self.again = Restarts(most, lambda: next(saved), self.words, self.said.append)
 
     def words(self, saved: Saved) -> Sequence[str]:
         return [f"from {saved.step}"]
@@ -47,8 +48,8 @@ def test_each_restart_goes_on_from_the_newest_checkpoint_and_ranks_hear_of_it(mo
         assert (start.ranks, start.words) == (2, [f"from {step}"])
         for name, value in start.environment.items():
             monkeypatch.setenv(name, value)
-        assert told_of_restart() == Restart(number, 2, FAILED.why)
-        assert told_of_restart() is None, "what a rank starts is not this rank"
+        assert take_restart_note() == Restart(number, 2, FAILED.why)
+        assert take_restart_note() is None, "what a rank starts is not this rank"
     assert told.said == [
         "restart 1 of 2: starting 2 ranks again, from the beginning: there is no checkpoint yet",
         "restart 2 of 2: starting 2 ranks again, from step-3",
@@ -86,7 +87,7 @@ def test_a_run_begun_anew_goes_on_from_its_own_checkpoints_alone(tmp_path: Path)
     launch = {"restarts": 1}
     assert trained(config_in(tmp_path, train={"steps": 3})) == 0
     anew = config_in(tmp_path, launch=launch, checkpoint={"resume": "never", "overwrite": True})
-    again = _again(anew, ["words"])
+    again = _restarts(anew, ["words"])
     assert again._newest() == Saved(), "what is there is of another run"
     assert trained(anew) == 0
     saved = again._newest()
@@ -98,7 +99,7 @@ def test_a_run_begun_anew_goes_on_from_its_own_checkpoints_alone(tmp_path: Path)
 def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(tmp_path: Path) -> None:
     config = config_in(tmp_path, launch={"restarts": 1})
     assert trained(config) == 0
-    again = _again(config, ["words"])
+    again = _restarts(config, ["words"])
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(BadInput, match="held a checkpoint when this run began, and holds none now"):
         again._newest()

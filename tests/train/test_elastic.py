@@ -14,9 +14,10 @@ import pytest
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, counted
-from terrazzo.train.launch.again import Again, Ended, Saved, Start
-from terrazzo.train.launch.places import Places
-from terrazzo.train.launch.starting import places_of, ranks_to_start
+from terrazzo.train.launch.machine import ranks_to_start, slots_of
+from terrazzo.train.launch.notices import Ended
+from terrazzo.train.launch.rank_slots import RankSlots
+from terrazzo.train.launch.restarts import Restarts, Saved, Start
 from terrazzo.train.run import _check_fewer
 from tests.helpers import programs
 from tests.train.test_again import LAUNCHER, killed_by
@@ -106,15 +107,15 @@ def test_a_start_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "count", lambda: 1)
     with pytest.raises(BadInput, match=r"launch.ranks is 2:4, but this machine has 1 CUDA devices"):
         ranks_to_start(config)
-    assert places_of(config_from_dict({"launch": {"ranks": 4, "restarts": 1}})) is None
+    assert slots_of(config_from_dict({"launch": {"ranks": 4, "restarts": 1}})) is None
 
 
 # -- places that are lost ------------------------------------------------------------------------------------------
 
 
-def on(devices_seen: Sequence[int], numbers: Sequence[int]) -> Places:
+def on(devices_seen: Sequence[int], numbers: Sequence[int]) -> RankSlots:
     seen: Iterator[int] = iter(devices_seen)
-    return Places(numbers, lambda: next(seen), named=True)
+    return RankSlots(numbers, lambda: next(seen), named=True)
 
 
 def test_a_device_that_fails_is_left_out_and_others_take_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +139,8 @@ def test_devices_that_cannot_be_seen_any_more_take_ranks_away() -> None:
 
 def test_a_rank_that_fails_at_its_start_again_is_gone_on_without(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[str] = []
-    places = Places([2, 3], lambda: 3, named=False)
-    again = Again(9, lambda: Saved(5, "step-5"), lambda saved: ["words"], said.append, places)
+    places = RankSlots([2, 3], lambda: 3, named=False)
+    again = Restarts(9, lambda: Saved(5, "step-5"), lambda saved: ["words"], said.append, places)
     start = Start(3, ["words"])
     for ranks, ended in ((3, Ended(1, "x", lasts=False, unbegun=2)), (2, Ended(1, "y", lasts=False, unbegun=2))):
         following = again.after(start, ended)

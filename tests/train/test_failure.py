@@ -28,11 +28,11 @@ from terrazzo.errors import (
 )
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED, reason_of
 from terrazzo.telemetry.log.exit_note import leave_exit
-from terrazzo.train.launch import failure, preempted
-from terrazzo.train.launch.again import Ended
-from terrazzo.train.launch.failure import announce_claim, run_rank
-from terrazzo.train.launch.preempted import stays_stopped
-from terrazzo.train.launch.telling import REPORT
+from terrazzo.train.launch import preemption, rank_process
+from terrazzo.train.launch.launcher_pipe import REPORT
+from terrazzo.train.launch.notices import Ended
+from terrazzo.train.launch.preemption import stays_stopped
+from terrazzo.train.launch.rank_process import announce_claim, run_rank
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.threads import run_in_threads
 
@@ -45,14 +45,14 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("TORCHELASTIC_ERROR_FILE", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID", "MASTER_PORT", REPORT):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(failure, "WATCH_EVERY_S", 0.005)
-    monkeypatch.setattr(failure, "SIBLING_GRACE_S", 0.05)
+    monkeypatch.setattr(rank_process, "WATCH_EVERY_S", 0.005)
+    monkeypatch.setattr(rank_process, "SIBLING_GRACE_S", 0.05)
     return tmp_path
 
 
 def spawn_rank(rank: int, work: Callable[[], int]) -> int:
     def body() -> None:
-        failure.PARENT = os.getppid()
+        rank_process.PARENT = os.getppid()
         run_rank(rank, work)
 
     return spawn_child(body)
@@ -245,8 +245,8 @@ def test_ranks_go_on_together_or_not_at_all(attempts: Callable[[int], None], mon
     """Only on the machine of the second one a note was left."""
     assert reap(spawn_rank(0, lambda: PREEMPTED)) == PREEMPTED
     attempts(1)
-    real = preempted._attempt
-    monkeypatch.setattr(preempted, "_attempt", lambda: real() if dist.get_rank() == 1 else None)
+    real = preemption._attempt
+    monkeypatch.setattr(preemption, "_attempt", lambda: real() if dist.get_rank() == 1 else None)
     assert ranks_stay_stopped()
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from terrazzo.errors import BadInput
-from terrazzo.train.launch import joining
-from terrazzo.train.launch.joining import meet
+from terrazzo.train.launch import rendezvous
+from terrazzo.train.launch.rendezvous import meet
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_ranks_that_do_not_come_are_named(port: int) -> None:
 def agents(port: int, monkeypatch: pytest.MonkeyPatch) -> dist.Store:
     """The store of torchrun's agents, which stays while the ranks are started again."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(joining, "_LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr(rendezvous, "_LOOK_AGAIN_S", 0.05)
     return dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
 
 

@@ -18,11 +18,13 @@ from terrazzo.config import Config, LaunchConfig, config_from_dict
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
 from terrazzo.train.launch import local_ranks
-from terrazzo.train.launch.here import resolve_device, set_threads
+from terrazzo.train.launch.environment import adopt_slurm, first_host
+from terrazzo.train.launch.launcher import environment_of
+from terrazzo.train.launch.launcher_pipe import Failure, first_failure
 from terrazzo.train.launch.local_ranks import LocalRanks
-from terrazzo.train.launch.ranks import _agree_on_device, join
-from terrazzo.train.launch.starting import _report, adopt_slurm, environment_of, first_host, ranks_to_start
-from terrazzo.train.launch.telling import Failure, first_failure
+from terrazzo.train.launch.machine import ranks_to_start, resolve_device, set_threads
+from terrazzo.train.launch.outcome import _report
+from terrazzo.train.launch.process_group import _agree_on_device, join
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 
@@ -30,7 +32,7 @@ RANK = """
 import os, sys, time, torch, torch.distributed as dist
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.failure import run_rank
+from terrazzo.train.launch.rank_process import run_rank
 rank = int(os.environ["RANK"])
 
 def work():
@@ -61,7 +63,7 @@ run_rank(rank, work)
 
 LAUNCH = """
 import sys
-from terrazzo.train.launch.starting import launch_ranks
+from terrazzo.train.launch.launcher import launch_ranks
 sys.exit(launch_ranks(2, sys.argv[1:]))
 """
 

@@ -14,7 +14,7 @@ from terrazzo.config import Config, OptimizerConfig
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
 from terrazzo.planner.memory.matrices import matrix_updates
-from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
 from terrazzo.train.promise.as_setup import setup_of

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import terrazzo as tz
-from terrazzo.config import config_from_dict
+from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine import PRECISIONS
 from terrazzo.engine.optim.elementwise import ELEMENTWISE
 from terrazzo.engine.optim.probe import OptimizerProbe
@@ -41,7 +41,7 @@ from terrazzo.train.promise.as_setup import executed_share, setup_of
 from terrazzo.train.promise.planned import planned, traced_memory
 from terrazzo.train.promise.summary import Pace, summary_lines, utilised
 from terrazzo.train.report import gauge
-from terrazzo.train.run import train_command
+from terrazzo.train.run import start_training
 from tests.helpers import programs
 
 GIB = 2**30
@@ -307,7 +307,8 @@ def test_the_command_refuses_before_any_process_starts(monkeypatch: pytest.Monke
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("terrazzo.train.run.launch_ranks", lambda *_: pytest.fail("ranks were started"))
     with pytest.raises(BadInput, match="This run needs about"):
-        train_command(path, ["model.dim=16384", "model.layers=64", "model.heads=64"])
+        words = ["model.dim=16384", "model.layers=64", "model.heads=64"]
+        start_training(load_config(path, words), path, words)
     assert not (tmp_path / "run").exists()
 
 

@@ -28,8 +28,9 @@ from terrazzo.exit_codes import INTERRUPTED
 from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, SequenceDataset
 from terrazzo.train.data import load as load_module
-from terrazzo.train.launch.ranks import Ranks
-from terrazzo.train.launch.stop import Notices, StopRequest
+from terrazzo.train.launch.notices import Notices
+from terrazzo.train.launch.process_group import Ranks
+from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
@@ -356,8 +357,8 @@ time.sleep(60)
 
 LAUNCH_WITH_NOTICES = """
 import sys
-from terrazzo.train.launch.starting import launch_ranks
-from terrazzo.train.launch.stop import Notices
+from terrazzo.train.launch.launcher import launch_ranks
+from terrazzo.train.launch.notices import Notices
 sys.exit(launch_ranks(1, sys.argv[1:], notices=Notices("asked", lambda: "cut short")))
 """
 

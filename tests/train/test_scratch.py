@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from terrazzo.errors import BadInput
-from terrazzo.train.launch import scratch
-from terrazzo.train.launch.scratch import Scratch
+from terrazzo.train.launch import scratch_folder
+from terrazzo.train.launch.scratch_folder import ScratchFolder
 
 PREFIX = f".terrazzo-scratch-{os.getuid()}-"
 
@@ -23,7 +23,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_last_one_to_leave_removes_it(temporary: Path) -> None:
-    first, second = Scratch("a"), Scratch("a")
+    first, second = ScratchFolder("a"), ScratchFolder("a")
     (first.path / "note").touch()
     first.leave()
     assert (second.path / "note").exists()
@@ -32,11 +32,11 @@ def test_the_last_one_to_leave_removes_it(temporary: Path) -> None:
 
 
 def test_what_the_dead_leave_is_removed_and_what_is_in_use_stays(temporary: Path) -> None:
-    dead = Scratch("dead")
+    dead = ScratchFolder("dead")
     dead.leave(keep=True)
     others = temporary / f".terrazzo-scratch-{os.getuid() + 1}-dead"
     shutil.copytree(dead.path, others)
-    with Scratch("a") as used, Scratch("b"):
+    with ScratchFolder("a") as used, ScratchFolder("b"):
         assert used.exists()
         assert not dead.path.exists()
     assert os.listdir(temporary) == [others.name]
@@ -46,7 +46,7 @@ def test_what_the_dead_leave_is_removed_and_what_is_in_use_stays(temporary: Path
 def test_a_folder_of_the_users_own_stays_whatever_its_name(temporary: Path, name: str) -> None:
     (temporary / name).mkdir(mode=0o700)
     (temporary / name / "thesis.txt").touch()
-    with Scratch("a"):
+    with ScratchFolder("a"):
         pass
     assert [path.name for path in temporary.rglob("*")] == [name, "thesis.txt"]
 
@@ -54,7 +54,7 @@ def test_a_folder_of_the_users_own_stays_whatever_its_name(temporary: Path, name
 def test_a_folder_that_vanishes_while_it_is_joined_leaves_nothing_open(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, left = scratch._lock, 20
+    real, left = scratch_folder._lock, 20
 
     def removed_meanwhile(descriptor: int, kind: int) -> bool:
         nonlocal left
@@ -62,16 +62,16 @@ def test_a_folder_that_vanishes_while_it_is_joined_leaves_nothing_open(
             os.rmdir(os.readlink(f"/proc/self/fd/{descriptor}"))
         return real(descriptor, kind)
 
-    monkeypatch.setattr(scratch, "_lock", removed_meanwhile)
-    with Scratch("a") as used:
+    monkeypatch.setattr(scratch_folder, "_lock", removed_meanwhile)
+    with ScratchFolder("a") as used:
         held = [os.path.realpath(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")]
         assert [path for path in held if path.startswith(str(temporary))] == [str(used)]
 
 
 def test_notes_stay_for_those_that_are_still_to_come(temporary: Path) -> None:
-    first = Scratch("a")
+    first = ScratchFolder("a")
     first.leave(keep=True)
-    with Scratch("a") as same:
+    with ScratchFolder("a") as same:
         assert same == first.path
     assert os.listdir(temporary) == []
 
@@ -87,4 +87,4 @@ def test_a_folder_that_others_may_write_to_is_refused(temporary: Path, how: str)
         path.mkdir()
         path.chmod(0o777)
     with pytest.raises(BadInput, match="TMPDIR"):
-        Scratch("a")
+        ScratchFolder("a")

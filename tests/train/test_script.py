@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from terrazzo import cli
 from terrazzo.errors import BadInput
+from terrazzo.train.launch import launcher
 from terrazzo.train.launch import script as launching
-from terrazzo.train.launch import starting
-from terrazzo.train.launch.labelled import Labelled
-from terrazzo.train.launch.starting import _report
-from terrazzo.train.launch.telling import REPORT, Failure
+from terrazzo.train.launch.labelled_output import LabelledOutput
+from terrazzo.train.launch.launcher_pipe import REPORT, Failure
+from terrazzo.train.launch.outcome import _report
 from tests.train.test_launch import Ended, S
 
 STARTED = [
@@ -147,7 +147,7 @@ def test_a_shell_that_slurm_has_started_is_no_rank(asked: list[Any], monkeypatch
 
 
 def test_lines_are_labelled_once_they_are_whole(capfd: pytest.CaptureFixture[str]) -> None:
-    labelled = Labelled("[rank 1] ", 1)
+    labelled = LabelledOutput("[rank 1] ", 1)
     for written, shown in (
         (b"one\ntw", "[rank 1] one\n"),
         (b"o\n", "[rank 1] two\n"),
@@ -201,7 +201,7 @@ def test_a_script_that_is_ended_at_once_is_said_to_be(
                 asked()
             return signal.SIGINT
 
-    monkeypatch.setattr(starting, "LocalRanks", Ranks)
+    monkeypatch.setattr(launcher, "LocalRanks", Ranks)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     result = run("--ranks", "2", __file__)
     assert result.exit_code == 130

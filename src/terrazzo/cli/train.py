@@ -31,9 +31,18 @@ def train(
     launch.restarts=N starts all ranks again from the newest checkpoint, N times at most. When nobody reads its lines
     any more (`| head`), it goes on, and log.folder has them.
     """
-    from terrazzo.train.run import train_command  # the trainer, which other verbs do without
+    from terrazzo.config import load_config
+    from terrazzo.train.launch.environment import adopt_slurm, is_rank
     from terrazzo.train.settings.command import program
 
     if config.suffix == ".py":
         raise BadInput(f"'{config}' is a script, and no configuration: write {program()} run {config}.")
-    raise typer.Exit(train_command(config, overrides or []))
+    adopt_slurm()
+    if is_rank():  # which says together with the others what is wrong
+        from terrazzo.train.run import train_as_rank
+
+        train_as_rank(config, overrides or [])
+    settings = load_config(config, overrides or [])  # before seconds of imports
+    from terrazzo.train.run import start_training
+
+    raise typer.Exit(start_training(settings, config, overrides or []))

@@ -8,8 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from terrazzo.config.section import Section
 from terrazzo.errors import did_you_mean
-from terrazzo.parallel import STYLES
-from terrazzo.parallel.pipeline.schedules import check_schedule
+from terrazzo.words import STYLE_NAMES, check_schedule
 
 __all__ = ["ContextConfig", "ParallelConfig", "PipelineConfig", "TensorConfig"]
 
@@ -35,7 +34,7 @@ class TensorConfig(Section):
     plan: dict[str, str] | Literal["auto"] = Field(
         "auto",
         description="`auto`: the model's own plan; or globs over names of its modules, a `*` for one level, to styles: "
-        f"{', '.join(f'`{style}`' for style in STYLES)}",
+        f"{', '.join(f'`{style}`' for style in STYLE_NAMES)}",
     )
     sequence: bool = Field(
         True,
@@ -52,9 +51,9 @@ class TensorConfig(Section):
                 "'layers.*.mlp.down': row}"
             )
         for glob, style in plan.items() if isinstance(plan, dict) else ():
-            if style not in STYLES:
-                near = did_you_mean(style, STYLES)
-                raise ValueError(f"{glob!r} has the style {style!r}.{near} Styles are {', '.join(STYLES)}")
+            if style not in STYLE_NAMES:
+                near = did_you_mean(style, STYLE_NAMES)
+                raise ValueError(f"{glob!r} has the style {style!r}.{near} Styles are {', '.join(STYLE_NAMES)}")
         return plan
 
 

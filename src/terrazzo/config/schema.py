@@ -19,9 +19,9 @@ from terrazzo.config.optimizer import OptimizerConfig
 from terrazzo.config.running import CheckpointConfig, LaunchConfig
 from terrazzo.config.section import Named, Section
 from terrazzo.config.task import DataConfig, LoraConfig, ModelConfig, ObjectiveConfig
-from terrazzo.engine import DTYPE_FIELDS, PRECISIONS, TIERS, Place, dtype_named, preset_named
 from terrazzo.errors import did_you_mean
 from terrazzo.files import CHECKPOINTS
+from terrazzo.words import DTYPE_FIELDS, PRESET_DTYPES, TIERS, dtype_named, preset_named, tier_shares
 
 __all__ = [
     "BatchConfig",
@@ -141,7 +141,7 @@ class OffloadConfig(Section):
         if not isinstance(value, str | dict):
             return value
         text = tier_text(value)
-        return "device" if set(Place(tier=text).shares) == {"device"} else text
+        return "device" if set(tier_shares(text)) == {"device"} else text
 
 
 class PrecisionConfig(Named):
@@ -167,7 +167,7 @@ class PrecisionConfig(Named):
     def _agrees(self) -> None:
         if self.skip is not None and self.linears == "compute":
             raise ValueError("skip says which linear layers are not in fp8, and linears is 'compute': remove skip")
-        compute = self.compute or dtype_named(PRECISIONS[self.name].compute)
+        compute = self.compute or PRESET_DTYPES[self.name]["compute"]
         if self.linears != "compute" and compute not in ("bf16", "fp32"):
             raise ValueError(
                 f"linears '{self.linears}' goes with bf16 alone, and on a CPU with fp32: set name to 'bf16'"

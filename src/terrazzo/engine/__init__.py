@@ -57,19 +57,15 @@ from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.plan.absent import as_one, give_up
 from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
 from terrazzo.engine.plan.partition import Units, find_units, parameter_names
-from terrazzo.engine.plan.place import OFFLOADS, PLANS, TIERS, Place, Plan
+from terrazzo.engine.plan.place import OFFLOADS, PLANS, Place, Plan
 from terrazzo.engine.plan.precision import (
-    DTYPE_FIELDS,
     DTYPE_NAMES,
     DTYPES,
     MOMENTS_NAMES,
-    PRECISION_SPELLINGS,
     PRECISIONS,
     LossScaling,
     Precision,
     StateFormat,
-    dtype_named,
-    preset_named,
 )
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.plan.stages import STAGES_OF, Stages, stages_of
@@ -89,7 +85,6 @@ from terrazzo.engine.states.whole import collect_buffers, whole_weights
 
 __all__ = [
     "DTYPES",
-    "DTYPE_FIELDS",
     "DTYPE_NAMES",
     "ELEMENTWISE",
     "EMA",
@@ -97,9 +92,7 @@ __all__ = [
     "OFFLOADS",
     "PLANS",
     "PRECISIONS",
-    "PRECISION_SPELLINGS",
     "STAGES_OF",
-    "TIERS",
     "Box",
     "Engine",
     "Family",
@@ -139,7 +132,6 @@ __all__ = [
     "collect_buffers",
     "compile_units",
     "data_mesh",
-    "dtype_named",
     "engine_of",
     "estimate",
     "find_units",
@@ -153,7 +145,6 @@ __all__ = [
     "on_unattached_step",
     "parameter_names",
     "persistent_buffers",
-    "preset_named",
     "record_of",
     "register_forward_method",
     "shard",

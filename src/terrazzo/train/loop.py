@@ -13,7 +13,7 @@ from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import PeakMemory, StepRecorder, Stopwatch
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
-from terrazzo.train.launch.stop import StopRequest
+from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.model.expert_load import Load
 from terrazzo.train.model.experts import balance_experts, forget_load
 from terrazzo.train.replay.due import Checks

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -22,52 +22,63 @@ from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.telemetry.watchdog.watched_rank import look_after
 from terrazzo.train.checkpoints.local_folder import local_checkpoints, noted_run
-from terrazzo.train.launch.again import Again, Saved, Start, refuse_restarts, told_of_restart
-from terrazzo.train.launch.failure import announce_claim, announce_ready, run_rank
-from terrazzo.train.launch.here import resolve_device
-from terrazzo.train.launch.preempted import STAYS_STOPPED, stays_stopped
-from terrazzo.train.launch.ranks import agree_on_config, join
-from terrazzo.train.launch.starting import adopt_slurm, is_rank, launch_again, launch_ranks, places_of, ranks_to_start
-from terrazzo.train.launch.stop import Notices, StopRequest, say_now
-from terrazzo.train.launch.telling import REPORT
+from terrazzo.train.launch.launcher import launch_ranks, launch_with_restarts
+from terrazzo.train.launch.launcher_pipe import REPORT
+from terrazzo.train.launch.machine import ranks_to_start, resolve_device, slots_of
+from terrazzo.train.launch.notices import Notices, say_now
+from terrazzo.train.launch.preemption import STAYS_STOPPED, stays_stopped
+from terrazzo.train.launch.process_group import agree_on_config, join
+from terrazzo.train.launch.rank_process import announce_claim, announce_ready, run_rank
+from terrazzo.train.launch.restarts import Restarts, Saved, Start, refuse_restarts, take_restart_note
+from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
 from terrazzo.train.session.opening import open_session
 from terrazzo.train.settings.command import Command
 
-__all__ = ["train_command"]
+__all__ = ["start_training", "train_as_rank"]
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
-def train_command(path: Path, overrides: list[str]) -> int:
-    """The exit code of `terrazzo train PATH OVERRIDES`. Where this process is itself a rank, it does not return.
+def start_training(config: Config, path: Path, overrides: list[str]) -> int:
+    """The exit code of `terrazzo train PATH OVERRIDES`, which `config` is. Alone, this process becomes the only rank.
 
     Raises:
         BadInput: found before any process was started.
     """
-    adopt_slurm()
-    launched = REPORT in os.environ  # by this command, which says what there is to say of a stop
-    command = Command(path, overrides) if launched or not is_rank() else Command()
-    notices = Notices(_ASKED, lambda: _cut_short(load_config(path, overrides), command))
-    if not is_rank():
-        config = load_config(path, overrides)
-        ranks = ranks_to_start(config)
-        check(config, ranks)
-        _check_fewer(config, ranks)
-        notices = replace(notices, ended=lambda ended: leave_exit(config.log.folder, ended.note, replace=True))
-        RunConsole().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
-        if ranks > 1 or config.launch.restarts:
-            words = ["-m", "terrazzo", "train", str(path), *overrides]
-            patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None
-            if config.launch.restarts:
-                start, again = Start(ranks, words), _again(config, words)
-                return launch_again(start, again, notices, patience)
-            return launch_ranks(ranks, words, notices=notices, patience=patience)
+    command = Command(path, overrides)
+    ranks = ranks_to_start(config)
+    check(config, ranks)
+    _check_fewer(config, ranks)
+    RunConsole().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
+    if ranks == 1 and not config.launch.restarts:
         os.environ.update(ALONE, MASTER_ADDR="localhost", MASTER_PORT="0")
+        train_as_rank(path, overrides, command)
+    notices = Notices(
+        _ASKED,
+        lambda: _cut_short(config, command),
+        ended=lambda ended: leave_exit(config.log.folder, ended.note, replace=True),
+    )
+    words = ["-m", "terrazzo", "train", str(path), *overrides]
+    patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None
+    if config.launch.restarts:
+        return launch_with_restarts(Start(ranks, words), _restarts(config, words), notices, patience)
+    return launch_ranks(ranks, words, notices=notices, patience=patience)
+
+
+def train_as_rank(path: Path, overrides: list[str], command: Command | None = None) -> NoReturn:
+    """This process trains as the rank that its environment says it is, and ends with the exit code.
+
+    Args:
+        command: by which the run goes on; default: that of the launcher, which others may be.
+    """
+    launched = REPORT in os.environ  # by `start_training`, which says what there is to say of a stop
+    command = command or (Command(path, overrides) if launched else Command())
     rank = int(os.environ["RANK"])
+    notices = Notices(_ASKED, lambda: _cut_short(load_config(path, overrides), command))
     stop = StopRequest(notices if rank == 0 and not launched else None)
-    return run_rank(rank, lambda: _train_rank(path, overrides, command, stop, launched=launched))
+    run_rank(rank, lambda: _train_rank(path, overrides, command, stop, launched=launched))
 
 
 _APART = (
@@ -77,7 +88,7 @@ _APART = (
 _ASKED = "Stopping after this step, and saving a checkpoint. Ctrl-C once more ends at once, without saving."
 
 
-def _again(config: Config, words: list[str]) -> Again:
+def _restarts(config: Config, words: list[str]) -> Restarts:
     """What is done after failures of a run that is about to start."""
     folder, anew = config.checkpoint_folder, config.checkpoint.resume == "never"
     before = latest(folder)
@@ -97,8 +108,8 @@ def _again(config: Config, words: list[str]) -> Again:
         goes_on = anew and saved.path
         return [*words, "checkpoint.resume=if_exists"] if goes_on else words
 
-    places = places_of(config)
-    return Again(config.launch.restarts, newest, following, RunConsole().say, places)
+    places = slots_of(config)
+    return Restarts(config.launch.restarts, newest, following, RunConsole().say, places)
 
 
 def _check_fewer(config: Config, ranks: int) -> None:
@@ -137,7 +148,7 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
     Args:
         launched: by this command, which starts ranks again where that is asked for.
     """
-    restart = told_of_restart()
+    restart = take_restart_note()
     announce_ready()
     ranks = join(_launch_of(path, overrides))
     if stays_stopped():

@@ -23,7 +23,6 @@ from terrazzo.checkpoint.storage.places import check_new, store_and_name
 from terrazzo.checkpoint.storage.shard import Entry, arrange
 from terrazzo.checkpoint.tensors import bytes_of, name_of
 from terrazzo.engine import (
-    DTYPE_FIELDS,
     Listed,
     ModelState,
     Piece,
@@ -35,6 +34,7 @@ from terrazzo.engine import (
 )
 from terrazzo.errors import BadInput
 from terrazzo.exchange import gather_json, together
+from terrazzo.words import DTYPE_FIELDS
 
 __all__ = ["Snapshot", "take"]
 

@@ -22,8 +22,8 @@ from terrazzo.checkpoint.upkeep import describe
 from terrazzo.checkpoint.upkeep.convert import convert as convert_checkpoint
 from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.shared.terminal import say
-from terrazzo.engine import dtype_named
 from terrazzo.errors import BadInput
+from terrazzo.words import dtype_named
 
 __all__ = ["run"]
 

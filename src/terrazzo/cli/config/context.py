@@ -7,8 +7,8 @@ from typing import Any
 from terrazzo.cli.config.options import ContextOptions
 from terrazzo.config.files import load
 from terrazzo.dialects.core.dialect import ReadingContext
-from terrazzo.engine import dtype_named
 from terrazzo.errors import BadInput
+from terrazzo.words import dtype_named
 
 __all__ = ["reading_context"]
 

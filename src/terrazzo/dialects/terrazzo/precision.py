@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 from terrazzo.dialects.core.description import LOADED
 from terrazzo.dialects.terrazzo.draft import HubDraft
-from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, MOMENTS_NAMES, PRECISIONS, LossScaling
+from terrazzo.engine import DTYPE_NAMES, MOMENTS_NAMES, PRECISIONS, LossScaling
+from terrazzo.words import DTYPE_FIELDS
 
 __all__ = ["write_precision"]
 

@@ -14,8 +14,9 @@ from terrazzo.dialects.core.meaning import APART
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.terrazzo.keys import KEYS
 from terrazzo.dialects.terrazzo.paths import PATH_OF, WORDS
-from terrazzo.engine import DTYPE_FIELDS, DTYPE_NAMES, PRECISIONS, Place, Plan
+from terrazzo.engine import DTYPE_NAMES, PRECISIONS, Place, Plan
 from terrazzo.errors import BadInput
+from terrazzo.words import DTYPE_FIELDS
 
 __all__ = ["read"]
 

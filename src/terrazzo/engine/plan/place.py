@@ -13,19 +13,17 @@ has, `-` none. One rule makes every move a contiguous collective: each state's a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from terrazzo.engine.mesh.family import DATA_AXES
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.words import tier_shares
 
-__all__ = ["OFFLOADS", "ON_DEVICE", "PLANS", "ROWS", "TIERS", "Place", "Plan", "Tiers"]
+__all__ = ["OFFLOADS", "ON_DEVICE", "PLANS", "ROWS", "Place", "Plan", "Tiers"]
 
 _SYMBOLS = {"S": ("dp_shard",), "R": ("dp_replicate",), "D": DATA_AXES, "-": ()}
-TIERS = ("device", "cpu", "nvme")
-"""Where a state can lie: the device's memory, the host's, files on a drive."""
 
 
 class Tiers(NamedTuple):
@@ -75,7 +73,7 @@ class Place:
         Raises:
             BadInput: what is no tier or share.
         """
-        return dict(_shares(self.tier))
+        return dict(tier_shares(self.tier))
 
     def tier_of(self, index: int, units: int) -> str:
         """The tier of one unit.
@@ -88,7 +86,7 @@ class Place:
             units: how many there are.
         """
         reached = 0.0
-        for tier, share in _shares(self.tier).items():
+        for tier, share in tier_shares(self.tier).items():
             reached += share
             if index + 0.5 <= reached * units + 1e-9:
                 return tier
@@ -117,35 +115,6 @@ class Place:
                     f"{', '.join(mesh_axes)}. Pass a mesh with that axis, or choose a plan that does not need it."
                 )
         return Place(self.among(mesh_axes), self.tier)
-
-
-_TIER_FORM = 'write one of device, cpu, nvme, or shares of the units such as "cpu:0.7" or "nvme:0.5,cpu:0.3".'
-
-
-@functools.cache
-def _shares(tier: str) -> dict[str, float]:
-    """The shares of the tiers that `Place.shares` gives, read once for all units."""
-    given: dict[str, float] = {}
-    for part in tier.split(","):
-        name, colon, share = part.strip().partition(":")
-        if name not in TIERS or name in given:
-            raise BadInput(f"{tier!r} names the tier {name!r}{' twice' if name in given else ''}; {_TIER_FORM}")
-        given[name] = _share(share, tier) if colon else 1.0
-    total = sum(given.values())
-    if total > 1 + 1e-9:
-        raise BadInput(f"{tier!r} gives away {total:g} of the units, more than all; {_TIER_FORM}")
-    given["device"] = given.get("device", 0.0) + 1 - total
-    return {known: given[known] for known in TIERS if given.get(known, 0) > 1e-9}
-
-
-def _share(text: str, tier: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share <= 1:
-        raise BadInput(f"{tier!r}: the share {text!r} is not a number from 0 to 1; {_TIER_FORM}")
-    return share
 
 
 _TABLE = {

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from terrazzo.engine.plan.layout import ALIGN, BLOCK, PACKED
 from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.words import DTYPE_FIELDS, DTYPE_SPELLINGS, PRESET_DTYPES, dtype_named, preset_named
 
-__all__ = [
-    "DTYPES",
-    "DTYPE_FIELDS",
-    "DTYPE_NAMES",
-    "MOMENTS_NAMES",
-    "PRECISIONS",
-    "PRECISION_SPELLINGS",
-    "LossScaling",
-    "Precision",
-    "StateFormat",
-    "dtype_named",
-    "preset_named",
-]
+__all__ = ["DTYPES", "DTYPE_NAMES", "MOMENTS_NAMES", "PRECISIONS", "LossScaling", "Precision", "StateFormat"]
 
 
 class StateFormat(enum.StrEnum):
@@ -39,52 +28,13 @@ class StateFormat(enum.StrEnum):
         return PACKED / BLOCK
 
 
-DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-"""Every dtype that a state may have, with its name in configurations."""
-_DTYPES = {name: dtype for dtype, short in DTYPE_NAMES.items() for name in (short, str(dtype).removeprefix("torch."))}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, spelling) for name, spelling in DTYPE_SPELLINGS.items()}
+"""Every dtype that a state may have, by its name in configurations."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The same, the other way."""
+_SPELLINGS = [spelling for pair in DTYPE_SPELLINGS.items() for spelling in pair]
 MOMENTS_NAMES: dict[Any, str] = {**DTYPE_NAMES, **{form: form.value for form in StateFormat}}
 """Everything that moments may be kept in, with its name in configurations."""
-DTYPES = {short: dtype for dtype, short in DTYPE_NAMES.items()}
-"""Every dtype that a state may have, by its name in configurations."""
-
-PRECISION_SPELLINGS = {
-    "fp32": ("float32", "32", "32-true"),
-    "bf16": ("bfloat16", "bf16-mixed", "amp-bf16"),
-    "bf16-pure": ("bf16-true",),
-    "fp16": ("float16", "half", "fp16-mixed", "16-mixed", "amp-fp16"),
-}
-"""How torch, Lightning, Composer and others spell the presets; `_` for `-`, capitals and `torch.` are the same."""
-_PRESET_OF = {spelling: name for name, spellings in PRECISION_SPELLINGS.items() for spelling in spellings}
-_DOUBLE = 'no preset is in float64: pass precision=tz.Precision(*["fp64"] * 6), or each of the six dtypes'
-_NO_MASTERS = "it would update weights in fp16, which loses most updates: say 'fp16', whose master weights are fp32"
-_UNCLEAR = {
-    **dict.fromkeys(("16", "amp", "mixed"), "it may be either of two: say 'bf16' or 'fp16'"),
-    **dict.fromkeys(("16-true", "fp16-true", "fp16-pure"), _NO_MASTERS),
-    **dict.fromkeys(("fp64", "float64", "double", "64", "64-true"), _DOUBLE),
-    "fp8": "linear layers multiply in it, and nothing is kept in it: say 'bf16', and tz.nn.float8(model), or in a "
-    "configuration precision.linears='fp8-tensorwise'",
-    "tf32": "it is a way to multiply fp32: say 'fp32', and torch.set_float32_matmul_precision('high')",
-}
-
-
-def preset_named(name: object) -> str:
-    """The preset that a spelling stands for; a word that stands for none comes back as it is.
-
-    Raises:
-        BadInput: one that may mean several, or what there is no preset for.
-    """
-    word = str(name).strip().lower().removeprefix("torch.").replace("_", "-")
-    if word in _UNCLEAR:
-        raise BadInput(f"precision {str(name)!r}: {_UNCLEAR[word]}.")
-    return word if word in PRECISIONS else _PRESET_OF.get(word, str(name))
-
-
-def dtype_named(name: object) -> str:
-    """The short name of a dtype, of a state, by any of its names; a word that names none comes back as it is."""
-    word = str(name).strip().lower().removeprefix("torch.")
-    return DTYPE_NAMES[_DTYPES[word]] if word in _DTYPES else str(name)
-
-
 _FORMATS = {form.value: form for form in StateFormat}
 
 
@@ -149,7 +99,7 @@ class Precision:
             if value not in (*DTYPE_NAMES, *formats.values()):
                 raise BadInput(
                     f"precision: {name} is {value!r}; it must be one of {', '.join((*DTYPES, *formats))}."
-                    f"{did_you_mean(str(value), (*_DTYPES, *formats))}"
+                    f"{did_you_mean(str(value), (*_SPELLINGS, *formats))}"
                 )
             object.__setattr__(self, name, value)
         if isinstance(self.moments, StateFormat) and self.master == torch.float64:
@@ -197,14 +147,8 @@ class Precision:
         return ", ".join(dtypes) + scaling
 
 
-DTYPE_FIELDS = tuple(field.name for field in fields(Precision) if field.name != "loss_scaling")
-"""What of a `Precision` is a dtype."""
-
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 PRECISIONS = {
-    "fp32": Precision(),
-    "bf16": Precision(weight=_BF16, compute=_BF16),
-    "bf16-pure": Precision(_BF16, _BF16, _BF16, _BF16, _BF16, _BF16),
-    "fp16": Precision(weight=_FP16, compute=_FP16, loss_scaling=LossScaling()),
+    name: Precision(**dtypes, loss_scaling=LossScaling() if dtypes["compute"] == "fp16" else None)  # type: ignore[arg-type]
+    for name, dtypes in PRESET_DTYPES.items()
 }
-"""Presets. `bf16` and `fp16` compute in 16 bits and reduce, accumulate and update in fp32."""
+"""The presets."""

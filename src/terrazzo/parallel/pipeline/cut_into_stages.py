@@ -20,9 +20,10 @@ from terrazzo.engine.states.materialize import synchronize
 from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.peft_adapters import adapted
 from terrazzo.parallel.pipeline.model_line import own_line
-from terrazzo.parallel.pipeline.schedules import balanced, check_schedule
+from terrazzo.parallel.pipeline.schedules import balanced
 from terrazzo.parallel.pipeline.stage_forward import ModelLine, put_in_line
 from terrazzo.parallel.tensor.read_plan import matching
+from terrazzo.words import check_schedule
 
 __all__ = ["Pipeline", "check_line", "line_of", "take_stages"]
 

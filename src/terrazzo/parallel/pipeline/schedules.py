@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from terrazzo.errors import BadInput, did_you_mean
+from terrazzo.errors import BadInput
+from terrazzo.words import check_schedule
 
-__all__ = ["SCHEDULES", "Action", "ActionKind", "actions_of", "balanced", "check_schedule", "forwards_of", "rounds_of"]
-
-SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
-"""Their names; `1f1b` with several chunks is the interleaved one."""
+__all__ = ["Action", "ActionKind", "actions_of", "balanced", "forwards_of", "rounds_of"]
 
 
 class ActionKind(StrEnum):
@@ -36,27 +34,6 @@ class Action(NamedTuple):
     stage: int
     kind: ActionKind
     micro_batch: int
-
-
-def check_schedule(schedule: str, chunks: int) -> None:
-    """Refuse a schedule that is unknown, or that does not go with so many chunks.
-
-    Raises:
-        BadInput: there.
-    """
-    if schedule not in SCHEDULES:
-        known = ", ".join(SCHEDULES)
-        raise BadInput(
-            f"The pipeline schedule {schedule!r} does not exist.{did_you_mean(str(schedule), SCHEDULES)} Give one of "
-            f"{known}; 1f1b with chunks=2 or more is the interleaved one."
-        )
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise BadInput(f"The pipeline has chunks {chunks!r}; it counts the stages of a rank: give an int, 1 or more.")
-    if schedule != "1f1b" and chunks > 1:
-        raise BadInput(
-            f"The pipeline schedule {schedule!r} has one stage for each rank, and chunks is {chunks}: take '1f1b', "
-            "which is interleaved then, or chunks=1."
-        )
 
 
 def actions_of(schedule: str, ranks: int, chunks: int, micro_batches: int) -> list[list[Action]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from terrazzo.engine import DTYPE_FIELDS, MOMENTS_NAMES, PRECISIONS, Plan, Precision
+from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS
 from terrazzo.planner.gate.gate import objections
@@ -19,6 +19,7 @@ from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.request import ModelSource
 from terrazzo.planner.setup.setup import Setup
+from terrazzo.words import DTYPE_FIELDS
 
 __all__ = ["TrainFiles", "train_config"]
 

@@ -7,9 +7,10 @@ from typing import get_args
 
 import torch
 
-from terrazzo.engine import PLANS, PRECISION_SPELLINGS, PRECISIONS, Plan, Precision, preset_named
+from terrazzo.engine import PLANS, PRECISIONS, Plan, Precision
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.setup.setup import Checkpointing
+from terrazzo.words import PRECISION_SPELLINGS, preset_named
 
 __all__ = [
     "CHECKPOINTING",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from terrazzo.engine.plan.bucket_spec import MoveBytes
-from terrazzo.engine.plan.place import TIERS
 from terrazzo.planner.memory.buckets import PlannedBucket
+from terrazzo.words import TIERS
 
 __all__ = ["copies"]
 

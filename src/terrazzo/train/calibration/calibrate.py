@@ -18,8 +18,8 @@ from terrazzo.planner.timing.measured import computation_s, fitted_pace
 from terrazzo.planner.timing.step import CALIBRATED_BAND, time_of
 from terrazzo.tether import tethered
 from terrazzo.train.calibration.trial import Trial
-from terrazzo.train.launch.scratch import Scratch
-from terrazzo.train.launch.starting import ranks_to_start
+from terrazzo.train.launch.machine import ranks_to_start
+from terrazzo.train.launch.scratch_folder import ScratchFolder
 from terrazzo.train.preflight import check
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned
@@ -35,7 +35,7 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
 
     Raises: `BadInput` for a configuration that cannot run here; `TerrazzoError` when its steps failed.
     """
-    with Scratch(f"calibrate-{os.getpid()}") as folder:
+    with ScratchFolder(f"calibrate-{os.getpid()}") as folder:
         out = Path(folder, "trials.json")
         apart = [f"log.folder={folder}/run", f"checkpoint.folder={folder}/checkpoints", "checkpoint.resume=never"]
         given = [*overrides, *apart, "checkpoint.save_format=terrazzo"]

@@ -22,9 +22,11 @@ from terrazzo.engine import engine_of
 from terrazzo.engine.runtime import device as devices
 from terrazzo.exchange import gather_json
 from terrazzo.telemetry import PeakMemory
-from terrazzo.train.launch.failure import announce_ready, run_rank
-from terrazzo.train.launch.ranks import join
-from terrazzo.train.launch.starting import is_rank, launch_ranks, ranks_to_start
+from terrazzo.train.launch.environment import is_rank
+from terrazzo.train.launch.launcher import launch_ranks
+from terrazzo.train.launch.machine import ranks_to_start
+from terrazzo.train.launch.process_group import join
+from terrazzo.train.launch.rank_process import announce_ready, run_rank
 from terrazzo.train.session.opening import open_session
 from terrazzo.train.session.session import Session
 from terrazzo.train.steps.step import step_on

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 
 import torch.distributed as dist
 
@@ -24,37 +24,17 @@ from terrazzo.telemetry.watchdog.recording import ASK, DESCRIPTORS, Recording
 from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.telemetry.watchdog.watchdog import Patience, Watchdog
 from terrazzo.tether import tethered
-from terrazzo.train.launch.failure import SIBLING_GRACE_S
-from terrazzo.train.launch.here import RUN_ID
-from terrazzo.train.launch.labelled import Labelled
-from terrazzo.train.launch.telling import REPORT, Failure
+from terrazzo.train.launch.environment import RUN_ID
+from terrazzo.train.launch.labelled_output import LabelledOutput
+from terrazzo.train.launch.launcher_pipe import REPORT, Failure
+from terrazzo.train.launch.rank_process import SIBLING_GRACE_S
+from terrazzo.train.launch.stop_signals import Signals
 
-__all__ = ["LocalRank", "LocalRanks", "Signals"]
+__all__ = ["LocalRank", "LocalRanks"]
 
 _POLL_S = 0.1
 _STOPPING_S = 30.0  # time for ranks that were asked to stop to save, once one of them has ended
 _UNKILLABLE_S = 10.0  # the kernel may keep a killed process for as long as a device or file system does not answer
-
-
-class Signals:
-    """Signals that arrive from its creation to `restore`, for whoever looks into `received`."""
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-        for number in (signal.SIGHUP, signal.SIGQUIT):
-            if (before := signal.getsignal(number)) is not signal.SIG_IGN:  # as nohup has it
-                self._before[number] = before
-        for number in self._before:
-            signal.signal(number, self._receive)
-
-    def restore(self) -> None:
-        """Let them do what they did before."""
-        for number, before in self._before.items():
-            signal.signal(number, before)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
 
 
 class LocalRank:
@@ -73,7 +53,7 @@ class LocalRank:
         rank: int,
         environment: Mapping[str, str],
         arguments: Sequence[str],
-        outputs: Sequence[Labelled] = (),
+        outputs: Sequence[LabelledOutput] = (),
         recording: Recording | None = None,
     ) -> None:
         self.rank, self.outputs, self.begun, self.ended_by_us = rank, outputs, False, False
@@ -218,7 +198,7 @@ class LocalRanks:
         self._lines = selectors.DefaultSelector()
         try:
             for number in range(count):
-                outputs = [Labelled(f"[rank {number}] ", fd) for fd in (1, 2)] if labelled and number else []
+                outputs = [LabelledOutput(f"[rank {number}] ", fd) for fd in (1, 2)] if labelled and number else []
                 recording = self.recordings[number] if self.recordings else None
                 self.ranks.append(rank := LocalRank(number, environment, arguments, outputs, recording))
                 self._lines.register(rank.line, selectors.EVENT_READ, rank)

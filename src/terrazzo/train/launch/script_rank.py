@@ -15,7 +15,7 @@ from types import TracebackType
 from terrazzo import tether
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED
 from terrazzo.tether import become
-from terrazzo.train.launch.telling import REPORT, Failure, ToLauncher
+from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe
 
 __all__ = ["own_frames"]
 
@@ -33,7 +33,7 @@ _LAUNCHERS = {__file__, tether.__file__, "<frozen runpy>"}
 class _Ending:
     """How the script's own end is told: once, and before what else ends with it breaks the connections of others."""
 
-    def __init__(self, rank: int, launcher: ToLauncher) -> None:
+    def __init__(self, rank: int, launcher: LauncherPipe) -> None:
         self._rank, self._launcher, self._pid = rank, launcher, os.getpid()
 
     def excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -55,7 +55,7 @@ class _Ending:
 
 
 def _main() -> None:
-    launcher = ToLauncher(int(os.environ.pop(REPORT)))  # what this rank starts is not this rank
+    launcher = LauncherPipe(int(os.environ.pop(REPORT)))  # what this rank starts is not this rank
     ending = _Ending(int(os.environ["RANK"]), launcher)
     sys.excepthook = ending.excepthook
     for stream in (sys.stdout, sys.stderr):

@@ -13,7 +13,7 @@ from terrazzo.files import gib_text
 from terrazzo.planner import Setup
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.train.checkpoints.local_folder import ONE_HOST, host_folder, local_folder
-from terrazzo.train.launch.here import ranks_here
+from terrazzo.train.launch.machine import ranks_here
 
 __all__ = ["check_local", "local_room"]
 

@@ -19,7 +19,7 @@ from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
-from terrazzo.train.launch.here import ranks_here, resolve_device
+from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.model.huggingface import read_config
 from terrazzo.train.preflight.local_checkpoints import local_room
 from terrazzo.train.preflight.swap import host_lacks_room, offload_notes

@@ -14,7 +14,7 @@ from terrazzo.files import gib_text
 from terrazzo.planner import MemoryFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.telemetry import available_host_bytes
-from terrazzo.train.launch.here import ranks_here, resolve_device
+from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.settings.folders import is_own, swap_folders
 
 __all__ = ["check_folders", "host_lacks_room", "offload_notes"]

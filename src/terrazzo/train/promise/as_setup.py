@@ -16,7 +16,7 @@ from terrazzo.planner.model.shapes import BlockShape, UnitShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 from terrazzo.planner.setup.setup import Loss
 from terrazzo.planner.timing.compute import repeated_flops_per_token
-from terrazzo.train.launch.here import ranks_here, resolve_device
+from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.lora import with_adapters

@@ -18,8 +18,8 @@ from terrazzo.exchange import on_first
 from terrazzo.train.checkpoints.keeping import Keeper
 from terrazzo.train.checkpoints.resume import data_changes, stamps
 from terrazzo.train.data import Loader, Prompt, TokenData
-from terrazzo.train.launch.again import Restart
-from terrazzo.train.launch.ranks import Ranks
+from terrazzo.train.launch.process_group import Ranks
+from terrazzo.train.launch.restarts import Restart
 from terrazzo.train.session.progress import RunProgress
 from terrazzo.train.session.reference import reference_state
 from terrazzo.train.session.share import DataShare

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig
-from terrazzo.engine import DTYPE_FIELDS, OFFLOADS, PLANS, Offload, Plan, Precision
+from terrazzo.engine import OFFLOADS, PLANS, Offload, Plan, Precision
 from terrazzo.errors import BadInput
 from terrazzo.parallel import mesh_sizes
+from terrazzo.words import DTYPE_FIELDS
 
 __all__ = [
     "build_offload",

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 __all__ = [
     "REPORT",
     "Failure",
-    "ToLauncher",
+    "LauncherPipe",
     "first_failure",
 ]
 
@@ -40,7 +40,7 @@ def first_failure(failures: Iterable[Failure | None]) -> Failure | None:
     return min((one for one in failures if one is not None), key=lambda failure: failure.time_ns, default=None)
 
 
-class ToLauncher:
+class LauncherPipe:
     """Lines of JSON for the launcher, which ends the ranks of a run that has failed."""
 
     def __init__(self, descriptor: int) -> None:

@@ -7,13 +7,9 @@ the launcher of ranks, or by rank 0 where others have started it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
 from queue import SimpleQueue
 from types import FrameType
 
@@ -21,32 +17,30 @@ import torch
 import torch.distributed as dist
 
 from terrazzo.exit_codes import INTERRUPTED
-from terrazzo.train.launch.again import Ended
+from terrazzo.train.launch.notices import Notices, say_now
 
-__all__ = ["Notices", "StopRequest", "say_now"]
-
-
-@dataclass(frozen=True)
-class Notices:
-    """What is said of a run that somebody stops: when it is `asked` to, and, if he does not wait, what that costs.
-
-    `unbegun` is said where no rank had begun, so that there was nobody to ask. `ended` hears how ranks have ended whose
-    folders were their own.
-    """
-
-    asked: str
-    cut_short: Callable[[], str]
-    unbegun: str = "Ended before training began: nothing is lost."
-    ended: Callable[[Ended], object] = lambda ended: None
+__all__ = ["Signals", "StopRequest"]
 
 
-def say_now(line: str) -> None:
-    """A line on stderr, in place of a progress bar, which is drawn again below it. Another process may draw that."""
-    with contextlib.suppress(OSError):
-        print(f"{_CLEAR if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
+class Signals:
+    """Signals that arrive from its creation to `restore`, for whoever looks into `received`."""
 
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        for number in (signal.SIGHUP, signal.SIGQUIT):
+            if (before := signal.getsignal(number)) is not signal.SIG_IGN:  # as nohup has it
+                self._before[number] = before
+        for number in self._before:
+            signal.signal(number, self._receive)
 
-_CLEAR = "\r\x1b[2K"  # the line with the bar, and what the terminal shows of Ctrl-C
+    def restore(self) -> None:
+        """Let them do what they did before."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
 
 
 class StopRequest:

@@ -16,8 +16,8 @@ from terrazzo.config import Config, LaunchConfig, flatten, without_passwords
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, listed
 from terrazzo.exchange import gather_json
-from terrazzo.train.launch import here
-from terrazzo.train.launch.joining import meet
+from terrazzo.train.launch import environment, machine
+from terrazzo.train.launch.rendezvous import meet
 
 __all__ = ["Ranks", "agree_on_config", "agree_on_data", "join"]
 
@@ -49,10 +49,10 @@ def join(launch: LaunchConfig) -> Ranks:
         BadInput: this rank was not told where it is, the ranks cannot meet at the address that they were given, or
             some do not come, or with another kind of device.
     """
-    here.require_environment()
-    rank, world_size, local_rank = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), here.local_rank()
-    device = torch.device(here.resolve_device(launch))
-    here.set_threads(launch, here.ranks_here(world_size))
+    environment.require_environment()
+    rank, world_size, local_rank = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), environment.local_rank()
+    device = torch.device(machine.resolve_device(launch))
+    machine.set_threads(launch, machine.ranks_here(world_size))
     if devices.is_cuda(device):
         device = torch.device("cuda", local_rank % devices.count())  # Slurm may show each task only its own
         devices.set_current(device)

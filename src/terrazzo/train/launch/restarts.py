@@ -7,53 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
-from terrazzo.config import LaunchConfig, without_passwords
+from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput, counted
-from terrazzo.exit_codes import reason_of
-from terrazzo.telemetry.log.exit_note import ExitNote
-from terrazzo.train.launch.here import starter
-from terrazzo.train.launch.places import Places
+from terrazzo.train.launch.environment import starter
+from terrazzo.train.launch.notices import Ended
+from terrazzo.train.launch.rank_slots import RankSlots
 
-__all__ = ["Again", "Ended", "Restart", "Saved", "Start", "refuse_restarts", "told_of_restart"]
+__all__ = ["Restart", "Restarts", "Saved", "Start", "refuse_restarts", "take_restart_note"]
 
 _GIVEN = "TERRAZZO_RESTARTED"
 """What a rank that is started again is told, in its environment."""
-
-
-class Ended(NamedTuple):
-    """How ranks that were started together have ended.
-
-    Attributes:
-        code: the exit code that says so.
-        why: what failed first, in a line; empty where nothing did.
-        lasts: it would end so again, whoever starts it.
-        unbegun: the rank that failed first, where it had not ended a step yet.
-        rank: that failed first.
-        step: that this one had ended last, where that is known.
-        reason: as in an `ExitNote`; empty for that of the code.
-    """
-
-    code: int
-    why: str = ""
-    lasts: bool = True
-    unbegun: int | None = None
-    rank: int | None = None
-    step: int | None = None
-    reason: str = ""
-
-    @property
-    def note(self) -> ExitNote:
-        """What their launcher has to say of it."""
-        cause = self.why or (f"ended by {signal.Signals(self.code - 128).name}" if self.code > 128 else "unknown")
-        return ExitNote(
-            self.code, self.reason or reason_of(self.code), str(without_passwords(cause)), self.rank, self.step
-        )
 
 
 class Saved(NamedTuple):
@@ -81,7 +49,7 @@ class Start:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Again:
+class Restarts:
     """Decides after each failure whether all ranks are started again, and says so, or why not.
 
     Args:
@@ -98,7 +66,7 @@ class Again:
         newest: Callable[[], Saved],
         words: Callable[[Saved], Sequence[str]],
         say: Callable[[str], object],
-        places: Places | None = None,
+        places: RankSlots | None = None,
     ) -> None:
         self._most, self._newest, self._words, self._say, self._places = most, newest, words, say, places
         self._number = 0
@@ -143,7 +111,7 @@ def _refuse(why: str) -> None:
     print(f"\nNot started again: {why.rstrip('.')}.", file=sys.stderr)
 
 
-def told_of_restart() -> Restart | None:
+def take_restart_note() -> Restart | None:
     """The restart that this rank is of; None for the first start of a run."""
     given = os.environ.pop(_GIVEN, None)  # what this rank starts is not this rank
     return None if given is None else Restart(**json.loads(given))

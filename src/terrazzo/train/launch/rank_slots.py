@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from terrazzo.errors import BadInput, counted
 
-__all__ = ["Places"]
+__all__ = ["RankSlots"]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-class Places:
+class RankSlots:
     """The places that are left.
 
     Args:

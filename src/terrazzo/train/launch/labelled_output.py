@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 
-__all__ = ["Labelled"]
+__all__ = ["LabelledOutput"]
 
 _AT_ONCE = 1 << 20
 """As much as a pipe can hold, so that one read leaves nothing of a rank that has ended."""
@@ -13,7 +13,7 @@ _LONGEST = 1 << 16
 """Of a line that is waited for the end of."""
 
 
-class Labelled:
+class LabelledOutput:
     """One stream of one rank: `theirs` is what it writes to, `line` what is read here and written to `target`.
 
     A line is written once it is whole. Of what overwrites itself by carriage returns, as progress bars do, the last

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from terrazzo.errors import BadInput
 
-__all__ = ["Scratch"]
+__all__ = ["ScratchFolder"]
 
 _MARKER = ".terrazzo-scratch"
 """A file in each folder, without which none is removed for another's sake: a user may have folders of any name."""
 
 
-class Scratch:
+class ScratchFolder:
     """A folder that processes of one user share under a `name`; the last of them to leave removes it.
 
     Each has a shared lock on it for as long as it lives. One of ours, by its name and the marker in it, that nobody has

@@ -27,9 +27,9 @@ from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED, reason_of
 from terrazzo.files import replace_file
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, went_well
 from terrazzo.tether import PARENT
-from terrazzo.train.launch.preempted import leave_note
-from terrazzo.train.launch.scratch import Scratch
-from terrazzo.train.launch.telling import REPORT, Failure, ToLauncher
+from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe
+from terrazzo.train.launch.preemption import leave_note
+from terrazzo.train.launch.scratch_folder import ScratchFolder
 
 __all__ = ["SIBLING_GRACE_S", "announce_claim", "announce_ready", "run_rank"]
 
@@ -58,7 +58,7 @@ class _Reporter(Protocol):
 class _ToSiblings:
     """Files for the other ranks of this machine, where torchrun or Slurm has started them."""
 
-    def __init__(self, rank: int, folder: Path, scratch: Scratch | None = None) -> None:
+    def __init__(self, rank: int, folder: Path, scratch: ScratchFolder | None = None) -> None:
         self._folder, self._scratch = folder, scratch
         threading.Thread(target=_watch, args=(folder, rank), daemon=True).start()
 
@@ -159,7 +159,7 @@ def announce_ready() -> None:
 
 def _reporter_of(rank: int) -> _Reporter:
     if report := os.environ.pop(REPORT, None):  # what this rank starts is not this rank
-        return ToLauncher(int(report))
+        return LauncherPipe(int(report))
     if elastic := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # .../attempt_0/LOCAL_RANK/error.json
         return _ToSiblings(rank, Path(elastic).parent.parent)
     job = os.environ.get("SLURM_JOB_ID")
@@ -167,7 +167,7 @@ def _reporter_of(rank: int) -> _Reporter:
         return _Alone()
     step = os.environ.get("SLURM_STEP_ID") or os.environ.get("SLURM_STEPID", "batch")
     restarts, port = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("MASTER_PORT", "0")
-    scratch = Scratch(f"{job}-{step}-{restarts}-{port}")
+    scratch = ScratchFolder(f"{job}-{step}-{restarts}-{port}")
     return _ToSiblings(rank, _folder_of_run(scratch.path, rank), scratch)
 
 

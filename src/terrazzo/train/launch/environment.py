@@ -1,0 +1,78 @@
+"""Whether others have started this process as a rank, and where it is then: what the environment says of it.
+
+Nothing here imports torch, so that a configuration can be refused before that is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from terrazzo.errors import BadInput
+
+__all__ = ["RUN_ID", "adopt_slurm", "first_host", "is_rank", "local_rank", "require_environment", "starter"]
+
+RUN_ID = "terrazzo"
+"""By which what this package has started is known from what torchrun has started."""
+
+_NEEDED = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def require_environment() -> None:
+    """Raise `BadInput` for a rank that was not told all of where it is: each would take the first GPU, and all CPUs."""
+    if missing := [name for name in _NEEDED if not os.environ.get(name)]:
+        raise BadInput(
+            f"RANK and WORLD_SIZE are set, and {', '.join(missing)} {'are' if len(missing) > 1 else 'is'} not. Start"
+            " ranks with torchrun or srun, which tell each where it is; or set LOCAL_RANK, which counts the ranks of a"
+            " machine from 0, LOCAL_WORLD_SIZE, which is how many these are, and MASTER_ADDR and MASTER_PORT, where"
+            " rank 0 can be reached."
+        )
+
+
+def starter() -> str:
+    """Who has started this rank, by what it has left in the environment."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is not None:
+        return "`terrazzo run`" if run == RUN_ID else "torchrun"
+    return "Slurm" if "SLURM_PROCID" in os.environ else "whoever set RANK"
+
+
+def local_rank() -> int:
+    """The number of this rank among those of its machine."""
+    return int(os.environ["LOCAL_RANK"])
+
+
+def is_rank() -> bool:
+    """Whether this process was started as one rank of a run by torchrun, Slurm or this module."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def adopt_slurm() -> None:
+    """Inside an `srun` task, set the variables that torchrun would have set. Elsewhere nothing happens."""
+    env = os.environ
+    if is_rank() or "SLURM_PROCID" not in env or not ({"SLURM_STEP_ID", "SLURM_STEPID"} & set(env)):
+        return
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "0")
+    tasks = env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS", "1")
+    env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"] = env["SLURM_PROCID"], tasks, env.get("SLURM_LOCALID", "0")
+    per_node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", tasks))
+    env["LOCAL_WORLD_SIZE"] = str(per_node[int(env["SLURM_NODEID"])] if len(set(per_node)) > 1 else per_node[0])
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "localhost")
+    env.setdefault("MASTER_ADDR", first_host(nodes))
+    env.setdefault("MASTER_PORT", str(_port(env.get("SLURM_JOB_ID", "0"), step)))
+
+
+def _port(job: str, step: str) -> int:
+    """One for each step of a job, below the ports that Linux gives to whoever asks for any (32768 and above)."""
+    return 10_000 + (7 * int(job) + int(step)) % 20_000
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's short form, node by node: `4(x2),1` → `[4, 4, 1]`."""
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, nodes in parts for _ in range(int(nodes or 1))]
+
+
+def first_host(nodes: str) -> str:
+    """The first name of a Slurm host list, where rank 0 runs: `gpu[003-007,9],login` → `gpu003`."""
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])

@@ -1,0 +1,96 @@
+"""Starting `launch.ranks` processes on this machine, and again where somebody has asked for that.
+
+Local ranks are processes that each run `python -m terrazzo train ...` with the environment that torchrun would have
+given it, so there is one way in which a rank begins.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from terrazzo.engine.offload.topology import cpus_of_a_rank
+from terrazzo.engine.runtime import device as devices
+from terrazzo.exit_codes import PREEMPTED, STALLED
+from terrazzo.telemetry.watchdog.evidence import keep_evidence
+from terrazzo.telemetry.watchdog.watchdog import Patience
+from terrazzo.train.launch.local_ranks import LocalRanks
+from terrazzo.train.launch.notices import Ended, Notices, say_now
+from terrazzo.train.launch.outcome import tell_outcome
+from terrazzo.train.launch.restarts import Restarts, Start
+from terrazzo.train.launch.stop_signals import Signals
+
+__all__ = ["environment_of", "launch_ranks", "launch_with_restarts"]
+
+
+def environment_of(ranks: int) -> dict[str, str]:
+    """What ranks are started with where the user has not said otherwise.
+
+    Gathered weights of units of several sizes come and go: segments that grow leave no gaps between them (PyTorch,
+    "Memory management" in the notes on CUDA).
+    """
+    threads = {"OMP_NUM_THREADS": str(max(1, cpus_of_a_rank(1) // ranks))}
+    chosen = not devices.count() or "PYTORCH_CUDA_ALLOC_CONF" in os.environ  # the older name of the same
+    return threads if chosen else threads | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def launch_ranks(
+    ranks: int,
+    arguments: Sequence[str],
+    defaults: Mapping[str, str] | None = None,
+    *,
+    labelled: bool = False,
+    notices: Notices | None = None,
+    patience: Patience | None = None,
+) -> int:
+    """Run `python ARGUMENTS` as `ranks` local ranks; returns the exit code for this process.
+
+    Prints the first failing rank's message or traceback as the last thing on screen.
+
+    Args:
+        defaults: of their environment; by default `environment_of` the trainer's ranks.
+        labelled, patience: as for `LocalRanks`.
+        notices: what is said as soon as a signal comes.
+    """
+    signals, defaults = Signals(), environment_of(ranks) if defaults is None else defaults
+    try:
+        started = LocalRanks(ranks, arguments, defaults, labelled=labelled, patience=patience)
+        return _left(_run(started, signals, notices), notices)
+    finally:
+        signals.restore()
+
+
+def launch_with_restarts(start: Start, restarts: Restarts, notices: Notices, patience: Patience | None) -> int:
+    """The same of the trainer's ranks, which are started again as `restarts` decides."""
+    signals = Signals()
+    try:
+        while True:
+            looked_after = patience if start.ranks > 1 else None
+            defaults, environment = environment_of(start.ranks), start.environment
+            ranks = LocalRanks(start.ranks, start.words, defaults, environment, patience=looked_after)
+            ended = _run(ranks, signals, notices)
+            failed = ended.code not in (0, PREEMPTED) and not signals.received
+            following = restarts.after(start, ended) if failed else None
+            if following is None:
+                return _left(ended, notices)
+            start = following
+    finally:
+        signals.restore()
+
+
+def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None) -> Ended:
+    """Until they have ended, which is said."""
+    with ranks as started:
+        stopped_by = started.wait(signals, lambda: say_now(notices.asked) if notices is not None else None)
+        kept = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
+    ended = tell_outcome(started, stopped_by, kept, next(iter(signals.received), None), notices)
+    if notices is not None and any(rank.claimed for rank in started.ranks):
+        notices.ended(ended)
+    return ended
+
+
+def _left(ended: Ended, notices: Notices | None) -> int:
+    """The exit code of a run that goes on no more."""
+    if ended.code == STALLED and notices is not None:
+        say_now(notices.cut_short())
+    return ended.code

@@ -1,0 +1,57 @@
+"""What this machine has for ranks: the kind of device, how many of them there may be, and threads for each."""
+
+from __future__ import annotations
+
+import torch
+
+from terrazzo.config import Config, LaunchConfig
+from terrazzo.engine.offload import topology
+from terrazzo.engine.runtime import device as devices
+from terrazzo.errors import BadInput
+from terrazzo.train.launch.rank_slots import RankSlots
+
+__all__ = ["ranks_here", "ranks_to_start", "resolve_device", "set_threads", "slots_of"]
+
+
+def ranks_here(world_size: int) -> int:
+    """Ranks that share this machine: all, as long as none has been started."""
+    return topology.ranks_here(otherwise=world_size)
+
+
+def resolve_device(config: LaunchConfig) -> str:
+    """`cpu` or `cuda`; raises `BadInput` when CUDA is asked for and there is none."""
+    if config.device == "cuda" and not devices.count():
+        raise BadInput(
+            "launch.device is 'cuda', but torch sees no CUDA device: use launch.device=cpu, or install a torch build"
+            " with CUDA and check that `nvidia-smi` lists a GPU."
+        )
+    if config.device == "auto":
+        return "cuda" if devices.count() else "cpu"
+    return config.device
+
+
+def set_threads(config: LaunchConfig, ranks: int) -> None:
+    """Give this rank, one of `ranks` here, its share of the CPUs that the machine, or the container, lets them have."""
+    torch.set_num_threads(config.threads or topology.cpus_of_a_rank(ranks))
+
+
+def ranks_to_start(config: Config) -> int:
+    """How many ranks this command starts; raises `BadInput` for more CUDA ranks than devices."""
+    count = devices.count() if resolve_device(config.launch) == "cuda" else None
+    if not (numbers := config.rank_numbers):
+        return count or 1
+    fitting = [number for number in numbers if count is None or number <= count]
+    if not fitting:
+        raise BadInput(
+            f"launch.ranks is {config.launch.ranks}, but this machine has {count} CUDA devices and each rank needs its"
+            f" own: use launch.ranks={count}, or launch.device=cpu."
+        )
+    return fitting[-1]
+
+
+def slots_of(config: Config) -> RankSlots | None:
+    """Where ranks may be that may become fewer; None where their number is given."""
+    if not isinstance(config.launch.ranks, str):
+        return None
+    cuda, numbers = resolve_device(config.launch) == "cuda", config.rank_numbers
+    return RankSlots(numbers, devices.count if cuda else lambda: numbers[-1], named=cuda)

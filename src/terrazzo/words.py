@@ -1,0 +1,148 @@
+"""Words that configurations and code share: dtypes and precisions, memory tiers, styles and schedules by their names.
+
+Nothing here imports torch, so that a configuration can be read, and refused, without it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = [
+    "DTYPE_FIELDS",
+    "DTYPE_SPELLINGS",
+    "PRECISION_SPELLINGS",
+    "PRESET_DTYPES",
+    "SCHEDULES",
+    "STYLE_NAMES",
+    "TIERS",
+    "check_schedule",
+    "dtype_named",
+    "preset_named",
+    "tier_shares",
+]
+
+# -- dtypes --------------------------------------------------------------------------------------------------------
+
+DTYPE_SPELLINGS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+"""Every dtype that a state may have, by its name in configurations, as torch calls it."""
+_DTYPE_OF = {spelling: name for name, long in DTYPE_SPELLINGS.items() for spelling in (name, long)}
+
+DTYPE_FIELDS = ("weight", "compute", "reduce", "accumulate", "master", "moments")
+"""What of a `Precision` is a dtype."""
+PRESET_DTYPES = {
+    name: dict(zip(DTYPE_FIELDS, dtypes, strict=True))
+    for name, dtypes in {
+        "fp32": ("fp32", "fp32", "fp32", "fp32", "fp32", "fp32"),
+        "bf16": ("bf16", "bf16", "fp32", "fp32", "fp32", "fp32"),
+        "bf16-pure": ("bf16", "bf16", "bf16", "bf16", "bf16", "bf16"),
+        "fp16": ("fp16", "fp16", "fp32", "fp32", "fp32", "fp32"),
+    }.items()
+}
+"""Presets: `bf16` and `fp16` compute in 16 bits and reduce, accumulate and update in fp32."""
+
+PRECISION_SPELLINGS = {
+    "fp32": ("float32", "32", "32-true"),
+    "bf16": ("bfloat16", "bf16-mixed", "amp-bf16"),
+    "bf16-pure": ("bf16-true",),
+    "fp16": ("float16", "half", "fp16-mixed", "16-mixed", "amp-fp16"),
+}
+"""How torch, Lightning, Composer and others spell the presets; `_` for `-`, capitals and `torch.` are the same."""
+_PRESET_OF = {spelling: name for name, spellings in PRECISION_SPELLINGS.items() for spelling in spellings}
+_DOUBLE = 'no preset is in float64: pass precision=tz.Precision(*["fp64"] * 6), or each of the six dtypes'
+_NO_MASTERS = "it would update weights in fp16, which loses most updates: say 'fp16', whose master weights are fp32"
+_UNCLEAR = {
+    **dict.fromkeys(("16", "amp", "mixed"), "it may be either of two: say 'bf16' or 'fp16'"),
+    **dict.fromkeys(("16-true", "fp16-true", "fp16-pure"), _NO_MASTERS),
+    **dict.fromkeys(("fp64", "float64", "double", "64", "64-true"), _DOUBLE),
+    "fp8": "linear layers multiply in it, and nothing is kept in it: say 'bf16', and tz.nn.float8(model), or in a "
+    "configuration precision.linears='fp8-tensorwise'",
+    "tf32": "it is a way to multiply fp32: say 'fp32', and torch.set_float32_matmul_precision('high')",
+}
+
+
+def preset_named(name: object) -> str:
+    """The preset that a spelling stands for; a word that stands for none comes back as it is.
+
+    Raises:
+        BadInput: one that may mean several, or what there is no preset for.
+    """
+    word = str(name).strip().lower().removeprefix("torch.").replace("_", "-")
+    if word in _UNCLEAR:
+        raise BadInput(f"precision {str(name)!r}: {_UNCLEAR[word]}.")
+    return word if word in PRESET_DTYPES else _PRESET_OF.get(word, str(name))
+
+
+def dtype_named(name: object) -> str:
+    """The short name of a dtype, of a state, by any of its names; a word that names none comes back as it is."""
+    return _DTYPE_OF.get(str(name).strip().lower().removeprefix("torch."), str(name))
+
+
+# -- tiers ---------------------------------------------------------------------------------------------------------
+
+TIERS = ("device", "cpu", "nvme")
+"""Where a state can lie: the device's memory, the host's, files on a drive."""
+_TIER_FORM = 'write one of device, cpu, nvme, or shares of the units such as "cpu:0.7" or "nvme:0.5,cpu:0.3".'
+
+
+@functools.cache
+def tier_shares(tier: str) -> dict[str, float]:
+    """Tier to its share of the units, as `cpu:0.7` or `nvme:0.5,cpu:0.3` says it; device first, nvme last.
+
+    What is returned is shared, and not to be changed.
+
+    Raises:
+        BadInput: what is no tier or share.
+    """
+    given: dict[str, float] = {}
+    for part in tier.split(","):
+        name, colon, share = part.strip().partition(":")
+        if name not in TIERS or name in given:
+            raise BadInput(f"{tier!r} names the tier {name!r}{' twice' if name in given else ''}; {_TIER_FORM}")
+        given[name] = _share(share, tier) if colon else 1.0
+    total = sum(given.values())
+    if total > 1 + 1e-9:
+        raise BadInput(f"{tier!r} gives away {total:g} of the units, more than all; {_TIER_FORM}")
+    given["device"] = given.get("device", 0.0) + 1 - total
+    return {known: given[known] for known in TIERS if given.get(known, 0) > 1e-9}
+
+
+def _share(text: str, tier: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise BadInput(f"{tier!r}: the share {text!r} is not a number from 0 to 1; {_TIER_FORM}")
+    return share
+
+
+# -- what ranks share beside data ----------------------------------------------------------------------------------
+
+STYLE_NAMES = ("column", "column_gathered", "row", "row_splits", "embedding", "enter", "sequence", "uncut")
+"""Styles of tensor parallelism in a plan, which `parallel.tensor.styles` has."""
+
+SCHEDULES = ("1f1b", "gpipe", "zero_bubble")
+"""Of a pipeline; `1f1b` with several chunks is the interleaved one."""
+
+
+def check_schedule(schedule: str, chunks: int) -> None:
+    """Refuse a schedule that is unknown, or that does not go with so many chunks.
+
+    Raises:
+        BadInput: there.
+    """
+    if schedule not in SCHEDULES:
+        known = ", ".join(SCHEDULES)
+        raise BadInput(
+            f"The pipeline schedule {schedule!r} does not exist.{did_you_mean(str(schedule), SCHEDULES)} Give one of "
+            f"{known}; 1f1b with chunks=2 or more is the interleaved one."
+        )
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise BadInput(f"The pipeline has chunks {chunks!r}; it counts the stages of a rank: give an int, 1 or more.")
+    if schedule != "1f1b" and chunks > 1:
+        raise BadInput(
+            f"The pipeline schedule {schedule!r} has one stage for each rank, and chunks is {chunks}: take '1f1b', "
+            "which is interleaved then, or chunks=1."
+        )
