@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from terrazzo import cli
-from terrazzo.config import load_config
+from terrazzo.config import Config, load_config
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train import run
 from terrazzo.train.launch.process_group import Ranks
@@ -52,7 +52,7 @@ class _AskedAfter(StopRequest):
 
 
 class Runs:
-    """Stands in for `train_command`: the same reading and refusing, then one rank in a thread."""
+    """Stands in for `start_training`: the same reading and refusing, then one rank in a thread."""
 
     def __init__(self, folder: Path) -> None:
         self._small = [f"{key}={value}" for key, value in SMALL.items()]
@@ -61,8 +61,7 @@ class Runs:
         self.steps: list[int] = []
         self.stop_after: int | None = None
 
-    def __call__(self, path: Path, overrides: list[str]) -> int:
-        asked = load_config(path, ["schedule.warmup_steps=0", *overrides])  # steps may be few already
+    def __call__(self, asked: Config, path: Path, overrides: list[str]) -> int:
         check(asked, asked.launch.ranks or 1)
         steps = asked.train.steps if asked.train.steps < 10 else max(2, asked.train.steps // 125)
         here = [f"log.folder={self._folder / asked.log.folder}", f"train.steps={steps}", "launch.ranks=1"]
@@ -79,7 +78,11 @@ class Runs:
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     made = Runs(tmp_path)
-    monkeypatch.setattr(run, "train_command", made)
+    steps_may_be_few = ["schedule.warmup_steps=0"]
+    monkeypatch.setattr(
+        "terrazzo.config.load_config", lambda path, words: load_config(path, [*steps_may_be_few, *words])
+    )
+    monkeypatch.setattr(run, "start_training", made)
     monkeypatch.chdir(ROOT)
     return made
 

@@ -148,10 +148,11 @@ from terrazzo.train import run
 from terrazzo.train.launch import local_ranks
 
 local_ranks.SIBLING_GRACE_S = 1.0
-Start, again = run.Start, run._again
+Start, again = run.Start, run._restarts
 run.Start = lambda ranks, words: Start(ranks, [sys.argv[1], *words[2:]])
-run._again = lambda config, words: again(config, [sys.argv[1], *words[2:]])
-sys.exit(run.train_command(Path(sys.argv[3]), sys.argv[4:]))
+run._restarts = lambda config, words: again(config, [sys.argv[1], *words[2:]])
+path, words = Path(sys.argv[3]), sys.argv[4:]
+sys.exit(run.start_training(run.load_config(path, words), path, words))
 """
 """`terrazzo train` whose ranks run another program."""
 

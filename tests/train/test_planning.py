@@ -306,8 +306,8 @@ def test_the_command_refuses_before_any_process_starts(monkeypatch: pytest.Monke
     path.write_text(json.dumps({**raw, "log": {"folder": str(tmp_path / "run")}}))
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr("terrazzo.train.run.launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    words = ["model.dim=16384", "model.layers=64", "model.heads=64"]
     with pytest.raises(BadInput, match="This run needs about"):
-        words = ["model.dim=16384", "model.layers=64", "model.heads=64"]
         start_training(load_config(path, words), path, words)
     assert not (tmp_path / "run").exists()
 
