@@ -10,7 +10,9 @@ In a step:
     step                        `tz.step`
     same_step                   all ranks compare what they were given
     schedules                   what each rank runs, and in which order
+    micro_batches               the model and the loss function, called with one of them
     pipeline_step               a rank runs it
+    stage_links                 how ranks reach each other, from step to step
     stage_forward               a model's forward as that of one stage
     messages                    activations and gradients between stages
     deferred_weight_gradients   gradients of weights that are computed later

@@ -1,123 +1,58 @@
-"""One step of one rank of a pipeline: it goes through its list of actions, and meets the others at the end.
+"""One step of one rank of a pipeline: it runs its list of actions, and meets the other ranks at the end.
 
-What the stage before sends is asked for while the action before still runs, and what is sent is waited for at the end.
-A rank that fails goes through the rest without computing, so that no other waits for it. Others compute on what it
-sends for values, and all put their buffers back at the end.
+A rank starts to receive an action's input while the action before runs, and waits for its own messages at the end. A
+rank that fails goes through the rest of its actions without computing, so that no other waits for it. Others compute
+with the zeros that it sends, and all ranks restore their buffers at the end.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine import Engine, PipelineSchedule, as_one, engine_of, parameter_names
-from terrazzo.errors import BadInput, Misuse
-from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Mark
+from terrazzo.engine import PipelineSchedule, engine_of
+from terrazzo.errors import Misuse
 from terrazzo.parallel.pipeline.buffer_snapshot import buffers_kept
 from terrazzo.parallel.pipeline.deferred_weight_gradients import DeferredWeights
-from terrazzo.parallel.pipeline.failures import PATIENCE_S, Failures, broke_a_connection
-from terrazzo.parallel.pipeline.messages import Form, Messages, NothingSent, form_of
+from terrazzo.parallel.pipeline.failures import PATIENCE_S, broke_a_connection
+from terrazzo.parallel.pipeline.messages import Form, NothingSent, form_of
+from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind, forwards_of
 from terrazzo.parallel.pipeline.stage_forward import ModelLine
+from terrazzo.parallel.pipeline.stage_links import StageLinks, exchanges_inside
 
-__all__ = [
-    "Auxiliary",
-    "LossFunction",
-    "MicroBatch",
-    "PipelineStep",
-    "Ways",
-    "called",
-    "exchanges_inside",
-    "one_loss",
-    "ways_of",
-]
-
-MicroBatch = tuple[Any, Any]
-LossFunction = Callable[[Any, Any], Tensor]
-Auxiliary = Callable[[nn.Module], Tensor | None]
+__all__ = ["PipelineStep"]
 
 
-def called(model: nn.Module, inputs: Any) -> Any:
-    """What a model makes of a micro-batch's inputs."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-
-
-def one_loss(loss: Any) -> Tensor:
-    """A loss that a backward can begin at, and that losses add up to.
-
-    Raises:
-        BadInput: what is none.
-    """
-    if not isinstance(loss, Tensor) or loss.dim():
-        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise BadInput(
-            f"loss_fn returned {given} to tz.step, which adds up the losses of micro-batches: have it return one "
-            "number, a 0-d tensor, as loss.sum() is."
-        )
-    return loss
-
-
-def exchanges_inside(model: nn.Module, engine: Engine) -> bool:
-    """Whether forwards and backwards need other ranks: for weights that are split, or for what ranks share beside."""
-    marks = SHARES_MATRICES, SHARES_SEQUENCES, SHARES_EXPERTS
-    return engine.schedule.meet is not None or any(any(each.all_in(model)) for each in marks)
-
-
-class Ways(NamedTuple):
-    """How the ranks of a model's stages hear of each other, from step to step."""
-
-    messages: Messages
-    failures: Failures
-
-
-def ways_of(model: nn.Module, engine: Engine, line: ModelLine) -> Ways:
-    """Those of a model in stages. Collective the first time."""
-    ways = _WAYS.find(model)
-    if ways is None:
-        axes = engine.axes
-        along, stages = axes.along(axes.stages[0]), len(line.bounds)
-        with as_one(model):
-            holders = [line.holders(names) for names in parameter_names(model)]
-        sharing = sorted({ranks for ranks in holders if len(ranks) > 1})
-        messages = Messages(along, stages, axes.device, sharing)
-        ways = _WAYS.leave(model, Ways(messages, Failures(axes, stages)))
-    return ways
-
-
-_WAYS = Mark[Ways]("terrazzo_ways")
-
-
-class _Kept(NamedTuple):
-    """Of a forward, until its backward.
+class _ForwardState(NamedTuple):
+    """What is kept of a forward until its backward.
 
     Attributes:
-        received: from the stage before.
-        grads: the gradient of that, when it has come.
-        result: what was sent, or is the loss.
-        aside: what modules have put aside.
+        received: the input, from the stage before.
+        grads: the gradient of the input, once backward has computed it.
+        result: the output that was sent, or the loss.
+        auxiliary: losses that modules have computed.
     """
 
     received: Tensor | None
     grads: list[Tensor]
     result: Tensor
-    aside: tuple[Tensor, ...]
+    auxiliary: tuple[Tensor, ...]
 
 
 class _Arrived(torch.autograd.Function):
-    """What the stage before has sent, where the graph of this stage begins.
+    """The input that a stage received, as the beginning of its graph.
 
-    As a leaf of the graph a stage's first module could not change it in place, which it may in one process.
+    It is no leaf of the graph: a stage's first module may change it in place, as it may in one process.
 
     Args:
         anchor: requires a gradient, and gets none.
-        grads: where that of `values` is put.
+        grads: the list to which the gradient of `values` is appended.
     """
 
     @staticmethod
@@ -139,26 +74,26 @@ class PipelineStep:
         self,
         model: nn.Module,
         line: ModelLine,
-        ways: Ways,
+        links: StageLinks,
         micro_batches: Sequence[MicroBatch],
         loss_fn: LossFunction,
         auxiliary: Auxiliary | None,
     ) -> None:
         self.model, self.engine, self.line = model, engine_of(model), line
-        self.messages, self.failures = ways
+        self.messages, self.failures = links
         self.loss_fn, self.auxiliary = loss_fn, auxiliary
         self.micro_batches, self.trains = micro_batches, torch.is_grad_enabled()
         self.forms = [form_of(inputs, self.trains) for inputs, _ in micro_batches]
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._forwards: dict[tuple[int, int], _ForwardState] = {}
         self._losses = torch.zeros((), device=self.engine.axes.device)
         self._deferred = DeferredWeights(self.engine) if self.trains and line.schedule == "zero_bubble" else None
-        self._received: Action | None = None
-        self._answered: Action | None = None
+        self._received_for: Action | None = None
+        self._sent_for: Action | None = None
         self._returns = [0] * len(line.bounds)
         self._patience_s: float | None = None
 
     def run(self) -> Tensor:
-        """Returns the sum of the losses."""
+        """Run the step. Returns the sum of the losses, 0-d, the same on all ranks along `pp`."""
         engine, schedule = self.engine, self.engine.schedule
         assert isinstance(schedule, PipelineSchedule)
         actions = self._actions()
@@ -170,7 +105,7 @@ class PipelineStep:
         return engine.axes.total(self._losses.reshape(1), engine.axes.stages).reshape(())
 
     def _run_and_meet(self, actions: Sequence[Action], schedule: PipelineSchedule) -> None:
-        """All micro-batches; leaves no gradients where one of the ranks fails."""
+        """Run all actions and meet the other ranks. Where one of them fails, no gradients are left."""
         if self.trains:
             schedule.begin_step()
         try:
@@ -196,49 +131,49 @@ class PipelineStep:
         return line.actions(count) if self.trains else forwards_of(line.ranks, len(line.chunks), count)[line.rank]
 
     def _go_through(self, actions: Sequence[Action], schedule: PipelineSchedule) -> Exception | None:
-        """Run all actions; returns what one of them has raised here, where others wait for this rank no more.
+        """Run all actions. Returns the error of one that failed here, when no rank waits for this one any more.
 
         Raises:
-            Exception: of a connection that has broken.
+            Exception: a connection has broken.
         """
         done = 0
         try:
             for action, following in itertools.zip_longest(actions, actions[1:]):
-                self._ask_for(action)
-                values = self._take(action)
+                self._start_receiving(action)
+                values = self._receive(action)
                 if following is not None:
-                    self._ask_for(following)
+                    self._start_receiving(following)
                 schedule.turn_to(action.stage // self.line.ranks, self.line.is_last(action.stage))
                 self._act(action, values)
                 done += 1
             self.messages.finish()
         except NothingSent:
-            self._stand_in(actions[done:], None)
+            self._finish_without_computing(actions[done:], None)
         except Exception as error:
             if broke_a_connection(error):
                 raise
             self.failures.leave(error, actions[done].stage)
-            with suppress(RuntimeError, ConnectionError):  # they are not told then, and hear it from connections
-                self._stand_in(actions[done:], self._patience_s)
+            with suppress(RuntimeError, ConnectionError):  # others learn it then from broken connections
+                self._finish_without_computing(actions[done:], self._patience_s)
             return error
         return None
 
-    def _stand_in(self, actions: Sequence[Action], patience_s: float | None) -> None:
-        """Take and send what is left, without computing."""
+    def _finish_without_computing(self, actions: Sequence[Action], patience_s: float | None) -> None:
+        """Receive and send the messages of the actions that are left, without computing."""
         for action in actions:
             form = self.forms[action.micro_batch]
-            if self._receives(action) and action != self._received:
+            if self._receives(action) and action != self._received_for:
                 self.messages.pass_over(action, form, patience_s)
-            if (answer := self._answer_to(action)) is not None and answer != self._answered:
-                self.messages.send_nothing(answer, form)
+            if (successor := self._successor(action)) is not None and successor != self._sent_for:
+                self.messages.send_nothing(successor, form)
         self.messages.finish(patience_s)
 
     def _meet(self, problem: Exception | None) -> None:
-        """All ranks have come to the end.
+        """Meet all ranks at the end of the step.
 
         Raises:
-            Exception: what has been raised here, or on the first rank that has failed.
-            Misuse: of a stage into which no micro-batch has sent a gradient back.
+            Exception: `problem`, or the error of the first rank that has failed.
+            Misuse: no micro-batch has sent a gradient back through one of the stages.
         """
         returns = self.failures.meet(self._returns, problem, self._patience_s)
         if self.trains and (cut_off := [stage for stage, count in enumerate(returns) if stage and not count]):
@@ -251,15 +186,15 @@ class PipelineStep:
                 "module too."
             )
 
-    def _take(self, action: Action) -> Tensor | None:
+    def _receive(self, action: Action) -> Tensor | None:
         if not self._receives(action):
             return None
-        self._received = action
+        self._received_for = action
         return self.messages.take(action)
 
-    def _send(self, answer: Action, values: Tensor, form: Form | None = None) -> None:
-        self.messages.send(answer, values, form)
-        self._answered = answer
+    def _send(self, successor: Action, values: Tensor, form: Form | None = None) -> None:
+        self.messages.send(successor, values, form)
+        self._sent_for = successor
 
     def _act(self, action: Action, values: Tensor | None) -> None:
         if self._deferred is not None:
@@ -286,56 +221,58 @@ class PipelineStep:
             result = called(self.model, inputs)
         finally:
             self.line.leave()
-        if (answer := self._answer_to(action)) is None:
+        if (successor := self._successor(action)) is None:
             result = one_loss(self.loss_fn(result, targets))
             self._losses += result.detach()
         else:
-            self._send(answer, result.detach(), self.forms[action.micro_batch])
+            self._send(successor, result.detach(), self.forms[action.micro_batch])
         if self.trains:
             if not result.requires_grad:
                 raise Misuse(
                     f"What stage {action.stage + 1} of the pipeline returns does not depend on a parameter that is "
                     "trained: no gradient would come back to it. Check that the model detaches nothing on its way."
                 )
-            self._kept[action.stage, action.micro_batch] = _Kept(received, grads, result, self._aside(action.stage))
+            self._forwards[action.stage, action.micro_batch] = _ForwardState(
+                received, grads, result, self._auxiliary_losses(action.stage)
+            )
 
-    def _aside(self, stage: int) -> tuple[Tensor, ...]:
-        """What the stage's modules have put aside in the forward that has just ended."""
+    def _auxiliary_losses(self, stage: int) -> tuple[Tensor, ...]:
+        """The losses that modules of the stage have computed in the forward that has just ended."""
         if self.auxiliary is None:
             return ()
         begin, end = self.line.bounds[stage]
-        found = (self.auxiliary(self.model.get_submodule(name)) for name in self.line.names[begin:end])
-        return tuple(each for each in found if each is not None)
+        losses = (self.auxiliary(self.model.get_submodule(name)) for name in self.line.names[begin:end])
+        return tuple(each for each in losses if each is not None)
 
     def _backward(self, action: Action, grad: Tensor | None) -> None:
-        received, grads, result, aside = self._kept.pop((action.stage, action.micro_batch))
+        received, grads, result, auxiliary = self._forwards.pop((action.stage, action.micro_batch))
         if grad is not None:
             self.engine.progress.denominator.loss_scale.gradient_has_it()  # it comes from the last stage
-        torch.autograd.backward((result, *aside), (grad, *(None for _ in aside)))
-        if received is not None and (answer := self._answer_to(action)) is not None:
+        torch.autograd.backward((result, *auxiliary), (grad, *(None for _ in auxiliary)))
+        if received is not None and (successor := self._successor(action)) is not None:
             self._returns[action.stage] += bool(grads)
-            self._send(answer, grads[0] if grads else torch.zeros_like(received))
+            self._send(successor, grads[0] if grads else torch.zeros_like(received))
 
-    # -- what it begins with, and who waits for it -------------------------------------------------------------
+    # -- what an action receives, and which action receives its result --------------------------------------
 
     def _receives(self, action: Action) -> bool:
         if action.kind is ActionKind.FORWARD:
             return action.stage > 0
         return action.kind is ActionKind.BACKWARD and not self.line.is_last(action.stage)
 
-    def _answer_to(self, action: Action) -> Action | None:
-        """What begins with what this one sends; None where it sends nothing."""
+    def _successor(self, action: Action) -> Action | None:
+        """The action of another rank that receives what `action` sends; None where it sends nothing."""
         if action.kind is ActionKind.FORWARD and not self.line.is_last(action.stage):
             return action._replace(stage=action.stage + 1)
         if action.kind is ActionKind.BACKWARD and action.stage > 0:
             return action._replace(stage=action.stage - 1)
         return None
 
-    def _ask_for(self, action: Action) -> None:
-        """Start receiving it; a gradient once there is what it is the gradient of."""
+    def _start_receiving(self, action: Action) -> None:
+        """Start receiving the input of `action`: a gradient only once its forward has run."""
         if not self._receives(action):
             return
         if action.kind is ActionKind.FORWARD:
             self.messages.ask_for(action, self.forms[action.micro_batch])
-        elif (kept := self._kept.get((action.stage, action.micro_batch))) is not None:
-            self.messages.ask_for(action, kept.result)
+        elif (state := self._forwards.get((action.stage, action.micro_batch))) is not None:
+            self.messages.ask_for(action, state.result)

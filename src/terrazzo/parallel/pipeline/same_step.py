@@ -21,7 +21,7 @@ from terrazzo.parallel.input_fingerprints import (
     inputs_as_text,
     values_fingerprint,
 )
-from terrazzo.parallel.pipeline.pipeline_step import Ways, exchanges_inside
+from terrazzo.parallel.pipeline.stage_links import StageLinks, exchanges_inside
 
 __all__ = ["StepArguments", "begin_alike", "check_as_many"]
 
@@ -41,7 +41,7 @@ class StepArguments:
     has_auxiliary: bool
 
 
-def begin_alike(axes: Axes, ways: Ways, read: Callable[[], StepArguments]) -> StepArguments:
+def begin_alike(axes: Axes, links: StageLinks, read: Callable[[], StepArguments]) -> StepArguments:
     """Compare what ranks were given, and drop messages of earlier steps that were abandoned. Collective over the mesh.
 
     Ranks along `pp` must have the same inputs, the others as many micro-batches. Values are compared in each step
@@ -57,7 +57,7 @@ def begin_alike(axes: Axes, ways: Ways, read: Callable[[], StepArguments]) -> St
         RanksApart: where they differ.
         Exception: what `read` raises here, or on the first rank that refuses.
     """
-    messages, failures = ways
+    messages, failures = links
     problem, own = None, StepArguments((), 1.0, False)
     failures.begin()
     try:

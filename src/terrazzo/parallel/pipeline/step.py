@@ -10,17 +10,11 @@ from torch import Tensor, nn
 
 from terrazzo.engine import accumulate, engine_of, stages_of
 from terrazzo.errors import BadInput
-from terrazzo.parallel.pipeline.pipeline_step import (
-    Auxiliary,
-    LossFunction,
-    MicroBatch,
-    PipelineStep,
-    called,
-    one_loss,
-    ways_of,
-)
+from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
+from terrazzo.parallel.pipeline.pipeline_step import PipelineStep
 from terrazzo.parallel.pipeline.same_step import StepArguments, begin_alike, check_as_many
 from terrazzo.parallel.pipeline.stage_forward import ModelLine
+from terrazzo.parallel.pipeline.stage_links import links_of
 
 __all__ = ["step"]
 
@@ -72,11 +66,11 @@ def step(
         return StepArguments(inputs, used, auxiliary is not None)
 
     if isinstance(line, ModelLine):
-        ways = ways_of(model, engine, line)
-        with ways.failures.named():
-            arguments = begin_alike(engine.axes, ways, read)
+        links = links_of(model, engine, line)
+        with links.failures.named():
+            arguments = begin_alike(engine.axes, links, read)
             pairs = [(inputs, targets) for inputs, (_, targets) in zip(arguments.inputs, micro_batches, strict=True)]
-            return PipelineStep(model, line, ways, pairs, loss_fn, auxiliary).run()
+            return PipelineStep(model, line, links, pairs, loss_fn, auxiliary).run()
     check_as_many(model, engine, read)
     total = torch.zeros((), device=engine.axes.device)
     for number, (inputs, targets) in enumerate(micro_batches):

@@ -1,0 +1,45 @@
+"""How the ranks of a model in stages reach each other, from step to step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from terrazzo.engine import Engine, as_one, parameter_names
+from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Mark
+from terrazzo.parallel.pipeline.failures import Failures
+from terrazzo.parallel.pipeline.messages import Messages
+from terrazzo.parallel.pipeline.stage_forward import ModelLine
+
+__all__ = ["StageLinks", "exchanges_inside", "links_of"]
+
+
+class StageLinks(NamedTuple):
+    """Messages between the stages of a model, and the notes of ranks that have failed."""
+
+    messages: Messages
+    failures: Failures
+
+
+_LINKS = Mark[StageLinks]("terrazzo_stage_links")
+
+
+def links_of(model: nn.Module, engine: Engine, line: ModelLine) -> StageLinks:
+    """The links of a model in stages, made at its first step. Collective that time."""
+    links = _LINKS.find(model)
+    if links is None:
+        axes = engine.axes
+        along, stages = axes.along(axes.stages[0]), len(line.bounds)
+        with as_one(model):
+            holders = [line.holders(names) for names in parameter_names(model)]
+        sharing = sorted({ranks for ranks in holders if len(ranks) > 1})
+        messages = Messages(along, stages, axes.device, sharing)
+        links = _LINKS.leave(model, StageLinks(messages, Failures(axes, stages)))
+    return links
+
+
+def exchanges_inside(model: nn.Module, engine: Engine) -> bool:
+    """Whether a model's forward and backward exchange with other ranks: split weights, or along `tp`, `cp` or `ep`."""
+    marks = SHARES_MATRICES, SHARES_SEQUENCES, SHARES_EXPERTS
+    return engine.schedule.meet is not None or any(any(each.all_in(model)) for each in marks)
