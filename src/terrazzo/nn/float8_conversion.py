@@ -76,7 +76,7 @@ def float8(
     placed = next((each.device for each in model.parameters()), torch.device("cpu")) if device is None else device
     if placed.type != "meta":
         _check_device(chosen, placed)
-    kept = _kept(model, linears, skip)
+    kept = _reasons_to_keep(model, linears, skip)
     names = tuple(name for name in linears if name not in kept)
     if not names:
         why = "; ".join(f"{name}: {why}" for name, why in list(kept.items())[:4]) or "it has none"
@@ -113,9 +113,9 @@ def _check_untouched(model: nn.Module) -> None:
             )
 
 
-def _kept(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequence[str] | None) -> dict[str, str]:
+def _reasons_to_keep(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequence[str] | None) -> dict[str, str]:
     """Why layers are left alone, by name."""
-    kept: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     uncalled = dict(_uncalled(model))
     for glob in skip or ():
         if not fnmatch.filter(linears, glob):
@@ -126,18 +126,18 @@ def _kept(model: nn.Module, linears: dict[str, nn.Linear], skip: Sequence[str] |
     outside = _outside(model, list(linears)) if skip is None else set()
     for name, module in linears.items():
         if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
-            kept[name] = "another forward"
+            reasons[name] = "another forward"
         elif name in uncalled:
-            kept[name] = uncalled[name]
+            reasons[name] = uncalled[name]
         elif any(fnmatch.fnmatchcase(name, glob) for glob in skip or ()):
-            kept[name] = "skipped"
+            reasons[name] = "skipped"
         elif name in outside:
-            kept[name] = "outside of the blocks"
+            reasons[name] = "outside of the blocks"
         elif is_router(model, name):  # a small error sends a token elsewhere
-            kept[name] = "chooses experts"
+            reasons[name] = "chooses experts"
         elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-            kept[name] = f"a size is no multiple of {MULTIPLE}"
-    return kept
+            reasons[name] = f"a size is no multiple of {MULTIPLE}"
+    return reasons
 
 
 def _uncalled(model: nn.Module) -> Iterator[tuple[str, str]]:

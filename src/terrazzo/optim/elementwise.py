@@ -53,18 +53,18 @@ class _Elementwise(Optimizer):
         return loss
 
     @abstractmethod
-    def _update(self, group: ParamGroup, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Step one parameter; `kept` is empty before its first step."""
+    def _update(self, group: ParamGroup, state: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Step one parameter; `state` is empty before its first step."""
 
 
 class Lion(_Elementwise):
-    """The sign of a momentum (Chen et al. 2023, arXiv 2302.06675): one number is kept for each element.
+    """Steps by the sign of a momentum (Chen et al. 2023, arXiv 2302.06675). It keeps one number for each element.
 
     A rate three to ten times smaller than AdamW's, and as much more weight decay, are usual.
 
     Args:
         params: as of any torch optimizer.
-        betas: of what the sign is taken of, and of what is kept.
+        betas: of the average whose sign is taken, and of the average that is kept.
         weight_decay: decoupled.
 
     Raises:
@@ -78,10 +78,10 @@ class Lion(_Elementwise):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
 
-    def _update(self, group: ParamGroup, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
-        if not kept:
-            kept["exp_avg"] = torch.zeros_like(parameter)
-        mean: Tensor = kept["exp_avg"]
+    def _update(self, group: ParamGroup, state: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        mean: Tensor = state["exp_avg"]
         (first, second), rate = group["betas"], group["lr"]
         parameter.mul_(1 - rate * group["weight_decay"])
         parameter.sub_(mean.lerp(gradient, 1 - first).sign_().mul_(rate))
@@ -89,7 +89,9 @@ class Lion(_Elementwise):
 
 
 class AdEMAMix(_Elementwise):
-    """AdamW with a second, slow average of gradients (Pagliardini et al. 2024, arXiv 2409.03137): keeps three numbers.
+    """AdamW with a second, slow average of gradients (Pagliardini et al. 2024, arXiv 2409.03137).
+
+    It keeps three numbers for each element.
 
     Args:
         params: as of any torch optimizer.
@@ -119,24 +121,24 @@ class AdEMAMix(_Elementwise):
         settings = {"eps": eps, "weight_decay": weight_decay, "alpha": alpha, "warmup_steps": warmup_steps}
         super().__init__(params, lr=lr, betas=betas, **settings)
 
-    def _update(self, group: ParamGroup, kept: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
-        if not kept:
-            kept["step"] = torch.zeros((), dtype=torch.float32)
-            kept.update({key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq", "exp_avg_slow")})
-        kept["step"] += 1
-        step, rate, (first, second, _) = int(kept["step"].item()), group["lr"], group["betas"]
+    def _update(self, group: ParamGroup, state: dict[str, Any], parameter: nn.Parameter, gradient: Tensor) -> None:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state.update({key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq", "exp_avg_slow")})
+        state["step"] += 1
+        step, rate, (first, second, _) = int(state["step"].item()), group["lr"], group["betas"]
         alpha, third = _slow(group, step)
-        kept["exp_avg"].lerp_(gradient, 1 - first)
-        kept["exp_avg_slow"].lerp_(gradient, 1 - third)
-        kept["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        root = (kept["exp_avg_sq"].sqrt() / math.sqrt(1 - second**step)).add_(group["eps"])
-        update = (kept["exp_avg"] / (1 - first**step)).add_(kept["exp_avg_slow"], alpha=alpha).div_(root)
+        state["exp_avg"].lerp_(gradient, 1 - first)
+        state["exp_avg_slow"].lerp_(gradient, 1 - third)
+        state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+        root = (state["exp_avg_sq"].sqrt() / math.sqrt(1 - second**step)).add_(group["eps"])
+        update = (state["exp_avg"] / (1 - first**step)).add_(state["exp_avg_slow"], alpha=alpha).div_(root)
         parameter.mul_(1 - rate * group["weight_decay"])
         parameter.sub_(update.mul_(rate))
 
 
 def _slow(group: ParamGroup, step: int) -> tuple[float, float]:
-    """Weight and beta of the slow average in a step, from 1: as at the end behind the warm-up."""
+    """Weight and beta of the slow average in a step, counted from 1. They are constant after the warm-up."""
     (first, _, third), steps = group["betas"], group["warmup_steps"]
     if step >= steps or not 0 < first < third:
         return group["alpha"] * min(1.0, step / steps if steps else 1.0), third

@@ -1,7 +1,10 @@
 """Optimizers whose update of a matrix needs all of it at once.
 
-What they do is in three parts, of which one alone needs a whole matrix. So they run where each rank has elements of it:
-the first part on these, the second on one rank that all send theirs, its owner, the third on what comes back.
+A step has three parts, of which only the second needs the whole matrix. So ranks can each have some of its elements:
+
+1. `prepare` runs on each rank's elements. The results go to one rank, the owner of the matrix.
+2. `whole` runs on the owner. Its update is sent back.
+3. `apply` runs on each rank's elements.
 """
 
 from __future__ import annotations
@@ -35,23 +38,23 @@ class MatrixOptimizer(Optimizer):
         """Whether `group` holds matrices."""
 
     @abstractmethod
-    def prepare(self, group: ParamGroup, kept: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
-        """What the owner is to have of each element; `kept`, empty before the first step, is changed in place.
+    def prepare(self, group: ParamGroup, state: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
+        """The values from which the owner computes, one for each element of `gradient`, in the dtype `wire`.
 
-        Each element comes of that element's own values alone.
+        Each is computed from its own element alone. `state`, empty before the first step, is changed in place.
         """
 
     @abstractmethod
     def whole(self, group: ParamGroup, matrix: Tensor) -> Tensor:
-        """The update of a whole `matrix` [rows, columns] of what `prepare` has given, which may be overwritten."""
+        """The update of a whole matrix; `matrix`, `[rows, columns]` of what `prepare` returned, may be overwritten."""
 
     @abstractmethod
     def apply(self, group: ParamGroup, values: Tensor, update: Tensor, shape: tuple[int, int]) -> None:
-        """Change `values`, elements of a matrix of `shape`, by what `whole` has given for them; elementwise."""
+        """Change `values`, elements of a matrix of `shape`, by the elements of `whole`'s result for them."""
 
     @abstractmethod
     def workspace_bytes(self, shape: tuple[int, int]) -> int:
-        """The most memory that `whole` holds beside its argument."""
+        """The most bytes that `whole` holds beside its argument, for a matrix of `shape`."""
 
     @abstractmethod
     def step_elements(self, group: ParamGroup) -> None:

@@ -1,7 +1,7 @@
-"""Which parameters of a model are matrices for Muon, and why the others are none.
+"""Which parameters of a model are matrices for Muon, and why the others are not.
 
-A matrix is what inputs are multiplied with, which its module says, not its shape: a table of positions or a class
-token has two dims or three as well, and made orthogonal its rows would all move alike, whichever was looked up.
+A matrix is a parameter that inputs are multiplied with. Its module says so, and not its shape: a table of positions has
+two dims as well, and if its update were made orthogonal, all rows would move alike, whichever of them were looked up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from terrazzo.nn.routers import is_router
 __all__ = ["HEADS", "Division", "divided", "hidden_matrices"]
 
 HEADS = ("*lm_head*", "*embed_out*", "head.*", "*.head.*", "output.*", "model.output.*", "*classifier*", "score.*")
-"""Names of heads, whose matrices have a row for each token or class; `output` inside a layer, as in BERT, is none."""
+"""Names of heads, whose matrices have a row for each token or class; not those of an `output` inside of a layer (BERT)."""
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -49,12 +49,12 @@ ONE = {
 
 @dataclass(frozen=True)
 class Division:
-    """A model's trainable parameters with their names: a pair, of matrices and others; as text, what goes where.
+    """A model's trainable parameters, divided among Muon and AdamW. It unpacks as (matrices, others); `print` shows it.
 
     Attributes:
-        matrices: for Muon.
-        others: for AdamW.
-        reasons: for each of these, by name.
+        matrices: those for Muon, with their names.
+        others: those for AdamW, with their names.
+        reasons: why each of the others is not for Muon, by name.
     """
 
     matrices: list[NamedParameter]
@@ -71,7 +71,7 @@ class Division:
 
     @property
     def unknown_note(self) -> str:
-        """What to know of these, with the edit."""
+        """A warning about the unknown parameters, with the edit."""
         count = len(self.unknown)
         return (
             f"{counted(count, 'parameter')} of two dims or more {'are' if count > 1 else 'is'} in no module that is "
@@ -81,11 +81,11 @@ class Division:
 
     def lines(self) -> list[str]:
         """A line for Muon, and one for each reason of the others."""
-        found = [_line("Muon", MATRICES, self.matrices)]
+        lines = [_line("Muon", MATRICES, self.matrices)]
         by_reason: dict[str, list[NamedParameter]] = {}
         for name, parameter in self.others:
             by_reason.setdefault(self.reasons[name], []).append((name, parameter))
-        return [*found, *(_line("AdamW", reason, named) for reason, named in by_reason.items())]
+        return [*lines, *(_line("AdamW", reason, named) for reason, named in by_reason.items())]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -96,10 +96,10 @@ def _line(algorithm: str, what: str, named: Sequence[NamedParameter]) -> str:
     for name, _ in named:
         row = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
         rows[row] = rows.get(row, 0) + 1
-    found = [f"{row} ({count})" if count > 1 else row for row, count in rows.items()]
+    shown = [f"{row} ({count})" if count > 1 else row for row, count in rows.items()]
     numel = sum(parameter.numel() for _, parameter in named)
     what = ONE.get(what, what) if len(named) == 1 else what
-    return f"{algorithm}: {len(named):,} {what}, {numel:,} elements: {listed(found, 12)}"
+    return f"{algorithm}: {len(named):,} {what}, {numel:,} elements: {listed(shown, 12)}"
 
 
 def hidden_matrices(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] = ()) -> Division:
@@ -120,17 +120,17 @@ def hidden_matrices(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequen
     Raises:
         BadInput: for a glob of `muon` that matches no parameter, or one of fewer than two dims.
     """
-    found = divided(model, adamw, muon)
-    if found.unknown:
-        warn(f"hidden_matrices: {found.unknown_note}")
-    return found
+    division = divided(model, adamw, muon)
+    if division.unknown:
+        warn(f"hidden_matrices: {division.unknown_note}")
+    return division
 
 
 def divided(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] = ()) -> Division:
     """`hidden_matrices` without a warning."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     _check(muon, named)
-    found = Division([], [], {})
+    division = Division([], [], {})
     reasons = _reasons(model)
     for name, parameter in named:
         if any(fnmatch.fnmatchcase(name, glob) for glob in muon):
@@ -140,29 +140,29 @@ def divided(model: nn.Module, adamw: Sequence[str] = HEADS, muon: Sequence[str] 
         else:
             reason = VECTOR if parameter.ndim < 2 else reasons.get(id(parameter), UNKNOWN)
         if reason:
-            found.others.append((name, parameter))
-            found.reasons[name] = reason
+            division.others.append((name, parameter))
+            division.reasons[name] = reason
         else:
-            found.matrices.append((name, parameter))
-    return found
+            division.matrices.append((name, parameter))
+    return division
 
 
 def _reasons(model: nn.Module) -> dict[int, str]:
-    """Why a parameter is none of Muon's, by its identity; empty of those that are multiplied with."""
-    found: dict[int, str] = {}
-    for place, module, name, parameter in _held(model):
+    """Why a parameter is not for Muon, by its `id`; an empty text for those that inputs are multiplied with."""
+    reasons: dict[int, str] = {}
+    for place, module, name, parameter in _owned_parameters(model):
         if isinstance(module, _TABLES):
-            found[id(parameter)] = TABLE
+            reasons[id(parameter)] = TABLE
         elif isinstance(module, _CONVOLUTIONS):
-            found.setdefault(id(parameter), CONVOLUTION)
+            reasons.setdefault(id(parameter), CONVOLUTION)
         elif _is_product(model, place, name, parameter):
-            found.setdefault(id(parameter), "")
-    asked = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
-    for head in (ask() for ask in asked if callable(ask)):
+            reasons.setdefault(id(parameter), "")
+    methods = [getattr(module, "get_output_embeddings", None) for module in model.modules()]
+    for head in (ask() for ask in methods if callable(ask)):
         for parameter in head.parameters() if isinstance(head, nn.Module) else ():
-            if found.get(id(parameter)) != TABLE:
-                found[id(parameter)] = HEAD
-    return found
+            if reasons.get(id(parameter)) != TABLE:
+                reasons[id(parameter)] = HEAD
+    return reasons
 
 
 def _is_product(model: nn.Module, place: str, name: str, parameter: nn.Parameter) -> bool:
@@ -175,7 +175,7 @@ def _is_product(model: nn.Module, place: str, name: str, parameter: nn.Parameter
     return parameter.ndim == 2 and multiplies
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     """Each parameter of each module, those of several modules as often: the module with its name, and its own in it."""
     for place, module in model.named_modules():
         for name, parameter in module._parameters.items():

@@ -87,10 +87,10 @@ class Muon(MatrixOptimizer):
     def may_be_fused(self, group: ParamGroup) -> bool:
         return not self.is_of_matrices(group)
 
-    def prepare(self, group: ParamGroup, kept: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
-        if "momentum_buffer" not in kept:
-            kept["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
-        mean: Tensor = kept["momentum_buffer"]
+    def prepare(self, group: ParamGroup, state: MutableMapping[str, Any], gradient: Tensor) -> Tensor:
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        mean: Tensor = state["momentum_buffer"]
         mean.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean
         return update.to(self.wire, copy=not group["nesterov"])
@@ -98,13 +98,13 @@ class Muon(MatrixOptimizer):
     def whole(self, group: ParamGroup, matrix: Tensor) -> Tensor:
         a, b, c = group["ns_coefficients"]
         tall = matrix.size(0) > matrix.size(1)
-        found = matrix.T if tall else matrix
-        found.div_(found.norm().clamp(min=group["eps"]))
+        update = matrix.T if tall else matrix
+        update.div_(update.norm().clamp(min=group["eps"]))
         for _ in range(group["ns_steps"]):
-            gram = found @ found.T
+            gram = update @ update.T
             gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-            found = torch.addmm(found, gram, found, beta=a)
-        return found.T if tall else found
+            update = torch.addmm(update, gram, update, beta=a)
+        return update.T if tall else update
 
     @classmethod
     def workspace_bytes(cls, shape: tuple[int, int]) -> int:
@@ -124,20 +124,22 @@ class Muon(MatrixOptimizer):
 
 
 def _checked(algorithm: str, settings: ParamGroup) -> ParamGroup:
-    """All settings of a group, defaults of torch's class where none are given; raises `BadInput` for those it refuses.
+    """All settings of a group, with the defaults of torch's class.
 
-    Beside these it refuses what torch's Muon takes: steps that are fewer than none, a mean that grows by itself.
+    Raises:
+        BadInput: torch's class refuses them; a number of iterations below 0, or a momentum of 1 or more, which torch's
+            Muon takes.
     """
     kind: Any = {"muon": torch.optim.Muon, "adamw": AdamW}[algorithm]
     try:
-        found: ParamGroup = kind([nn.Parameter(torch.zeros(1, 1))], **settings).defaults
-        if algorithm == "muon" and found["ns_steps"] not in range(100):
-            raise ValueError(f"ns_steps is {found['ns_steps']!r}: give a whole number from 0 to 99")
-        if algorithm == "muon" and not found["momentum"] < 1:
-            raise ValueError(f"momentum is {found['momentum']!r}: give a number from 0 to less than 1")
+        checked: ParamGroup = kind([nn.Parameter(torch.zeros(1, 1))], **settings).defaults
+        if algorithm == "muon" and checked["ns_steps"] not in range(100):
+            raise ValueError(f"ns_steps is {checked['ns_steps']!r}: give a whole number from 0 to 99")
+        if algorithm == "muon" and not checked["momentum"] < 1:
+            raise ValueError(f"momentum is {checked['momentum']!r}: give a number from 0 to less than 1")
     except (TypeError, ValueError, RuntimeError) as error:
         raise BadInput(f"tz.optim.Muon does not accept these settings: {error}.") from None
-    return {key: value for key, value in found.items() if key != "decoupled_weight_decay"}
+    return {key: value for key, value in checked.items() if key != "decoupled_weight_decay"}
 
 
 def _adjusted(rate: float, how: str | None, shape: tuple[int, int]) -> float:
@@ -147,9 +149,9 @@ def _adjusted(rate: float, how: str | None, shape: tuple[int, int]) -> float:
     return rate * math.sqrt(max(1, rows / columns))
 
 
-def _groups(given: Any, algorithm: str) -> list[ParamGroup]:
-    """Param groups of what a user gives: parameters, with names or without, or groups of them."""
-    given = list(given)
-    if given and isinstance(given[0], dict):
-        return [{**group, "algorithm": algorithm} for group in given]
-    return [{"params": given, "algorithm": algorithm}]
+def _groups(params: Any, algorithm: str) -> list[ParamGroup]:
+    """Param groups from parameters, with names or without, or from groups of them."""
+    params = list(params)
+    if params and isinstance(params[0], dict):
+        return [{**group, "algorithm": algorithm} for group in params]
+    return [{"params": params, "algorithm": algorithm}]

@@ -1,4 +1,4 @@
-"""What every optimizer here has: what a param group is, and the loss that a step's closure gives."""
+"""What the optimizers' `step` methods share: the type of a param group, and the closure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ParamGroup = dict[str, Any]
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What the closure of a step gives, with gradients enabled; None without one."""
+    """The loss that a step's closure returns, called with gradients enabled; None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():

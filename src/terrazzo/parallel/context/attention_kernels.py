@@ -1,7 +1,7 @@
-"""Attention of some queries to some keys, with what is needed to join it with that to others: log-sum-exp.
+"""Attention of some queries to some keys, with the log-sum-exp by which it is joined with attention to other keys.
 
-`backward` takes output and log-sum-exp of all keys that a query sees, of which `key` and `value` may be a part: the
-sum over the parts is the gradient. Both run torch's flash kernels where there are any, and else `portable`.
+`backward` takes the output and the log-sum-exp over all keys that a query sees. `key` and `value` may be some of them:
+gradients are sums over all. Both run torch's flash kernels where there are any, and portable code elsewhere.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Result(NamedTuple):
 
 def attend(part: Part) -> Result:
     """`softmax(q k^T scale) v` over the keys of the part."""
-    found = [_attend(each) for each in part.by_key_head()]
-    return Result(_joined([each.out for each in found]), _joined([each.lse for each in found]))
+    groups = [_attend(each) for each in part.by_key_head()]
+    return Result(_joined([each.out for each in groups]), _joined([each.lse for each in groups]))
 
 
 def backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,10 +73,10 @@ def backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, T
         whole: over all keys that the queries see, each of which sees some.
     """
     groups = zip(part.by_key_head(), *map(part.grouped, (grad, *whole)), strict=True)
-    found = [_backward(each, its_grad, Result(*its_whole)) for each, its_grad, *its_whole in groups]
+    gradients = [_backward(each, its_grad, Result(*its_whole)) for each, its_grad, *its_whole in groups]
     wide = whole.lse.dtype
-    keys, values = (functools.reduce(torch.add, (each[index].to(wide) for each in found)) for index in (1, 2))
-    return _joined([each[0] for each in found]), keys, values
+    keys, values = (functools.reduce(torch.add, (each[index].to(wide) for each in gradients)) for index in (1, 2))
+    return _joined([each[0] for each in gradients]), keys, values
 
 
 def _joined(groups: list[Tensor]) -> Tensor:
@@ -91,8 +91,8 @@ def _attend(part: Part) -> Result:
         )
         return Result(out, _without_blind(lse, seen))
     if _is_cuda_flash(part):
-        found = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, _is_causal(seen), scale=scale)
-        return Result(found[0], found[1])
+        outputs = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, _is_causal(seen), scale=scale)
+        return Result(outputs[0], outputs[1])
     return _portable(part)
 
 
@@ -107,12 +107,12 @@ def _backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, 
         return gradients
     if _is_cuda_flash(part):
         none, state = torch.empty(0, device=query.device), torch.zeros(2, dtype=torch.uint64, device=query.device)
-        found = _aten._scaled_dot_product_flash_attention_backward(
+        of_kernel = _aten._scaled_dot_product_flash_attention_backward(
             *(grad, query, key, value, *whole, none, none, query.shape[2], key.shape[2]),
             *(0.0, _is_causal(seen), state, none),
             scale=scale,
         )
-        return found[0], found[1], found[2]
+        return of_kernel[0], of_kernel[1], of_kernel[2]
     return _portable_backward(part, grad, whole)
 
 

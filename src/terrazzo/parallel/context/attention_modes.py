@@ -1,8 +1,8 @@
 """The three ways in which context-parallel ranks compute attention together, as autograd functions on plain tensors.
 
-gather   keys and values are gathered; backward gathers them again, and sums their gradients where they came from
-ulysses  each rank is given whole sequences of a share of the heads, and gives back outputs
-ring     keys and values go round, and what each rank makes of them is joined by log-sum-exp
+gather   keys and values are gathered. Backward gathers them again, and sums their gradients on the ranks they are from
+ulysses  each rank receives whole sequences of some heads, and sends their outputs back
+ring     keys and values go around; the outputs for those of each rank are joined by log-sum-exp
 
 Queries, keys and values are `[B, heads, tokens, head_dim]`; keys and values may have fewer heads than queries.
 """
@@ -44,14 +44,14 @@ def by_gathering(
     query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float
 ) -> Tensor:
     """Outputs for this rank's queries, which see what `mask` says."""
-    found: Tensor = _Gathering.apply(query, key, value, shared, mask, scale)  # type: ignore[no-untyped-call]
-    return found
+    outputs: Tensor = _Gathering.apply(query, key, value, shared, mask, scale)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 def by_ring(query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float) -> Tensor:
     """As `by_gathering`, with keys and values of one rank in memory beside its own."""
-    found: Tensor = _Ring.apply(query, key, value, shared, mask, scale)  # type: ignore[no-untyped-call]
-    return found
+    outputs: Tensor = _Ring.apply(query, key, value, shared, mask, scale)  # type: ignore[no-untyped-call]
+    return outputs
 
 
 def by_heads(query: Tensor, key: Tensor, value: Tensor, shared: Shared, mask: AttentionMask, scale: float) -> Tensor:
@@ -76,12 +76,12 @@ class _Gathering(torch.autograd.Function):
         outputs = Outputs(query, scale)
         both = _whole(torch.cat((key, value), dim=-1), shared)
         outputs.add(*_halves(both, key), mask, [TokenRun(0, 0, shared.length)])
-        return _keep(ctx, args, outputs)
+        return _save(ctx, args, outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (query, key, value, *_), gradients = _kept(ctx, grad)
+        (query, key, value, *_), gradients = _restored(ctx, grad)
         shared: Shared = ctx.shared
         both = _whole(torch.cat((key, value), dim=-1), shared)
         totals = torch.zeros_like(both, dtype=gradients.of_query.dtype)
@@ -89,7 +89,7 @@ class _Gathering(torch.autograd.Function):
         del both
         if shared.ranks is not None:
             totals = shared.ranks.summed(shared.chunks.by_rank(totals, dim=2), query.dtype)
-        return _given(query, key, gradients.of_query, totals)
+        return _gradients(query, key, gradients.of_query, totals)
 
 
 class _Ring(torch.autograd.Function):
@@ -101,13 +101,13 @@ class _Ring(torch.autograd.Function):
             arriving = ranks.pass_on(both) if step < ranks.size - 1 else None
             outputs.add(*_halves(both, key), mask, shared.runs(_owner(ranks, step)))
             both = arriving() if arriving else both
-        return _keep(ctx, args, outputs)
+        return _save(ctx, args, outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Keys and values go round once more, and behind them their gradients, which end where they belong."""
-        (query, key, value, *_), gradients = _kept(ctx, grad)
+        (query, key, value, *_), gradients = _restored(ctx, grad)
         shared: Shared = ctx.shared
         ranks, both, totals = shared.ranks, torch.cat((key, value), dim=-1), None
         assert ranks is not None
@@ -120,7 +120,7 @@ class _Ring(torch.autograd.Function):
             totals = ranks.pass_on(own)
             both = arriving() if arriving else both
         assert totals is not None
-        return _given(query, key, gradients.of_query, totals())
+        return _gradients(query, key, gradients.of_query, totals())
 
 
 def _owner(ranks: GroupRanks, step: int) -> int:
@@ -139,19 +139,19 @@ def _halves(both: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     return both[..., :size], both[..., size:]
 
 
-def _keep(ctx: Any, args: Sequence[Any], outputs: Outputs) -> Tensor:
+def _save(ctx: Any, args: Sequence[Any], outputs: Outputs) -> Tensor:
     query, key, value, ctx.shared, ctx.mask, ctx.scale = args
     out, lse = outputs.take()
     ctx.save_for_backward(query, key, value, out, lse)
     return out
 
 
-def _kept(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, ...], TileGradients]:
+def _restored(ctx: Any, grad: Tensor) -> tuple[tuple[Tensor, ...], TileGradients]:
     query, key, value, out, lse = ctx.saved_tensors
     return (query, key, value), TileGradients(grad, query, Result(out, lse), ctx.scale)
 
 
-def _given(query: Tensor, key: Tensor, of_query: Tensor, of_both: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(query: Tensor, key: Tensor, of_query: Tensor, of_both: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients as autograd wants them: for all arguments, in their dtype."""
     of_key, of_value = _halves(of_both.to(query.dtype), key)
     return of_query.to(query.dtype), of_key, of_value, None, None, None

@@ -1,4 +1,4 @@
-"""Attention tile by tile: which tokens see which, and one softmax over tiles that are computed one after the other."""
+"""Attention tile by tile: which tokens see which, and one softmax over tiles that are computed after each other."""
 
 from __future__ import annotations
 
@@ -31,11 +31,15 @@ class AttentionMask:
     bounds: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, runs: Sequence[TokenRun], begins: Tensor | None, told: Tensor | None = None) -> AttentionMask:
-        """Reads `told`, which are `begins` on the host; they are left out where all see the sequence from its start."""
-        if begins is None or told is None or not told.any():
+    def of(cls, runs: Sequence[TokenRun], begins: Tensor | None, host_begins: Tensor | None = None) -> AttentionMask:
+        """The mask for tokens whose documents begin at `begins`, which is left out where all begin at the start.
+
+        Args:
+            host_begins: the values of `begins`, in host memory.
+        """
+        if begins is None or host_begins is None or not host_begins.any():
             return cls(tuple(runs))
-        blocks = [told[:, rows.offset : rows.offset + rows.length] for run in runs for rows in _blocks(run)]
+        blocks = [host_begins[:, rows.offset : rows.offset + rows.length] for run in runs for rows in _blocks(run)]
         bounds = torch.stack([torch.stack(block.aminmax()) for block in blocks]).tolist()
         return cls(tuple(runs), begins, tuple((low, high) for low, high in bounds))
 
@@ -146,7 +150,7 @@ class TileGradients:
         for rows, columns, seen in mask.tiles(keys):
             part = Part(self.query[:, :, rows], key[:, :, columns], value[:, :, columns], seen, self.scale)
             whole = Result(self.whole.out[:, :, rows], self.whole.lse[:, :, rows])
-            found = attention_kernels.backward(part, self.grad[:, :, rows], whole)
-            self.of_query[:, :, rows] += found[0]
-            totals[0][:, :, columns] += found[1]
-            totals[1][:, :, columns] += found[2]
+            gradients = attention_kernels.backward(part, self.grad[:, :, rows], whole)
+            self.of_query[:, :, rows] += gradients[0]
+            totals[0][:, :, columns] += gradients[1]
+            totals[1][:, :, columns] += gradients[2]

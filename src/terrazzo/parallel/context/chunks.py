@@ -18,7 +18,13 @@ BALANCES: tuple[Balance, ...] = ("head_tail", "none")
 
 @dataclass(frozen=True)
 class TokenRun:
-    """Neighbouring tokens: `length` of them from `place` of the sequence on, held from `offset` of a tensor on."""
+    """Neighbouring tokens of a sequence.
+
+    Attributes:
+        offset: where the first of them is in the tensor that has them.
+        place: where the first of them is in the sequence.
+        length: how many there are.
+    """
 
     offset: int
     place: int
@@ -83,12 +89,13 @@ class Chunks:
         return torch.cat([whole.narrow(dim, run.place, run.length) for run in self.runs(rank, whole.shape[dim])], dim)
 
     def in_order(self, parts: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks, `[ranks, ...]`, as whole sequences along `dim` of a part."""
+        """Whole sequences from the parts of all ranks, `[ranks, ...]`; `dim` is that of the sequence in a part."""
         if self.ranks == 1:
             return parts[0]
         each = self.count // self.ranks
-        held = [chunk for part in parts.unbind() for chunk in part.chunk(each, dim)]
-        return torch.cat([held[self._held.index(chunk)] for chunk in range(self.count)], dim)
+        chunks = [chunk for part in parts.unbind() for chunk in part.chunk(each, dim)]
+        numbers = [number for rank in range(self.ranks) for number in self.of(rank)]
+        return torch.cat([chunks[numbers.index(number)] for number in range(self.count)], dim)
 
     def by_rank(self, whole: Tensor, dim: int) -> Tensor:
         """The inverse of `in_order`."""
@@ -96,7 +103,3 @@ class Chunks:
             return whole.unsqueeze(0)
         chunks = whole.chunk(self.count, dim)
         return torch.stack([torch.cat([chunks[chunk] for chunk in self.of(rank)], dim) for rank in range(self.ranks)])
-
-    @property
-    def _held(self) -> list[int]:
-        return [chunk for rank in range(self.ranks) for chunk in self.of(rank)]

@@ -1,11 +1,11 @@
-"""Context parallelism: the ranks of a group share each sequence, and attention is what brings them together.
+"""Context parallelism: the ranks of a group share each sequence, and exchange in attention alone.
 
-A rank holds some chunks of every sequence (`chunks`). All else in a decoder works on one token at a time; attention
-exchanges keys and values, or heads, in one of three `modes`, and computes in `tiles`, by `kernels`.
+A rank has some chunks of every sequence (`chunks`). All other modules of a decoder compute each token by itself.
+Attention exchanges keys and values, or heads (`attention_modes`), and computes tile by tile (`attention_tiles`).
 
-A token sees those of its own document up to itself. Where its document begins follows from two numbers that its rank
-has: the token's place in the sequence, less its position in the document. So positions are all that a model is given,
-and no mask is ever as large as a sequence squared.
+A token sees the tokens of its own document up to itself. Its document begins at the token's place in the sequence minus
+its position in the document, both of which its rank knows. So a model is given positions and no mask, and no mask is
+ever as large as a sequence squared.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Context:
     """How the ranks of a process group share sequences.
 
     Args:
-        group: the ranks that share each sequence; they are given the same ones. Or peers, which stand for them.
-        mode: `gather`, where each rank has all keys and values of a layer in memory while it runs; `ulysses`, where
-            each has all tokens of a share of the heads; `ring`, where each has those of two ranks beside its own.
+        group: the ranks that share each sequence, and are given the same ones; or what stands for them.
+        mode: `gather`, where each rank has the keys and values of all ranks in memory while a layer runs; `ulysses`,
+            where each has all tokens of some heads; `ring`, where each has keys and values of two ranks beside its own.
         balance: `head_tail` gives all ranks the same work under a causal mask; with `none` later ranks have more.
         tp: ranks along `tp`, each of which has a share of the heads.
 
     Attributes:
-        on_paper: nobody else is there, and tensors have no values.
+        on_paper: there are no other ranks, and tensors have no values.
 
     Raises:
-        BadInput: a mode or balance that there is not.
+        BadInput: an unknown mode or balance.
     """
 
     on_paper = False
@@ -75,8 +75,8 @@ class Context:
     def split(self, *whole: Tensor) -> tuple[Tensor, ...]:
         """This rank's part of each tensor, `[B, T, ...]`: `[B, T / ranks, ...]`.
 
-        Shift targets before: the token behind the last one of a chunk is another rank's. The ranks' first ones are
-        compared as the first attention begins, which raises `RanksApart` where they differ.
+        Shift targets before the split: the token after the last one of a chunk is another rank's. What the ranks give
+        in the first call is compared as the first attention begins, which raises `RanksApart` where it differs.
 
         Raises:
             BadInput: T does not divide into chunks.
@@ -86,16 +86,16 @@ class Context:
         return tuple(self.chunks.split(each, self.rank) for each in whole)
 
     def positions(self, tokens: Tensor) -> Tensor:
-        """Of whole `tokens` `[B, T]` that are one document, as `split` gives them: int64 `[B, T / ranks]`."""
+        """Positions of this rank's part of `tokens`, `[B, T]`, of one document each: int64 `[B, T / ranks]`."""
         self.chunks.check(tokens.shape[1])
         places = self.chunks.places(self.rank, tokens.shape[1], tokens.device)
         return places.expand(tokens.shape[0], -1)
 
     def place(self, positions: Tensor, device: torch.device) -> Tensor:
-        """This rank's part of whole `positions` `[B, T]` of the host, on a device: int64 `[B, T / ranks]`.
+        """This rank's part of `positions`, `[B, T]` in host memory, on a device: int64 `[B, T / ranks]`.
 
-        As `split` gives them; and the next forward, which has to know where documents begin, need not wait for the
-        device to tell it.
+        It is what `split` gives. In the next forward the host knows where documents begin, and need not wait for the
+        device.
 
         Raises:
             BadInput: T does not divide into chunks; positions that are on a device.
@@ -113,7 +113,7 @@ class Context:
 
     @contextlib.contextmanager
     def unsplit(self) -> Iterator[None]:
-        """Inside, every rank has whole sequences, each its own or all the same, and nothing is exchanged."""
+        """Inside of it every rank has whole sequences, its own or the same as others, and nothing is exchanged."""
         before, self._is_split = self._is_split, False
         try:
             yield
@@ -131,17 +131,17 @@ class Context:
         return self._is_split and self.size > 1
 
     def mask(self, positions: Tensor | None, tokens: int, window: int | None = None) -> AttentionMask:
-        """What this rank's tokens see. Under `ulysses` a collective of the group.
+        """What this rank's tokens see. Collective under `ulysses`.
 
-        The host reads positions once, and waits for the device that they are on, unless `place` has brought them there.
+        The host reads the positions once, and waits for their device unless they are from `place`.
 
         Args:
             positions: int64 `[B, tokens]`, counted from 0 in each document; None for whole sequences of one document.
             tokens: how many of each sequence this rank has.
-            window: a token sees at most so many, itself among them; None for all.
+            window: how many tokens one sees at most, itself among them; None for all.
 
         Raises:
-            Misuse: no positions, which only the caller can know of a part, or impossible ones.
+            Misuse: no positions, or impossible ones, of parts of sequences.
             BadInput: the tokens are no whole chunks; a window under `ring`.
         """
         if positions is None or positions.is_inference():  # torch does not count how often that is changed in place
@@ -188,7 +188,7 @@ class Context:
         return _COMPUTED[self.mode](query, key, value, shared, mask, scale)
 
     def _compare_first(self, device: torch.device) -> None:
-        """Whether the ranks share the same sequences, as the first of what is collective begins."""
+        """Refuse other sequences on some of the ranks, as the first collective begins."""
         if torch.compiler.is_compiling() or self._is_compared:
             return
         number, words = self._first or (0, "none by context.split")
@@ -214,7 +214,7 @@ class Context:
             )
 
     def check_window(self, window: int | None) -> None:
-        """Refuse attention to the last tokens only under `ring`, in which keys that nobody sees would go round.
+        """Refuse sliding windows under `ring`, which would send keys around that no token sees.
 
         Raises:
             BadInput: there.
@@ -238,14 +238,14 @@ class Context:
             self._compare_first(begins.device)
             runs = [TokenRun(0, 0, tokens * self.size)]
             begins = self.chunks.in_order(self._ranks.gathered(begins), dim=1)
-        told = begins.cpu() if (known := self._known(positions)) is None else known
-        if bool(((told < 0) | (told > _places(runs))).any()):
+        host_begins = begins.cpu() if (known := self._known(positions)) is None else known
+        if bool(((host_begins < 0) | (host_begins > _places(runs))).any()):
             raise Misuse(
                 "Positions run ahead of the places of their tokens in the sequence, so they are not those of these"
                 " tokens: they count from 0 in each document. Split tokens and positions with one call of"
                 " context.split(...)."
             )
-        return AttentionMask.of(runs, *(_within(window, each, runs) for each in (begins, told)))
+        return AttentionMask.of(runs, *(_within(window, each, runs) for each in (begins, host_begins)))
 
     def _check_parts(self, positions: Tensor | None, tokens: int, window: int | None) -> None:
         if positions is None:
@@ -263,7 +263,7 @@ class Context:
         self.chunks.check(tokens * self.size)
 
     def _known(self, positions: Tensor | None) -> Tensor | None:
-        """Where documents begin, as `_mask` finds it on the device, of positions that are as `place` gave them."""
+        """Where documents begin, in host memory, of positions that are from `place` and unchanged."""
         if self._placed is None or positions is None or positions.is_inference():
             return None
         placed, version, begins = self._placed

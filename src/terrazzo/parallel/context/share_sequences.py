@@ -48,8 +48,8 @@ def share_sequences(model: nn.Module, context: Context) -> None:
 
 def context_of(model: nn.Module) -> Context | None:
     """What `share_sequences` gave a model; None where it has whole sequences."""
-    found: Context | None = SHARES_SEQUENCES.find(model)
-    return found
+    context: Context | None = SHARES_SEQUENCES.find(model)
+    return context
 
 
 def whole_sequences(model: nn.Module) -> contextlib.AbstractContextManager[None]:

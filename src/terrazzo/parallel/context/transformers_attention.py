@@ -153,9 +153,9 @@ def _attention(  # structure: signature fixed by transformers
         "a bias of positions": kwargs.get("position_bias") is not None,
         "attention that is not causal": not (getattr(module, "is_causal", True) if is_causal is None else is_causal),
     }
-    if found := [name for name, there in unusual.items() if there]:
+    if unsupported := [name for name, is_asked in unusual.items() if is_asked]:
         raise Misuse(
-            f"A {type(module).__name__} asks for {' and '.join(found)}, which attention that ranks share"
+            f"A {type(module).__name__} asks for {' and '.join(unsupported)}, which attention that ranks share"
             f" ({context.mode}) does not compute. Use cp 1 for this model."
         )
     mask = context.mask(positions, query.shape[2], kwargs.get("sliding_window"))

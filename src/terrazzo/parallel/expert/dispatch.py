@@ -1,12 +1,12 @@
-"""Expert parallelism: the ranks along `ep` have other experts of the same layers, and send each other tokens.
+"""Expert parallelism: each rank along `ep` has some of a layer's experts, and rows of tokens go to them and back.
 
 A module of experts has its matrices stacked, `[experts, ...]`, and is given rows that are sorted by expert. `dispatch`
-brings each row to the rank that has its expert, and `combine` brings what comes of it back; gradients take the same
-ways backwards. Nothing is dropped, and nothing is added up here: rows only move.
+sends each row to the rank that has its expert, and `combine` sends the expert's output back. Gradients take the same
+routes in reverse. Rows only move: none is dropped, and none are added up.
 
-Ranks come to these exchanges in one order, though their data may differ: whoever has no rows gives none. Each exchange
-begins with a meeting, at which every rank says where it is, and how many rows it has for each expert. Ranks that are at
-different places raise there; so do those of which one has come to the end of its forward or backward.
+All ranks call these exchanges in the same order, though their data may differ: a rank without rows sends none. Before
+each exchange the ranks compare where they are, and tell each other how many rows they have for each expert. Ranks that
+are at different places raise there, and so does one that waits where another has ended its forward or backward.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["ExpertRanks", "Experts", "RowRoute"]
 
 @dataclass(frozen=True)
 class RowRoute:
-    """How rows have come to this rank, for their way back.
+    """How rows came to this rank, by which `combine` sends outputs back.
 
     Attributes:
-        counts: rows that have arrived for each of this rank's experts.
-        going, coming: rows to, and from, each rank.
-        order: of the rows that have arrived, on their device.
+        counts: how many rows have arrived for each of this rank's experts, int64.
+        going, coming: how many rows this rank has sent to each rank, and received from each.
+        order: how the arrived rows were sorted, on their device.
     """
 
     counts: Tensor
@@ -45,11 +45,11 @@ class RowRoute:
 
 
 class ExpertRanks(GroupRanks):
-    """The ranks along `ep`, and this one's place among them. Each has a run of the experts of every module, as many.
+    """The ranks along `ep`, and this one's place among them. All have the same number of experts of each module.
 
     Args:
         axes: of a mesh of `tz.mesh(ep=...)`.
-        counts: of experts, by the names of the modules; of a model in stages those of this rank's, maybe none.
+        counts: the number of experts of each module, by name; of a model in stages those that this rank runs.
 
     Attributes:
         traffic: what this rank has sent them: `all_to_all`, and `control`.
@@ -67,14 +67,14 @@ class ExpertRanks(GroupRanks):
         return self
 
     def join(self, units: tuple[str, ...]) -> None:
-        """Be told the names of the units before whose weights the ranks meet."""
+        """Take the names of the units at whose weights the ranks meet, for errors."""
         self._units = units
 
     def meet_before(self, label: Label) -> None:
-        """Meet where nothing is exchanged: before weights are waited for, and at the end of a pass. Collective.
+        """Compare places where no rows move: before a wait for weights, and at the end of a pass. Collective.
 
         Raises:
-            RanksApart: on every rank, where others are elsewhere.
+            RanksApart: on every rank, where they are at different places.
         """
         self._meet(label, None)
 
@@ -82,15 +82,15 @@ class ExpertRanks(GroupRanks):
         """Every rank's rows for each expert, int64 `[ranks, experts]` in the host's memory. Collective.
 
         Raises:
-            RanksApart: on every rank, where others are elsewhere.
+            RanksApart: on every rank, where they are at different places.
         """
         return self._meet(self._label(Purpose.EXPERTS, module), own)[:, : own.numel()]
 
     def return_through(self, module: int) -> None:
-        """Meet before gradients go back. Collective.
+        """Compare places before gradients go back. Collective.
 
         Raises:
-            RanksApart: on every rank, where others are elsewhere.
+            RanksApart: on every rank, where they are at different places.
         """
         self._meet(self._label(Purpose.EXPERTS_BACK, module), None)
 
@@ -103,13 +103,13 @@ class ExpertRanks(GroupRanks):
         if counts is not None:
             numbers[1 : 1 + counts.numel()] = counts
         rows = self._along.gather_rows(numbers)
-        here = replace(label, names=(*self._units, *self._modules))
+        place = replace(label, names=(*self._units, *self._modules))
         for rank, code in enumerate(rows[:, 0].tolist()):
             if code != label.code:
                 raise RanksApart(
-                    f"The ranks that share experts have not run the same: here it is the turn of {here}, and on rank "
-                    f"{rank} along ep of {here.of_code(code)}. Each of them must call every module of experts, and the "
-                    "blocks around it, as often as the others and in the same order: where a rank has no tokens for "
+                    f"The ranks that share experts have not run the same: here it is the turn of {place}, and on rank "
+                    f"{rank} along ep of {place.of_code(code)}. Each of them must call every module of experts, and "
+                    "the blocks around it, as often as the others and in the same order: where a rank has no tokens for "
                     "it, call it with no rows, a tensor of shape [0, channels]; and the loss must depend on what it "
                     "returns."
                 )
@@ -117,12 +117,12 @@ class ExpertRanks(GroupRanks):
 
 
 class Experts:
-    """How one module's rows come to its experts and back.
+    """Sends one module's rows to its experts and their outputs back.
 
     Args:
         ranks: that share the experts.
-        module: its number among the modules of experts.
-        count: of all its experts.
+        module: the module's number among the modules of experts.
+        count: how many experts it has on all ranks.
     """
 
     def __init__(self, ranks: ExpertRanks, module: int, count: int) -> None:
@@ -136,44 +136,44 @@ class Experts:
 
     @property
     def local(self) -> slice:
-        """Which of the experts this rank has."""
+        """The experts that this rank has."""
         own = self.count // self.ranks.size
         return slice(self.ranks.rank * own, (self.ranks.rank + 1) * own)
 
     def _dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, RowRoute]:
-        """Bring rows to the ranks that have their experts. Collective; the host waits for the device.
+        """Send rows to the ranks that have their experts. Collective; the host waits for the device.
 
         Args:
             rows: `[rows, channels]`, sorted by expert.
-            counts: int64 `[experts]`, how many are for each.
+            counts: how many rows each expert gets, int64 `[experts]`.
 
         Returns:
-            The rows for this rank's experts, `[arrived, channels]`: sorted by expert, within one by the rank that they
-            are from, and within that as they were there. And their way back.
+            The rows for this rank's experts, `[arrived, channels]`, and their route. Rows are sorted by expert, for
+            one expert by the rank that sent them, and of one rank in its order.
         """
         ranks, own = self.ranks, self.count // self.ranks.size
         table = ranks.counts_at(self._module, counts.cpu())
         going = table[ranks.rank].view(ranks.size, own).sum(dim=1).tolist()
-        here = table[:, self.local]
-        coming = here.sum(dim=1).tolist()
-        expert = torch.arange(own).repeat(ranks.size).repeat_interleave(here.flatten())
-        route = RowRoute(here.sum(dim=0), going, coming, RowOrder.by(expert).to(rows.device))
+        arriving = table[:, self.local]
+        coming = arriving.sum(dim=1).tolist()
+        expert = torch.arange(own).repeat(ranks.size).repeat_interleave(arriving.flatten())
+        route = RowRoute(arriving.sum(dim=0), going, coming, RowOrder.by(expert).to(rows.device))
         arrived = exchange(rows, lambda x: ranks.deal(x, going, coming), lambda grad: ranks.deal(grad, coming, going))
         return route.order.sort(arrived), route
 
     def _combine(self, outputs: Tensor, route: RowRoute) -> Tensor:
-        """Bring what has come of arrived rows back to where they are from. Collective.
+        """Send the outputs for arrived rows back to the ranks that sent the rows. Collective.
 
         Args:
-            outputs: `[arrived, channels]`, in the order of `dispatch`.
+            outputs: `[arrived, channels]`, in the order of the rows that `dispatch` returned.
 
         Returns:
-            `[rows, channels]`, in the order that `dispatch` was given.
+            `[rows, channels]`, in the order of the rows that `dispatch` was given.
         """
         ranks, module, going, coming = self.ranks, self._module, route.going, route.coming
 
-        def back(grad: Tensor) -> Tensor:
+        def backward(grad: Tensor) -> Tensor:
             ranks.return_through(module)
             return ranks.deal(grad, going, coming)
 
-        return exchange(route.order.restore(outputs), lambda x: ranks.deal(x, coming, going), back)
+        return exchange(route.order.restore(outputs), lambda x: ranks.deal(x, coming, going), backward)

@@ -1,6 +1,7 @@
-"""Rows in the order of their experts, and back: moved, never added into each other, so that all sums have one order.
+"""Sorts rows of tokens by their experts, and back.
 
-A token that several experts compute is as many rows; those of one expert stay in the order in which they were.
+A token that several experts compute has one row for each. Sorting is stable. Rows are moved and never added up, so that
+the order of sums does not depend on it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ class RowOrder(NamedTuple):
     """How rows are sorted by their experts.
 
     Attributes:
-        order: of the sorted rows, where each was; int64.
-        inverse: of the rows as they were, where each is among the sorted ones.
+        order: the old place of each sorted row, int64 `[rows]`.
+        inverse: the sorted place of each row, int64 `[rows]`.
     """
 
     order: Tensor
@@ -27,27 +28,27 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def by(cls, expert: Tensor) -> RowOrder:
-        """The order by the number of each row's expert, int64 `[rows]`; numbers that are no expert's come last."""
+        """The order by each row's number of its expert, int64 `[rows]`. Numbers above those of experts come last."""
         order = expert.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
         return cls(order, inverse)
 
     def to(self, device: torch.device) -> RowOrder:
-        """The same on a device, for which nobody waits here."""
+        """A copy on a device, for which the host does not wait."""
         return RowOrder(*(each.to(device, non_blocking=True) for each in self))
 
     def sort(self, rows: Tensor) -> Tensor:
-        """`rows` `[rows, ...]`, by expert."""
+        """`rows`, `[rows, ...]`, sorted by expert."""
         return _permuted(rows, self.order, self.inverse)
 
     def restore(self, rows: Tensor) -> Tensor:
-        """Sorted rows, as they were."""
+        """Sorted rows in their old order."""
         return _permuted(rows, self.inverse, self.order)
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order; no two are one, so that gradients are moved and not added up."""
+    """Rows in another order. Each occurs once, so gradients are moved, and not added up as by indexing."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:

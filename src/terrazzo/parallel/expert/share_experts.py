@@ -1,4 +1,4 @@
-"""Has ranks share a model's experts: modules with methods for it, and those of `transformers`."""
+"""Gives each rank along `ep` its share of a model's experts: of modules with methods for it, and of `transformers`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class SharesExperts(Protocol):
 
 def experts_of(model: nn.Module) -> dict[str, SharesExperts]:
     """The modules of experts of a model that ranks can share, by name."""
-    found = {name: _sharing(module) for name, module in model.named_modules()}
-    return {name: sharing for name, sharing in found.items() if sharing is not None}
+    by_name = {name: _sharing(module) for name, module in model.named_modules()}
+    return {name: sharing for name, sharing in by_name.items() if sharing is not None}
 
 
 def _sharing(module: nn.Module) -> SharesExperts | None:

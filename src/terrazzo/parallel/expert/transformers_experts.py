@@ -1,9 +1,10 @@
-"""Experts of `transformers`, whose matrices are stacked: ranks share them, and the model's own code computes.
+"""Experts of `transformers`, whose matrices are stacked. Ranks share them, and the model's own code computes.
 
-Such a module is called with tokens, the numbers of each token's experts, and their weights. In the place of its forward
-each token's rows are brought to the ranks that have its experts; the module computes what has arrived by the forward
-that it has, as if it had this rank's experts and no others, each row for one of them with a weight of 1; rows come
-back, are weighted, and are added up in the order in which the router named their experts.
+Such a module is called with tokens, the numbers of each token's experts, and their weights. Its forward is replaced:
+
+1. Each token becomes one row for each of its experts, and rows go to the ranks that have these.
+2. The module's own forward computes the arrived rows, as if this rank's experts were all, with weights of 1.
+3. Outputs come back, are multiplied by the weights, and added up in the order in which the router chose the experts.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ class _SharedForward:
         counts = torch.bincount(expert, minlength=count)[:count].cpu()
         rows = order.sort(tokens.repeat_interleave(top_k, dim=0))
         arrived, route = self.experts.dispatch(rows[: int(counts.sum())], counts)
-        back = self.experts.combine(self._own(arrived, route.counts), route)
-        back = torch.cat([back, back.new_zeros(len(rows) - len(back), *back.shape[1:])])
-        each = order.restore(back) * weights.reshape(-1, 1)
+        outputs = self.experts.combine(self._own(arrived, route.counts), route)
+        outputs = torch.cat([outputs, outputs.new_zeros(len(rows) - len(outputs), *outputs.shape[1:])])
+        each = order.restore(outputs) * weights.reshape(-1, 1)
         mixed: Tensor = each.unflatten(0, (len(tokens), top_k)).sum(dim=1)
         return mixed.to(tokens.dtype)
 

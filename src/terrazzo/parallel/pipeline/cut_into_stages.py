@@ -155,12 +155,12 @@ def _tied_of(model: nn.Module, pipeline: Pipeline) -> tuple[str, ...]:
 
 
 def _matching(model: nn.Module, glob: str) -> list[str]:
-    if not (found := matching(model, glob)):
+    if not (names := matching(model, glob)):
         raise BadInput(
             f"tz.Pipeline(line=...): {glob!r} matches no module of {type(model).__name__}, whose children are "
             f"{', '.join(name for name, _ in model.named_children())}."
         )
-    return found
+    return names
 
 
 def _check_line(model: nn.Module, names: Sequence[str]) -> None:

@@ -132,14 +132,14 @@ class Messages:
         """
         values, route = values.contiguous(), self._route_of(action)
         if form is not None:
-            here = tuple(values.shape), values.dtype
+            sent = tuple(values.shape), values.dtype
             if (known := self._known.get((action.stage, form))) is None:
-                header = _written(*here)
-                self._known[action.stage, form] = here
+                header = _written(*sent)
+                self._known[action.stage, form] = sent
                 self._sent[action, True] = self._collectives.send(header, route, self._tag(action, header=True))
-            elif known != here:
+            elif known != sent:
                 raise BadInput(
-                    f"A stage of the pipeline returned activations of shape {list(here[0])} and {here[1]}, and before, "
+                    f"A stage of the pipeline returned activations of shape {list(sent[0])} and {sent[1]}, and before, "
                     f"for inputs of the same shapes, {list(known[0])} and {known[1]}: the next stage expects those. "
                     "Have shapes inside of the model follow from the shapes of its inputs, and not from their values."
                 )

@@ -158,11 +158,11 @@ def balanced(costs: Sequence[int], stages: int) -> list[int]:
     highest: list[float] = [math.inf, *before[1:]]
     cuts = [[0] * len(before)]
     for _ in range(stages - 1):
-        highest, found = _one_stage_more(before, highest)
-        cuts.append(found)
+        highest, begins_of_last = _one_stage_more(before, highest)
+        cuts.append(begins_of_last)
     begins = [len(costs)]
-    for found in reversed(cuts):
-        begins.append(found[begins[-1]])
+    for begins_of_last in reversed(cuts):
+        begins.append(begins_of_last[begins[-1]])
     return begins[:0:-1]
 
 

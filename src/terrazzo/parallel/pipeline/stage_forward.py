@@ -135,9 +135,9 @@ class _InLine:
                 "calls them, or a module around those that belong together."
             )
         running.come_to += 1
-        given = args[0] if args else next(iter(kwargs.values()), None)
+        values = args[0] if args else next(iter(kwargs.values()), None)
         if self.place > 0 and (self.place <= first or self.place >= end):
-            self._check(given)
+            self._check(values)
         if self.place >= end:
             raise _StageEnded
         if self.place >= first:
@@ -152,12 +152,12 @@ class _InLine:
         running.version = _version_of(running.values)
         return running.values
 
-    def _check(self, given: Any) -> None:
+    def _check(self, values: Any) -> None:
         """Refuse what is not the tensor that the module before has returned."""
         running = self.line.running
-        if not _is_all_of(given, running.values) or _version_of(given) != running.version:
+        if not _is_all_of(values, running.values) or _version_of(values) != running.version:
             before, name = self.line.names[self.place - 1], self.line.names[self.place]
-            if _is_cut_off(given, running.values):
+            if _is_cut_off(values, running.values):
                 raise BadInput(
                     f"The model detaches what {before!r} returns before it gives it to {name!r}, between two stages: "
                     "no gradient would come to the one before. In the place of that freeze what is in front with "
@@ -261,17 +261,17 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_") and not name.startswith("_")
 
 
-def _is_all_of(given: Any, values: Any) -> bool:
+def _is_all_of(tensor: Any, values: Any) -> bool:
     """Whether it is the same tensor, or a view of all of it: transformers has heads take `[:, 0:, :]`."""
-    if given is values or not (type(given) is type(values) is Tensor):
-        return given is values
-    alike = given.shape == values.shape and given.stride() == values.stride() and given.dtype == values.dtype
-    return alike and given.data_ptr() == values.data_ptr() and not _is_cut_off(given, values)
+    if tensor is values or not (type(tensor) is type(values) is Tensor):
+        return tensor is values
+    alike = tensor.shape == values.shape and tensor.stride() == values.stride() and tensor.dtype == values.dtype
+    return alike and tensor.data_ptr() == values.data_ptr() and not _is_cut_off(tensor, values)
 
 
-def _is_cut_off(given: Any, values: Any) -> bool:
+def _is_cut_off(tensor: Any, values: Any) -> bool:
     """Whether gradients of the one do not go on to the other."""
-    return type(given) is type(values) is Tensor and given.requires_grad != values.requires_grad
+    return type(tensor) is type(values) is Tensor and tensor.requires_grad != values.requires_grad
 
 
 def _counted(values: Any) -> Any:

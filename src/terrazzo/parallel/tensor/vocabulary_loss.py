@@ -22,7 +22,7 @@ _VOCABULARY = Mark["VocabularyLoss"]("terrazzo_vocabulary")
 
 
 class VocabularyLoss:
-    """What `torch.nn.functional.cross_entropy` gives of the whole logits, which no rank has.
+    """The cross-entropy of the whole logits, of which each rank has a part, as `torch.nn.functional` has it.
 
     For a head of style `column`. Ranks along `tp` exchange three numbers for each position. Collective.
 
