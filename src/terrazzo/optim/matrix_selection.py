@@ -19,7 +19,7 @@ from terrazzo.nn.routers import is_router
 __all__ = ["HEADS", "Division", "divided", "hidden_matrices"]
 
 HEADS = ("*lm_head*", "*embed_out*", "head.*", "*.head.*", "output.*", "model.output.*", "*classifier*", "score.*")
-"""Names of heads, whose matrices have a row for each token or class; not of an `output` inside of a layer, as in BERT."""
+"""Names of heads, whose matrices have a row for each token or class; not of an `output` inside a layer, as in BERT."""
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)

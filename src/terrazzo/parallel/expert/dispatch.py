@@ -110,8 +110,8 @@ class ExpertRanks(GroupRanks):
                     f"The ranks that share experts have not run the same: here it is the turn of {place}, and on rank "
                     f"{rank} along ep of {place.of_code(code)}. Each of them must call every module of experts, and "
                     "the blocks around it, as often as the others and in the same order: where a rank has no tokens "
-                    "for it, call it with no rows, a tensor of shape [0, channels]; and the loss must depend on what it "
-                    "returns."
+                    "for it, call it with no rows, a tensor of shape [0, channels]; and the loss must depend on what "
+                    "it returns."
                 )
         return rows[:, 1:]
 

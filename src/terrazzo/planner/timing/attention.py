@@ -45,7 +45,7 @@ SCORE_BYTES = 28
 QUERY_BYTES, KEY_BYTES = 36, 10
 """Read and written for each element of the queries and of the keys or values of a tile, where attention is computed
 tile by tile: its outputs, in 16 bits, are weighted in fp32 and added to the others', its gradients are added in fp32
-(terrazzo/parallel/context/tiles.py)."""
+(terrazzo/parallel/context/attention_tiles.py)."""
 
 
 def attended(setup: Setup, block: BlockShape) -> int:

@@ -41,7 +41,8 @@ FORMULAS = {
         "cudnn 0.78 and flash3 0.85; unfused 12 * ... of plain products, and 28 bytes per score; tiles of shared "
         "sequences move 36 bytes for each element of their queries, and 10 of their keys and values",
         "two products forward and five backward; kernels measured by themselves (Dao-AILab/flash-attention assets, "
-        "arXiv 2307.08691, arXiv 2407.08608, benchmarks/results/gpu/kernels.md); terrazzo/parallel/context/tiles.py",
+        "arXiv 2307.08691, arXiv 2407.08608, benchmarks/results/gpu/kernels.md); "
+        "terrazzo/parallel/context/attention_tiles.py",
     ),
     "time.memory": Formula(
         "pace * bytes / bandwidth; of norms, residuals, activations, gradients, casts and the loss",
