@@ -121,8 +121,8 @@ MUTATIONS = [
     Mutation(
         "clipping scales what a later backward brings, too",
         "engine/buckets/finished.py",
-        "        if there is not None:\n            there.apply_factor()",
-        "        if there is not None:",
+        "        if earlier is not None:\n            earlier.apply_factor()",
+        "        if earlier is not None:",
         "engine/test_numerics.py engine/offload/test_bits.py",
     ),
     Mutation(

@@ -74,15 +74,15 @@ def on_backward(listener: BackwardListener, index: int, generation: int, forward
         forward: number of the model's forward that the call was in.
     """
     reference = weakref.ref(listener)
-    told: weakref.ref[Any] | None = None  # the last backward of which it has done so
+    last_entered: weakref.ref[Any] | None = None  # the last backward of which it has done so
 
     def backward(grads: Any) -> None:
-        nonlocal told
+        nonlocal last_entered
         if (live := reference()) is None:
             return
         under_way = live.start()
-        if told is None or told() is not under_way:
-            told = weakref.ref(under_way)
+        if last_entered is None or last_entered() is not under_way:
+            last_entered = weakref.ref(under_way)
             live.enter(index, generation, forward)
 
     return backward

@@ -74,9 +74,9 @@ class ModuleTree:
         moved = [(own[0], now[each][0]) for each, own in self._names.items() if each in now and own[0] not in now[each]]
         if moved and not self._warned:
             self._warned = True
-            was, found = moved[0]
+            was, now_named = moved[0]
             warn(
-                f"Modules have been moved or wrapped after tz.shard: {was!r} is {found!r} now, and {len(moved)} "
+                f"Modules have been moved or wrapped after tz.shard: {was!r} is {now_named!r} now, and {len(moved)} "
                 "parameters have other names. load_state_dict and checkpoints keep to the names of then. Change "
                 "modules before tz.shard."
             )

@@ -15,8 +15,8 @@ __all__ = ["check_loading", "hooked_after", "hooked_before", "own_method"]
 class _Edited(MutableMapping[str, Any]):
     """A state dict, maybe lazy, with the changes of hooks; the one that was given stays as it was."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given, self._changed, self._gone = given, dict[str, Any](), set[str]()
+    def __init__(self, state_dict: Mapping[str, Any]) -> None:
+        self._given, self._changed, self._gone = state_dict, dict[str, Any](), set[str]()
 
     def __getitem__(self, name: str) -> Any:
         if name in self._gone:
@@ -50,8 +50,8 @@ def check_loading(model: nn.Module) -> None:
     Raises:
         BadInput: a module that overrides `_load_from_state_dict`, or a model `load_state_dict`; torch's own aside.
     """
-    found = [(name, each, "_load_from_state_dict") for name, each in model.named_modules()]
-    for name, module, method in [*found, ("", model, "load_state_dict")]:
+    loaders = [(name, each, "_load_from_state_dict") for name, each in model.named_modules()]
+    for name, module, method in [*loaders, ("", model, "load_state_dict")]:
         own = own_method(type(module), method)
         if not getattr(own, "__module__", "").startswith("torch."):
             raise BadInput(
@@ -63,11 +63,11 @@ def check_loading(model: nn.Module) -> None:
 
 def own_method(kind: type, name: str) -> Any:
     """A method as a class has it without what makes a model a sharded one; None where it has none."""
-    found = (each for each in kind.__mro__ if name in vars(each) and not each.__module__.startswith("terrazzo."))
-    return next((vars(each)[name] for each in found), None)
+    owners = (each for each in kind.__mro__ if name in vars(each) and not each.__module__.startswith("terrazzo."))
+    return next((vars(each)[name] for each in owners), None)
 
 
-def hooked_before(model: nn.Module, given: Mapping[str, Any], strict: bool) -> tuple[Mapping[str, Any], list[str]]:
+def hooked_before(model: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> tuple[Mapping[str, Any], list[str]]:
     """What modules' hooks make of a state dict, and what they say is missing.
 
     Raises:
@@ -79,9 +79,9 @@ def hooked_before(model: nn.Module, given: Mapping[str, Any], strict: bool) -> t
         for hook in module._load_state_dict_pre_hooks.values()
     ]
     if not hooks:
-        return given, []
-    metadata = getattr(given, "_metadata", None) or {}
-    edited = _Edited(given)
+        return state_dict, []
+    metadata = getattr(state_dict, "_metadata", None) or {}
+    edited = _Edited(state_dict)
     missing, unexpected, errors = list[str](), list[str](), list[str]()
     for hook, prefix in hooks:
         dotted = f"{prefix}." if prefix else ""

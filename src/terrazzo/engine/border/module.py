@@ -131,17 +131,17 @@ class ShardedModule(nn.Module):
         buffers, takers, axes = persistent_buffers(self), extra_state_takers(self), self._terrazzo.axes
         own = ModelState(self)
         with on_every_rank(self._terrazzo, "model.load_state_dict(state)"):
-            given, loaded = all_or_none(axes, lambda: self._prepare_loading(state_dict, strict, own, buffers, takers))
-            own.load(given, buffers)
+            edited, loaded = all_or_none(axes, lambda: self._prepare_loading(state_dict, strict, own, buffers, takers))
+            own.load(edited, buffers)
         for name, module in takers.items():
-            if name in given:
-                module.set_extra_state(given[name])
+            if name in edited:
+                module.set_extra_state(edited[name])
         hooked_after(self, loaded)
         return loaded
 
     def _prepare_loading(
         self,
-        given: Any,
+        state_dict: Any,
         strict: bool,
         own: ModelState,
         buffers: Sequence[PersistentBuffer],
@@ -152,24 +152,24 @@ class ShardedModule(nn.Module):
         Raises:
             BadInput: where there is any, if `strict`; for what is no state dict; for modules that load otherwise.
         """
-        if not isinstance(given, Mapping):
+        if not isinstance(state_dict, Mapping):
             raise BadInput(
-                f"load_state_dict takes names with full tensors, not a {type(given).__name__}. A file is read by"
+                f"load_state_dict takes names with full tensors, not a {type(state_dict).__name__}. A file is read by"
                 " tz.checkpoint.load_weights(model, path), and a module gives its state_dict()."
             )
         check_loading(self)
-        given, said = hooked_before(self, given, strict)
+        state_dict, missing_by_hooks = hooked_before(self, state_dict, strict)
         known = {name for names in own.names for name in names}
         known |= {name for buffer in buffers for name in buffer.names} | takers.keys()
-        absent = {buffer.name for buffer in buffers if not any(name in given for name in buffer.names)}
-        missing = sorted({*own.missing(given), *absent, *said})
-        missing += [name for name, each in takers.items() if name not in given and extra_state(each) is not None]
-        unexpected = [name for name in given if name not in known]
+        absent = {buffer.name for buffer in buffers if not any(name in state_dict for name in buffer.names)}
+        missing = sorted({*own.missing(state_dict), *absent, *missing_by_hooks})
+        missing += [name for name, each in takers.items() if name not in state_dict and extra_state(each) is not None]
+        unexpected = [name for name in state_dict if name not in known]
         if strict and (missing or unexpected):
-            how = _meant(given, unexpected, known) or "Pass strict=False to load what matches."
+            how = _meant(state_dict, unexpected, known) or "Pass strict=False to load what matches."
             lists = [listed([*map(repr, names)], _NAMED) or "nothing" for names in (missing, unexpected)]
             raise BadInput(f"load_state_dict: missing {lists[0]}, unexpected {lists[1]}. {how}")
-        return given, _Loaded(missing, unexpected)
+        return state_dict, _Loaded(missing, unexpected)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """What `.to`, `.half` and their like do: nothing to parameters, or an error if it would be something; to
@@ -201,18 +201,18 @@ class ShardedModule(nn.Module):
         )
 
 
-def _meant(given: Mapping[str, Any], unexpected: Sequence[str], known: Set[str]) -> str:
+def _meant(state_dict: Mapping[str, Any], unexpected: Sequence[str], known: Set[str]) -> str:
     """What to pass in place of a program's whole file, or of the state dict of a wrapper; empty for any other."""
-    if len(unexpected) < len(given):
+    if len(unexpected) < len(state_dict):
         return ""
     for key in unexpected[:_NAMED]:
-        inner = given[key]
+        inner = state_dict[key]
         if isinstance(inner, Mapping) and known & {str(name).removeprefix(_DDP) for name in inner}:
             return (
                 f"The model's state dict is under {key!r}: pass state_dict[{key!r}], or have"
                 " tz.checkpoint.load(path, model, optimizer) read the whole file, optimizer and all."
             )
-    if known & {str(name).removeprefix(_DDP) for name in given}:
+    if known & {str(name).removeprefix(_DDP) for name in state_dict}:
         return (
             f"They begin with {_DDP!r}, as DistributedDataParallel has them: pass"
             f" {{name.removeprefix({_DDP!r}): value for name, value in state_dict.items()}}."

@@ -139,8 +139,8 @@ def _clamp(grad: StandIn, *bounds: Any, **named: Any) -> StandIn:
     _check_numbers(*bounds, *named.values())
 
     def clamp(data: Tensor) -> Tensor:
-        there = {name: _on_device_of(data, bound) for name, bound in named.items()}
-        return data.clamp_(*(_on_device_of(data, bound) for bound in bounds), **there)
+        on_device = {name: _on_device_of(data, bound) for name, bound in named.items()}
+        return data.clamp_(*(_on_device_of(data, bound) for bound in bounds), **on_device)
 
     what = ", ".join([*map(_text_of, bounds), *(f"{name}={_text_of(bound)}" for name, bound in sorted(named.items()))])
     return _changed(grad, f"clamp_({what})", clamp)

@@ -41,8 +41,8 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         taker(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         return
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    names = [name for parameter in given if (name := sharded_name(parameter)) is not None]
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = [name for parameter in stepped if (name := sharded_name(parameter)) is not None]
     if names:
         raise Misuse(
             f"This {type(optimizer).__name__} steps parameters of a sharded model ({listed(names, 1)}), and "

@@ -52,15 +52,15 @@ def check_views(model: nn.Module) -> None:
     """
     parameters = {id(parameter) for parameter in model.parameters()}
     extents = sorted((_start(each), each.nbytes, name) for name, each in model.named_parameters() if _start(each))
-    starts, found = [start for start, _, _ in extents], []
+    starts, views = [start for start, _, _ in extents], []
     for name, module in model.named_modules():
         computed = {_computed_by(hook) for hook in module._forward_pre_hooks.values()}
         for attribute, tensor in _kept_on(module) if extents else ():
             start, nbytes, whole = extents[max(bisect.bisect_right(starts, _start(tensor)) - 1, 0)]
             if start <= _start(tensor) < start + nbytes and id(tensor) not in parameters and attribute not in computed:
-                found.append((f"{name}.{attribute}".removeprefix("."), whole))
-    if found:
-        which = listed([f"{view!r} of {whole!r}" for view, whole in found])
+                views.append((f"{name}.{attribute}".removeprefix("."), whole))
+    if views:
+        which = listed([f"{view!r} of {whole!r}" for view, whole in views])
         raise BadInput(
             f"Views of parameters are kept on modules: {which}. They would keep the values of now, while the "
             "parameters move into the engine's memory. Make the view in forward, or keep a copy: 'x.detach().clone()'."

@@ -132,7 +132,7 @@ class Edits:
             Misuse: for parameters that have been frozen, unfrozen or replaced.
         """
         trainable, start = self._trainable, self._flat.data_ptr()
-        found: list[Displaced] = []
+        displaced: list[Displaced] = []
         for watched, registered, attribute, offset_bytes in self._places:
             parameter = watched.parameter
             if (
@@ -143,9 +143,9 @@ class Edits:
                 or parameter.stride() != watched.place.stride()
             ):
                 self._check_kept(watched, registered, attribute)
-                if watched.place.numel() and not any(each.watched is watched for each in found):  # twice if tied
-                    found.append(Displaced(self, watched, present))
-        return found
+                if watched.place.numel() and not any(each.watched is watched for each in displaced):  # twice if tied
+                    displaced.append(Displaced(self, watched, present))
+        return displaced
 
     def adopt(self, displaced: Displaced, value: Tensor) -> None:
         """Take over a parameter's `value`, as if written in place, and give it back its place."""
@@ -212,18 +212,18 @@ def adopt_data(displaced: Sequence[Displaced], edits: Iterable[Edits], own: Sequ
 
 def _check_kind(displaced: Displaced) -> None:
     place, parameter, name = displaced.watched.place, displaced.watched.parameter, displaced.watched.name
-    here = place.dtype, place.device, tuple(place.shape)
-    now = parameter.dtype, parameter.device, tuple(parameter.shape)
-    if here == now and not displaced.present:
+    expected = place.dtype, place.device, tuple(place.shape)
+    actual = parameter.dtype, parameter.device, tuple(parameter.shape)
+    if expected == actual and not displaced.present:
         raise Misuse(
             f"{name!r} has been given other data between tz.gathered, or a forward, and the next use "
             "of the weights, which this plan splits: it would be lost. Give it inside "
             "'with tz.gathered(model, write=True):', or take a plan that keeps weights whole, such as zero2."
         )
-    if here != now:
+    if expected != actual:
         raise Misuse(
-            f"{name!r} has been given other data, {_described(*now)}; sharded, it is a view of the "
-            f"engine's memory, {_described(*here)}. Write values of that kind into it inside "
+            f"{name!r} has been given other data, {_described(*actual)}; sharded, it is a view of the "
+            f"engine's memory, {_described(*expected)}. Write values of that kind into it inside "
             "'with tz.gathered(model, write=True):', and convert modules before tz.shard."
         )
 

@@ -50,11 +50,11 @@ class FinishedGradient:
 
     def land(self, data: Buffer) -> None:
         """Bring a finished gradient to its tier, or add it to the one that is there."""
-        there = self.sum
+        earlier = self.sum
         self.changes += 1
-        if there is not None:
-            there.apply_factor()
-            resting = there.wait()
+        if earlier is not None:
+            earlier.apply_factor()
+            resting = earlier.wait()
             for part in resting.cuts(resting.range):
                 with resting.opened(part, "change") as sums:
                     sums.add_(data.part(part).to(sums.device))

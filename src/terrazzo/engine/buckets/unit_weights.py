@@ -64,8 +64,8 @@ class UnitWeights:
     @property
     def at_hand(self) -> bool:
         arriving = self._publishing is not None
-        here = all(bucket.full.present or (bucket.resident and arriving) for bucket in self._buckets)
-        return bool(self._gathering) or (here and not self._updates)
+        readable = all(bucket.full.present or (bucket.resident and arriving) for bucket in self._buckets)
+        return bool(self._gathering) or (readable and not self._updates)
 
     def gather(self, label: Label, from_rest: bool = False) -> None:
         self._finish_gather()
@@ -96,12 +96,12 @@ class UnitWeights:
         for bucket in self._buckets:
             bucket.full.install()
         if self._once_here is not None:
-            tell, self._once_here = self._once_here, None
-            tell()
+            call, self._once_here = self._once_here, None
+            call()
 
-    def tell_once_here(self, tell: Callable[[], None] | None) -> None:
-        """Call `tell`, once, when full weights are there to be read the next time; None: nobody wants to know."""
-        self._once_here = tell
+    def tell_once_here(self, call: Callable[[], None] | None) -> None:
+        """Call `call`, once, when full weights are there to be read the next time; None: nobody wants to know."""
+        self._once_here = call
 
     def begin_update(self, update: Job) -> None:
         """Note that its master weights change until `update` has ended: weights at rest wait for that."""
@@ -170,8 +170,8 @@ class UnitWeights:
 
 
 def _finish_publishing(weights: Callable[[], UnitWeights | None]) -> None:
-    if (found := weights()) is not None:
-        found.finish_publishing()
+    if (live := weights()) is not None:
+        live.finish_publishing()
 
 
 def _publish_written(buckets: Sequence[Bucket]) -> Moves[None]:

@@ -58,8 +58,8 @@ class Columns:
         with memories_of(near, "gather", full, stamp.label) as memories:
             for other, memory in memories.items():
                 for row in self.rows:
-                    there = row[self.own_row.index(other)]
-                    memory.read(there * own.nbytes, chunks[there])
+                    source = row[self.own_row.index(other)]
+                    memory.read(source * own.nbytes, chunks[source])
 
     def reduce(
         self,
@@ -120,9 +120,9 @@ class Columns:
             source, target, code = back[self._place], ahead[self._place], torch.empty_like(own)
             asked = group.recv([code], source, stamp.first)
             coming = group.recv([incoming(back)], source, stamp.then)
-            told = group.send([own], target, stamp.first)
+            announced = group.send([own], target, stamp.first)
             going = group.send([outgoing(turn, target)], target, stamp.then)
-            under_way.append(_Round(stamp.label, source, code, asked, [coming, told, going]))
+            under_way.append(_Round(stamp.label, source, code, asked, [coming, announced, going]))
         while under_way:
             under_way.popleft().finish()
 
@@ -167,11 +167,11 @@ def columns_of(rank: int, size: int, near: Collection[int], all_gather: Callable
     """
     together = sorted([rank, *near])
     checksum = int.from_bytes(hashlib.sha256(repr(together).encode()).digest()[:7])
-    told = all_gather(torch.tensor([checksum, len(together)])).tolist()
-    if size - min(count for _, count in told) <= MANY_FAR:
+    rows_of_ranks = all_gather(torch.tensor([checksum, len(together)])).tolist()
+    if size - min(count for _, count in rows_of_ranks) <= MANY_FAR:
         return None
     rows: dict[int, list[int]] = {}
-    for other, (of_other, _) in enumerate(told):
+    for other, (of_other, _) in enumerate(rows_of_ranks):
         rows.setdefault(of_other, []).append(other)
-    regular = all(len(rows[of_other]) == count == len(together) for of_other, count in told)
+    regular = all(len(rows[of_other]) == count == len(together) for of_other, count in rows_of_ranks)
     return Columns(rank, list(rows.values()) if regular else [[other] for other in range(size)])

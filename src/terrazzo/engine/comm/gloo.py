@@ -168,8 +168,8 @@ class GlooCollectives(Collectives):
         codes = {rank: torch.empty_like(own) for rank in self._far}
         asked = {rank: self.group.recv([codes[rank]], rank, first) for rank in self._far}
         coming = [self.group.recv([space[rank]], rank, then) for rank in self._far]
-        told = [self.group.send([own], rank, first) for rank in self._far]
-        going = told + [self.group.send([outgoing[rank]], rank, then) for rank in self._far]
+        announced = [self.group.send([own], rank, first) for rank in self._far]
+        going = announced + [self.group.send([outgoing[rank]], rank, then) for rank in self._far]
         offered_bytes = [outgoing[self.rank].nbytes] * self.size if sizes is None else sizes
 
         def exchange(moments: Moments) -> None:

@@ -57,9 +57,9 @@ class Memory:
         """Fill the contiguous tensor `into` with what lies `start_bytes` behind the address; returns it."""
         done, size_bytes = 0, into.nbytes
         while done < size_bytes:
-            here = _Span(into.data_ptr() + done, size_bytes - done)
-            there = _Span(self.address + start_bytes + done, size_bytes - done)
-            count = _read_from(self.pid, ctypes.byref(here), _ONE, ctypes.byref(there), _ONE, _NO_FLAGS)
+            target = _Span(into.data_ptr() + done, size_bytes - done)
+            source = _Span(self.address + start_bytes + done, size_bytes - done)
+            count = _read_from(self.pid, ctypes.byref(target), _ONE, ctypes.byref(source), _ONE, _NO_FLAGS)
             if count <= 0:
                 error = ctypes.get_errno()
                 edit = f"it has ended, {_LOOK_THERE}" if error == errno.ESRCH else _GO_WITHOUT
@@ -243,11 +243,11 @@ def find_neighbours(
     with contextlib.nullcontext() if door is None else _permission.held():
         address = door.address if door is not None else (0, 0)
         rows = all_gather(torch.tensor([machine if door else 0, *address])).tolist()
-        here = [other for other, row in enumerate(rows) if row[0] and row[0] == rows[rank][0]]
+        on_machine = [other for other, row in enumerate(rows) if row[0] and row[0] == rows[rank][0]]
         met: dict[int, Met] = {}
         secret = torch.tensor([int.from_bytes(os.urandom(7), "little")])
         if door is not None:
-            others = {other: Address(*rows[other][1:]) for other in here if other != rank}
+            others = {other: Address(*rows[other][1:]) for other in on_machine if other != rank}
             probe = secret.data_ptr(), int(secret)
             met = connect(rank, door, others, kinds, probe, min(timeout_s / 4, _PATIENCE_S))
         reads = {
@@ -280,13 +280,13 @@ def _readers(
         on_machine[machine].append(other)
     on_machine.pop(0, None)  # those that read nobody
     longest = max(map(len, on_machine.values()), default=1)
-    here = on_machine.get(machines[rank], [])
+    same_machine = on_machine.get(machines[rank], [])
     words = [0] * -(-longest // _WORD_BITS)
-    for place, other in enumerate(here):
+    for place, other in enumerate(same_machine):
         words[place // _WORD_BITS] |= (other in reads) << place % _WORD_BITS
-    told = all_gather(torch.tensor(words)).tolist()
-    word, bit = divmod(here.index(rank), _WORD_BITS) if here else (0, 0)
-    return {other for other in here if told[other][word] >> bit & 1}
+    words_of_ranks = all_gather(torch.tensor(words)).tolist()
+    word, bit = divmod(same_machine.index(rank), _WORD_BITS) if same_machine else (0, 0)
+    return {other for other in same_machine if words_of_ranks[other][word] >> bit & 1}
 
 
 def _open_door() -> Door | None:

@@ -74,10 +74,10 @@ class Traffic:
 
     def by_name(self) -> dict[str, int]:
         """Bytes by kind; of what modules exchange by axis and kind, such as `tp all_gather`, flags left out."""
-        found = dict(self.bytes)
+        by_name = dict(self.bytes)
         for axis, traffic in self.along.items():
-            found |= {f"{axis} {kind}": sent for kind, sent in traffic.bytes.items() if kind != "control"}
-        return found
+            by_name |= {f"{axis} {kind}": sent for kind, sent in traffic.bytes.items() if kind != "control"}
+        return by_name
 
     @property
     def total_bytes(self) -> int:

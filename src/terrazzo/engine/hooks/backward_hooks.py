@@ -71,8 +71,8 @@ class BackwardHooks:
         for unit in self.units:
             for number, bucket in enumerate(unit.buckets):
                 for index, member in enumerate(bucket.members if bucket.trainable else ()):
-                    told = BackwardHooks.accumulate_gradient
-                    hook = while_kept(self, told, repr(member.name), unit.index, number, index)
+                    method = BackwardHooks.accumulate_gradient
+                    hook = while_kept(self, method, repr(member.name), unit.index, number, index)
                     register_last(member.parameter, hook)
 
     def tell(self, listener: GradientListener) -> None:

@@ -72,8 +72,8 @@ class ForwardHooks:
         model.register_forward_pre_hook(eager(weakly(self, ForwardHooks.before_model)), with_kwargs=True, prepend=True)
         for unit in self._units:
             if unit.module is not model:
-                told = (ForwardHooks.before_unit, ForwardHooks.after_unit)
-                before, after = (weakly(self, each, unit.index) for each in told)
+                methods = (ForwardHooks.before_unit, ForwardHooks.after_unit)
+                before, after = (weakly(self, each, unit.index) for each in methods)
                 unit.module.register_forward_pre_hook(eager(before), prepend=True)
                 unit.module.register_forward_hook(eager(after))
             for member in (member for bucket in unit.buckets for member in bucket.members):
@@ -234,8 +234,8 @@ class ForwardHooks:
         return (module is None or module is unit.module) and self._schedule.program.has(unit.index)
 
     def _watch(self, unit: Unit, output: Any) -> tuple[bool, bool]:
-        tell = on_backward(self._backward, unit.index, unit.weights.generation, self._schedule.forward_number)
-        return self._announcements.watch(unit, output, tell)
+        hook = on_backward(self._backward, unit.index, unit.weights.generation, self._schedule.forward_number)
+        return self._announcements.watch(unit, output, hook)
 
     def _keep_until_backward_ends(self, unit: Unit) -> None:
         """Nothing may announce the backward of `unit`."""

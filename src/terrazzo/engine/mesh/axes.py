@@ -164,7 +164,7 @@ class Axes:
         live = self.live(self.every if axes is None else axes)
         if not facts or not live:
             return []
-        told = torch.stack(
+        checksums = torch.stack(
             [
                 fact.to(devices.HOST).reshape(())
                 if isinstance(fact, Tensor)
@@ -172,7 +172,7 @@ class Axes:
                 for fact in facts.values()
             ]
         )
-        highest, lowest = both = torch.stack([told, ~told])
+        highest, lowest = both = torch.stack([checksums, ~checksums])
         for axis in live:
             self.along(axis).maximum(both)
         return [name for name, same in zip(facts, (highest == ~lowest).tolist(), strict=True) if not same]

@@ -73,5 +73,5 @@ def _of_first_stage(axes: Axes, bucket: Bucket) -> Tensor | None:
 
 def _differ(bucket: Bucket, slot: Slot, other: Tensor) -> bool:
     """Whether a parameter's bits are others in `other`."""
-    own, given = (view(data, slot).clone() for data in (bucket.full.data, other))
-    return bool((digest(own) != digest(given)).any())
+    own, received = (view(data, slot).clone() for data in (bucket.full.data, other))
+    return bool((digest(own) != digest(received)).any())

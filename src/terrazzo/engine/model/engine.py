@@ -162,8 +162,8 @@ class Engine:
         buckets = self.buckets()
         held = [bucket.weight.nbytes for bucket in buckets if bucket.tiers.weight == "device"]
         held += [bucket.master.nbytes for bucket in buckets if bucket.has_own_master and not bucket.updated_off_device]
-        here = [bucket for bucket in buckets if not bucket.updated_off_device]
-        held += [state.nbytes for bucket in here for state in bucket.moments.values()]
+        on_device = [bucket for bucket in buckets if not bucket.updated_off_device]
+        held += [state.nbytes for bucket in on_device for state in bucket.moments.values()]
         return sum(held) + sum(driver.state_bytes() for driver in self.drivers.stepping())
 
     def buckets(self) -> list[Bucket]:

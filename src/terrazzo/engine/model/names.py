@@ -57,10 +57,10 @@ def check_no_extra_state(model: nn.Module) -> None:
         BadInput: a module whose `get_extra_state` gives something other than None.
     """
     for name, module in model.named_modules():
-        if (given := extra_state(module)) is not None:
+        if (state := extra_state(module)) is not None:
             raise BadInput(
                 f"get_extra_state of {repr(name) if name else 'the model'} ({type(module).__name__}) gives a"
-                f" {type(given).__name__}, which a checkpoint does not hold: it would be lost. Register tensors as"
+                f" {type(state).__name__}, which a checkpoint does not hold: it would be lost. Register tensors as"
                 " buffers; or put the value into extra={...}, set it again from what load returns, and have"
                 " get_extra_state return None."
             )

@@ -60,9 +60,9 @@ def _before_registration(parent: nn.Module, name: str, child: nn.Module | None) 
         raise _wrapped(kind, type(child).__name__, _INSTEAD[kind])
 
 
-def _wrapped(call: str, given: str, instead: str) -> Misuse:
+def _wrapped(call: str, wrapped: str, instead: str) -> Misuse:
     return Misuse(
-        f"torch's {call} was given a {given} that is sharded: tz.shard averages gradients and gathers weights by "
+        f"torch's {call} was given a {wrapped} that is sharded: tz.shard averages gradients and gathers weights by "
         f"itself. Remove {call}(...): {instead}."
     )
 

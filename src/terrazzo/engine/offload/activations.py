@@ -121,8 +121,8 @@ class OffloadedActivations:
 
 def offloading_of(model: nn.Module) -> set[OffloadedActivations]:
     """What takes inputs of the model's units to the host: one for each `checkpoint_activations` with an offload."""
-    found = (getattr(module.forward, "offloading", None) for module in model.modules())
-    return {each for each in found if each is not None}
+    offloads = (getattr(module.forward, "offloading", None) for module in model.modules())
+    return {each for each in offloads if each is not None}
 
 
 class Route:
@@ -197,9 +197,9 @@ class Moved:
         if self._copy is not None and not self._copy.is_for_this_stream:
             self.leave()
         self.fetch()
-        here = self._here
-        assert here is not None
-        if self._was_changed or (self._is_original and here._version != self._version):
+        on_device = self._here
+        assert on_device is not None
+        if self._was_changed or (self._is_original and on_device._version != self._version):
             raise Misuse(
                 f"The input of a checkpointed unit, of shape {tuple(self._host.shape)}, was changed in place after the "
                 "unit had begun, and backward needs the values that it had: replace the in-place operation, or clone "
@@ -210,7 +210,7 @@ class Moved:
         self.awaited -= 1
         if self.awaited <= 0:
             self.leave()
-        return here
+        return on_device
 
 
 class Call:

@@ -47,8 +47,8 @@ def inspect_folder(path: str | os.PathLike[str], root: Path = SYS) -> list[str]:
     require_folder(folder)
     _require_writable(folder)
     mount = mount_of(folder, root)
-    found = (_of_kind(folder, mount.kind), *_of_disks(folder, mount.device, root))
-    warnings = [warning for warning in found if warning]
+    facts = (_of_kind(folder, mount.kind), *_of_disks(folder, mount.device, root))
+    warnings = [warning for warning in facts if warning]
     return list(dict.fromkeys(warnings))
 
 

@@ -31,9 +31,9 @@ def clip_grad_norm(
     """
     finished = [bucket for bucket in buckets if bucket.gradient.finished.exists]
     gradients = [bucket.gradient.finished for bucket in finished]
-    given = [(bucket.gradient.finished.contribution() for bucket in finished if bucket.is_primary)]
+    contributions = [(bucket.gradient.finished.contribution() for bucket in finished if bucket.is_primary)]
     wide = torch.promote_types(sharding.precision.accumulate, torch.float32)  # than which torch's factor is no wider
-    total = norms(given, sharding, norm_type, beside=sharding.axes.stages)[0].to(wide)
+    total = norms(contributions, sharding, norm_type, beside=sharding.axes.stages)[0].to(wide)
     if error_if_nonfinite and not math.isfinite(total):
         raise Diverged(
             f"The total norm of order {norm_type:g} of the gradients is {float(total)}, so they cannot be clipped. "
@@ -97,5 +97,5 @@ def overflowed(buckets: Iterable[Bucket], sharding: ShardingSpec) -> bool:
 
 def _stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """0-d tensors as one of [len(values)] on `device`; what lies on the host gets there in one copy, and comes last."""
-    parts = ([value for value in values if (value.device == device) is there] for there in (True, False))
+    parts = ([value for value in values if (value.device == device) is on_device] for on_device in (True, False))
     return torch.cat([torch.stack(part).to(device) for part in parts if part])

@@ -91,14 +91,16 @@ def _check_claim(optimizer: Optimizer, group: dict[str, Any], device: torch.devi
         with probe.undrawn():
             wanted = _steps_of_matrix(probe)
         with probe.undrawn():
-            found = _steps_of_parts(probe)
+            of_parts = _steps_of_parts(probe)
     except Exception as error:
         raise BadInput(
             f"{type(optimizer).__name__} says that it is elementwise, and its step raised {type(error).__name__}: "
             f"{error}, on a tensor of {_SHORTER} elements or without any, as a rank may have. {_CONTRACT}"
         ) from error
     for key, value in wanted.items():
-        if (other := found.get(key)) is None or not torch.allclose(other, value, rtol=1e-5, atol=2e-6, equal_nan=True):
+        if (other := of_parts.get(key)) is None or not torch.allclose(
+            other, value, rtol=1e-5, atol=2e-6, equal_nan=True
+        ):
             what = "the weights" if key == "" else f"state {key!r}"
             raise BadInput(
                 f"{type(optimizer).__name__} says that it is elementwise, but {_STEPS} steps of a tensor of "
@@ -134,8 +136,8 @@ def _steps_of_parts(probe: OptimizerProbe) -> dict[str, Tensor]:
     alone = _alone(probe, [])
     for gradient in _gradients(probe):
         stepper = Stepper(alone)
-        for i, (part, given) in enumerate(zip(parts, gradient.split(_SHORTER), strict=True)):
-            part.grad = given
+        for i, (part, grad) in enumerate(zip(parts, gradient.split(_SHORTER), strict=True)):
+            part.grad = grad
             states[i] = stepper.step(probe.number, part, states[i])
         unhooked_step(alone)
     kept: dict[str, list[Any]] = {k: [state.get(k) for state in states] for k in states[0]}

@@ -81,8 +81,8 @@ class ParamGroups:
 
     def _fill(self) -> None:
         if not self.stepping:
-            for given, names, group in zip(self.given, self._names, self._listed, strict=True):
-                group["params"] = [*given]
+            for parameters, names, group in zip(self.given, self._names, self._listed, strict=True):
+                group["params"] = [*parameters]
                 if names is not None:
                     group["param_names"] = names
             return
@@ -115,9 +115,9 @@ class ParamGroups:
         Raises:
             Misuse: there.
         """
-        for number, (given, group) in enumerate(zip(self.given, optimizer.param_groups, strict=True)):
+        for number, (parameters, group) in enumerate(zip(self.given, optimizer.param_groups, strict=True)):
             held = group["params"]
-            if len(held) != len(given) or not all(map(operator.is_, held, given)):
+            if len(held) != len(parameters) or not all(map(operator.is_, held, parameters)):
                 raise Misuse(
                     f"The parameters in param_groups[{number}] of this {type(optimizer).__name__} were changed after "
                     "sharding, which its steps would not follow. Leave the list as it was: a parameter whose .grad is "

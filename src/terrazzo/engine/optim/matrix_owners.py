@@ -193,7 +193,7 @@ def owners_of(buckets: Sequence[Bucket], groups: Collection[int]) -> list[Owners
 
     Exchanged at once are matrices of so many buckets in a row that each rank has one, if there are as many.
     """
-    found: list[Owners] = []
+    owners: list[Owners] = []
     alike: dict[tuple[object, ...], list[Bucket]] = {}
     for bucket in buckets:
         alike.setdefault((bucket.optim_axes, tuple(bucket.sharding.ranks)), []).append(bucket)
@@ -206,9 +206,9 @@ def owners_of(buckets: Sequence[Bucket], groups: Collection[int]) -> list[Owners
                 sizes |= {CUT: len(batch[0].boxes)} if batch[0].boxes else {}
                 load = [0] * math.prod(sizes.values())
             if batch and (len(batch) >= len(load) or bucket is kept[-1]):
-                found.append(_shared_out(batch, load, sizes))
+                owners.append(_shared_out(batch, load, sizes))
                 batch = []
-    return found
+    return owners
 
 
 def _matrices(bucket: Bucket, groups: Collection[int]) -> Iterator[Matrix]:

@@ -54,8 +54,8 @@ class _Held:
         self.parts[part.matrix] = part.range, values
 
     def drop(self, matrix: Matrix) -> None:
-        if (found := self.parts.pop(matrix, None)) is not None:
-            self.ledger.release(found[1].nbytes)
+        if (dropped := self.parts.pop(matrix, None)) is not None:
+            self.ledger.release(dropped[1].nbytes)
 
     def of(self, part: MatrixPart) -> Tensor:
         held, values = self.parts[part.matrix]
@@ -113,10 +113,10 @@ class _Crossing:
 
     def __init__(self, owners: Owners, among: Sequence[Matrix]) -> None:
         rank, size = owners.along(CUT)
-        here = [matrix for matrix in among if owners.has_part(matrix)]
+        held = [matrix for matrix in among if owners.has_part(matrix)]
         others = [other for other in range(size) if other != rank]
-        self.rank, self.own = rank, [matrix for matrix in here if owners.is_here(matrix)]
-        self.away = [(matrix, other) for other in others for matrix in here if owners.places[matrix][CUT] == other]
+        self.rank, self.own = rank, [matrix for matrix in held if owners.is_here(matrix)]
+        self.away = [(matrix, other) for other in others for matrix in held if owners.places[matrix][CUT] == other]
         self.home = [(matrix, other) for other in others for matrix in self.own]
         self.away_numels, self.home_numels = [0] * size, [0] * size
         for matrix, other in self.away:
@@ -204,9 +204,9 @@ class MatrixSteps:
     ) -> None:
         axes, label = owners.axes, Label(Purpose.MATRICES)
         held = _Held(optimizer.wire, axes.device, axes.tally.ledger)
-        here = [(matrix, segment) for matrix in due if (segment := _segment_of(matrix, owners, own)) is not None]
+        parts = [(matrix, segment) for matrix in due if (segment := _segment_of(matrix, owners, own)) is not None]
         by_segment: dict[Segment, list[Matrix]] = {}
-        for matrix, segment in here:
+        for matrix, segment in parts:
             by_segment.setdefault(segment, []).append(matrix)
         for segment, matrices in by_segment.items():
             give(segment)
@@ -216,7 +216,7 @@ class MatrixSteps:
             Transfer(moves(axes.along(axis)), label).finish()
 
         _update(owners, due, held, carry, lambda matrix: self._whole(optimizer, matrix, held))
-        for matrix, segment in here:
+        for matrix, segment in parts:
             part = MatrixPart(matrix, owners.held(matrix))
             values = segment.parameter.detach()[part.range.within(segment.range)]
             optimizer.apply(self._groups[segment.group], values, held.of(part), matrix.shape)
@@ -328,5 +328,5 @@ def _is_due(matrix: Matrix) -> bool:
 def _segment_of(matrix: Matrix, owners: Owners, own: Mapping[Bucket, Collection[Segment]]) -> Segment | None:
     """The segment with this rank's part of it; None where it holds nothing."""
     part = owners.held(matrix)
-    found = (each for each in own.get(matrix.bucket, ()) if each.range.intersect(part).numel)
-    return next(found, None) if part.numel else None
+    overlapping = (each for each in own.get(matrix.bucket, ()) if each.range.intersect(part).numel)
+    return next(overlapping, None) if part.numel else None

@@ -36,14 +36,14 @@ class DeviceUpdates:
 
     def begin(self, optimizer: Optimizer, segments: Sequence[Segment]) -> None:
         """Step what is apart, and give gradients to the others: the optimizer's own step is still to come."""
-        here = [segment for segment in segments if not segment.bucket.updated_off_device]
-        finished = _handed_over([segment for segment in here if segment.due])
-        self._matrices.step(optimizer, here, lambda segment: _give_gradient(segment, finished))
-        here = [segment for segment in here if not self._matrices.has(segment)]
+        on_device = [segment for segment in segments if not segment.bucket.updated_off_device]
+        finished = _handed_over([segment for segment in on_device if segment.due])
+        self._matrices.step(optimizer, on_device, lambda segment: _give_gradient(segment, finished))
+        on_device = [segment for segment in on_device if not self._matrices.has(segment)]
         if self._moments_differ:
-            self._step_one_by_one(optimizer, here, finished)
+            self._step_one_by_one(optimizer, on_device, finished)
         else:
-            for segment in here:
+            for segment in on_device:
                 _give_gradient(segment, finished)
 
     def _step_one_by_one(

@@ -81,13 +81,15 @@ class OptimizerProbe:
         Taken from a parameter that has state already, else from a step. Where a state lives may follow the parameter,
         which is not on the mesh's device yet: a fused kernel reads `step` there, so its place is that of a step.
         """
-        found = stepped = Template.of(self.step_on_zeros(), torch.Size([self.numel]))
+        template = stepped = Template.of(self.step_on_zeros(), torch.Size([self.numel]))
         if self._kept_for is not None:
             kept = Template.of(self._kept, self._kept_for.shape)
-            found = Template({key: replace(spec, device=stepped.get(key, spec).device) for key, spec in kept.items()})
+            template = Template(
+                {key: replace(spec, device=stepped.get(key, spec).device) for key, spec in kept.items()}
+            )
         if is_matrix_group(self.optimizer, self.group):
-            found.matrices = MatrixNeeds(self.optimizer.wire, self.optimizer.workspace_bytes)
-        return found
+            template.matrices = MatrixNeeds(self.optimizer.wire, self.optimizer.workspace_bytes)
+        return template
 
 
 def _with_state(optimizer: Optimizer, group: dict[str, Any]) -> tuple[Tensor | None, Mapping[str, Any]]:

@@ -39,15 +39,15 @@ def assign_groups(optimizers: Sequence[Optimizer], members: Sequence[Member], fi
     """
     by_parameter = {member.parameter: member for member in members}
     groups = enumerate((group for each in optimizers for group in each.param_groups), first)
-    given = [(number, parameter) for number, group in groups for parameter in group["params"]]
-    if foreign := sum(parameter not in by_parameter for _, parameter in given):
+    stepped = [(number, parameter) for number, group in groups for parameter in group["params"]]
+    if foreign := sum(parameter not in by_parameter for _, parameter in stepped):
         raise BadInput(
-            f"{foreign} of the optimizer's {len(given)} parameters are not parameters of this model. Build the "
+            f"{foreign} of the optimizer's {len(stepped)} parameters are not parameters of this model. Build the "
             "optimizer over model.parameters() of the model you shard, behind what replaces parameters, such as "
             "tz.parallelize."
         )
     owned: dict[int, int] = {}
-    for number, parameter in given:
+    for number, parameter in stepped:
         member = by_parameter[parameter]
         if member.group >= 0 or id(member) in owned:
             replacing = (

@@ -78,11 +78,11 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
     trainable = [bucket for bucket in buckets if bucket.trainable]
     updated_here = [bucket for bucket in trainable if not bucket.updated_off_device]
     need = need_of(buckets, templates, offload.cell_numel)
-    here = resting_bytes(buckets)
+    resting = resting_bytes(buckets)
     return MemoryBill(
-        weight_bytes=here["weight"],
-        master_bytes=here["master"],
-        grad_bytes=here["grad"],
+        weight_bytes=resting["weight"],
+        master_bytes=resting["master"],
+        grad_bytes=resting["grad"],
         moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
         transient_bytes=rehearse(units, step, templates).ledger.peak_bytes,
         host_bytes=host_bytes(need, offload) + sum(_partial_bytes(bucket, step) for bucket in trainable),

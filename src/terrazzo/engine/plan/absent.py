@@ -108,14 +108,14 @@ def as_one(model: nn.Module) -> Iterator[dict[nn.Parameter, bool]]:
     Gives these, and for each whether it is still to be given its first values.
     """
     with contextlib.ExitStack() as until_end:
-        found: dict[nn.Parameter, bool] = {}
+        absent: dict[nn.Parameter, bool] = {}
         for module in model.modules():
             held = _ELSEWHERE.find(module) or {}
             until_end.enter_context(readable(module))
             module._parameters.update({name: each.parameter for name, each in held.items()})
             until_end.callback(module._parameters.update, dict.fromkeys(held))
-            found |= {each.parameter: each.is_new for each in held.values()}
-        yield found
+            absent |= {each.parameter: each.is_new for each in held.values()}
+        yield absent
 
 
 @contextlib.contextmanager

@@ -236,8 +236,8 @@ class BucketSpec:
     @property
     def partial_bytes(self) -> int:
         """Sums of earlier micro-batches at the plan's `grad` place, on the device."""
-        here = self.trainable and self.tiers.grad == "device"
-        return here * self.numel(self.plan.grad.axes) * self.precision.accumulate.itemsize
+        on_device = self.trainable and self.tiers.grad == "device"
+        return on_device * self.numel(self.plan.grad.axes) * self.precision.accumulate.itemsize
 
     @property
     def apart_bytes(self) -> int:

@@ -213,9 +213,9 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _repeated_blocks(model: nn.Module) -> tuple[list[str], str]:
-    found = _blocks_in_lists(model)
-    kinds = max(found, key=lambda kinds: sum(found[kinds].values()), default=frozenset[type]())
-    blocks = found.get(kinds, {})
+    by_kinds = _blocks_in_lists(model)
+    kinds = max(by_kinds, key=lambda kinds: sum(by_kinds[kinds].values()), default=frozenset[type]())
+    blocks = by_kinds.get(kinds, {})
     if sum(blocks.values()):
         names = [
             name
@@ -229,14 +229,14 @@ def _repeated_blocks(model: nn.Module) -> tuple[list[str], str]:
 
 def _blocks_in_lists(model: nn.Module) -> dict[frozenset[type], dict[int, int]]:
     """The classes that stand for an item of a list; for these the `id` of each such module, and its elements."""
-    found: dict[frozenset[type], dict[int, int]] = {}
+    by_kinds: dict[frozenset[type], dict[int, int]] = {}
     for container in model.modules():
         if isinstance(container, nn.ModuleList | nn.Sequential) and len(container) > 1:
             for item in container.children():
                 blocks = _blocks_of(item)
                 elements = {id(block): sum(p.numel() for p in block.parameters()) for block in blocks}
-                found.setdefault(frozenset(map(type, blocks)), {}).update(elements)
-    return found
+                by_kinds.setdefault(frozenset(map(type, blocks)), {}).update(elements)
+    return by_kinds
 
 
 def _blocks_of(item: nn.Module) -> list[nn.Module]:

@@ -183,10 +183,10 @@ class Plan:
         self, weight: Place | str, between: Place | str, grad: Place | str, optim: Place | str, name: str = "custom"
     ) -> None:
         rows = {"weight": weight, "between": between, "grad": grad, "optim": optim}
-        for state, given in rows.items():
-            place = Place.parse(given) if isinstance(given, str) else given
+        for state, value in rows.items():
+            place = Place.parse(value) if isinstance(value, str) else value
             if not isinstance(place, Place):
-                raise BadInput(f"plan {name}: {state} is {given!r}; give a tz.Place or its text, such as 'D@cpu'.")
+                raise BadInput(f"plan {name}: {state} is {value!r}; give a tz.Place or its text, such as 'D@cpu'.")
             object.__setattr__(self, state, place)
         object.__setattr__(self, "name", name)
 

@@ -119,9 +119,9 @@ def allocator(device: torch.device) -> dict[str, int]:
 
     An allocator that is not torch's own may not count both.
     """
-    found = torch.cuda.memory_stats(device)
+    stats = torch.cuda.memory_stats(device)
     names = {"reserved": "reserved_bytes.all.peak", "retries": "num_alloc_retries"}
-    return {name: found[key] for name, key in names.items() if key in found}
+    return {name: stats[key] for name, key in names.items() if key in stats}
 
 
 # -- order -------------------------------------------------------------------------------------------------------------

@@ -348,10 +348,10 @@ def warn_of_unused(plan: Plan, offload: Offload, activations: bool) -> None:
     """Warn of settings of offload that have been given and change nothing; arguments as of `Offload.unused_under`."""
     usual = Offload()
     for (why, tier), names in Offload.unused_under(plan, activations).items():
-        given = [name for name in names if getattr(offload, name) != getattr(usual, name)]
-        if given and dist.get_rank() == 0:
+        changed = [name for name in names if getattr(offload, name) != getattr(usual, name)]
+        if changed and dist.get_rank() == 0:
             warn(
-                f"tz.Offload: {', '.join(given)} {'change' if len(given) > 1 else 'changes'} nothing under plan "
-                f"{plan.name}: {why}. Leave {'them' if len(given) > 1 else 'it'} out, or place states there, as plan "
+                f"tz.Offload: {', '.join(changed)} {'change' if len(changed) > 1 else 'changes'} nothing under plan "
+                f"{plan.name}: {why}. Leave {'them' if len(changed) > 1 else 'it'} out, or place states there, as plan "
                 f"'zero3@{tier}' does."
             )

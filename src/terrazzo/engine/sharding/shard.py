@@ -190,8 +190,8 @@ def clip_grad_norm_(
         The norm before clipping, a 0-d fp32 tensor equal on all ranks.
     """
     engine = engine_of(model)
-    given: list[Any] = [max_norm, norm_type]
-    if not all(isinstance(each, Real | Tensor) and float(each) > 0 for each in given):
+    numbers: list[Any] = [max_norm, norm_type]
+    if not all(isinstance(each, Real | Tensor) and float(each) > 0 for each in numbers):
         raise BadInput(
             f"clip_grad_norm_ with max_norm {max_norm!r} and norm_type {norm_type!r}: both must be positive numbers; "
             "float('inf') as norm_type takes the maximum."
@@ -240,11 +240,11 @@ def _warn_of_orphans(units: Sequence[Unit], optimizers: Sequence[Optimizer]) -> 
         )
 
 
-def _in_form_of(given: OptimizerLike, built: list[Optimizer]) -> Any:
+def _in_form_of(optimizer: OptimizerLike, built: list[Optimizer]) -> Any:
     """Optimizers as the user gave them: one, or a sequence of several."""
-    if isinstance(given, tuple):
-        return getattr(given, "_make", tuple)(built)  # a NamedTuple's constructor takes each by itself
-    if isinstance(given, list):
+    if isinstance(optimizer, tuple):
+        return getattr(optimizer, "_make", tuple)(built)  # a NamedTuple's constructor takes each by itself
+    if isinstance(optimizer, list):
         return built
     return built[0] if built else None
 
@@ -271,8 +271,8 @@ def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> dict[nn.
             continue
         known = set(fresh.values())
         for bucket in unit.buckets:
-            given = [member.parameter for member in bucket.members if member.parameter not in known]
-            synchronize(given, axes, bucket.sharding.axes.names)
+            loaded = [member.parameter for member in bucket.members if member.parameter not in known]
+            synchronize(loaded, axes, bucket.sharding.axes.names)
             bucket.build(store)
     for module in bare:
         initialize(module, ())

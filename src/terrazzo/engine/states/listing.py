@@ -53,18 +53,18 @@ def listing(model: nn.Module) -> list[Listed]:
         names = parameter_names(model)
     own = {info.name: (position, info) for position, info in enumerate(ModelState(model).parameters())}
     stage, buckets = axes.place_among_stages, engine_of(model).buckets()
-    given = {slot.name for bucket in buckets if bucket.is_primary for slot in bucket.slots}
+    primary = {slot.name for bucket in buckets if bucket.is_primary for slot in bucket.slots}
     table = torch.zeros((len(names), 5), dtype=torch.int64, device=HOST)  # of what other ranks have, lower than theirs
     for row, (name, *_) in zip(table, names, strict=True):
-        if name in given:
+        if name in primary:
             position, info = own[name]
             numbers = [stage, position, _DTYPES.index(info.dtype), info.group + 1, info.states is not None]
             row.copy_(torch.tensor(numbers))
-    told = axes.maximum(table, axes.stages).tolist()
+    agreed = axes.maximum(table, axes.stages).tolist()
     return [
         Listed(
             tuple(each), own[each[0]][1].shape if each[0] in own else shape, _DTYPES[dtype], group - 1, bool(stepped),
             holder, position,
         )
-        for each, shape, (holder, position, dtype, group, stepped) in zip(names, shapes, told, strict=True)
+        for each, shape, (holder, position, dtype, group, stepped) in zip(names, shapes, agreed, strict=True)
     ]  # fmt: skip

@@ -183,9 +183,9 @@ class ModelState:
         engine = self._engine
         engine.average.require_own_weights("load_state_dict()")
         slots = [(b, slot, _name_in(state, slot.names)) for b in engine.buckets() for slot in b.slots]
-        found = [(bucket, slot, name) for bucket, slot, name in slots if name is not None]
+        parameters = [(bucket, slot, name) for bucket, slot, name in slots if name is not None]
         kept = [(buffer, _name_in(state, buffer.names)) for buffer in buffers]
-        shapes = {name: bucket.box(slot).shape for bucket, slot, name in found}
+        shapes = {name: bucket.box(slot).shape for bucket, slot, name in parameters}
         shapes |= {name: tuple(buffer.tensor.shape) for buffer, name in kept if name is not None}
         all_or_none(engine.axes, lambda: self._check_given(state, shapes))
         names = {each[0]: _name_in(state, each) or "" for each in self._names}
@@ -200,7 +200,7 @@ class ModelState:
 
         def write() -> dict[str, Tensor]:
             hashes = {}
-            for bucket, slot, name in found:
+            for bucket, slot, name in parameters:
                 full = _full(state[name])
                 hashes[slot.name] = self._hashed(full)
                 bucket.write(slot, full if bucket.box(slot).is_all else bucket.box(slot).of(full))
@@ -236,10 +236,10 @@ class ModelState:
                 "(pp): the others would have to gather them as well. Give full tensors."
             )
 
-    def _hashed(self, given: Tensor) -> Tensor:
+    def _hashed(self, full: Tensor) -> Tensor:
         """What ranks compare of a full tensor, wherever each has it; nothing where there is one rank."""
         axes = self._engine.axes
-        return digest(given.cpu()) if axes.live(axes.every) else torch.zeros((), dtype=torch.int64)
+        return digest(full.cpu()) if axes.live(axes.every) else torch.zeros((), dtype=torch.int64)
 
 
 _GIVE_ALL = (

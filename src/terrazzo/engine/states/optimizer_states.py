@@ -62,7 +62,11 @@ class OptimizerStates:
     def _named(self) -> list[tuple[nn.Parameter, str]]:
         members = [member for bucket in self.engine.buckets() for member in bucket.members]
         by_parameter = {id(member.parameter): member.name for member in members}
-        return [(parameter, by_parameter[id(parameter)]) for given in self._driver.groups.given for parameter in given]
+        return [
+            (parameter, by_parameter[id(parameter)])
+            for parameters in self._driver.groups.given
+            for parameter in parameters
+        ]
 
     def state_dict(self, keep: Callable[[Tensor], Tensor], begun: bool = False) -> dict[str, Any]:
         """As the optimizer's class has it, over whole parameters: hooks for state dicts are called. Collective.
@@ -81,14 +85,14 @@ class OptimizerStates:
         alone.state = defaultdict(dict)
         for parameter, name in ((parameter, name) for parameter, name in self._named() if name in shown):
             alone.state[parameter] = {kind: shown[name][kind] for kind in self._kept(name) if kind in shown[name]}
-        found: dict[str, Any] = kind_of.state_dict(alone)
-        return found
+        state_dict: dict[str, Any] = kind_of.state_dict(alone)
+        return state_dict
 
-    def load_state_dict(self, given: Any, whole: Callable[[Any], Any] = lambda value: value) -> None:
+    def load_state_dict(self, state_dict: Any, whole: Callable[[Any], Any] = lambda value: value) -> None:
         """Set all state and the settings of param groups from a state dict over whole parameters. Collective.
 
         Args:
-            given: the same on every rank, by the order of parameters.
+            state_dict: the same on every rank, by the order of parameters.
             whole: makes a tensor of a state there, which is looked up once, in the same order on every rank.
 
         Raises:
@@ -97,7 +101,7 @@ class OptimizerStates:
             RanksApart: where ranks were given other states, likewise.
         """
         optimizer = self._optimizer
-        edited = all_or_none(self.engine.axes, lambda: self._checked(given))
+        edited = all_or_none(self.engine.axes, lambda: self._checked(state_dict))
         names = self.names()
         keys = [key for group in edited["param_groups"] for key in group["params"]]
         self.load({name: _Whole(edited["state"].get(key, {}), whole) for name, key in zip(names, keys, strict=True)})
@@ -109,18 +113,18 @@ class OptimizerStates:
         for after in optimizer._optimizer_load_state_dict_post_hooks.values():
             after(optimizer)
 
-    def _checked(self, given: Any) -> dict[str, Any]:
+    def _checked(self, state_dict: Any) -> dict[str, Any]:
         """A state dict as hooks change it.
 
         Raises:
             BadInput: where it is none, or of other parameters.
         """
-        if not (isinstance(given, Mapping) and {"state", "param_groups"} <= given.keys()):
+        if not (isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()):
             raise BadInput(
-                f"optimizer.load_state_dict takes what optimizer.state_dict() gives, not {_described(given)}. Of a "
-                "program's whole file that is one entry; tz.checkpoint.load(path, model, optimizer) reads all of it."
+                f"optimizer.load_state_dict takes what optimizer.state_dict() gives, not {_described(state_dict)}. Of "
+                "a program's whole file that is one entry; tz.checkpoint.load(path, model, optimizer) reads all of it."
             )
-        own, optimizer, edited = self._driver.kind.load_state_dict, self._optimizer, dict(given)
+        own, optimizer, edited = self._driver.kind.load_state_dict, self._optimizer, dict(state_dict)
         if own is not Optimizer.load_state_dict:
             raise BadInput(
                 f"{self._driver.kind.__name__} has a load_state_dict of its own, which a sharded optimizer does not "
@@ -190,35 +194,35 @@ class OptimizerStates:
             RanksApart: where ranks were given other states; nothing has been changed.
         """
         self.engine.average.require_own_weights("optimizer.load_state_dict()")
-        given = {name: states.get(name, {}) for name in self._places}
-        all_or_none(self.engine.axes, lambda: self._check_kinds(given))
-        self._compare({name: sorted(kinds) for name, kinds in given.items()})
-        taken = all_or_none(self.engine.axes, lambda: self._taken(given))
+        by_name = {name: states.get(name, {}) for name in self._places}
+        all_or_none(self.engine.axes, lambda: self._check_kinds(by_name))
+        self._compare({name: sorted(kinds) for name, kinds in by_name.items()})
+        taken = all_or_none(self.engine.axes, lambda: self._taken(by_name))
         self._compare({f"{name}: {kind}": digest for (name, kind), (_, _, digest) in taken.items()})
         kept = {key: (start, own) for key, (start, own, _) in taken.items()}
 
         def read(name: str, kind: str, start: int, stop: int) -> Tensor | None:
-            if (found := kept.get((name, kind))) is None:
+            if (part := kept.get((name, kind))) is None:
                 return None
-            return found[1][start - found[0] : stop - found[0]] if stop > start else found[1][:0]
+            return part[1][start - part[0] : stop - part[0]] if stop > start else part[1][:0]
 
         self.engine.settle()
         with torch.no_grad():
             self._driver.background.begin_restoring()
             restore_optimizer(self._driver, read)
 
-    def _check_kinds(self, given: Mapping[str, Mapping[str, Any]]) -> None:
-        for name, kinds in given.items():
+    def _check_kinds(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, kinds in by_name.items():
             if (has := set(kinds)) and has != set(self._kept(name)):
                 raise BadInput(
                     f"The state of {name!r} has {sorted(has)}, and this {self._driver.kind.__name__} keeps "
                     f"{sorted(self._kept(name))}: build it with the settings that it was saved with."
                 )
 
-    def _taken(self, given: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, Tensor, Tensor]]:
+    def _taken(self, by_name: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, Tensor, Tensor]]:
         """Of each state where this rank's part begins, that part, and what stands for the whole when ranks compare."""
         taken, ranges, alone = {}, self._ranges(), not self.engine.axes.live(self.engine.axes.every)
-        for name, kinds in given.items():
+        for name, kinds in by_name.items():
             for kind in kinds:
                 value, spec = torch.as_tensor(kinds[kind]).detach(), self._kept(name)[kind]
                 bucket, index = self._places[name]
@@ -287,9 +291,9 @@ class OptimizerStates:
                     numbers = [torch.as_tensor(state[kind]).double().reshape(-1).cpu() for kind in fixed]
                     row = torch.cat([torch.zeros(1, dtype=torch.float64), *numbers])
                     rows[slot.name][: len(row)] = row
-        told = self.engine.axes.maximum(table)
-        found = zip(self._places, told, strict=True)
-        return {name: list(_unpacked(self._kept(name), row[1:])) for name, row in found if row[0] == 0}
+        agreed = self.engine.axes.maximum(table)
+        rows_agreed = zip(self._places, agreed, strict=True)
+        return {name: list(_unpacked(self._kept(name), row[1:])) for name, row in rows_agreed if row[0] == 0}
 
     def _first(self) -> dict[int, States]:
         """What is kept after a step on a zero gradient, by param group; the same for each element."""
@@ -323,8 +327,8 @@ class _Whole(Mapping[str, Any]):
         return len(self._states)
 
 
-def _described(given: Any) -> str:
-    return f"a dict of {listed([*map(repr, given)], 5)}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+def _described(value: Any) -> str:
+    return f"a dict of {listed([*map(repr, value)], 5)}" if isinstance(value, Mapping) else f"a {type(value).__name__}"
 
 
 def _filled(shape: tuple[int, ...], start: Any) -> Tensor:

@@ -128,16 +128,16 @@ def whole_weights(model: nn.Module, names: Iterable[str] | None = None) -> Itera
             f"{did_you_mean(unknown[0], known)} Give names of model.named_parameters(); buffers are whole in any case."
         )
     engine.settle()
-    here, data = None, None
+    current, data = None, None
     for name in wanted:
         each, own = known[name], None
         if (place := places.get(each.name)) is None:
-            here, data = None, None
+            current, data = None, None
         else:
             unit, bucket, slot = place
-            if here is not bucket:
+            if current is not bucket:
                 data = None  # before room is made for the next
-                here, data = bucket, gathered_state(unit, bucket.master if bucket.trainable else bucket.weight)
+                current, data = bucket, gathered_state(unit, bucket.master if bucket.trainable else bucket.weight)
             assert data is not None
             own = whole_parameter(unit, bucket, slot, data)
         yield name, _everywhere(engine.axes, each, own)
