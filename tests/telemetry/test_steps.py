@@ -224,7 +224,7 @@ def test_a_loop_that_goes_on_keeps_the_records_of_its_earlier_steps(tmp_path: Pa
     for first_step in (0, 2):
         run_in_threads(2, functools.partial(life, first_step=first_step))
         assert exit_of(tmp_path) is None, "of a run that goes on, `terrazzo watch` would say that it has ended"
-        leave_exit(tmp_path, ExitNote(STALLED, "rank 1 does nothing"))
+        leave_exit(tmp_path, ExitNote(STALLED, "stuck", "rank 1 does nothing"))
     found = [(line["kind"], line["step"]) for line in lines_of(tmp_path / "metrics.jsonl")]
     assert found == [("step", 2), ("begin", 2), ("step", 4), ("step", 6)]
 

@@ -3,8 +3,15 @@
 Open to other packages:
 
     accelerate.launched, deepspeed.keys   what doors for these libraries read besides a file
-    core, registry                        what a dialect is made of; which there are
-    verbs                                 what is done with a configuration, from a file to its meaning on
+    core, registry, verbs                 as below
 
-Every dialect has a folder. What several of them share is in `shared`, and a document inside another's in `nested`.
+Each folder imports from those before it in this list:
+
+    core                       what every dialect is made of
+    shared                     what several dialects say alike
+    deepspeed, fsdp1           the dialects whose documents stand inside of others'
+    nested                     these documents, for the dialects that carry them
+    accelerate, fsdp2, lightning, megatron, terrazzo, torchtitan, trainer   the other dialects
+    registry                   all dialects, by name
+    verbs                      what is done with a configuration, from a file to its meaning on
 """

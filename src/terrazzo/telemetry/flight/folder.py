@@ -85,7 +85,7 @@ def flights_of(run: Path) -> list[Flight]:
     Raises:
         BadInput: there is nothing.
     """
-    found = {}
+    by_rank = {}
     for path in sorted(RunFolder(run).flight.glob("rank-*.*")):
         with contextlib.suppress(OSError):
             if path.suffix == ".live":
@@ -95,27 +95,27 @@ def flights_of(run: Path) -> list[Flight]:
             else:
                 continue
             if flight is not None and flight.table.keys() >= FIELDS:
-                found[flight.table["rank"]] = flight
-    if not found:
+                by_rank[flight.table["rank"]] = flight
+    if not by_rank:
         raise BadInput(
             f"'{run}' has no flight record: give the folder of a run of `terrazzo train`, which log.folder names, or of"
             " tz.telemetry.attach. Ranks that torchrun or srun has started leave none if they are killed in their first"
             " seconds."
         )
-    return [found[rank] for rank in sorted(found)]
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def tails_of(run: Path) -> dict[int, Tail]:
     """By rank, what the ranks of a run write to that go on now, on this machine."""
-    found = {}
+    by_rank = {}
     for path in sorted(RunFolder(run).flight.glob("rank-*.live")):
         with _of_others(), contextlib.suppress(OSError):
             if (memory := _memory(path)) is not None and memory.is_file():
                 with memory.open("rb") as file:
                     tail = Tail(file.fileno())
                 if tail.table.keys() >= FIELDS:
-                    found[int(tail.table["rank"])] = tail
-    return found
+                    by_rank[int(tail.table["rank"])] = tail
+    return by_rank
 
 
 def _read_live(path: Path) -> Flight | None:

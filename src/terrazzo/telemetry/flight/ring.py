@@ -213,14 +213,14 @@ class Tail:
 
     def new(self) -> list[FlightEvent]:
         """Those since the last call, as far as they are still there, oldest first."""
-        found: list[FlightEvent] = []
+        events: list[FlightEvent] = []
         while batch := self._run(self._seen + 1):
-            found += batch
+            events += batch
             self._seen = batch[-1].sequence
         if self._at(self._seen + 1).sequence > self._seen + 1:  # overtaken
-            found += [each for each in _whole(self._memory[_RECORDS_AT:]) if each.sequence > self._seen]
-            self._seen = found[-1].sequence if found else self._seen
-        return found
+            events += [each for each in _whole(self._memory[_RECORDS_AT:]) if each.sequence > self._seen]
+            self._seen = events[-1].sequence if events else self._seen
+        return events
 
     def flight(self) -> Flight:
         """All of it."""
@@ -230,16 +230,16 @@ class Tail:
         """Records from that number on that stand one behind the other, as far as they are whole; not all, as a rule."""
         place = first % CAPACITY
         start, count = _RECORDS_AT + place * 64, min(_BATCH, CAPACITY - place)
-        found = []
+        events = []
         for sequence, values in enumerate(_RECORD.iter_unpack(self._memory[start : start + count * 64]), first):
             if values[1] != sequence or values[-1] != sequence & 0xFFFF:
                 break
-            found.append(FlightEvent._make(values))
-        return found
+            events.append(FlightEvent._make(values))
+        return events
 
     def _at(self, sequence: int) -> FlightEvent:
-        found = FlightEvent._make(_RECORD.unpack_from(self._memory, _RECORDS_AT + sequence % CAPACITY * 64))
-        return found if found.check == found.sequence & 0xFFFF else found._replace(sequence=0)
+        event = FlightEvent._make(_RECORD.unpack_from(self._memory, _RECORDS_AT + sequence % CAPACITY * 64))
+        return event if event.check == event.sequence & 0xFFFF else event._replace(sequence=0)
 
 
 def read_flight(path: Path) -> Flight:

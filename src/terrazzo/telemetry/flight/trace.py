@@ -59,12 +59,12 @@ def _clocks(flights: Sequence[Flight]) -> list[int]:
     ends = [
         {event.ordinal: event.time for event in flight.records if event.kind == EventKind.STEP} for flight in flights
     ]
-    found = []
+    shifts = []
     for flight, own in zip(flights, ends, strict=True):
         shared = own.keys() & ends[0].keys()
         apart = flight.table["boot"] != flights[0].table["boot"] and shared
-        found.append(int(median(ends[0][step] - own[step] for step in shared)) if apart else 0)
-    return found
+        shifts.append(int(median(ends[0][step] - own[step] for step in shared)) if apart else 0)
+    return shifts
 
 
 def _begin_of(bars: Sequence[Bar], steps: int) -> int:

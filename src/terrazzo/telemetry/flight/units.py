@@ -47,14 +47,14 @@ def unit_times(flight: Flight) -> list[UnitTimes]:
         return []
     start, end = steps[0].start, steps[-1].end
     inside = [bar for bar in bars if bar.group in ("unit", "wait") and start <= bar.start and bar.end <= end]
-    found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for bar, own in _own(inside):
         if "unit" in bar.more:
             what = bar.more["doing"] if bar.group == "unit" else _WAITS.get(bar.more["kind"], "reduce_wait")
-            found[bar.more["unit"]][what] += own / 1e9 / len(steps)
+            seconds[bar.more["unit"]][what] += own / 1e9 / len(steps)
     names = [name or "the root unit" for name in flight.table["units"]]
-    ordered = sorted(found, key=lambda name: names.index(name) if name in names else len(names))
-    return [UnitTimes(name, **found[name]) for name in ordered]
+    ordered = sorted(seconds, key=lambda name: names.index(name) if name in names else len(names))
+    return [UnitTimes(name, **seconds[name]) for name in ordered]
 
 
 def _own(bars: Sequence[Bar]) -> Iterator[tuple[Bar, int]]:

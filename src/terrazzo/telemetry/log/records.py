@@ -46,15 +46,15 @@ def run_lines(run: Path) -> list[dict[str, Any]]:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """The file's lines; what is torn, as a run that was killed or is writing now may leave it, is not one."""
-    found = []
+    lines = []
     for line in path.read_bytes().splitlines():
         try:
             values = json.loads(line)
         except ValueError:
             continue
         if isinstance(values, dict) and "kind" in values and "step" in values:
-            found.append(values)
-    return found
+            lines.append(values)
+    return lines
 
 
 def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -62,27 +62,27 @@ def steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     The first is left out where there are others: it holds what is done once.
     """
-    found = of_newest_start(_measured(lines), "step")
-    return found[1:] or found
+    records = of_newest_start(_measured(lines), "step")
+    return records[1:] or records
 
 
 def all_steps_of(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The records of steps of all starts, in order, but for the first of the file where there are others."""
-    found = [dict(line) for line in _measured(lines) if line["kind"] == "step"]
-    return found[1:] or found
+    records = [dict(line) for line in _measured(lines) if line["kind"] == "step"]
+    return records[1:] or records
 
 
 def of_newest_start(lines: Iterable[Mapping[str, Any]], kind: str) -> list[dict[str, Any]]:
     """The lines of `kind` since ranks were last started; if there are none since, those of the start before."""
-    found: list[dict[str, Any]] = []
+    newest: list[dict[str, Any]] = []
     anew = False
     for line in lines:
         if line["kind"] in _STARTS:
             anew = True
         elif line["kind"] == kind:
-            found, anew = [] if anew else found, False
-            found.append(dict(line))
-    return found
+            newest, anew = [] if anew else newest, False
+            newest.append(dict(line))
+    return newest
 
 
 _STARTS = ("begin", "restart")

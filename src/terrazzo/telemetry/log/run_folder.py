@@ -138,7 +138,7 @@ class RunFolder(NamedTuple):
     def read(self, file: Path) -> dict[str, Any] | None:
         """A JSON object of one of its files; None where there is none that can be read."""
         try:
-            found = read_json(file, _MOST_BYTES)
+            content = read_json(file, _MOST_BYTES)
         except (OSError, BadInput):
             return None
-        return found if isinstance(found, dict) else None
+        return content if isinstance(content, dict) else None

@@ -115,7 +115,7 @@ def _stays(line: bytes, last_step: int) -> bool:
 
 
 class TensorBoard(Sink):
-    """TensorBoard event files, every number as `kind/name`."""
+    """TensorBoard event files, every number as `kind/name`. Lists, of ranks or experts, are in metrics.jsonl alone."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         """A new run (`first_step` 0) starts anew; a resumed one hides the later steps that an earlier one wrote."""

@@ -17,8 +17,8 @@ def advice_for(cause: str, facts: Mapping[str, Any]) -> str:
         cause: that bounds its step, as in a `Verdict`.
         facts: what the script was seen to use, as the probe writes them down.
     """
-    found = _advice(cause, facts)
-    return found if "=" in found else f"{found} would help"
+    advice = _advice(cause, facts)
+    return advice if "=" in advice else f"{advice} would help"
 
 
 def _advice(cause: str, facts: Mapping[str, Any]) -> str:

@@ -152,11 +152,11 @@ def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
             )
             while child.poll() is None:
-                told = signal.sigtimedwait(_ASKED | {signal.SIGCHLD}, _EVERY_S)
-                if told is None:
+                info = signal.sigtimedwait(_ASKED | {signal.SIGCHLD}, _EVERY_S)
+                if info is None:
                     meanwhile()
-                elif told.si_signo != signal.SIGCHLD and not sentinel.was_told() and told.si_code <= _FROM_PROCESS:
-                    child.send_signal(told.si_signo)
+                elif info.si_signo != signal.SIGCHLD and not sentinel.was_told() and info.si_code <= _FROM_PROCESS:
+                    child.send_signal(info.si_signo)
         while signal.sigtimedwait(_ASKED, 0) is not None:  # a second Ctrl-C was meant for a script that has ended
             pass
     finally:

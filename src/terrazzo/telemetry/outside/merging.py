@@ -54,9 +54,9 @@ class Merged:
         while (last := self._next(ranks, at_end)) is not None:
             lines = [[rank.steps.pop(step) for step in range(self.made + 1, last + 1)] for rank in ranks]
             self.made = last
-            found = _of_sharded(lines) if "seconds" not in lines[0][0] else _of_script(ranks, lines)
-            if found is not None:
-                yield last, found
+            record = _of_sharded(lines) if "seconds" not in lines[0][0] else _of_script(ranks, lines)
+            if record is not None:
+                yield last, record
 
     def _next(self, ranks: Sequence[_Rank], at_end: bool) -> int | None:
         """The step until which there is a record: the first, and from there on each tenth."""
@@ -113,7 +113,7 @@ def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> 
     record: dict[str, Any] = {"v": 1, "steps": steps, "step_s": whole / steps, "clock": "host" if on_cuda else "all"}
     record["phase_s"] = {phase: seconds / steps for phase, seconds in spent[0].seconds.items()}
     causes = [{name: seconds / steps for name, seconds in causes_of(each).items()} for each in spent]
-    told = ("input",) if on_cuda else ("step", "late_peer", "compute", "input")
+    compared = ("input",) if on_cuda else ("step", "late_peer", "compute", "input")
     ranks_own = [own | {"step": sum(each.seconds.values()) / steps} for own, each in zip(causes, spent, strict=True)]
     if on_cuda:
         looks = sum(line["looks"] for line in lines[0])
@@ -122,7 +122,7 @@ def _of_script(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> 
         record["cause_s"] = causes[0]
         record["comm"] = {key.strip(): _row(times, steps) for key, times in _by_key(spent[0].data)}
     record["memory_bytes"] = lines[0][-1]["memory"]
-    record["skew"] = {f"{name}_s": [own[name] for own in ranks_own] for name in told}
+    record["skew"] = {f"{name}_s": [own[name] for own in ranks_own] for name in compared}
     record["skew"]["peak_bytes"] = [own[-1]["memory"]["peak"] for own in lines]
     return record
 

@@ -120,8 +120,8 @@ class ScriptProbe:
     def _reduced(self, model: Any) -> None:
         """What a DDP model has waited for at the end of this backward, if it has summed in it; its clock is another."""
         model.logger.set_runtime_stats_and_log()
-        told = model._get_ddp_logging_data()
-        computed, ended = told.get("backward_compute_time_end", 0), told.get("backward_comm_time_end", 0)
+        logged = model._get_ddp_logging_data()
+        computed, ended = logged.get("backward_compute_time_end", 0), logged.get("backward_comm_time_end", 0)
         if ended and ended != self._ends.get(id(model)):
             self._ends[id(model)] = ended
             shift = _now() - time.time_ns()
@@ -137,16 +137,16 @@ class ScriptProbe:
         group, start = _group_of(args, kwargs), _now()
         self._inside.one = True
         try:
-            found = call(*args, **kwargs)
+            result = call(*args, **kwargs)
         finally:
             self._inside.one = False
         wait = self.begun(group, kind, start)
-        if isinstance(found, dist.Work):
+        if isinstance(result, dist.Work):
             if len(self._works) < _MOST_WORKS:
-                self._works[id(found)] = wait
+                self._works[id(result)] = wait
         else:
             self.waited(wait, start)
-        return found
+        return result
 
     def begun(self, group: Any, kind: str, start: int) -> list[Any]:
         """An exchange, as a line has it: group, ordinal there, kind, and three times that follow."""
@@ -164,10 +164,10 @@ class ScriptProbe:
     def wait(self, work: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """`Work.wait`."""
         known, start = self._works.pop(id(work), None), _now()
-        found = call(work, *args, **kwargs)
+        result = call(work, *args, **kwargs)
         if known is not None and not getattr(self._inside, "one", False):
             self.waited(known, start)
-        return found
+        return result
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
@@ -211,11 +211,11 @@ class ScriptProbe:
     def _memory(self) -> dict[str, int]:
         if not self.on_cuda:
             return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}
-        found = torch.accelerator.memory_stats()
+        stats = torch.accelerator.memory_stats()
         return {
-            "peak": found.get("allocated_bytes.all.peak", 0),
-            "reserved": found.get("reserved_bytes.all.peak", 0),
-            "retries": found.get("num_alloc_retries", 0),
+            "peak": stats.get("allocated_bytes.all.peak", 0),
+            "reserved": stats.get("reserved_bytes.all.peak", 0),
+            "retries": stats.get("num_alloc_retries", 0),
         }
 
     def _engine(self, optimizer: Any) -> Any:
@@ -305,8 +305,8 @@ def _named(group: Any) -> tuple[str, int]:
     size = dist.get_world_size(group)
     if group is None or group is dist.group.WORLD:
         return "", size
-    said = str(getattr(group, "group_desc", "") or "").removeprefix("mesh_")
-    return f"{said if said and said != 'undefined' else 'group'}#{group.group_name}", size
+    described = str(getattr(group, "group_desc", "") or "").removeprefix("mesh_")
+    return f"{described if described and described != 'undefined' else 'group'}#{group.group_name}", size
 
 
 def _place() -> tuple[int, int]:

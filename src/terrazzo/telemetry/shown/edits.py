@@ -32,7 +32,7 @@ def edit_for(cause: str, axis: str, settings: ConfigValues | None, admits: Admit
 
 
 def _candidates(cause: str, axis: str, settings: ConfigValues) -> list[str]:
-    found = {
+    by_cause = {
         "compute": _computing,
         "gather": _gathering,
         "reduce": _reducing,
@@ -42,19 +42,19 @@ def _candidates(cause: str, axis: str, settings: ConfigValues) -> list[str]:
         "evaluate": lambda all_: _rarer(all_, "train", "eval_every"),
         "save": _saving,
     }
-    return found[cause](settings) if cause in found else []
+    return by_cause[cause](settings) if cause in by_cause else []
 
 
 def _computing(settings: ConfigValues) -> list[str]:
     train = settings["train"]
-    found = ["train.activation_checkpointing=none"] if train["activation_checkpointing"] != "none" else []
-    return found + ([] if train["compile"] else ["train.compile=true"])
+    edits = ["train.activation_checkpointing=none"] if train["activation_checkpointing"] != "none" else []
+    return edits + ([] if train["compile"] else ["train.compile=true"])
 
 
 def _gathering(settings: ConfigValues) -> list[str]:
     plan = settings["plan"]
-    found = ["plan.name=zero2"] if plan["name"] == "zero3" else []
-    return [*found, *_larger(settings), *(["plan.prefetch=2"] if plan["prefetch"] < 2 else [])]
+    edits = ["plan.name=zero2"] if plan["name"] == "zero3" else []
+    return [*edits, *_larger(settings), *(["plan.prefetch=2"] if plan["prefetch"] < 2 else [])]
 
 
 def _reducing(settings: ConfigValues) -> list[str]:
@@ -78,17 +78,17 @@ def _shorter(settings: ConfigValues, axis: str) -> list[str]:
 
 def _nearer(settings: ConfigValues) -> list[str]:
     offload, name = settings["offload"], settings["plan"]["name"] or ""
-    found = [f"plan.name={name.partition('@')[0]}"] if "@" in name else []
-    found += [f"offload.{state}=device" for state in ("optim", "grad", "weight") if offload[state] not in _NEAR]
-    return found + (["offload.step=overlapped"] if offload["step"] == "synchronous" else [])
+    edits = [f"plan.name={name.partition('@')[0]}"] if "@" in name else []
+    edits += [f"offload.{state}=device" for state in ("optim", "grad", "weight") if offload[state] not in _NEAR]
+    return edits + (["offload.step=overlapped"] if offload["step"] == "synchronous" else [])
 
 
 _NEAR = (None, "device")
 
 
 def _saving(settings: ConfigValues) -> list[str]:
-    found = [] if settings["checkpoint"]["background"] else ["checkpoint.background=true"]
-    return found + _rarer(settings, "checkpoint", "every")
+    edits = [] if settings["checkpoint"]["background"] else ["checkpoint.background=true"]
+    return edits + _rarer(settings, "checkpoint", "every")
 
 
 def _rarer(settings: ConfigValues, section: str, key: str) -> list[str]:

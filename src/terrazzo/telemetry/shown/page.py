@@ -123,10 +123,10 @@ def _section(heading: str, text: str) -> str:
 
 def _points(lines: Sequence[Mapping[str, Any]], kind: str) -> list[Point]:
     """Step and loss; of many, every so many-th and the last."""
-    found = [(float(line["step"]), float(line["loss"])) for line in lines if line["kind"] == kind and "loss" in line]
-    found = [point for point in found if math.isfinite(point[1])]
-    kept = found[:: max(1, math.ceil(len(found) / MOST_POINTS))]
-    return kept if not found or kept[-1] == found[-1] else [*kept, found[-1]]
+    points = [(float(line["step"]), float(line["loss"])) for line in lines if line["kind"] == kind and "loss" in line]
+    points = [point for point in points if math.isfinite(point[1])]
+    kept = points[:: max(1, math.ceil(len(points) / MOST_POINTS))]
+    return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]
 
 
 def _chart(curves: Mapping[str, Sequence[Point]]) -> str:
@@ -152,7 +152,7 @@ def _chart(curves: Mapping[str, Sequence[Point]]) -> str:
         if curve:
             way = " ".join(map(place, curve))
             drawn.append(f'<polyline class="{kind}" points="{way}"/>')
-            said = f"{kind}: {curve[-1][1]:.4f}"
+            label = f"{kind}: {curve[-1][1]:.4f}"
             at = f'x="{WIDTH - MARGIN}" y="{24 + 18 * row}" text-anchor="end"'
-            drawn.append(f'<text class="{kind}" {at}>{said}</text>')
+            drawn.append(f'<text class="{kind}" {at}>{label}</text>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="loss over steps">{"".join(drawn)}</svg>'

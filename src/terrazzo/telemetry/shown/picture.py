@@ -36,10 +36,10 @@ def step_picture(records: Sequence[Mapping[str, Any]]) -> str:
             tall = max(0.0, values.get(name, 0.0)) / high * room
             top -= tall
             if tall:
-                said = escape(f"{_steps(group)}: {name} {values[name]:.4f} s")
+                hover = escape(f"{_steps(group)}: {name} {values[name]:.4f} s")
                 drawn.append(
                     f'<rect class="part-{name}" x="{MARGIN + index * width:.1f}" y="{top:.1f}"'
-                    f' width="{max(0.5, width - 1):.1f}" height="{tall:.2f}"><title>{said}</title></rect>'
+                    f' width="{max(0.5, width - 1):.1f}" height="{tall:.2f}"><title>{hover}</title></rect>'
                 )
     drawn += _axes(high, _steps(groups[0]), _steps(groups[-1])) + _legend(names)
     label = f"seconds of a step by {field.removesuffix('_s')}, over steps"
@@ -75,9 +75,9 @@ def _axes(high: float, first: str, last: str) -> list[str]:
 
 def _legend(names: Sequence[str]) -> list[str]:
     """Below the axis, in the order in which parts stand on each other."""
-    found, x = [], float(MARGIN)
+    drawn, x = [], float(MARGIN)
     for name in names:
-        found.append(f'<rect class="part-{name}" x="{x:.0f}" y="{HEIGHT - 22}" width="10" height="10"/>')
-        found.append(f'<text x="{x + 14:.0f}" y="{HEIGHT - 13}">{name.replace("_", " ")}</text>')
+        drawn.append(f'<rect class="part-{name}" x="{x:.0f}" y="{HEIGHT - 22}" width="10" height="10"/>')
+        drawn.append(f'<text x="{x + 14:.0f}" y="{HEIGHT - 13}">{name.replace("_", " ")}</text>')
         x += 24 + 7 * len(name)
-    return found
+    return drawn

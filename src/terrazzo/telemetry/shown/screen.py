@@ -40,17 +40,17 @@ def rows_of(lines: Lines, steps: int | None, width: int) -> list[str]:
     if not known and steps is not None and not has_ended(lines):
         return []
     table = StepTable(last := steps or int(lines[-1]["step"]), known, width)
-    found = [table.header() if known else f"{'step':>6}  time"]
+    rows = [table.header() if known else f"{'step':>6}  time"]
     for line, metrics in parsed:
         if metrics is not None:
-            found.append(table.row(metrics, max(0, last - metrics.step) * metrics.step_s))
+            rows.append(table.row(metrics, max(0, last - metrics.step) * metrics.step_s))
         elif line["kind"] == "validation" and "loss" in line:
-            found.append(table.remark(line["step"], f"{line['loss']:.4f}", "held out"))
+            rows.append(table.remark(line["step"], f"{line['loss']:.4f}", "held out"))
         elif line["kind"] == "restart":
-            found.append(table.remark(line["step"], "", restart_text(line))[:width])
+            rows.append(table.remark(line["step"], "", restart_text(line))[:width])
         elif not known and line["kind"] == "step":  # a loop of one's own, which says nothing of its loss
-            found.append(f"{line['step']:>6}  {line['step_s']:.3g} s a step")
-    return found
+            rows.append(f"{line['step']:>6}  {line['step_s']:.3g} s a step")
+    return rows
 
 
 def screen_of(  # structure: signature fixed by what a screen shows

@@ -27,14 +27,14 @@ class Table(NamedTuple):
 def tables_of(records: Records) -> list[Table]:
     """Means per step of these records, since there are as many ranks as now; of a table without a row, nothing."""
     records = of_these_ranks(records)
-    found = [
+    tables = [
         _of_parts("Seconds of a step by cause", records, "cause_s"),
         _of_parts("Seconds of a step by phase", records, "phase_s"),
         _of_exchanges(records),
         _of_memory(records),
         _of_ranks(records),
     ]
-    return [table for table in found if table.rows]
+    return [table for table in tables if table.rows]
 
 
 def table_of_units(flight: Flight) -> Table | None:

@@ -133,7 +133,7 @@ def verdict_of(
 
 def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
     """All but compute. Exchanges stand apart by axis."""
-    found = [_of(records, name, "phase_s" if name in _BETWEEN else "cause_s", name) for name in _PARTS]
+    causes = [_of(records, name, "phase_s" if name in _BETWEEN else "cause_s", name) for name in _PARTS]
     exchanges: dict[tuple[str, str], list[str]] = {}
     for key in sorted({key for record in records for key in record.get("comm", {})}):
         axis, _, kind = key.rpartition(" ")
@@ -142,8 +142,8 @@ def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
             exchanges.setdefault((cause, axis), []).append(key)
     for (cause, axis), keys in exchanges.items():
         each = [sum(_exposed(record, key) for key in keys) for record in records]
-        found.append(_Cause(cause, _mean(records, each), each, axis))
-    return [*found, _late(records)]
+        causes.append(_Cause(cause, _mean(records, each), each, axis))
+    return [*causes, _late(records)]
 
 
 def _on_the_host(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
@@ -235,13 +235,13 @@ def _beside(uneven: Sequence[_Cause], step_s: float) -> str:
 
 def _why(records: Sequence[Mapping[str, Any]], rank: int) -> str:
     """What that rank does for longer than the others, if that is known."""
-    found = []
+    longer = []
     for name, verb in (("compute_s", "computes"), ("input_s", "waits for its data")):
         tables = [record.get("skew", {}).get(name) or [] for record in records]
         if min(map(len, tables)) > rank:
             ranks = [_mean(records, column) for column in zip(*tables, strict=True)]
-            found.append((ranks[rank] - median(ranks[:rank] + ranks[rank + 1 :]), verb))
-    more, verb = max(found, default=(0.0, ""))
+            longer.append((ranks[rank] - median(ranks[:rank] + ranks[rank + 1 :]), verb))
+    more, verb = max(longer, default=(0.0, ""))
     return f", and it {verb} {_seconds(more)} s longer" if more > 0 else ""
 
 

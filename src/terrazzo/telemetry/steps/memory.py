@@ -62,12 +62,12 @@ def available_host_bytes(root: Path = SYS) -> int | None:
 def allowed_bytes() -> list[int]:
     """What each limit on this process's own memory (RLIMIT_DATA, RLIMIT_AS) still allows it; empty without limits."""
     used = _lines_of(Path("/proc/self/status"))
-    found = []
+    left = []
     for limit, name in ((resource.RLIMIT_DATA, "VmData"), (resource.RLIMIT_AS, "VmSize")):
         most, _ = resource.getrlimit(limit)
         if most != resource.RLIM_INFINITY and name in used:
-            found.append(max(0, most - used[name]))
-    return found
+            left.append(max(0, most - used[name]))
+    return left
 
 
 _GROUP_FILES = (

@@ -48,15 +48,15 @@ def causes_of(spent: Spent) -> dict[str, float]:
     A wait is `late_peer` while not all other ranks were there, and the exchange's own after that. `compute` is what is
     left: arithmetic on a CPU, and the engine's and the loop's own work.
     """
-    found = dict.fromkeys(CAUSES, 0.0)
+    causes = dict.fromkeys(CAUSES, 0.0)
     for phase, seconds in spent.seconds.items():
-        found[phase if phase in _APART else "compute"] += seconds - spent.waited[phase]
+        causes[phase if phase in _APART else "compute"] += seconds - spent.waited[phase]
     groups = ((spent.data, CAUSE_OF), (spent.activations, {"control": "late_peer"}))
     for exchanges, cause_of in groups:
         for (_, kind), times in exchanges.items():
-            found["late_peer"] += times.late_s
-            found[cause_of.get(kind, "exchange")] += times.exposed_s - times.late_s
-    return found
+            causes["late_peer"] += times.late_s
+            causes[cause_of.get(kind, "exchange")] += times.exposed_s - times.late_s
+    return causes
 
 
 class StepRecorder:
@@ -171,8 +171,8 @@ def _move(times: Mapping[tuple[str, str], Times], into: _Exchanges, axis: str | 
 
 def _together(*groups: Mapping[tuple[str, str], Times]) -> _Exchanges:
     """Exchanges of several groups, which may have the same axis and kind."""
-    found: _Exchanges = defaultdict(Times)
+    merged: _Exchanges = defaultdict(Times)
     for exchanges in groups:
         for key, each in exchanges.items():
-            found[key].add(each)
-    return found
+            merged[key].add(each)
+    return merged

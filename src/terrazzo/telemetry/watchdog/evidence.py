@@ -77,10 +77,10 @@ def _await(recordings: list[Recording]) -> None:
     """Until all have answered, and say no more."""
     deadline, before = time.monotonic() + _ANSWER_S, None
     while time.monotonic() < deadline:
-        said = [each.threads for each in recordings]
-        if all(said) and said == before:
+        answers = [each.threads for each in recordings]
+        if all(answers) and answers == before:
             return
-        before = said
+        before = answers
         time.sleep(0.1)
 
 

@@ -102,23 +102,23 @@ def hindered(rank: int, share: float, ranks: Mapping[int, RankProgress]) -> Stal
     return Stall("slow", [rank], text)
 
 
-def _of_some(cause: StallCause, found: Sequence[int], ranks: Mapping[int, RankProgress], now: int) -> Stall:
-    text = f"{_named(found, ranks)} {STALL_CAUSES[cause].of(len(found))}."
-    others = [rank for rank in ranks if rank not in found and ranks[rank].waits]
-    if (key := _missed(found, others, ranks)) is not None:
+def _of_some(cause: StallCause, culprits: Sequence[int], ranks: Mapping[int, RankProgress], now: int) -> Stall:
+    text = f"{_named(culprits, ranks)} {STALL_CAUSES[cause].of(len(culprits))}."
+    others = [rank for rank in ranks if rank not in culprits and ranks[rank].waits]
+    if (key := _missed(culprits, others, ranks)) is not None:
         text += f" Missing from {_teller(key, others, ranks).words(key)}."
-    elif ranks[found[0]].phase:
-        text += f" Last in phase {ranks[found[0]].phase}, step {ranks[found[0]].step + 1}."
+    elif ranks[culprits[0]].phase:
+        text += f" Last in phase {ranks[culprits[0]].phase}, step {ranks[culprits[0]].step + 1}."
     if others:
         text += f" {_waited(others, ranks, now)}."
-    return Stall(cause, found, text)
+    return Stall(cause, culprits, text)
 
 
-def _missed(found: Sequence[int], others: Iterable[int], ranks: Mapping[int, RankProgress]) -> ExchangeKey | None:
+def _missed(culprits: Sequence[int], others: Iterable[int], ranks: Mapping[int, RankProgress]) -> ExchangeKey | None:
     """What others wait for that these have not come to, or at least take part in; what has been waited for longest."""
     waits = [(event.time, key, ranks[rank]) for rank in others for key, event in ranks[rank].waits.items()]
-    shared = [each for each in sorted(waits, key=lambda each: each[0]) if set(found) & set(each[2].ranks(each[1]))]
-    absent = [each for each in shared if not all(ranks[rank].has_come_to(each[1]) for rank in found)]
+    shared = [each for each in sorted(waits, key=lambda each: each[0]) if set(culprits) & set(each[2].ranks(each[1]))]
+    absent = [each for each in shared if not all(ranks[rank].has_come_to(each[1]) for rank in culprits)]
     return next((key for _, key, _ in [*absent, *shared]), None)
 
 
@@ -180,12 +180,12 @@ def _differ(key: ExchangeKey, here: RankProgress, there: RankProgress) -> bool:
     return not same_size or (one.unit, one.number, one.purpose) != (other.unit, other.number, other.purpose)
 
 
-def _named(found: Sequence[int], ranks: Mapping[int, RankProgress], *, first: bool = True) -> str:
-    if len(found) > 1:
-        return f"Ranks {_listed(found)}"
-    table = ranks[found[0]].table
+def _named(culprits: Sequence[int], ranks: Mapping[int, RankProgress], *, first: bool = True) -> str:
+    if len(culprits) > 1:
+        return f"Ranks {_listed(culprits)}"
+    table = ranks[culprits[0]].table
     where = f" (host {table['host']}, pid {table['pid']})" if table else ""
-    return f"{'Rank' if first else 'rank'} {found[0]}{where}"
+    return f"{'Rank' if first else 'rank'} {culprits[0]}{where}"
 
 
 def _waited(others: Sequence[int], ranks: Mapping[int, RankProgress], now: int) -> str:
