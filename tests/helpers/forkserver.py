@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
@@ -44,4 +45,6 @@ class _Here:
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
+        if (tether := sys.modules.get("terrazzo.tether")) is not None:
+            tether.PARENT = os.getppid()  # it was imported by the server
         return self.function(*arguments, **keywords)

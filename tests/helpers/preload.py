@@ -1,4 +1,7 @@
-"""What the server has imported before it forks: all that many tests and their programs ask for, but Terrazzo itself."""
+"""What the server has imported before it forks: all that many tests and their programs ask for.
+
+Terrazzo's modules keep nothing from their import but who the parent is (`forkserver.py`).
+"""
 
 import contextlib
 import gc
@@ -9,12 +12,16 @@ from importlib.metadata import entry_points
 OF_TORCH = ("_dynamo", "distributed.checkpoint", "distributed.fsdp")
 OTHERS = ("accelerate", "lightning.pytorch", "peft", "pydantic", "safetensors.torch", "transformers", "typer", "yaml")
 """Of the tests' extras; the dearest take three seconds each."""
+TERRAZZO = ("checkpoint.loading.load", "checkpoint.saving.background", "cli", "telemetry.own_loop", "train.run")
+"""And so nearly all that a rank runs: half a second."""
 
 for name in (*(f"torch.{name}" for name in OF_TORCH), "tests.helpers.processes"):
     import_module(name)
 for name in OTHERS:
     with contextlib.suppress(ImportError):
         import_module(name)
+for name in TERRAZZO:
+    import_module(f"terrazzo.{name}")
 with contextlib.suppress(ImportError):  # it imports what is asked for
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer  # noqa: F401
 

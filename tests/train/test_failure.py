@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from terrazzo import tether
 from terrazzo.errors import (
     BadInput,
     CopiesDiffer,
@@ -52,7 +53,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def spawn_rank(rank: int, work: Callable[[], int]) -> int:
     def body() -> None:
-        rank_process.PARENT = os.getppid()
+        tether.PARENT = os.getppid()
         run_rank(rank, work)
 
     return spawn_child(body)

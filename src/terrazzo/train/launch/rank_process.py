@@ -21,12 +21,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from terrazzo import tether
 from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, Corrupted, Diverged, FolderLost, Misuse, SaveFailed, SwapFailed, TerrazzoError
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED, reason_of
 from terrazzo.files import replace_file
 from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, went_well
-from terrazzo.tether import PARENT
 from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe
 from terrazzo.train.launch.preemption import leave_note
 from terrazzo.train.launch.scratch_folder import ScratchFolder
@@ -244,7 +244,7 @@ def _is_first(path: Path) -> bool:
 def _watch(folder: Path, rank: int) -> None:
     """End this process some seconds after another rank failed, or at once when its launcher is gone."""
     while True:
-        if os.getppid() != PARENT:
+        if os.getppid() != tether.PARENT:
             os._exit(FAILED)
         others = [path for path in folder.glob("failure.*.json") if path.name != f"failure.{rank}.json"]
         if others:
