@@ -24,7 +24,7 @@ import torch.distributed as dist
 from terrazzo import checkpoint
 from terrazzo.checkpoint import step_path
 from terrazzo.checkpoint.saving import background as saver_module
-from terrazzo.checkpoint.saving import writer_main
+from terrazzo.checkpoint.saving import writer_main, writer_process
 from terrazzo.checkpoint.storage.local import LocalDraft
 from terrazzo.errors import SaveFailed
 from terrazzo.tether import tie
@@ -93,7 +93,7 @@ def forked(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[faults.Faul
     def use(fault: faults.Fault) -> None:
         popen = lambda command, **_: ForkedWriter(root, fault, command)  # noqa: E731
         stub = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-        monkeypatch.setattr(saver_module, "subprocess", stub)
+        monkeypatch.setattr(writer_process, "subprocess", stub)
 
     return use
 
@@ -309,7 +309,8 @@ def test_a_writer_that_stands_still_after_the_commit_has_saved(root: Path, forke
 
 def test_a_file_system_that_does_not_answer(root: Path, forked: Forked, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(saver_module, "_BRIEF_S", 0.2)
+    for module in (saver_module, writer_process):
+        monkeypatch.setattr(module, "BRIEF_S", 0.2)
     abandon = LocalDraft.abandon
     monkeypatch.setattr(LocalDraft, "abandon", lambda draft: (answers.wait(), abandon(draft)))
 
@@ -363,8 +364,9 @@ def test_a_writer_that_cannot_be_killed_holds_up_no_end(root: Path, monkeypatch:
         return writers[-1]
 
     stub = SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(saver_module, "subprocess", stub)
-    monkeypatch.setattr(saver_module, "_BRIEF_S", 0.1)
+    monkeypatch.setattr(writer_process, "subprocess", stub)
+    for module in (saver_module, writer_process):
+        monkeypatch.setattr(module, "BRIEF_S", 0.1)
     monkeypatch.setattr(saver_module, "_GRACE_S", 0.2)
 
     def body(rank: int) -> None:

@@ -171,8 +171,8 @@ def test_a_program_ends_though_its_writer_cannot_be_killed(tmp_path: Path) -> No
     """As one in a system call that no signal interrupts."""
     held = """
 import os, signal
-from terrazzo.checkpoint.saving import background as module
-module._BRIEF_S = 0.2
+from terrazzo.checkpoint.saving import background, writer_process
+background.BRIEF_S = writer_process.BRIEF_S = 0.2
 saver.save(sys.argv[1] + "/step-00000000", {"step": 0})
 saver.wait()  # by now the writer is tied to this process
 os.kill(saver._writer.pid, signal.SIGSTOP)

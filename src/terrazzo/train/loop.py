@@ -10,14 +10,13 @@ import torch.distributed as dist
 from terrazzo.engine import engine_of
 from terrazzo.engine.comm.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
-from terrazzo.telemetry import PeakMemory, StepRecorder, Stopwatch
+from terrazzo.telemetry import StepRecorder
 from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeping import refuse_lost
 from terrazzo.train.launch.stop_signals import StopRequest
-from terrazzo.train.model.expert_load import Load
 from terrazzo.train.model.experts import balance_experts, forget_load
 from terrazzo.train.replay.due import Checks
-from terrazzo.train.report import RunReport, StepsMeasured
+from terrazzo.train.report import LogWindow, RunReport
 from terrazzo.train.session.reference import is_known
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command
@@ -42,14 +41,9 @@ class TrainingLoop:
         self.session, self.stop, self.ended = session, stop, ended
         self.engine = engine_of(session.model)
         self.report = RunReport(session, command or Command())
-        self.watch = Stopwatch()
-        self.memory = PeakMemory(session.ranks.device)
         self.judge, self.cadence = StepJudge(session), Cadence(session)
         self.checks = Checks(session)
-        self.recorder = StepRecorder(self.engine, session.micro_batches)
-        self.wait_s, self.learning_rate = 0.0, 0.0
-        self.load: dict[str, Load] = {}  # of the experts in the newest step, by router
-        self.step_at_log, self.tokens_at_log = session.step, session.progress.tokens
+        self.recorder, self.window = StepRecorder(self.engine, session.micro_batches), LogWindow(session)
 
     def run(self) -> int:
         """Train; the exit code: 0 when all steps are done, `PREEMPTED` after a requested stop."""
@@ -65,7 +59,7 @@ class TrainingLoop:
         self.report.begin()
         if train.eval_every is not None and session.step == 0:
             self.validate()
-        self.watch.reset()
+        self.window.begin()
         self.recorder.begin()
         stopped = False
         while session.step < train.steps and not stopped:
@@ -78,17 +72,19 @@ class TrainingLoop:
             if broken:
                 refuse_lost(lost)
                 session.keeper.wait()
-            self.count_waits()
+            self.window.step_ended()
+            self.recorder.step_done()
+            self.ended(session.step)
             if session.step <= before:  # back at a checkpoint, which has all that is due there
-                self.begin_anew()
+                self.measure_anew()
                 continue
             last = stopped or session.step == train.steps
-            logs = self.log_due(last=last)
+            logs = self.window.is_due(self.judge.newest, last=last)
             if logs:
                 self.log()
             if stopped and session.step < train.steps:
                 self.report.stopping()
-            with self.watch.pause():
+            with self.window.apart():
                 self.between_steps(finished=session.step == train.steps, last=last)
             self.recorder.take()
             if logs:
@@ -112,7 +108,7 @@ class TrainingLoop:
         """One optimizer step."""
         session = self.session
         self.checks.begin_step()
-        with self.watch.measure(), self.phases.during("input"):
+        with self.window.reading(), self.phases.during("input"):
             batch = session.loader.next_step()
             assert all(map(is_known, batch.micro_batches))
         total, norm = backward_on(session, batch)
@@ -122,8 +118,7 @@ class TrainingLoop:
             return
         self.checks.before_update()
         update(session)
-        self.load = balance_experts(session.model)
-        self.learning_rate = session.optimizer.param_groups[0]["lr"]  # what the step was taken with
+        self.window.step_taken(session.optimizer.param_groups[0]["lr"], balance_experts(session.model))
         session.schedule.step()
         session.progress.step += 1
         session.progress.tokens += batch.valid_tokens
@@ -139,53 +134,19 @@ class TrainingLoop:
             self.report.back()
         self.report.left_out(done, session.progress.skipped[-1])
 
-    def begin_anew(self) -> None:
+    def measure_anew(self) -> None:
         """Forget what was measured of steps that are done again."""
-        session = self.session
         self.judge.forget()
-        self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.progress.tokens, 0.0
-        self.watch.reset()
+        self.window.begin()
         self.recorder.begin()
         self.cadence.begin()
-
-    def count_waits(self) -> None:
-        """A step has ended, the ranks' agreement on what comes next included."""
-        traffic = self.engine.traffic
-        self.wait_s += traffic.total_wait_s + traffic.control_wait_s
-        self.recorder.step_done()
-        self.ended(self.session.step)
-
-    def log_due(self, *, last: bool) -> bool:
-        """Whether a row is due: behind every log step, and behind the next one that is taken where one was left out.
-
-        Behind the last step it is of the newest that was taken.
-        """
-        every, step, newest = self.session.config.log.every, self.session.step, self.judge.newest
-        if newest is None or newest <= self.step_at_log:
-            return False
-        return last or (newest == step and step // every > self.step_at_log // every)
 
     def log(self) -> None:
         """Check the losses and report the newest, with what was measured since the last log step."""
         loss, grad_norm = self.judge.check()
-        session, newest = self.session, self.judge.newest
-        assert newest is not None
-        measured = StepsMeasured(
-            step=newest,
-            loss=loss,
-            learning_rate=self.learning_rate,
-            grad_norm=grad_norm,
-            steps=session.step - self.step_at_log,  # a save in between has emptied the losses
-            tokens=session.progress.tokens - self.tokens_at_log,
-            total_s=self.watch.total_s,
-            data_wait_s=self.watch.measured_s,
-            communication_s=self.wait_s,
-            peak_memory_bytes=self.memory.peak_bytes,
-            load=self.load,
-        )
-        self.report.log_step(measured)
-        self.step_at_log, self.tokens_at_log, self.wait_s = session.step, session.progress.tokens, 0.0
-        self.watch.reset()
+        assert self.judge.newest is not None
+        self.report.log_step(self.window.measured(self.judge.newest, loss, grad_norm))
+        self.window.begin()
 
     def record(self) -> None:
         """Write where the time of the steps since the last record went, what is between them included, on each rank.

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
-import mmap
 import os
 import platform
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from ctypes import memmove
 from typing import Any
 
 import torch
@@ -25,19 +21,18 @@ import torch.distributed as dist
 from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.saving.job import SaveJob
 from terrazzo.checkpoint.saving.snapshot import Snapshot, take
+from terrazzo.checkpoint.saving.staging import Staging
+from terrazzo.checkpoint.saving.writer_process import BRIEF_S, StandStill, WriterProcess
 from terrazzo.checkpoint.storage.store import CheckpointDraft
-from terrazzo.ending import leaves_to_parent, require_own, start_thread
+from terrazzo.ending import leaves_to_parent, require_own
 from terrazzo.engine import engine_of
-from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse, SaveFailed
 from terrazzo.exchange import gather_json, on_first, timeout_s, together
-from terrazzo.tether import tethered
 
 __all__ = ["Saver"]
 
 
 _GRACE_S = 10.0  # for a save under way that nobody waits for any more: the other ranks may be gone
-_BRIEF_S = 5.0  # for what should take no time, on a file system that may not answer
 _BUSY, _DONE, _FAILED, _LATE = "busy", "done", "failed", "late"  # what a rank knows of the save under way
 
 
@@ -71,9 +66,9 @@ class Saver:
     ) -> None:
         self._model, self._optimizer, self._run, self._limit = model, optimizer, run, staging_limit_bytes
         self._patience_s = timeout_s() if patience_s is None else patience_s
-        self._staging = _Staging(engine_of(model).axes.device)
-        self._writer = _WriterProcess(self._staging.descriptor, self._patience_s)
-        self._stuck: list[_WriterProcess | threading.Thread] = []
+        self._staging = Staging(engine_of(model).axes.device)
+        self._writer = WriterProcess(self._staging.descriptor, self._patience_s)
+        self._stuck: list[WriterProcess | threading.Thread] = []
         self._under_way: tuple[SaveJob, CheckpointDraft] | None = None
         self._ended, self._process = False, os.getpid()
         atexit.register(self._at_exit)
@@ -120,7 +115,7 @@ class Saver:
     def wait(self) -> None:
         """Until no save is under way. Collective; raises `SaveFailed` on all ranks when it failed on one."""
         require_own(self._process, "Saver")
-        watch = _StandStill(self._writer, self._patience_s)
+        watch = StandStill(self._writer, self._patience_s)
         while True:  # in rounds: ranks learn of each other's trouble without a file system that may be the trouble
             known = gather_json(None if self._under_way is None else self._look(watch, *self._under_way))
             states = [state for state, _ in filter(None, known)]
@@ -150,8 +145,8 @@ class Saver:
 
     def _prepare(self, snapshot: Snapshot) -> None:
         if not self._writer.is_alive():
-            self._writer.end(_BRIEF_S)
-            self._writer = _WriterProcess(self._staging.descriptor, self._patience_s)
+            self._writer.end(BRIEF_S)
+            self._writer = WriterProcess(self._staging.descriptor, self._patience_s)
         entries = snapshot.job.entries
         size_bytes = entries[-1].offset + entries[-1].count_bytes if entries else 0
         if self._limit is not None and size_bytes > self._limit:
@@ -171,7 +166,7 @@ class Saver:
                 " with another checkpoint folder."
             )
 
-    def _look(self, watch: _StandStill, job: SaveJob, draft: CheckpointDraft) -> tuple[str, str]:
+    def _look(self, watch: StandStill, job: SaveJob, draft: CheckpointDraft) -> tuple[str, str]:
         """What is known of the save under way, and what is wrong with it; waits a moment for more."""
         if watch.late():
             return _LATE, (
@@ -212,7 +207,7 @@ class Saver:
         """Do it, but leave it behind when the file system does not answer."""
         thread = threading.Thread(target=work, daemon=True, name="terrazzo-saver")
         thread.start()
-        thread.join(_BRIEF_S)
+        thread.join(BRIEF_S)
         if thread.is_alive():
             self._stuck.append(thread)
 
@@ -229,7 +224,7 @@ class Saver:
 
     def _finish_alone(self, job: SaveJob, draft: CheckpointDraft) -> None:
         """Until this rank's writer has ended its part, or stands still. Other ranks may be at something else."""
-        watch, state, problem = _StandStill(self._writer, self._patience_s), _BUSY, ""
+        watch, state, problem = StandStill(self._writer, self._patience_s), _BUSY, ""
         while state == _BUSY:
             state, problem = self._look(watch, job, draft)
         self._under_way = None
@@ -249,151 +244,3 @@ class Saver:
         if self._under_way is not None:
             (_, draft), self._under_way = self._under_way, None
             self._briefly(draft.close)
-
-
-class _Staging:
-    """Memory without a name that the writer sees too, as large as the largest save so far.
-
-    It is pinned for copies from CUDA devices where the system allows it; they are only slower where it does not.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.descriptor = os.memfd_create("terrazzo-checkpoint", os.MFD_CLOEXEC)
-        self._device = device
-        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
-
-    def grow(self, size_bytes: int) -> None:
-        """Make room. Raises `OSError` where there is none."""
-        if size_bytes > self._memory.nbytes:
-            os.posix_fallocate(self.descriptor, 0, size_bytes)  # now, and not as a fault in the middle of a copy
-            self._let_go()
-            self._memory = torch.frombuffer(mmap.mmap(self.descriptor, size_bytes), dtype=torch.uint8)
-            self._pinned = devices.is_cuda(self._device) and devices.pin(self._memory) == 0
-
-    def copy(self, snapshot: Snapshot) -> None:
-        """The bytes of all entries, at their offsets."""
-        start = self._memory.data_ptr()
-        for entry in snapshot.job.entries:
-            first, last = entry.offset, entry.offset + entry.count_bytes
-            tensor = snapshot.tensors[entry.key]().contiguous()
-            assert tensor.nbytes == last - first
-            if tensor.is_cpu:
-                memmove(start + first, tensor.data_ptr(), last - first)  # a fifth less of a core's time than copy_
-            else:
-                self._memory[first:last].view(tensor.dtype).copy_(tensor, non_blocking=self._pinned)
-        if (copied := devices.Stream.current(self._device).mark()) is not None:
-            copied.synchronize()
-
-    def close(self) -> None:
-        self._let_go()
-        os.close(self.descriptor)
-
-    def leave_to_parent(self) -> None:
-        """In a forked child: the pages are pinned for the parent's device."""
-        self._pinned = False
-        self.close()
-
-    def _let_go(self) -> None:
-        if self._pinned:
-            devices.unpin(self._memory, self._device)
-        self._memory, self._pinned = torch.empty(0, dtype=torch.uint8), False
-
-
-class _WriterProcess:
-    """The process that writes, and the thread that hears from it."""
-
-    def __init__(self, staging: int, patience_s: float) -> None:
-        self._process = subprocess.Popen(
-            tethered("-m", "terrazzo.checkpoint.saving.writer_main", str(staging), str(patience_s)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[staging],
-            bufsize=0,  # a forked child has nothing to flush, and no lock that a thread of ours had
-            start_new_session=True,
-        )
-        self.pid, self.beats = self._process.pid, 0
-        self._answered = threading.Event()
-        self._answered.set()
-        self._problem: str | None = None
-
-    def start(self, job: SaveJob) -> None:
-        """Hand over a job."""
-        self._answered.clear()
-        thread = start_thread("terrazzo-saver", lambda: self._listen(job), self._process.kill)
-        thread.patience_s = _BRIEF_S  # asked, nobody waits for it any more, nor for a writer that cannot be killed
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def done(self, within_s: float = 0.0) -> bool:
-        """Whether the newest job has come to an end."""
-        return self._answered.wait(within_s)
-
-    def problem(self) -> str | None:
-        """What went wrong with the newest job, once it is done."""
-        return self._problem
-
-    def stop(self) -> bool:
-        """Kill it if it is at a job; False if the system does not let go of it."""
-        if not self.done():
-            self._process.kill()
-        return self.done(_BRIEF_S)
-
-    def end(self, patience_s: float) -> None:
-        """Let it finish what it is at, for so long at most, and end it; leave it where the system does not let go."""
-        self._answered.wait(patience_s)
-        self._process.kill()  # an idle one too: a process forked from this one would keep its input open
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_BRIEF_S)
-        if self.done(_BRIEF_S):  # else the thread that listens has the pipes
-            self.hang_up()
-
-    def hang_up(self) -> None:
-        """Nothing is said to it, or heard from it, any more."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-
-    def _listen(self, job: SaveJob) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            line = memoryview(f"{job.to_json()}\n".encode())
-            while line:
-                line = line[self._process.stdin.write(line) :]
-            for answer in iter(self._process.stdout.readline, b""):
-                said = json.loads(answer)
-                if "problem" in said:
-                    self._problem = said["problem"]
-                    break
-                self.beats += 1
-            else:
-                self._problem = self._died()
-        except (OSError, ValueError, KeyError):
-            self._problem = self._died()
-        finally:
-            self._answered.set()
-
-    def _died(self) -> str:
-        self._process.kill()
-        code = self._process.wait()
-        how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"the process that writes it was {how}."
-
-
-class _StandStill:
-    """How long a writer has stood still while somebody waited for it; time in which nobody could wait is none."""
-
-    def __init__(self, writer: _WriterProcess, patience_s: float) -> None:
-        self._writer, self._patience_s = writer, patience_s
-        self._round_s = min(1.0, patience_s / 8)
-        self._beats, self._silent_s = writer.beats, 0.0
-
-    def late(self) -> bool:
-        """Whether it has been too long; waits a moment for the end of the job."""
-        if self._writer.done(self._round_s):
-            return False
-        self._silent_s = self._silent_s + self._round_s if self._writer.beats == self._beats else 0.0
-        self._beats = self._writer.beats
-        return self._silent_s >= self._patience_s

@@ -3,13 +3,14 @@
 On screen is what decides whether to let it run; all else is in the run's folder: `plan.txt`, `metrics.jsonl` and
 `report.html`.
 
-report  all that is said, moment by moment
-voice   how it stands on the screen
-files   what is written
-gauge   the numbers of a log step
+report      all that is said, moment by moment
+voice       how it stands on the screen
+files       what is written
+gauge       the numbers of a log step
+log_window  what is measured between two log steps
 """
 
-from terrazzo.train.report.gauge import StepsMeasured
+from terrazzo.train.report.log_window import LogWindow
 from terrazzo.train.report.report import RunReport
 
-__all__ = ["RunReport", "StepsMeasured"]
+__all__ = ["LogWindow", "RunReport"]
