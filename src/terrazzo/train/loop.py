@@ -153,12 +153,12 @@ class TrainingLoop:
         Collective; it waits for no device.
         """
         numbers = torch.tensor(self.recorder.numbers(), dtype=torch.float64)
-        told = torch.zeros(dist.get_world_size(), len(numbers), dtype=torch.float64)
-        told[dist.get_rank()] = numbers  # zero on all others, so that sums are exact
-        self.engine.traffic.record("control", 8 * told.numel())
+        of_ranks = torch.zeros(dist.get_world_size(), len(numbers), dtype=torch.float64)
+        of_ranks[dist.get_rank()] = numbers  # zero on all others, so that sums are exact
+        self.engine.traffic.record("control", 8 * of_ranks.numel())
         with self.engine.traffic.times_of("", "control").waiting(late=True):
-            dist.all_reduce(told)
-        self.report.step_record(self.recorder.record() | {"skew": self.recorder.skew(told.tolist())})
+            dist.all_reduce(of_ranks)
+        self.report.step_record(self.recorder.record() | {"skew": self.recorder.skew(of_ranks.tolist())})
         self.recorder.take()  # of the next record: the next step counts its exchanges from zero
 
     def validate(self) -> None:

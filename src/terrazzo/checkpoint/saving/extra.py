@@ -50,8 +50,8 @@ def require_alike(extra: dict[str, Any]) -> None:
     Raises:
         RanksApart: on every rank, with the keys.
     """
-    told = gather_json({key: _digest(value) for key, value in extra.items()})
-    given = [told[0], *filter(None, told[1:])]
+    digests = gather_json({key: _digest(value) for key, value in extra.items()})
+    given = [digests[0], *filter(None, digests[1:])]
     if apart := [key for key in {key: None for each in given for key in each} if len({e.get(key) for e in given}) > 1]:
         raise RanksApart(
             f"extra has other values on other ranks, of {listed([*map(repr, apart)])}, and a checkpoint has one of "

@@ -144,17 +144,17 @@ class SpreadFolder(Folder):
                 mouth.sendall(json.dumps(asked).encode() + b"\n")
                 if not (said := lines.readline(_LONGEST)):
                     raise ConnectionResetError("it has hung up")
-                told = json.loads(said)
-                if not told:
+                answer = json.loads(said)
+                if not answer:
                     raise FileNotFoundError(file)
-                for (_, buffer), count in zip(parts, told["counts"], strict=True):
+                for (_, buffer), count in zip(parts, answer["counts"], strict=True):
                     _fill(lines, buffer[:count])
             except FileNotFoundError:
                 raise
             except (OSError, ValueError) as error:
                 self.close()
                 raise OSError(f"host {giver.address}, port {giver.port}: {error}") from None
-        return told["size"], told["counts"]
+        return answer["size"], answer["counts"]
 
     def _mouth(self, giver: Giver) -> tuple[socket.socket, Any]:
         if giver not in self._mouths:

@@ -73,8 +73,8 @@ class Partners:
         self._root, self._label, self._hosts, self.copies = Path(root), label, hosts, copies
         self.damaged: dict[str, str] = {}
         key, ears = secrets.token_hex(16), listening() if hosts.is_first else None
-        told = gather_json(None if ears is None else [own_address(), ears.getsockname()[1], key])
-        self._givers = [Giver(*told[ranks[0]]) for ranks in hosts.ranks]
+        of_ranks = gather_json(None if ears is None else [own_address(), ears.getsockname()[1], key])
+        self._givers = [Giver(*of_ranks[ranks[0]]) for ranks in hosts.ranks]
         self._giving = None if ears is None else Giving(self._root, key, ears)
         self._copying: _Copying | None = None
         self._step: int | None = None  # that is being copied
@@ -90,11 +90,11 @@ class Partners:
         was written is as if it were not there. Collective.
         """
         self.done_reading()
-        told = gather_json(list(self._have(run, since)))
+        of_ranks = gather_json(list(self._have(run, since)))
         found: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
         self.damaged = {}
         for host, ranks in enumerate(self._hosts.ranks):
-            for part in (part for rank in ranks for part in told[rank]):
+            for part in (part for rank in ranks for part in of_ranks[rank]):
                 found.setdefault((part["name"], part["identity"]), []).append((host, part))
                 self.damaged |= {f"{self._label}/{part['name']}": why for why in part["damaged"]}
         whole = {key: holders for key, parts in found.items() if (holders := _holders(parts)) is not None}

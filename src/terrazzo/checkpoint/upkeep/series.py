@@ -268,8 +268,8 @@ def _set_refused_aside(refused: dict[str, str]) -> dict[str, str]:
     def work() -> dict[str, str]:
         return {path: f"{why} {_moved(path)}".rstrip() for path, why in refused.items()} if is_first else {}
 
-    told: dict[str, str] = gather_json(patiently(work, Misuse))[0] if refused else {}  # some stores copy to rename
-    return told
+    texts: dict[str, str] = gather_json(patiently(work, Misuse))[0] if refused else {}  # some stores copy to rename
+    return texts
 
 
 def _moved(path: str) -> str:

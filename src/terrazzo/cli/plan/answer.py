@@ -15,7 +15,7 @@ from rich.console import Console
 
 from terrazzo.cli.plan.files import check_files, emit
 from terrazzo.cli.plan.options import OPTIONS
-from terrazzo.config import load_config
+from terrazzo.config import Config, load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Estimate, Framework, Request, runnable
 from terrazzo.planner.api import ask, in_framework
@@ -47,7 +47,8 @@ def run(asked: OptionValues, given: Collection[str]) -> None:
     source = _source(asked)
     _refuse_options(source, asked, given)
     framework = Framework.parse(asked["framework"])
-    answer = _answer(source, asked, framework)
+    config = None if source != "CONFIG" else load_config(asked["config"], asked["overrides"] or [])
+    answer = _answer(source, asked, framework, config)
     explanation = None if asked["explain"] is None else explained(_best(answer), asked["explain"])
     _write(answer, asked)
     if asked["json"]:
@@ -55,20 +56,20 @@ def run(asked: OptionValues, given: Collection[str]) -> None:
     elif explanation is not None:
         show(explain(explanation))
     else:
-        _print(answer, asked)
+        _print(answer, asked, config)
 
 
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _answer(source: str, asked: OptionValues, framework: Framework) -> Answer | BareAnswer:
+def _answer(source: str, asked: OptionValues, framework: Framework, config: Config | None) -> Answer | BareAnswer:
     if source == "--model":
         return _of_model(asked, framework)
-    if source == "--params":
+    if config is None:
         return _of_count(asked)
     from terrazzo.cli.plan.of_config import of_config  # imports the trainer
 
-    return in_framework(of_config(asked, _request({**asked, "model": 1})), framework)
+    return in_framework(of_config(config, asked, _request({**asked, "model": 1})), framework)
 
 
 def _of_model(asked: OptionValues, framework: Framework) -> Answer:
@@ -172,37 +173,37 @@ def _write(answer: Answer | BareAnswer, asked: OptionValues) -> None:
         raise BadInput(f"'{error.filename}' cannot be written: {error.strerror}.") from error
 
 
-def _print(answer: Answer | BareAnswer, asked: OptionValues) -> None:
+def _print(answer: Answer | BareAnswer, asked: OptionValues, config: Config | None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # × is ? where the output is ASCII, and not an error
     console = Console(highlight=False)
     show(answer.blocks(), console)
     show_bars(answer.chart(), console)
     if isinstance(answer, Answer):
-        show(_how_to_run(answer, asked), console)
+        show(_how_to_run(answer, asked, config), console)
 
 
-def _how_to_run(answer: Answer, asked: OptionValues) -> list[TextBlock]:
+def _how_to_run(answer: Answer, asked: OptionValues, config: Config | None) -> list[TextBlock]:
     """The commands that run the plan, where this version can."""
     here = answer.best.memory.fits is not False and runnable(answer.best.setup)
     start = _start(answer.best.setup.cluster)
-    if asked["config"] is not None and here:
-        command = shlex.join(["train", str(asked["config"]), *(asked["overrides"] or []), *_ranks(answer, asked)])
+    if config is not None and here:
+        ranks = _ranks(answer, asked["gpus"], config)
+        command = shlex.join(["train", str(asked["config"]), *(asked["overrides"] or []), *ranks])
         return [TextLine(f"\nTo run it: {start} {command}", copied=True)]
     if asked["emit"] is not None:
         written = str(asked["emit"])
         return [TextLine(f"\nwritten: {written}. To run it: {start} train {shlex.quote(written)}", copied=True)]
-    if asked["config"] is not None or not here:
+    if config is not None or not here:
         return []
     command = shlex.join([*sys.argv[1:], "--emit", "plan.yaml"])
     return [TextLine(f"\nTo run it: {program()} {command} && {start} train plan.yaml", copied=True)]
 
 
-def _ranks(answer: Answer, asked: OptionValues) -> list[str]:
-    """The override that starts the ranks that were asked for, where one host has them and the file says otherwise."""
-    cluster, overrides = answer.best.setup.cluster, asked["overrides"] or []
-    said = load_config(asked["config"], overrides).rank_numbers[-1:]
-    if asked["gpus"] is None or list(said) == [cluster.count] or not _on_one_host(cluster):
+def _ranks(answer: Answer, gpus: str | None, config: Config) -> list[str]:
+    """The override that starts the ranks that were asked for, where one host has them and `config` says otherwise."""
+    cluster, configured = answer.best.setup.cluster, config.rank_numbers[-1:]
+    if gpus is None or list(configured) == [cluster.count] or not _on_one_host(cluster):
         return []
     return [f"launch.ranks={cluster.count}"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from terrazzo.config import Config, MeshConfig, PlanConfig, load_config
+from terrazzo.config import Config, MeshConfig, PlanConfig
 from terrazzo.errors import BadInput, TerrazzoError, printable
 from terrazzo.planner import Cluster, Estimate, Request, Setup
 from terrazzo.planner.machine.devices import this_machine
@@ -27,15 +27,13 @@ OptionValues = Mapping[str, Any]
 """Arguments of `terrazzo plan` by name."""
 
 
-def of_config(asked: OptionValues, machines: Request) -> Answer:
-    """What `terrazzo train` promises of the same file, here or on other machines.
+def of_config(config: Config, asked: OptionValues, machines: Request) -> Answer:
+    """What `terrazzo train` promises of `config`, here or on other machines.
 
     Args:
         machines: its fields that describe machines are what was said of them; the rest is not looked at.
     """
-    overrides = asked["overrides"] or []
-    config = load_config(asked["config"], overrides)
-    notes = [_calibrated(asked["config"], overrides)] if asked["calibrate"] else []
+    notes = [_calibrated(asked["config"], asked["overrides"] or [])] if asked["calibrate"] else []
     ranks, cluster = _ranks(asked, config), _cluster(machines)
 
     def under(setup: Setup) -> Estimate:

@@ -157,7 +157,7 @@ class LocalRanks:
 
     Args:
         defaults: of their environment, where that of this process has nothing.
-        told: in their environment, whatever that of this process has.
+        fixed: in their environment, whatever that of this process has.
         labelled: lines of all ranks but the first begin with the rank's number.
         patience: with ranks that stand still, which record what they do; None: nobody looks after them.
 
@@ -170,7 +170,7 @@ class LocalRanks:
         count: int,
         arguments: Sequence[str],
         defaults: Mapping[str, str],
-        told: Mapping[str, str] = MappingProxyType({}),
+        fixed: Mapping[str, str] = MappingProxyType({}),
         *,
         labelled: bool = False,
         patience: Patience | None = None,
@@ -179,7 +179,7 @@ class LocalRanks:
         environment = {
             **defaults,
             **os.environ,
-            **told,
+            **fixed,
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(count)),
             "GROUP_RANK": "0",
             "GROUP_WORLD_SIZE": "1",

@@ -93,12 +93,12 @@ class Restarts:
         self._number, self._before = self._number + 1, (saved, ended.why)
         restart = Restart(self._number, self._most, ended.why)
         where = f"from {saved.path}" if saved.path else "from the beginning: there is no checkpoint yet"
-        ranks, told = start.ranks, {_GIVEN: json.dumps(asdict(restart))}
+        ranks, environment = start.ranks, {_GIVEN: json.dumps(asdict(restart))}
         if self._places is not None:
-            ranks, told = self._places.ranks, {**told, **self._places.environment}
+            ranks, environment = self._places.ranks, {**environment, **self._places.environment}
         starting = f"starting {counted(ranks, 'rank')}{'' if lost else ' again'}, {where}"
         self._say(f"restart {restart.number} of {restart.most}: {f'{lost}; ' if lost else ''}{starting}")
-        return Start(ranks, self._words(saved), told)
+        return Start(ranks, self._words(saved), environment)
 
     def _lost(self, ended: Ended) -> str:
         """The places that are no more, in words; a rank has lost its own where it fails at its start again."""

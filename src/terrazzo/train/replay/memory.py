@@ -48,8 +48,8 @@ class MemoryLooks:
         """
         held, self._held = self._held, None
         assert held is not None
-        told = gather_json([held.changed(), held.gathered()])
-        changed = {rank: names for rank, (names, _) in enumerate(told) if names}
+        of_ranks = gather_json([held.changed(), held.gathered()])
+        changed = {rank: names for rank, (names, _) in enumerate(of_ranks) if names}
         step = self._session.step + 1
         if changed:
             what = "; ".join(f"of rank {rank}: {listed(names)}" for rank, names in changed.items())
@@ -57,7 +57,7 @@ class MemoryLooks:
                 f"Memory has changed by itself between the updates of steps {step - 1} and {step}, in {held.title},"
                 f" {what}."
             )
-        if (others := self._others([gathered for _, gathered in told])) is not None:
+        if (others := self._others([gathered for _, gathered in of_ranks])) is not None:
             ranks, most = others
             plural = "s" if len(ranks) > 1 else ""
             than = counted(most, "other rank") if most else "each other"

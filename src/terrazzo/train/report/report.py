@@ -59,9 +59,9 @@ class RunReport:
         for label, text in _header(session):
             self._voice.row(label, text)
         if session.origin.restart is not None:
-            told = {**asdict(session.origin.restart), **self._begun()}
-            self._voice.note(restart_text(told))
-            self._files.log("restart", told)
+            entry = {**asdict(session.origin.restart), **self._begun()}
+            self._voice.note(restart_text(entry))
+            self._files.log("restart", entry)
         elif session.step:
             self._files.log("begin", self._begun())
         for note in session.notes:

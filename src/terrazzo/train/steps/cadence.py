@@ -137,10 +137,10 @@ class Cadence:
         session = self._session
         if self._every != "auto" or self.choice is not None or not self._step_s:
             return None
-        told: list[dict[str, Any]] = gather_json(
+        of_ranks: list[dict[str, Any]] = gather_json(
             {"cost_s": self._cost_s, "step_s": self._step_s, "busy_s": self._busy_s}
         )
-        slowest = {name: max(each[name] for each in told) for name in told[0]}
+        slowest = {name: max(each[name] for each in of_ranks) for name in of_ranks[0]}
         self.choice = choice = Choice.of(session.config, session.ranks.world_size, **slowest)
         session.progress.cadence = asdict(choice)
         return choice
