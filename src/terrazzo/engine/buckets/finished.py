@@ -18,15 +18,15 @@ __all__ = ["FinishedGradient"]
 
 
 class FinishedGradient:
-    """What can be done with it, and with none.
+    """The finished gradient of a bucket, if there is one.
 
     Args:
         axes: over which it is split.
         tier: where it rests.
 
     Attributes:
-        sum: the gradient, be it still on its way to its tier; None where there is none.
-        changes: counts those of the gradient.
+        sum: the gradient, which may still be on its way to its tier; None where there is none.
+        changes: how often the gradient has changed.
     """
 
     _store: Homes  # from `build` on
@@ -49,7 +49,7 @@ class FinishedGradient:
         return self.sum is not None
 
     def land(self, data: Buffer) -> None:
-        """Bring a finished gradient to its tier, or add it to the one that is there."""
+        """Bring a finished gradient to its tier, or add it to the one that rests there."""
         earlier = self.sum
         self.changes += 1
         if earlier is not None:
@@ -64,12 +64,12 @@ class FinishedGradient:
             self.sum = SummedGradient(self._home, self._store.commit(self._home, data))
 
     def handed_over(self, stepped: Sequence[Range], seen: Iterable[Range]) -> SummedGradient:
-        """The finished gradient for an update, which waits for it, and scales in place what it finds in memory.
+        """The gradient for an update, which waits until it has landed, and applies the clipping factor itself.
 
         Args:
-            stepped: what the update uses.
-            seen: parameters that have gradients. If the update leaves any of these, which later micro-batches may add
-                to, all are scaled now.
+            stepped: the ranges that the update uses.
+            seen: the parameters that have gradients. Where the update leaves some of them out, later micro-batches may
+                add to these: then the factor is applied to all now.
         """
         assert self.sum is not None, "no gradient is finished"
         if self.sum.factor is not None and not self._all_in(stepped, seen):
@@ -86,7 +86,7 @@ class FinishedGradient:
         return all(sum(part.intersect(each).numel for each in ranges) == part.numel for part in parts)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply the finished gradient; away from the device, once it is used."""
+        """Multiply the finished gradient; one that rests away from the device is multiplied when it is used."""
         finished = self.sum
         self.changes += 1
         if finished is None:
@@ -105,9 +105,9 @@ class FinishedGradient:
         return self._read(self._range_of(index))
 
     def contribution(self, index: int | None = None) -> Tensor | None:
-        """What this rank gives of it to sums over the axes of `ShardingSpec.contributed_over`.
+        """The elements that this rank contributes to sums over the axes of `ShardingSpec.contributed_over`.
 
-        Each element is given by one rank of these, however many hold it. Arguments as of `whole`.
+        One rank along these axes contributes each element, however many hold it. Arguments as of `whole`.
         """
         axes, optim = self._sharding.axes, self._axes
         rest = axes.names if axes.has_experts else axes.summed_beside
@@ -130,7 +130,7 @@ class FinishedGradient:
             return data if finished.factor is None else finished.scaled(data.clone())
 
     def is_finite(self) -> Tensor | None:
-        """Whether every element is, 0-d bool where it rests, scaled or not; None without a finished gradient."""
+        """Whether every element is finite: a 0-d bool tensor where the gradient rests; None where there is none."""
         if self.sum is None:
             return None
         resting = self.sum.wait()
@@ -145,16 +145,16 @@ class FinishedGradient:
             self.sum.change(change, self.space.layout.slots[index].range)
 
     def expect_changes(self) -> None:
-        """It is in the hands of an optimizer, which may change it in place."""
+        """An optimizer gets the gradient, and may change it in place."""
         self.changes += 1
 
     def forget(self) -> None:
-        """There is none any more."""
+        """Forget the gradient."""
         self.changes += 1
         self.sum = None
 
     def zero(self) -> None:
-        """An optimizer still steps on it."""
+        """Set the gradient to zero; an optimizer still steps on it."""
         self.changes += 1
         if self.sum is not None:
             self.sum.drop_factor()  # it would meet the next gradient, and 0 times NaN is NaN

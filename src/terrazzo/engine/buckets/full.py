@@ -1,4 +1,4 @@
-"""The full weights of a bucket, of which its parameters are views: their memory comes and goes under these."""
+"""The full weights of a bucket. Its parameters are views of them, and stay so while the memory comes and goes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["FullWeights", "Storages"]
 
 
 class Storages:
-    """Which unit's full weights lie in a storage, by its address: only of those that come and go."""
+    """The units whose full weights come and go, by the address of the storage that these lie in."""
 
     def __init__(self) -> None:
         self._units: dict[int, int] = {}
@@ -32,11 +32,11 @@ class Storages:
         return bool(self._units)
 
     def add(self, data: Tensor, unit: int) -> None:
-        """The full weights `data` of a unit are in that storage from now on."""
+        """Note that the full weights `data` of a unit are in their storage from now on."""
         self._units[data.untyped_storage()._cdata] = unit
 
     def move(self, left: torch.UntypedStorage, data: Tensor) -> None:
-        """Full weights that were in the storage `left`, if any were, are in that of `data`."""
+        """Note that the full weights that were in the storage `left`, if any, are in that of `data`."""
         if (unit := self._units.pop(left._cdata, None)) is not None:
             self.add(data, unit)
 
@@ -59,7 +59,7 @@ class FullWeights:
         ledger: of transient memory.
 
     Attributes:
-        buffer, data: their memory, and all elements of it, 1-D; of no bytes while they are released.
+        buffer, data: their memory, and all its elements, 1-D; the storage has no bytes while they are released.
         edits: what users do to the parameters.
         present: whether modules can read them now.
         pinned: whether `release` keeps them, for the user to read.
@@ -100,7 +100,7 @@ class FullWeights:
         """Bring them to this rank.
 
         Args:
-            from_rest: from where weights rest, even if more of them is kept between forward and backward.
+            from_rest: gather from where weights rest, even where `between` keeps more of them on this rank.
         """
         if not from_rest and self.present:
             self._hold()  # as ranks that have put them down did
@@ -127,7 +127,7 @@ class FullWeights:
     # -- they go -----------------------------------------------------------------------------------------------
 
     def rest_between(self) -> None:
-        """Keep from forward to backward the part of them that the plan's `between` names."""
+        """Keep the part that the plan's `between` names from forward to backward, and release the rest."""
         if self.present and not self._stays:
             self._hold()
             self.release()
@@ -161,11 +161,11 @@ class FullWeights:
                 self._hide(None)
 
     def rest(self) -> None:
-        """Release them, and what is kept for backward: weights have changed or the step is over."""
+        """Release them and what is kept for backward: weights have changed, or the step is over."""
         do_all((self.release, self._drop_held))
 
     def free_storage(self) -> None:
-        """Let go of their memory, which stays with whoever has views of it: the next have another."""
+        """Leave their memory to whoever has views of it; the next full weights get other memory."""
         if self._resident or not self.data.untyped_storage().size():
             return
         self._ledger.release(self.data.nbytes)
@@ -178,7 +178,7 @@ class FullWeights:
             self._storages.move(left, self.data)
 
     def hide(self, arrive: Callable[[], None] | None = None) -> None:
-        """Where they are those at rest: these are being updated elsewhere, and must not be read before `install`.
+        """Resident weights are being updated elsewhere: refuse to have them read before `install`.
 
         Args:
             arrive: does so, before whatever touches them; None: that raises.
@@ -207,6 +207,6 @@ class FullWeights:
             )
 
     def drop_edits(self) -> None:
-        """What has been written into gathered weights ends with them; whole ones keep it."""
+        """Forget what was written into gathered weights, which is lost with them; resident ones keep it."""
         if not self._resident:
             self.edits.forget_written()

@@ -1,8 +1,8 @@
 """The gradient of a bucket on this rank, on its way from autograd to the optimizer.
 
-It is unreduced while backward fills it, a partial sum between micro-batches that are reduced one by one, and finished
-(`finished`) once the last one has been summed over all ranks and divided. Finished and partial ones rest on the plan's
-tier.
+It passes through three stages. The unreduced gradient is what backward fills on this rank. A partial sum over ranks is
+kept between micro-batches that are reduced one by one. The finished gradient is the sum of all micro-batches over all
+ranks, divided. Partial sums and the finished gradient rest on the plan's tier.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ __all__ = ["Gradient"]
 
 
 _TAGS = {"tied": 2**30, "control": 2**30 + 1}
-"""Of what stages send each other of gradients, and of which there are: above the tags of activations."""
+"""Tags of the messages with which stages add up gradients that they share: above the tags of activations."""
 
 
 class Gradient:
-    """Of every parameter of a flat space, at each stage of that way.
+    """The gradients of all parameters of one flat space, in whichever stage they are.
 
     Args:
         members: the parameters.
-        ledger: of transient memory.
-        sums: how it is summed over ranks.
+        ledger: counts transient memory.
+        sums: how gradients are summed over ranks.
         tier: where sums rest.
 
     Attributes:
-        seen: for each parameter, whether it has got a gradient since the last `zero`; on any rank, once they agreed.
-        finished: what the last micro-batch has made of it.
+        seen: for each parameter, whether it has received a gradient since the last `zero`: on this rank, and from
+            `agree_on_seen` on, on any rank.
+        finished: the finished gradient.
     """
 
     _store: Homes  # from `build` on
@@ -75,36 +76,38 @@ class Gradient:
     # -- within a micro-batch ----------------------------------------------------------------------------------
 
     def accumulate(self, index: int, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Move a parameter's `.grad` into the unreduced gradient, adding to what earlier micro-batches left there.
+        """Add a parameter's `.grad` to the unreduced gradient, and set it to None.
 
         Args:
             index: which parameter.
-            dtype: of the unreduced gradient, if this is its first part.
+            dtype: of the unreduced gradient, which is allocated if this is its first part.
         """
         if parameter.grad is not None:
             self.add(index, parameter.grad, dtype)
             parameter.grad = None
 
     def add(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
-        """The same of a gradient that autograd has not brought."""
+        """Add `grad`, the gradient of parameter `index`, to the unreduced gradient. `dtype` as for `accumulate`."""
         self.begin(dtype).add(index, grad if self._counts[index] else torch.zeros_like(grad))
         self.seen[index] = True
 
     @property
     def filled_numel(self) -> int:
-        """Elements of the parameters whose gradients are in the unreduced gradient; of whole ones, so that ranks with
-        other parts of them count the same.
+        """How many elements of the unreduced gradient autograd has brought. Parameters that ranks along `tp` divide
+        count as a whole, so that all ranks count the same.
         """
         return 0 if self._unreduced is None else sum(compress(self._numels, self._unreduced.filled))
 
     def begin(self, dtype: torch.dtype) -> UnreducedGradient:
-        """The unreduced gradient, from now on if there was none. `dtype` as for `accumulate`."""
+        """Return the unreduced gradient; allocate it if there is none. `dtype` as for `accumulate`."""
         if self._unreduced is None:
             self._unreduced = self._make_unreduced(dtype, lent=False)
         return self._unreduced
 
     def expect(self, dtype: torch.dtype) -> None:
-        """Gradients will come: have memory for them that, once they are reduced, need not come back to computation.
+        """Allocate the unreduced gradient before its unit's backward, in memory of the communication stream.
+
+        The next chain on that stream can then reuse it as soon as it has been reduced.
 
         Args:
             dtype: as for `accumulate`.
@@ -119,18 +122,21 @@ class Gradient:
         return UnreducedGradient(self.space.layout, data, lent)
 
     def _take_unreduced(self, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """Inside of a chain: its elements, or zeros of the side's where there are none, and whether they are lent.
+        """Take the unreduced gradient out, inside of a chain; zeros where there is none.
 
-        Gradients that come from now on are those of another one.
+        Gradients that come from now on go into another one.
+
+        Returns:
+            Its elements, and whether their memory is the communication stream's, lent to the computation.
         """
         taken, self._unreduced = self._unreduced or self._make_unreduced(dtype, lent=True), None
         return taken.complete(), taken.lent
 
     def add_stages(self, stages: Sequence[int], dtype: torch.dtype) -> None:
-        """Have the unreduced gradient be the sum of those of the ranks that have stages with these parameters.
+        """Replace the unreduced gradient by the sum over the stages that share these parameters. Collective over them.
 
-        Added in the order of ranks: all have the same bits. A parameter counts as seen where it does on any of them.
-        Collective over these.
+        The terms are added in the order of stages, so all get the same bits. A parameter counts as seen if any of these
+        stages has seen a gradient of it.
 
         Args:
             stages: their numbers along the axis of stages, in order.
@@ -144,7 +150,7 @@ class Gradient:
         self.seen = functools.reduce(torch.logical_or, _on_stages(axes, stages, seen, "control")).tolist()
 
     def agree_on_seen(self, flags: Iterable[int]) -> None:
-        """Ranks have told one another which parameters got a gradient: each counts as seen where any rank saw one.
+        """Ranks have exchanged which parameters received a gradient: one that any rank has seen counts as seen.
 
         Args:
             flags: of each parameter, 0 where no rank did.
@@ -208,7 +214,7 @@ class Gradient:
         self._partial = SummedGradient(self._partial_home, self._store.commit(self._partial_home, sums))
 
     def _complete(self, partial: Tensor, reduction: Reduction, denominator: float) -> Moves[Tensor]:
-        """Sum what is left to sum over, divide once, and bring the gradient to its tier."""
+        """Sum over the remaining axes, divide once, and bring the finished gradient to its tier."""
         summed = yield from self._sum(partial, reduction.finish, denominator)
         data = converted(summed, self.sharding.precision.accumulate)
         if not any(move.divides for move in reduction.finish):
@@ -217,7 +223,7 @@ class Gradient:
         return data
 
     def _sum(self, data: Tensor, moves: Iterable[MoveBytes], denominator: float = 1) -> Moves[Tensor]:
-        """`data` summed over the ranks of each move; as they are where there is none.
+        """`data` summed over the ranks of each move in turn.
 
         Args:
             denominator: for the move that divides.
@@ -291,7 +297,7 @@ class Gradient:
 
 
 def _on_stages(axes: Axes, stages: Sequence[int], own: Tensor, kind: str) -> list[Tensor]:
-    """What each of these stages has where this rank has `own`, in their order. Collective over them; blocks."""
+    """The tensors of all these stages, in their order; `own` is this rank's. Collective over the stages; blocks."""
     links, place = axes.along(axes.stages[0]), axes.place_among_stages
     others, handles = {stage: torch.empty_like(own) for stage in stages if stage != place}, []
     for source in stages:  # all begin their messages in one order: NCCL waits for each before the next on its route

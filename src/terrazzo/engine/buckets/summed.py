@@ -21,8 +21,8 @@ class SummedGradient:
 
     Attributes:
         data: where it rests.
-        landing: what has to end before it is there; None for nothing.
-        factor: what it has still to be multiplied by, from clipping; None for nothing.
+        landing: the job that brings the data to where they rest; None once it has ended.
+        factor: the clipping factor that has not been applied yet; None for none.
     """
 
     data: Resting
@@ -30,7 +30,7 @@ class SummedGradient:
     factor: Tensor | None = None
 
     def wait(self) -> Resting:
-        """Return the data once they are there."""
+        """Return the data once they have landed."""
         if self.landing is not None:
             self.landing.wait()
             self.landing = None
@@ -53,11 +53,11 @@ class SummedGradient:
         self.factor = None
 
     def scaled(self, part: Tensor) -> Tensor:
-        """`part` of the data, or a copy of one, multiplied in place by what has been put off."""
+        """`part` of the data, or a copy of one, multiplied in place by the factor that was put off."""
         return part if self.factor is None else multiply(part, self.factor)
 
     def apply_factor(self) -> None:
-        """Multiply by what has been put off so far: the elements are about to change."""
+        """Multiply by the factor that was put off: the elements are about to change."""
         if self.factor is not None:
             self.change(self.scaled)
             self.factor = None

@@ -22,7 +22,7 @@ __all__ = ["Unit", "adopt_edits"]
 
 
 class Unit:
-    """One unit's buckets: a `Runnable` of the schedule's. What that says of a method is not said again here.
+    """One unit's buckets. It implements `Runnable` of the schedule, which documents the methods without a docstring.
 
     Args:
         names: of all units of the model.

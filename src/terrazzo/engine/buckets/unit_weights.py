@@ -25,7 +25,7 @@ class UnitWeights:
         publish         on their way from the masters   none, or whoever reads waits    finish_publishing
         gather          stay as they are                on their way                    wait
 
-    They are `RunnableWeights` of the schedule's: what that says of a method is not said again here.
+    They implement `RunnableWeights` of the schedule, which documents the methods without a docstring.
 
     Args:
         names, index: as of `Unit`.
@@ -78,7 +78,7 @@ class UnitWeights:
             self._gathering = [Transfer(chain, label, self._side) for chain in _gathers(self._buckets, from_rest)]
 
     def advance(self) -> None:
-        """Weights on their way from a drive come a step further; those that were updated are brought in line."""
+        """Move a gather from a drive one step on; without a gather, bring updated weights in line."""
         if self._gathering:
             if any(bucket.tiers.weight == "nvme" for bucket in self._buckets):
                 for transfer in self._gathering:
@@ -100,11 +100,11 @@ class UnitWeights:
             call()
 
     def tell_once_here(self, call: Callable[[], None] | None) -> None:
-        """Call `call`, once, when full weights are there to be read the next time; None: nobody wants to know."""
+        """Call `call`, once, when full weights can be read the next time; None: call nothing."""
         self._once_here = call
 
     def begin_update(self, update: Job) -> None:
-        """Note that its master weights change until `update` has ended: weights at rest wait for that."""
+        """Note that master weights change until `update` has ended: weights at rest wait for that."""
         self._updates[:] = [update]
         for bucket in self._trainable:
             bucket.full.hide()
@@ -165,8 +165,8 @@ class UnitWeights:
                 bucket.full.install()
 
 
-# These hold the moves that are under way for them, and those must not hold these: they would never be freed without the
-# collector where a forward or a backward has left them unfinished.
+# A `UnitWeights` holds the moves under way, and these must not hold it: a cycle that an unfinished forward or backward
+# leaves would only be freed by the collector. So the moves are functions of buckets.
 
 
 def _finish_publishing(weights: Callable[[], UnitWeights | None]) -> None:

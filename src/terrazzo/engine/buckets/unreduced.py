@@ -11,14 +11,14 @@ __all__ = ["UnreducedGradient"]
 
 
 class UnreducedGradient:
-    """Elements of every parameter of a flat space, of which some have a gradient by now.
+    """A buffer for the gradients of all parameters of a flat space, some of which have come.
 
     Args:
-        data: memory for the whole space, whatever is in it.
-        lent: whether that is the side's, and lent to the computation; else it is the computation's own.
+        data: uninitialised memory for the whole space.
+        lent: whether the memory is the communication stream's, lent to the computation; else it is the computation's.
 
     Attributes:
-        filled: for each parameter, whether it has a gradient here; the elements of others mean nothing.
+        filled: for each parameter, whether its gradient has come; the elements of the others mean nothing.
     """
 
     def __init__(self, layout: Layout, data: Tensor, lent: bool) -> None:
@@ -28,7 +28,7 @@ class UnreducedGradient:
             data[gap.start : gap.stop].zero_()
 
     def add(self, index: int, grad: Tensor) -> None:
-        """Add to the gradient of one parameter, or be it."""
+        """Add `grad` to the gradient of one parameter; the first one is copied."""
         target = view(self.data, self._slots[index])
         if self.filled[index]:
             target.add_(grad)
@@ -37,11 +37,11 @@ class UnreducedGradient:
         self.filled[index] = True
 
     def forget(self, index: int) -> None:
-        """One parameter has no gradient here any more."""
+        """Forget the gradient of one parameter."""
         self.filled[index] = False
 
     def complete(self) -> Tensor:
-        """All elements; parameters that have no gradient here get one of zeros."""
+        """Return all elements; parameters without a gradient get zeros."""
         for slot, filled in zip(self._slots, self.filled, strict=True):
             if not filled:
                 self.data[slot.range.start : slot.range.stop].zero_()

@@ -1,4 +1,4 @@
-"""Where chains of collectives run: beside the computation, or in step with it where the host does the work."""
+"""Communication streams: chains of collectives run on them on CUDA; on CPU the host does the work itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def side_of(device: torch.device, backends: Collection[str]) -> Side | None:
-    """The side of a mesh on `device`; None where the host itself does the work, or waits for it.
+    """The communication streams of a mesh on `device`; None where the host does the work, or waits for it.
 
     Args:
         backends: of the mesh's axes. `fake` moves nothing, so nobody waits: steps on paper are queued as on CUDA.
@@ -27,10 +27,11 @@ def side_of(device: torch.device, backends: Collection[str]) -> Side | None:
 
 
 class Side:
-    """Whole chains, one after the other, on a stream of their own. Memory that they allocate for themselves is its.
+    """The communication streams of one mesh.
 
-    What a chain goes on with has further streams, if it says so: a sum between machines, or a division, does not keep
-    gathers and sums inside of a machine waiting.
+    Chains of collectives run one after the other on the first stream, which owns the memory that they allocate. A chain
+    may continue on further streams: so a sum between machines, or a division, does not delay the gathers and sums
+    inside of a machine that come next.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +40,7 @@ class Side:
 
     @contextlib.contextmanager
     def chain(self) -> Iterator[None]:
-        """What is queued inside comes after all that the computation has queued, and before what waits for `mark`."""
+        """Inside, work is queued on the first stream, behind all that the computation has queued."""
         self._user = self._computation
         self._stream.wait_event(self._user.mark())
         with self._stream.inside():
@@ -47,7 +48,7 @@ class Side:
 
     @contextlib.contextmanager
     def further(self, count: int) -> Iterator[None]:
-        """Inside of `chain`: what is queued inside comes after what the chain has queued; other chains need not wait.
+        """Inside of `chain`: work is queued on a further stream, behind the chain; other chains do not wait for it.
 
         Args:
             count: how often this chain has gone further before.
@@ -59,11 +60,11 @@ class Side:
             yield
 
     def home(self) -> AbstractContextManager[Any]:
-        """Inside of `chain`: memory that is allocated here is the computation's."""
+        """Inside of `chain`: memory that is allocated inside belongs to the computation's stream."""
         return self._user.inside()
 
     def lend(self, make: Callable[[], T]) -> T:
-        """What `make` allocates is the side's memory; the computation may use it, after all chains so far."""
+        """Have `make` allocate memory of the first stream, which the computation may use behind all chains so far."""
         with self.chain():
             made = make()
             mark = self.mark()
@@ -71,11 +72,11 @@ class Side:
         return made
 
     def mark(self) -> torch.Event | None:
-        """Inside of `chain` or `further`: its end."""
+        """An event at the end of what is queued now, inside of `chain` or `further`."""
         return Stream.current(self._stream.device).mark()
 
     def wait(self, mark: torch.Event | None) -> None:
-        """The computation waits for a mark."""
+        """Have the computation's stream wait for an event of `mark`."""
         self._computation.wait_event(mark)
 
     @property

@@ -1,4 +1,4 @@
-"""What torch calls while a model runs, and what it tells the schedule of that.
+"""Hooks that torch calls while a model runs, and that drive the schedule.
 
 Read forward_hooks and backward_hooks, and hooks, which has both.
 """

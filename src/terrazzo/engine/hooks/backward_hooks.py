@@ -27,27 +27,27 @@ __all__ = ["BackwardHooks", "GradientListener"]
 
 
 class GradientListener:
-    """Hears of the gradients of one model. This one does nothing of it."""
+    """The interface for objects that follow the gradients of one model; its own methods do nothing."""
 
     def begin_backward(self) -> None:
-        """A backward begins: no gradient of it is there."""
+        """A backward begins; none of its gradients has come."""
 
     def end_backward(self) -> None:
-        """It has ended: all are there."""
+        """A backward has ended: all its gradients have come."""
 
     def before_use(self) -> None:
         """Gradients are about to be clipped, or taken by the optimizer."""
 
 
 class BackwardHooks:
-    """Hooks on the backwards of one sharded model, which torch holds weakly: the model can be freed at once.
+    """Hooks on the backwards of one sharded model. Torch holds them weakly, so that the model can be freed at once.
 
-    A backward begins at the first sign of it, whichever that is, and ends when autograd says so.
+    A backward begins with the first hook that it reaches, whichever that is, and ends when autograd calls back.
 
     Attributes:
-        listener: told of each backward.
-        recover: ends optimizer steps that have raised, before a forward or a backward uses weights.
-        surprised: whether backward has come to a unit unannounced, or may do so.
+        listener: hears of each backward.
+        recover: ends optimizer steps that have raised; called before a forward or a backward uses weights.
+        surprised: whether a backward has come to a unit that nothing announced, or may do so.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class BackwardHooks:
     # -- it begins ---------------------------------------------------------------------------------------------
 
     def start(self) -> BackwardPass:
-        """The backward that is under way, which may begin with this."""
+        """Return the backward that is under way; begin one if there is none."""
         if self.schedule.backward is not None:
             return self.schedule.backward
         self.recover()
@@ -106,7 +106,13 @@ class BackwardHooks:
     # -- it comes to units -------------------------------------------------------------------------------------
 
     def enter(self, index: int, generation: int, forward: int | None) -> None:
-        """Backward comes to a call of a unit, which ran in that forward, when its weights were of `generation`."""
+        """Backward comes to a call of a unit.
+
+        Args:
+            index: of the unit.
+            generation: of its weights when the call ran.
+            forward: number of the model's forward that the call ran in; None for the last one.
+        """
         self.recover()
         unit = self.units[index]
         if unit.weights.generation != generation:
@@ -131,7 +137,7 @@ class BackwardHooks:
         self._tally.recorder.unit_begins(unit.index, "recompute")
 
     def use_saved(self, index: int) -> None:
-        """A part of backward is about to read the weights of a unit."""
+        """Autograd is about to read weights of a unit that it has saved."""
         unit = self.units[index]
         if not unit.weights.present:
             self.surprised = True
@@ -157,7 +163,7 @@ class BackwardHooks:
         backward.gradient_came(unit)
 
     def _refuse(self, unit: Unit, bucket: Bucket, index: int) -> NoReturn:
-        """A gradient came where it cannot be taken."""
+        """Refuse a gradient that the engine cannot take."""
         if not bucket.full.present:
             self.surprised = True
             raise Misuse(
@@ -174,14 +180,14 @@ class BackwardHooks:
     # -- it ends -----------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Autograd has come to the end of a backward. Collective."""
+        """Autograd has ended a backward: run the program to its end. Collective."""
         if (backward := self.schedule.backward) is not None:
             self._exchanges.before_end(backward.end_label)
             backward.end()
             self.complete(backward)
 
     def complete(self, backward: BackwardPass) -> None:
-        """The sums of all its gradients have been started. Collective."""
+        """The sums of all gradients have been started: agree with the other ranks, and wait for them. Collective."""
         self.agreement.on_gradients(backward)  # which may start those of late ones once more
         self.schedule.end_backward()
         self._progress.denominator.loss_scale.end_backward()

@@ -38,11 +38,11 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class ForwardHooks:
-    """Hooks around the forwards of one sharded model, which torch holds weakly: the model can be freed at once.
+    """Hooks around the forwards of one sharded model. Torch holds them weakly, so that the model can be freed at once.
 
-    A call of the model is a pass of its own; or a part of one, inside of whose call it is; or a part of backward, which
-    activation checkpointing runs again. Which it is shows from where it is called, and not from how many have begun:
-    one in which a user's hook raises may begin without a word, or end without one.
+    A call of the model is a pass, or lies inside of the call that is the pass, or is run again by activation
+    checkpointing inside of backward. The hooks tell these apart by the call stack. Counting calls would not do: where a
+    user's hook raises, a call may begin or end without reaching the engine's hooks.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class ForwardHooks:
         return any(call is own for call in islice(calls_of(model), 1, None))
 
     def _is_pass(self, model: nn.Module) -> bool:
-        """Whether it is that one."""
+        """Whether the call of the model that runs now is the pass."""
         return next(calls_of(model)) is self._pass_call()
 
     def _begin(self, model: nn.Module) -> None:
-        """Start from what the user and the last pass have left, be it a backward that raised."""
+        """A pass begins: settle what the user and the last pass have left, such as a backward that raised."""
         training, schedule = torch.is_grad_enabled(), self._schedule
         self._backward.recover()
         self._phases.begin("forward" if training else "evaluate")
@@ -171,7 +171,7 @@ class ForwardHooks:
                 self._schedule.abandon_forward()
 
     def _unscaled(self, tensor: Tensor) -> Tensor:
-        """An input whose gradient leaves the model."""
+        """An input, whose gradient leaves the model without the loss scale."""
         leaves = tensor.requires_grad and tensor.is_floating_point()
         return self._loss_scale.of_input(tensor) if leaves else tensor
 
@@ -238,17 +238,17 @@ class ForwardHooks:
         return self._announcements.watch(unit, output, hook)
 
     def _keep_until_backward_ends(self, unit: Unit) -> None:
-        """Nothing may announce the backward of `unit`."""
+        """Keep the weights of `unit`, whose backward nothing may announce."""
         self._backward.may_surprise()
         (self._schedule.forward or self._schedule).keep_until_backward_ends(unit)
 
     def reach(self, index: int) -> bool:
-        """Weights of a unit are asked for outside of its own forward: inside the model's, they are gathered.
+        """Somebody reads weights of a unit outside of its own forward: gather them, if the model's forward runs.
 
-        They stay until backward ends, since nothing announces where that comes to them; without gradients until this
-        forward does.
+        They stay until backward ends, since nothing announces their own backward; without gradients, until this forward
+        ends.
 
-        Returns: whether they are here.
+        Returns: whether they can be read now.
         """
         unit, forward = self._units[index], self._schedule.forward
         if forward is None or inside_backward():

@@ -1,12 +1,13 @@
 """One backward along the program.
 
-Backward of a unit begins: release the units that have ended, gather this one, start reducing the ended ones, start
-gathering the next ones, wait. Half of its gradient is there: gather what was postponed. Backward ends: reduce the rest.
+When the backward of a unit begins, the pass releases the units that have ended, gathers this unit, starts to reduce the
+ended ones, starts to gather the next ones, and waits for its own gather. When half of the unit's gradient has come, it
+starts the gathers that were postponed. When backward ends, it reduces the rest.
 
-Three units' worth of memory is in use: the weights and the gradient of the running unit, and either the gradient that
-is being reduced or the weights that come next. Where the host waits for a reduction, the next gather is therefore
-postponed until half of the running unit's gradient is there. Beside the computation it comes right behind the
-reduction, on the same stream, and has the memory that this gives back.
+Memory holds three units' worth: the weights and the gradient of the running unit, and either the gradient that is being
+reduced or the weights of the next unit. On CPU, where the host waits for reductions, the next gather is therefore
+postponed until half of the running unit's gradient has come. On CUDA it follows the reduction on the same stream, and
+reuses the memory that the reduction gives back.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ __all__ = ["BackwardPass"]
 
 
 class BackwardPass:
-    """A backward, from its begin until its last reduction has ended; one that raised stays until gradients are
-    forgotten. `Schedule.begin_backward` makes it.
+    """A backward, from its begin until its last reduction has ended. `Schedule.begin_backward` makes it.
+
+    One that raised stays with its schedule until gradients are forgotten.
 
     Args:
         program: what all ranks run.
@@ -35,9 +37,9 @@ class BackwardPass:
 
     Attributes:
         this_pass: what becomes of its gradients.
-        closed: units whose gradients are being reduced, or are complete.
-        late: of these, to which a gradient has come after that.
-        of_forward: number of the forward that the running unit was in, 0 where nobody knows; None for the last one.
+        closed: units whose gradients are complete, and may be under reduction.
+        late: closed units that have received a further gradient since.
+        of_forward: number of the forward that the running unit was in; 0: unknown, None: the last one.
     """
 
     backward_follows = True
@@ -62,7 +64,7 @@ class BackwardPass:
 
     @property
     def end_label(self) -> Label:
-        """At which ranks meet when it ends."""
+        """The label of the exchange in which ranks meet when this pass ends."""
         return self._weights.label(Purpose.END_OF_BACKWARD, number=self._number)
 
     # -- what torch comes to -----------------------------------------------------------------------------------
@@ -78,7 +80,8 @@ class BackwardPass:
     def recompute(self, unit: Runnable) -> None:
         """Forward of `unit` runs again, perhaps long before its own backward.
 
-        The program is run up to what it does not know to be recomputed so early: gradients between come late this time.
+        Where the program does not know that the unit is recomputed so early, the program is run up to it: gradients of
+        the units between come late this time.
         """
         cursor, backward = self._cursor, self._order.backward
         if not self._weights.has(unit):
@@ -102,7 +105,7 @@ class BackwardPass:
         unit.weights.wait()
 
     def gradient_came(self, unit: Runnable) -> None:
-        """To a parameter of `unit`."""
+        """A parameter of `unit` has received its gradient."""
         if self._postponed and self._order.backward[self._cursor - 1] == unit.index and unit.half_filled:
             self.halfway()
         if unit.index in self.closed:
@@ -144,7 +147,7 @@ class BackwardPass:
         self._cursor = position + 1
 
     def _go_on_beside(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
-        """Reductions run beside the computation: gathers of what comes next follow right behind them."""
+        """Reductions run on a stream of their own: the next gathers follow right behind them."""
         running.weights.wait()  # its gradient's memory comes behind what has had a unit's time, and no more
         self._reductions.advance()
         if self.this_pass is not Pass.DROPS:  # which are not reduced: their memory is the computation's
@@ -154,14 +157,14 @@ class BackwardPass:
         self.halfway()
 
     def _go_on_in_step(self, running: Runnable, ended: Iterable[Runnable], ahead: Sequence[int]) -> None:
-        """The host waits for reductions: gathers of what comes next wait for half of the running unit's gradient."""
+        """The host waits for reductions: the next gathers wait for half of the running unit's gradient."""
         self.close(ended)
         self._postponed = ahead
         if not (self._reductions.under_way and running.fills_gradually):
             self._gather_postponed()
 
     def halfway(self) -> None:
-        """Half of the running unit's gradient is there, or the program goes on: make room, and gather what is next."""
+        """Half of the running unit's gradient has come, or the program moves on: make room, and gather what is next."""
         if self._postponed:
             self._reductions.make_room()
         self._gather_postponed()
@@ -176,9 +179,7 @@ class BackwardPass:
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def close(self, units: Iterable[Runnable]) -> None:
-        """The gradients of units are complete: start summing them over ranks, unless this micro-batch only adds, or no
-        step uses it.
-        """
+        """The gradients of units are complete: start to sum them over ranks, if this pass reduces."""
         for unit in units:
             self.closed.add(unit.index)
             if unit.has_gradients and self.this_pass is Pass.DROPS:
@@ -192,7 +193,7 @@ class BackwardPass:
         self._reductions.start(unit, self._weights.label(purpose, unit.index, self._number))
 
     def abandon(self) -> None:
-        """It raised, here and on every other rank: let go of what is under way."""
+        """The backward raised, on every rank: end what is under way."""
         self._reductions.abandon()
         with contextlib.suppress(RuntimeError, OSError):
             self._gather_postponed()  # a rank that came a little further has done so

@@ -1,6 +1,7 @@
 """One forward of the model along the program.
 
-Forward of a unit begins: gather it, start gathering the next ones, wait. It ends: weights go to the plan's `between`.
+When the forward of a unit begins, the pass gathers the unit, starts to gather the next ones, and waits for its own
+gather. When it ends, the unit's weights go to the plan's `between`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ForwardPass:
 
     @property
     def end_label(self) -> Label:
-        """At which ranks meet when it ends."""
+        """The label of the exchange in which ranks meet when this pass ends."""
         return self._weights.label(Purpose.END_OF_FORWARD, number=self._number)
 
     def enter(self, unit: Runnable) -> None:
@@ -65,7 +66,7 @@ class ForwardPass:
         self._weights.put_down(unit, self.backward_follows)  # which must not depend on this rank's data
 
     def keep_until_backward_ends(self, unit: Runnable) -> None:
-        """Forward of `unit` has ended, and nothing will tell when its backward begins."""
+        """Forward of `unit` has ended, and nothing will announce its backward: its weights stay until backward ends."""
         self._note_end(unit, Event.LEAVE_FOR_GOOD)
         self._weights.keep_until_backward_ends(unit)
 

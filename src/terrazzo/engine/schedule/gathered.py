@@ -1,4 +1,4 @@
-"""Which units' weights the program has here, from pass to pass, and what becomes of them as units end."""
+"""The units whose weights the program has gathered, from pass to pass, and when each is released."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["GatheredWeights"]
 
 
 class GatheredWeights:
-    """The schedule and its passes alone call this.
+    """The gathered weights of one model's units. Only the schedule and its passes call this.
 
     Args:
         units: in registration order.
@@ -30,11 +30,11 @@ class GatheredWeights:
         self._names = tuple(unit.name for unit in units)
 
     def label(self, purpose: Purpose, index: int = 0, number: int = 0) -> Label:
-        """What an exchange of a unit's weights or gradients is for, in the pass of that number."""
+        """The label of an exchange of a unit's weights or gradients, in the pass of that number."""
         return Label(purpose, index, number, self._names)
 
     def gather(self, indices: Iterable[int], purpose: Purpose, number: int = 0) -> None:
-        """The program comes to these units: start gathering those that it does not have here."""
+        """The program comes to these units: start to gather those that it has not gathered yet."""
         for index in indices:
             if index in self._here:
                 self.units[index].weights.advance()
@@ -43,7 +43,7 @@ class GatheredWeights:
                 self.units[index].weights.gather(self.label(purpose, index, number))
 
     def gather_ahead(self, count: int) -> None:
-        """From now on, at least so many units ahead of the running one."""
+        """From now on, gather at least so many units ahead of the running one."""
         self.prefetch = max(self.prefetch, count)
 
     def has(self, unit: Runnable) -> bool:
@@ -59,7 +59,7 @@ class GatheredWeights:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether the backward of an earlier forward has not come, or raised."""
+        """Whether an earlier forward still waits for its backward, or its backward raised."""
         return bool(self._awaited) and not self._lasts
 
     def expect_backward(self, unit: Runnable) -> None:
@@ -67,7 +67,7 @@ class GatheredWeights:
         self._awaited.add(unit.index)
 
     def keep_until_backward_ends(self, unit: Runnable) -> None:
-        """A forward of `unit` has ended, and nothing will tell when its backward begins."""
+        """A forward of `unit` has ended, and nothing will announce its backward: its weights stay until it ends."""
         self._awaited.add(unit.index)
         self._until_end.add(unit.index)
 
@@ -99,7 +99,7 @@ class GatheredWeights:
                 unit.weights.release()
 
     def leave_backward(self, unit: Runnable, is_over: bool) -> None:
-        """The program has left `unit` in a backward; `is_over` if this rank has, too."""
+        """The program has left `unit` in a backward; `is_over`: so has this rank."""
         if not self._lasts or unit.weights.regathered:
             self._here.discard(unit.index)
         if self._lasts and is_over:
@@ -123,11 +123,11 @@ class GatheredWeights:
         return self._lasts
 
     def begin_step(self) -> None:
-        """In such a step, weights stay at the plan's `between`, and never go back to `weight`."""
+        """A step of several micro-batches in flight begins: weights stay at the plan's `between` until it ends."""
         self._lasts = True
 
     def rest(self) -> None:
-        """A step is over: every unit back to the plan's `weight` place."""
+        """A step is over: bring every unit back to the plan's `weight` place."""
         self._clear()
         do_all(unit.weights.rest for unit in self.units)
 

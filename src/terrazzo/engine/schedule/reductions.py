@@ -24,11 +24,10 @@ class _Sum(NamedTuple):
 
 
 class Reductions:
-    """The sums of several units' gradients, oldest first. The schedule alone calls this.
+    """The sums of several units' gradients, oldest first. Only the schedule calls this.
 
-    Each is a chain of collectives. Chains start in the order of the program and move on when somebody passes by, at
-    points of the program too, so all ranks issue the same collectives in the same order. `wait` or `abandon` ends a
-    backward: no sum outlives it.
+    Each sum is a chain of collectives. Chains start and move on at points of the program, so all ranks issue the same
+    collectives in the same order. No sum outlives its backward, which `wait` or `abandon` ends.
 
     Args:
         denominator: returns what finished sums are divided by; asked for each sum as it starts.
@@ -57,17 +56,17 @@ class Reductions:
 
     @property
     def under_way(self) -> bool:
-        """Whether any has memory that it will give back."""
+        """Whether any sum holds memory that it will give back."""
         return any(each.transfer.holds_room for each in self._sums)
 
     def advance(self) -> None:
-        """Move all one collective on; those beside the computation to their end, or to where they go further."""
+        """Move each sum one collective on; one that runs on streams, to the end of its first stream's part."""
         for each in self._sums:
             each.transfer.advance()
         self._drop_done()
 
     def make_room(self) -> None:
-        """Give back what ended sums have used, for weights that are gathered next; waits where the host does so."""
+        """Give back memory of sums for the next gather; waits for them where the host does the work."""
         for each in self._sums:
             each.transfer.make_room()
         self._drop_done()
@@ -90,7 +89,7 @@ class Reductions:
         self._sums.append(_Sum(unit.index, last, Transfer(moves, label, unit.side)))
 
     def wait(self) -> None:
-        """Return once all have ended, oldest first."""
+        """Return once all sums have ended, oldest first."""
         for each in self._sums:
             each.transfer.finish()
             self._tell(each)

@@ -1,10 +1,10 @@
-"""When things happen: gathers, releases and reductions, along an order that all ranks share.
+"""The schedule of one model: it begins and ends passes, and keeps what lasts from one pass to the next.
 
-A forward or a backward is an object of its own, `ForwardPass` or `BackwardPass`: what they have in common, and what
-lasts from one to the next, is here.
+Each forward is a `ForwardPass` and each backward a `BackwardPass`. They issue gathers, releases and reductions along a
+program that all ranks share.
 
-Whether a unit is gathered at a position of the program follows from the program alone, never from what is in this
-rank's memory: only so do all ranks issue the same. What comes elsewhere than in the program is for `straying`.
+The program alone decides whether a unit is gathered at a position, and never what is in this rank's memory: only so do
+all ranks issue the same collectives. `straying` handles units that come elsewhere than in the program.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = ["Schedule"]
 class Schedule:
     """Runs the units of one model, or units on paper.
 
-    Hooks begin and end passes, and tell the one that runs which units torch comes to. All ranks begin and end the same
-    passes; which units they enter in between, and in which order, may differ.
+    Hooks begin and end passes, and tell the running pass which units torch comes to. All ranks begin and end the same
+    passes; the units that they enter in between, and their order, may differ.
 
     Args:
         units: in registration order, root first.
         prefetch: how many units ahead of the running one are gathered.
-        meet: the highest of the numbers that ranks bring to the end of a pass; None where none needs another's weights.
+        meet: gives the highest of the numbers that ranks bring to the end of a pass; None where weights are whole.
         denominator: what finished gradient sums are divided by.
 
     Attributes:
         program: what all ranks run.
         this_pass: what becomes of the gradients of backwards that begin from now on.
-        ends_model: whether what the forward returns is the model's own output, and not what its next stage is given.
-        forward: the model's own, while it runs; None in that of a unit which the user calls alone.
-        backward: the one that has begun and not come to `end_backward`; stays where one raised.
+        ends_model: whether the forward returns the model's own output, and not the input of its next stage.
+        forward: the model's forward that runs; None where the user calls a unit by itself.
+        backward: the backward between `begin_backward` and `end_backward`; one that raised stays.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Schedule:
 
     @contextlib.contextmanager
     def dropping(self, call: Callable[[int], None]) -> Iterator[None]:
-        """No step uses backwards inside: `call` is told of each unit whose gradients are complete, to forget them."""
+        """No step uses backwards inside: call `call` with each unit whose gradients are complete, to forget them."""
         before = self.this_pass
         self._reductions.tell_dropped(call)
         self.set_pass(Pass.DROPS)
@@ -98,7 +98,7 @@ class Schedule:
     # -- forward -----------------------------------------------------------------------------------------------
 
     def begin_forward(self, training: bool) -> ForwardPass:
-        """The model's own forward begins; `training` if it is differentiated, whatever parts of it are not."""
+        """The model's own forward begins; `training`: it is differentiated, though parts of it may not be."""
         self._forwards += 1
         self.forward = ForwardPass(self.program, self._weights, self._straying, self._forwards, training)
         return self.forward

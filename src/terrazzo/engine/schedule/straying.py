@@ -1,7 +1,7 @@
-"""Units that a rank needs where the program does not have them: the rank strays.
+"""Gathers outside of the program: a rank needs a unit where the program does not have it, so it strays.
 
-It takes part in the rest of the program, and then asks; the others hear it at the end of their own pass. Those whose
-data has led them along the program gather what is asked for with it, until nobody asks for anything.
+Such a rank first takes part in the rest of the program, and then asks for the unit. The other ranks hear this when they
+meet at the end of their own pass, and gather the unit together with it. All ranks meet again until nobody asks.
 """
 
 from __future__ import annotations
