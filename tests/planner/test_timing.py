@@ -733,6 +733,22 @@ def test_products_lose_to_their_shapes_what_kernels_do(rows: int, columns: int, 
     assert 257 * flops / product(1, rows, columns, depth) == pytest.approx(published, rel=0.11)
 
 
+def test_a_capped_device_multiplies_as_fast_as_its_power_allows() -> None:
+    """H100 at 500 W: 546 to 585 TFLOP/s in bf16, 1,083 to 1,141 in fp8 (pytorch/FBGEMM#2546)."""
+    asked = Request("llama3-8b", 8, "h100", sequence=4096)
+    capped = build_setup(replace(asked, watts=500)).cluster.device
+    assert sustained_rate(capped, "bf16") == pytest.approx(569e12, rel=0.08)
+    assert sustained_rate(capped, "fp8") == pytest.approx(1117e12, rel=0.16)
+    assert timed(build_setup(replace(asked, watts=500))).step_s > 1.05 * timed(build_setup(asked)).step_s
+
+
+def test_a_host_that_launches_faster_shortens_the_steps_of_small_models() -> None:
+    asked = Request("gpt2", 1, "a100", sequence=512)
+    slow, usual, fast = (timed(build_setup(replace(asked, launch_s=each))) for each in (2.8e-3, None, 1e-3))
+    assert slow.step_s == usual.step_s > 1.5 * fast.step_s
+    assert usual.bound_by == "kernel launches"
+
+
 def test_widths_that_are_no_multiple_of_eight_are_slow() -> None:
     """GPT-2 with 50,304 tokens instead of 50,257 trains about 25 % faster (karpathy/nanoGPT)."""
     padded, odd = (

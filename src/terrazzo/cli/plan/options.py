@@ -101,6 +101,15 @@ _MACHINES = (
         "--internode-gb-s GB/S", "of one GPU to other hosts, one way", "internode_bandwidth", float, CONFIG, unit=GIGA
     ),
     PlanOption("--pcie-gb-s GB/S", "of one GPU to its host, one way", "pcie_bandwidth", float, CONFIG, unit=GIGA),
+    PlanOption("--watts W", "power that one GPU may draw, where it is capped", "watts", float, CONFIG),
+    PlanOption(
+        "--launch-ms MS",
+        "in which the host launches one eager block's kernels, forward and backward; default: 2.8",
+        "launch_s",
+        float,
+        CONFIG,
+        unit=1e-3,
+    ),
     PlanOption("--host-memory-gb GB", "memory of one host, for offload", "host_memory_bytes", float, CONFIG, unit=GIGA),
     PlanOption("--disk-gb GB", "disk of one host, for offload", "disk_bytes", float, CONFIG, unit=GIGA),
     PlanOption("--disk-gb-s GB/S", "speed of that disk", "disk_bandwidth", float, CONFIG, unit=GIGA),

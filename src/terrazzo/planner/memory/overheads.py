@@ -57,9 +57,10 @@ FORMULAS = {
     "memory.upper": Formula(
         "upper values of states x 1.02, and of all other terms x 1.35, for what the "
         "allocator keeps, 1.8 GiB for the CUDA context, 1.9 GiB for the "
-        "default group and each mesh axis; on a CPU 0.5 GiB for the process; to fit surely is to leave 2 % of the "
-        "device's memory",
-        "python -m benchmarks.allocator; pytorch/torchtitan#929; NVIDIA/nccl#864; stas00/ml-engineering",
+        "default group and each mesh axis; on a CPU 0.5 GiB for the process, and what malloc keeps of gradients and "
+        "weights that a step has freed before its fullest moment; to fit surely is to leave 2 % of the device's memory",
+        "python -m benchmarks.allocator; terrazzo/engine/runtime/pages.py; pytorch/torchtitan#929; NVIDIA/nccl#864; "
+        "stas00/ml-engineering",
     ),
 }
 

@@ -55,6 +55,9 @@ FORMULAS = {
     ),
 }
 
+FREED = ("gradients", "transient", "gathered", "unreduced", "receive")
+"""Terms of what a step frees of weights and gradients."""
+
 
 def memory_of(setup: Setup) -> MemoryFigures:
     """The memory of the fullest rank of `setup`, in bytes, at the fullest moment of a step."""
@@ -63,7 +66,7 @@ def memory_of(setup: Setup) -> MemoryFigures:
     totals = {stage: sum(term.value for term in terms) for stage, (terms, _) in stages.items()}
     fullest = max(totals, key=lambda stage: totals[stage])
     terms, moment = stages[fullest]
-    upper = max(upper_bytes(setup, terms) for terms, _ in stages.values())
+    upper = max(_bound(setup, stage, terms) for stage, (terms, _) in stages.items())
     memory = fullest_memory(setup, fullest, terms, _limiting_rank(setup, fullest, moment))
     return replace(memory, upper_bytes=upper, per_stage=_per_stage(setup, stand, totals))
 
@@ -73,7 +76,7 @@ def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_r
     allocated, (host, disk) = float(sum(term.value for term in terms)), tier_terms(setup, stage)
     return MemoryFigures(
         terms=terms,
-        upper_bytes=upper_bytes(setup, terms),
+        upper_bytes=_bound(setup, stage, terms),
         reserved_bytes=reserved_bytes(setup, allocated),
         device_bytes=device_bytes(setup, allocated),
         limiting_rank=limiting_rank,
@@ -88,6 +91,24 @@ def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_r
         on_host=setup.cluster.device.kind == "cpu",
         uncounted=not setup.model.computes,
     )
+
+
+def _bound(setup: Setup, stage: int, terms: tuple[Term, ...]) -> float:
+    return upper_bytes(setup, terms) + _kept_freed(setup, stage, terms)
+
+
+def _kept_freed(setup: Setup, stage: int, terms: tuple[Term, ...]) -> float:
+    """On a CPU, what malloc keeps of weights and gradients that are held at other moments than the fullest.
+
+    The engine has it keep as much as these take, so that a step need not ask the kernel for them again; a thread's heap
+    serves that thread alone. Where states are on drives it gives all back.
+    """
+    places = (setup.plan.weight, setup.plan.grad, setup.plan.optim)
+    if setup.cluster.device.kind != "cpu" or setup.model.bare or any("nvme" in place.tier for place in places):
+        return 0.0
+    gradients = sum(term.value for term in on_device(setup, stage) if term.name == "gradients")
+    kept = gradients + stage_peak(setup, stage, states_only=True).total
+    return max(0.0, kept - sum(term.value for term in terms if term.name in FREED))
 
 
 def _per_stage(setup: Setup, stand: Sequence[int], totals: Mapping[int, float]) -> tuple[float, ...]:

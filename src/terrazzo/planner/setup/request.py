@@ -64,6 +64,8 @@ class Request:
         context: how ranks along cp compute attention together: `gather` (default), `ulysses` or `ring`.
         memory_bytes, per_node, peak_flops, memory_bandwidth, scaleup_bandwidth, internode_bandwidth, pcie_bandwidth: in
             place of the device's own, in B, FLOP/s and B/s; the peak is that of the format that products run in.
+        watts: that one device may draw, in place of its own. launch_s: host time for launching the kernels of one eager
+            block, forward and backward; by default that of an A100 host of 2022.
         price_per_hour: of one device. host_memory_bytes, disk_bytes, disk_bandwidth: per host.
         as_megatron: Megatron-core runs it, and not the engine.
         pipeline, virtual_stages: the schedule and the stages of each rank, by default `1f1b` and 1; several stages
@@ -109,6 +111,8 @@ class Request:
     scaleup_bandwidth: float | None = None
     internode_bandwidth: float | None = None
     pcie_bandwidth: float | None = None
+    watts: float | None = None
+    launch_s: float | None = None
     price_per_hour: float | None = None
     host_memory_bytes: float | None = None
     disk_bytes: float | None = None
@@ -274,7 +278,8 @@ def _device(request: Request) -> Device:
         device = replace(device, memory_bytes=int(request.memory_bytes))
     if request.peak_flops is not None:  # and no measured rate of the device that the table has
         device = replace(device, peak_flops=dict.fromkeys(FORMATS, request.peak_flops), matmul_flops={})
-    given = {name: getattr(request, name) for name in ("per_node", *BANDWIDTHS) if getattr(request, name) is not None}
+    names = ("per_node", *BANDWIDTHS, "watts", "launch_s")
+    given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
     device = replace(device, **given)
     if request.scaleup_bandwidth is not None and device.scaleup_domain == 1:  # links that the table has not: of a host
         device = replace(device, scaleup_domain=device.per_node)
