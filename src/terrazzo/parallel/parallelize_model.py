@@ -22,7 +22,7 @@ from terrazzo.parallel.context.share_sequences import share_sequences
 from terrazzo.parallel.expert.share_experts import check_experts, experts_of, share_experts
 from terrazzo.parallel.mesh import once_for
 from terrazzo.parallel.pipeline.cut_into_stages import Pipeline, line_of, take_stages
-from terrazzo.parallel.pipeline.stage_forward import ModelLine
+from terrazzo.parallel.pipeline.stage_line import ModelLine
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, tensor_ranks
 from terrazzo.parallel.tensor.apply_plan import Cuts, cut_matrices
 from terrazzo.parallel.tensor.model_plans import own_plan

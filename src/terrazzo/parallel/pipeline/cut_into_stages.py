@@ -1,6 +1,6 @@
-"""Cuts a model into stages: which modules its values go through one after the other, and where each rank begins.
+"""Cuts a model into stages: the modules that its values go through one after the other, and where each stage begins.
 
-All is read and checked before anything is changed. Modules of other ranks stay, without parameters.
+Everything is read and checked before the model is changed. Modules of other ranks stay in it, without parameters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from terrazzo.errors import BadInput, did_you_mean, listed
 from terrazzo.parallel.peft_adapters import adapted
 from terrazzo.parallel.pipeline.model_line import own_line
 from terrazzo.parallel.pipeline.schedules import balanced
-from terrazzo.parallel.pipeline.stage_forward import ModelLine, put_in_line
+from terrazzo.parallel.pipeline.stage_forward import put_in_line
+from terrazzo.parallel.pipeline.stage_line import ModelLine
 from terrazzo.parallel.tensor.read_plan import matching
 from terrazzo.words import check_schedule
 
@@ -61,10 +62,10 @@ class Pipeline:
 
 
 def line_of(model: nn.Module, axes: Axes, pipeline: Pipeline) -> ModelLine:
-    """The stages of `model`, which stays as it is, and which of them this rank has.
+    """The stages of `model`, and which of them this rank has. The model stays as it is.
 
     Raises:
-        BadInput: a model or a mesh that has none.
+        BadInput: the model cannot be cut into these stages.
     """
     rank, ranks = axes.cuts(axes.stages)[0]
     _check_modules(model)

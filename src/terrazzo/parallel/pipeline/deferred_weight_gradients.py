@@ -1,7 +1,7 @@
-"""Gradients of the weights of linear maps, computed later than those of what goes into them.
+"""Gradients of linear layers' weights, computed later than the gradients of their inputs.
 
-Stages before this one wait for the latter alone (Qi et al., arXiv 2401.10241): what is put off fills the time in which
-a rank would wait. Gradients of all else, biases among it, come with the backward as ever.
+Earlier stages wait for gradients of inputs alone, so a rank computes those of weights while it would wait (Qi et al.,
+arXiv 2401.10241). Gradients of all other parameters, such as biases, are computed in backward as usual.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from terrazzo.nn.float8_products import Float8
 __all__ = ["DeferredWeights"]
 
 
-_PUT_OFF = (nn.Linear.forward, Float8Linear.forward)
+_DEFERRABLE = (nn.Linear.forward, Float8Linear.forward)
 """Forwards of which the gradient of the weight is one product."""
 
 
 class _Product(NamedTuple):
-    """What the gradient of a weight `[outputs, inputs]` is the product of.
+    """The factors of the gradient of a weight, `[outputs, inputs]`.
 
     Attributes:
-        place: of the parameter in its bucket.
-        inputs: `[..., inputs]`.
-        grad: of the outputs, `[..., outputs]`.
-        float8: what multiplies them in 8 bits; None where they are multiplied as they are.
+        place: the parameter's place in its bucket.
+        inputs: the layer's inputs, `[..., inputs]`.
+        grad: the gradient of its outputs, `[..., outputs]`.
+        float8: the products of a layer in 8 bits; None where the factors are multiplied as they are.
     """
 
     bucket: Any
@@ -48,13 +48,12 @@ class _Product(NamedTuple):
 
 
 class DeferredWeights:
-    """Those of one step, by the stage and micro-batch that they are of.
+    """The deferred gradients of one step, by stage and micro-batch.
 
-    Modules of class `nn.Linear`, in 8 bits too, put them off, as far as nothing has replaced their forward and their
-    weights have no hooks.
+    Linear layers defer them, in 8 bits too, unless their forward has been replaced or their weight has hooks.
 
     Attributes:
-        turn: the stage and micro-batch that run.
+        turn: the stage and the micro-batch that run now.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -69,9 +68,9 @@ class DeferredWeights:
 
     @contextlib.contextmanager
     def by(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the linear maps of a model are run so that their backward puts off its weights' gradients."""
+        """Inside of it the linear layers of a model defer the gradients of their weights."""
         put: list[nn.Linear] = []
-        for module in (each for each in model.modules() if self._puts_off(each)):
+        for module in (each for each in model.modules() if self._defers(each)):
             module.forward = functools.partial(self._forward, module)  # type: ignore[method-assign]
             put.append(module)
         try:
@@ -80,9 +79,9 @@ class DeferredWeights:
             for module in put:
                 del module.forward
 
-    def _puts_off(self, module: nn.Module) -> TypeGuard[nn.Linear]:
+    def _defers(self, module: nn.Module) -> TypeGuard[nn.Linear]:
         """Not where something has replaced its forward, or is to see the weight's gradient in a backward."""
-        if not isinstance(module, nn.Linear) or type(module).forward not in _PUT_OFF:
+        if not isinstance(module, nn.Linear) or type(module).forward not in _DEFERRABLE:
             return False
         weight = module._parameters.get("weight")
         if weight is None or id(weight) not in self._places:
@@ -107,9 +106,9 @@ class DeferredWeights:
         return output
 
     def add(self, weight: Tensor, inputs: Tensor, grad: Tensor, float8: Float8 | None = None) -> bool:
-        """Put one off, its memory being there from now on; returns whether this has been done.
+        """Defer the gradient of `weight`, whose memory is allocated now. Returns whether it is deferred.
 
-        Not where `torch.autograd.grad` runs, which adds to no weight's gradient, in a forward or a loss.
+        It is not where `torch.autograd.grad` runs, in a forward or a loss: that adds to no weight's gradient.
         """
         if not _adds_to(weight):
             return False
@@ -120,7 +119,7 @@ class DeferredWeights:
 
     @torch.no_grad()
     def compute(self, stage: int, micro_batch: int) -> None:
-        """Compute those of a backward, in the order in which it came to them."""
+        """Compute the gradients that the backward of a micro-batch has deferred, in the order of that backward."""
         for bucket, place, inputs, grad, float8 in self._waiting.pop((stage, micro_batch), ()):
             with torch.autocast(grad.device.type, enabled=False):
                 rows, grads = inputs.reshape(-1, inputs.shape[-1]), grad.reshape(-1, grad.shape[-1])

@@ -37,24 +37,25 @@ Receive = Callable[..., Tensor]
 
 
 class NothingSent(Exception):
-    """The stage before has failed, and has nothing to send."""
+    """The stage before has failed, and sends nothing."""
 
 
 class Messages:
     """The messages of one rank.
 
-    Before the first activations of a form their shape is sent: later ones are asked for before they come. All ranks
-    along the pipeline are given the same micro-batches, so both sides of a message know whether its form is new.
+    The first activations of a form are preceded by a message with their shape, so that later ones can be received
+    into memory that is there. All ranks along the pipeline have the same micro-batches, so both sides of a message know
+    whether its form is new.
 
     Args:
         collectives: along the axis of stages.
-        stages: of the whole model.
-        device: of what stages hand on.
-        sharing: of parameters that ranks of several stages have, which these are.
+        stages: how many stages the whole model has.
+        device: that of activations.
+        sharing: for each parameter that several ranks have, which these are.
 
     Attributes:
-        given_up: steps that were given up. What was still under way of them is no answer to what is asked for since.
-        values_compared: whether ranks along the pipeline were once found to be given inputs of the same values.
+        given_up: how many steps were abandoned. Messages of these are never taken for later ones.
+        values_compared: whether the values of inputs have been compared along the pipeline once.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class Messages:
         self._asked: dict[Action, Receive] = {}
 
     def ask_for(self, action: Action, like: Tensor | Form) -> None:
-        """Start receiving what an action begins with, if it is not under way.
+        """Start receiving the input of an action, if that has not begun.
 
         Args:
-            like: the form of the micro-batch, for activations; what has been sent, for the gradient of that.
+            like: for activations the form of the micro-batch; for a gradient the activations that it is of.
         """
         if action in self._asked:
             return
@@ -90,7 +91,7 @@ class Messages:
             self._asked[action] = functools.partial(self._receive_new, action, like)
 
     def take(self, action: Action) -> Tensor:
-        """What has been asked for; waits. A gradient tells that the activations which it is of have come."""
+        """Wait for the input of an action. A gradient shows that the activations that it is of have arrived."""
         values = self._asked.pop(action)()
         if action.kind is ActionKind.BACKWARD:
             following = Action(action.stage + 1, ActionKind.FORWARD, action.micro_batch)
@@ -100,7 +101,7 @@ class Messages:
         return values
 
     def pass_over(self, action: Action, form: Form, patience_s: float | None) -> None:
-        """Receive and drop what an action begins with, in a step that has failed."""
+        """Receive and drop the input of an action, in a step that has failed."""
         if action not in self._asked:
             if action.kind is ActionKind.FORWARD:
                 self.ask_for(action, form)
@@ -112,9 +113,9 @@ class Messages:
             self._asked.pop(action)(patience_s)
 
     def send_nothing(self, action: Action, form: Form) -> None:
-        """In the place of `send` in a step that has failed: zeros, so that nobody waits for ever.
+        """Send zeros in the place of an action's input, in a step that has failed, so that no rank waits for ever.
 
-        Of activations whose shape nobody knows yet, the message that would say it says this.
+        Where the shape of activations is not known yet, the message with the shape says that nothing comes.
         """
         forward = action.kind is ActionKind.FORWARD
         if (known := self._known.get((action.stage if forward else action.stage + 1, form))) is not None:
@@ -125,10 +126,10 @@ class Messages:
             self._sent[action, True] = self._collectives.send(header, self._route_of(action), self._tag(action, True))
 
     def send(self, action: Action, values: Tensor, form: Form | None = None) -> None:
-        """Start sending what an action of another rank begins with; it is kept until it is known to have come.
+        """Start sending the input of an action of another rank. It is kept until it has arrived.
 
         Args:
-            form: of the micro-batch, for activations.
+            form: for activations, that of the micro-batch.
         """
         values, route = values.contiguous(), self._route_of(action)
         if form is not None:
@@ -146,21 +147,23 @@ class Messages:
         self._sent[action, False] = self._collectives.send(values, route, self._tag(action))
 
     def finish(self, patience_s: float | None = None) -> None:
-        """Wait until all that was sent has been."""
+        """Wait until all messages have been sent."""
         for handle in self._sent.values():
             handle.wait(patience_s)
         self._sent.clear()
 
     def abandon(self) -> None:
-        """A step was given up."""
+        """Drop the messages of a step that was abandoned."""
         self.given_up += 1
         self._sent.clear()
         self._asked.clear()
 
     def begin(self, given_up: int) -> None:
-        """A step begins, where ranks along the pipeline have given up so many at most.
+        """Begin a step.
 
-        Others may not have come to what this one was told or has sent: shapes are sent anew.
+        Args:
+            given_up: the most steps that any rank along the pipeline has abandoned. If it has grown, shapes are sent
+                again, since other ranks may not have received them.
         """
         if given_up != self._begun:
             self._begun = self.given_up = given_up
@@ -185,12 +188,12 @@ class Messages:
         return self._receive(action, *known)(patience_s)
 
     def _route_of(self, action: Action) -> MessageRoute:
-        """On which comes what an action begins with."""
+        """The route of an action's input."""
         to, before = action.stage % self.size, -1 if action.kind is ActionKind.FORWARD else 1
         return MessageRoute(action.kind.value, (action.stage + before) % self.size, to)
 
     def _between(self, stage: int) -> tuple[MessageRoute, MessageRoute]:
-        """Those of activations and of gradients between a stage and the next one."""
+        """The routes of activations and of gradients between a stage and the next one."""
         return self._route_of(Action(stage + 1, ActionKind.FORWARD, 0)), self._route_of(
             Action(stage, ActionKind.BACKWARD, 0)
         )
@@ -206,7 +209,7 @@ class Messages:
             ) from error
 
     def _tag(self, action: Action, header: bool = False) -> int:
-        """Unique among the messages of a step, and not that of one in a step that was given up."""
+        """A number that is unique among the messages of a step and of steps that were abandoned."""
         what = 2 if header else int(action.kind is ActionKind.BACKWARD)
         return _OF_A_STEP * (self._begun % _STEPS) + 3 * (action.micro_batch * self._stages + action.stage) + what
 

@@ -23,7 +23,7 @@ from terrazzo.parallel.pipeline.failures import PATIENCE_S, broke_a_connection
 from terrazzo.parallel.pipeline.messages import Form, NothingSent, form_of
 from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
 from terrazzo.parallel.pipeline.schedules import Action, ActionKind, forwards_of
-from terrazzo.parallel.pipeline.stage_forward import ModelLine
+from terrazzo.parallel.pipeline.stage_line import ModelLine
 from terrazzo.parallel.pipeline.stage_links import StageLinks, exchanges_inside
 
 __all__ = ["PipelineStep"]

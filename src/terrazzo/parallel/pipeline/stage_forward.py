@@ -1,123 +1,35 @@
 """A model's forward on a rank that has some of its stages.
 
-The model's forward runs on every rank, up to the first module behind this rank's stage: what reaches that is sent on,
-and there the forward ends. Modules of earlier stages run none of their hooks: the last of them hands out what the stage
-before has sent, and the others what cannot be computed with. What the model does between two modules of the line runs
-on ranks of later stages too, so a stage may begin only where it does nothing with the values: each tensor is checked to
-be the one that the module before has returned.
+The model's own forward runs on every rank, and the modules of its line are called as follows:
+
+- A module of an earlier stage does not run. The last of these returns what the stage before has sent, and the others
+  return `AbsentValues`.
+- A module of this rank's stage runs.
+- The first module of the next stage ends the forward: its input is this stage's output.
+
+What the model computes between two modules of the line runs on ranks of later stages too. So a stage may begin only
+where it computes nothing between: each input is checked to be the tensor that the module before has returned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrazzo.engine import Stages, inside_backward
-from terrazzo.engine.plan.absent import Absent
-from terrazzo.engine.plan.stages import Turn
-from terrazzo.engine.runtime.overrides import function_name
+from terrazzo.engine import inside_backward
 from terrazzo.engine.runtime.private_torch import tree_leaves
 from terrazzo.errors import BadInput, Misuse
-from terrazzo.parallel.pipeline.schedules import Action, ActionKind, actions_of
+from terrazzo.parallel.pipeline.absent_values import AbsentValues
+from terrazzo.parallel.pipeline.stage_line import ModelLine
 
-__all__ = ["ModelLine", "put_in_line"]
-
-
-@dataclass(frozen=True)
-class ModelLine(Stages):
-    """The modules through which a model's values go one after the other, cut into stages.
-
-    Attributes:
-        names: of the modules.
-        bounds: the half-open interval of modules of each stage.
-        schedule: as of `Pipeline`.
-        tied: names of the parameters that the model reads behind its last module, in the last stage.
-    """
-
-    names: tuple[str, ...] = ()
-    bounds: tuple[tuple[int, int], ...] = ()
-    schedule: str = "1f1b"
-    tied: tuple[str, ...] = ()
-    running: _Running = field(default_factory=lambda: _Running(), compare=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelLine:
-        copied = ModelLine(self.ranks, self.rank, self.chunks, self.names, self.bounds, self.schedule, self.tied)
-        memo[id(self)] = copied
-        return copied
-
-    def actions(self, micro_batches: int) -> Sequence[Action]:
-        """What this rank does in a step.
-
-        Raises:
-            BadInput: too few micro-batches.
-        """
-        return actions_of(self.schedule, self.ranks, len(self.chunks), micro_batches)[self.rank]
-
-    def turns(self, micro_batches: int) -> Sequence[Turn]:
-        return [
-            Turn(each.stage // self.ranks, each.kind is ActionKind.FORWARD, self.is_last(each.stage))
-            for each in self.actions(micro_batches)
-            if each.kind is not ActionKind.WEIGHT
-        ]
-
-    def holders(self, names: Sequence[str]) -> tuple[int, ...]:
-        places = [place for place, module in enumerate(self.names) if any(n.startswith(f"{module}.") for n in names)]
-        stages = {stage for stage, (begin, end) in enumerate(self.bounds) for place in places if begin <= place < end}
-        if any(name in self.tied for name in names):
-            stages.add(len(self.bounds) - 1)
-        return tuple(sorted({stage % self.ranks for stage in stages}))
-
-    def runs(self, module: str) -> bool:
-        return bool(self.chunks_of(module)) if self.has(module) else self.rank == self.ranks - 1
-
-    def has(self, module: str) -> bool:
-        return any(f"{module}.".startswith(f"{name}.") for name in self.names)
-
-    def is_last(self, stage: int) -> bool:
-        return stage == len(self.bounds) - 1
-
-    def enter(self, stage: int, received: Tensor | None) -> None:
-        """The forward that comes is of `stage`, which the stage before has sent `received`."""
-        self.running.begin(stage, received)
-
-    def leave(self) -> None:
-        """It has ended."""
-        self.running.end()
+__all__ = ["put_in_line"]
 
 
-@dataclass
-class _Running:
-    """The forward that runs.
-
-    Attributes:
-        stage: None outside of one.
-        come_to: how many modules of the line have been called.
-        received: from the stage before.
-        values: what the last of them has returned.
-        version: of these then: how often they had been changed in place.
-    """
-
-    stage: int | None = None
-    come_to: int = 0
-    received: Any = None
-    values: Any = None
-    version: int = 0
-
-    def begin(self, stage: int, received: Tensor | None) -> None:
-        self.stage, self.come_to, self.received = stage, 0, received
-        self.values = None
-
-    def end(self) -> None:
-        self.stage = self.received = self.values = None
-
-
-class _InLine:
-    """What calling a module of the line does."""
+class _ModuleCall:
+    """The call of a module of the line."""
 
     def __init__(self, inner: Callable[..., Any], line: ModelLine, place: int) -> None:
         self.inner, self.line, self.place = inner, line, place
@@ -146,7 +58,7 @@ class _InLine:
             self._check_kept(before, _graphs_in(args, kwargs))
         else:  # what the stage before has sent is the output of its last module alone
             received = running.received
-            running.values = received if self.place == first - 1 else _Away(line.names[self.place], received)
+            running.values = received if self.place == first - 1 else AbsentValues(line.names[self.place], received)
         if self.place + 1 in (first, end):
             running.values = _counted(running.values)
         running.version = _version_of(running.values)
@@ -187,49 +99,6 @@ class _InLine:
         return output
 
 
-class _Away(Absent):
-    """What a module of an earlier stage has returned, of which nothing was sent here.
-
-    What a model does to such values on their way to the next module, each element by itself or in place, is done there:
-    scaled by a number, dropped out or masked, this is what it was.
-    """
-
-    def __getattr__(self, attribute: str) -> Any:
-        return self._changed if _is_in_place(attribute) else super().__getattr__(attribute)
-
-    def _changed(self, *args: Any, **kwargs: Any) -> Self:
-        return self
-
-    def __setitem__(self, index: Any, values: Any) -> None:
-        pass
-
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = _changed
-
-    def _scaled(self, other: Any) -> Self:
-        if isinstance(other, int | float) or (isinstance(other, Tensor) and other.dim() == 0):
-            return self
-        raise self.refusal("an operator")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _scaled
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if args and isinstance(args[0], cls):
-            in_place = _is_in_place(function_name(func)) or (kwargs or {}).get("inplace", False)
-            if in_place or func is F.dropout:
-                return args[0]
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def refusal(self, what: str) -> Misuse:
-        return Misuse(
-            f"{what} was called on what {self.name!r} returns, which a stage before has kept: a stage is sent what the "
-            "module in front of its first one returns, and nothing else. Hand it on inside of that tensor, or choose "
-            "tz.Pipeline(split=[...]) that keeps all that uses it in one stage."
-        )
-
-
 class _StageEnded(Exception):
     """The model's forward has come to the first module of the next stage: that and what is behind is run there."""
 
@@ -254,11 +123,6 @@ class _StageForward:
                 "modules of the line are called once each, in every forward."
             )
         return output
-
-
-def _is_in_place(name: str) -> bool:
-    """Whether an operation of torch is named as those are that change what they are called on: `mul_`."""
-    return name.endswith("_") and not name.startswith("_")
 
 
 def _is_all_of(tensor: Any, values: Any) -> bool:
@@ -309,7 +173,7 @@ def put_in_line(model: nn.Module, modules: Sequence[nn.Module], line: ModelLine)
     """Have the model run as one of the stages of `line`, whose modules these are."""
     for place, module in enumerate(modules):
         own: Any = module
-        own._call_impl = _InLine(own._call_impl, line, place)  # around hooks too, which may change what it is given
+        own._call_impl = _ModuleCall(own._call_impl, line, place)  # around hooks too, which may change what it is given
     model.forward = _StageForward(model.forward, line)
     model.register_state_dict_pre_hook(_refuse_states)
 

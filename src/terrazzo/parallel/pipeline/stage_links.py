@@ -10,7 +10,7 @@ from terrazzo.engine import Engine, as_one, parameter_names
 from terrazzo.marks import SHARES_EXPERTS, SHARES_MATRICES, SHARES_SEQUENCES, Mark
 from terrazzo.parallel.pipeline.failures import Failures
 from terrazzo.parallel.pipeline.messages import Messages
-from terrazzo.parallel.pipeline.stage_forward import ModelLine
+from terrazzo.parallel.pipeline.stage_line import ModelLine
 
 __all__ = ["StageLinks", "exchanges_inside", "links_of"]
 

@@ -13,7 +13,7 @@ from terrazzo.errors import BadInput
 from terrazzo.parallel.pipeline.micro_batches import Auxiliary, LossFunction, MicroBatch, called, one_loss
 from terrazzo.parallel.pipeline.pipeline_step import PipelineStep
 from terrazzo.parallel.pipeline.same_step import StepArguments, begin_alike, check_as_many
-from terrazzo.parallel.pipeline.stage_forward import ModelLine
+from terrazzo.parallel.pipeline.stage_line import ModelLine
 from terrazzo.parallel.pipeline.stage_links import links_of
 
 __all__ = ["step"]
