@@ -1,7 +1,7 @@
-"""Adapters of `peft` on modules that are cut: which of their matrices are cut with them.
+"""LoRA adapters of `peft` on modules that are cut: which of their matrices are cut too.
 
-LoRA adds `B (A x)` to what a linear map gives. Beside columns, B has a part of the outputs and A is whole, as the input
-is. Beside rows, A has a part of the inputs, its sums are those of all ranks, and B is whole.
+LoRA adds `B (A x)` to a linear layer's output. On a layer of style column, a rank has a part of B's outputs and all of
+A. On a layer of style row, it has a part of A's inputs, whose outputs ranks sum, and all of B.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def base_of(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def with_adapters(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Style]:
-    """Styles of modules by name, those of an adapter's layer moved to its own matrices.
+    """The styles of modules by name, where the style of a layer with an adapter is given to its matrices.
 
     Raises:
         BadInput: an adapter that is no product of two matrices, on a module that is cut.

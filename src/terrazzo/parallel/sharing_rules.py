@@ -1,4 +1,4 @@
-"""What ranks can share, in numbers alone: whoever refuses the rest asks here, and says so in words of its own keys."""
+"""What ranks can share, by numbers alone. Callers refuse the rest, each in the words of its own settings."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ __all__ = [
 
 
 def shares_heads(heads: int, *axes: int) -> bool:
-    """Whether ranks along axes of these sizes have whole query heads, each as many: `tp`, and under `ulysses` `cp`."""
+    """Whether ranks along axes of these sizes can each have as many whole query heads: `tp`, in `ulysses` also `cp`."""
     return heads % math.prod(axes) == 0
 
 
 def shares_key_heads(heads: int, tp: int) -> bool:
-    """Whether ranks along `tp` have whole key heads: each as many, or each one, at which those of several look."""
+    """Whether ranks along `tp` can each have as many whole key heads, or one that several ranks have."""
     return heads % tp == 0 or tp % heads == 0
 
 
 def shares_experts(count: int, ep: int) -> bool:
-    """Whether ranks along `ep` have as many of a module's experts each."""
+    """Whether ranks along `ep` can each have as many of a module's experts."""
     return count % ep == 0
 
 
 def splits_tokens(length: int, cp: int, tp: int) -> bool:
-    """Whether the tokens that a rank along `cp` has divide among those along `tp`, as between matrices they do."""
+    """Whether a rank's tokens along `cp` divide among the ranks along `tp`, which split them between matrices."""
     return length // cp % tp == 0
 
 
 def tokens_step(chunks: Chunks, tp: int) -> int:
-    """Sequences of a multiple of so many tokens make whole chunks, and divide between matrices."""
+    """The number of tokens of which a sequence must have a multiple, to be cut along `cp` and split along `tp`."""
     return math.lcm(chunks.count, chunks.ranks * tp)
 
 
 def computes_windows(mode: str) -> bool:
-    """Whether tokens may see the last ones alone: in a ring, keys would go round that nobody looks at."""
+    """Whether a context mode computes sliding windows. A ring would send keys around that no token sees."""
     return mode != "ring"

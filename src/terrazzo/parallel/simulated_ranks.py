@@ -1,6 +1,6 @@
-"""Stand-ins for the other ranks: a model is cut, and computes, as one rank of several does, and nothing is sent.
+"""Stand-ins for the other ranks, so that one process runs a model as one rank of several, without sending anything.
 
-Values are of no use, shapes are those of a run: the planner looks at what memory they take.
+Shapes are those of a run, and values mean nothing: the planner counts the memory that tensors take.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is known of models of `transformers`, by their `model_type`: how ranks may share one, and what it keeps apart.
+"""Which types of models of `transformers` ranks can share along which axis, by `model_type`.
 
-The table is all that there is: whoever refuses a type, or plans for it, asks here.
+This table is the only place that says so: all checks and the planner read it.
 """
 
 from __future__ import annotations

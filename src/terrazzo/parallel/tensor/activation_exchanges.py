@@ -1,7 +1,7 @@
-"""What tensor-parallel ranks exchange of activations, and of the gradients of these.
+"""Exchanges of activations and their gradients among the ranks along `tp`.
 
-Each exchange has another one on the way back: a gather is undone by a sum that is scattered, a sum by nothing. Sums run
-in rank order, ((r0 + r1) + r2) + ..., those of 16-bit values in fp32. All of it is on plain tensors.
+Each exchange in forward has one in backward: that of a gather is a sum that is scattered, and a sum needs none. Sums
+run in rank order, ((r0 + r1) + r2) + ..., and those of 16-bit values in fp32. All tensors are plain.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from terrazzo.parallel.mesh import once_for
 __all__ = ["SEQUENCE", "TensorRanks", "runs_of", "tensor_ranks"]
 
 SEQUENCE = -2
-"""The dim of activations `[..., T, channels]` that is split over ranks between matrices."""
+"""The dim of sequences in activations, `[..., T, channels]`: the one that ranks split between matrices."""
 
 
 def tensor_ranks(mesh: DeviceMesh) -> TensorRanks:
-    """The ranks along `tp` of a mesh: the same object for all models on it, as long as there is the mesh.
+    """The ranks along `tp` of a mesh, one object for all models on the mesh. Collective the first time.
 
-    Each has threads and peers of its own, so that models share them. Collective the first time.
+    It owns threads and connections, which models share.
     """
     return once_for(mesh, TensorRanks)
 
@@ -39,7 +39,7 @@ class TensorRanks:
 
     Attributes:
         traffic: what this rank has sent, for all models on the mesh.
-        on_paper: nobody else is there, and tensors have no values.
+        on_paper: there are no other ranks, and tensors have no values.
     """
 
     on_paper = False
@@ -57,42 +57,42 @@ class TensorRanks:
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
         return self
 
-    # -- with their ways back ----------------------------------------------------------------------------------
+    # -- with exchanges of their gradients ---------------------------------------------------------------------------
 
     def copy(self, whole: Tensor) -> Tensor:
-        """What every rank has whole, for a use of its own; on the way back gradients are summed."""
+        """`whole` itself, for each rank to use in its own way. In backward gradients are summed."""
         return self._exchange(whole, lambda x: x.view_as(x), self._sum)
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' `part`; on the way back each rank has the whole gradient."""
+        """The sum of the ranks' `part`. In backward each rank has the whole gradient already."""
         return self._exchange(part, self._sum, lambda grad: grad)
 
     def gather_sequence(self, own: Tensor) -> Tensor:
-        """The whole sequence, for a use of each rank's own; on the way back gradients are summed and split again."""
+        """The whole sequence, for each rank to use in its own way. In backward gradients are summed and split again."""
         return self._exchange(own, lambda x: self._gather(x, SEQUENCE), self._scatter_sum)
 
     def scatter_sum(self, part: Tensor) -> Tensor:
-        """This rank's part of the sequence of the sum of all ranks' `part`; on the way back gradients are gathered."""
+        """This rank's part, along the sequence, of the sum of the ranks' `part`. In backward gradients are gathered."""
         return self._exchange(part, self._scatter_sum, lambda grad: self._gather(grad, SEQUENCE))
 
     def split_sequence(self, whole: Tensor) -> Tensor:
-        """This rank's part of a sequence that all have whole; on the way back gradients are gathered."""
+        """This rank's part of a sequence that all ranks have whole. In backward gradients are gathered."""
         return self._exchange(whole, lambda x: self._own(x, SEQUENCE), lambda grad: self._gather(grad, SEQUENCE))
 
     def join_sequence(self, own: Tensor) -> Tensor:
-        """The whole sequence, used alike on every rank; on the way back each keeps its part of the gradient."""
+        """The whole sequence, for all ranks to use in the same way. In backward each keeps its part of the gradient."""
         return self._exchange(own, lambda x: self._gather(x, SEQUENCE), lambda grad: self._own(grad, SEQUENCE))
 
     def join_channels(self, own: Tensor, numel: int) -> Tensor:
-        """All `numel` channels, used alike on every rank; on the way back each keeps its part of the gradient."""
+        """All `numel` channels, for all ranks to use in the same way. In backward each keeps its gradient's part."""
         return self._exchange(own, lambda x: self._gather(x, -1, numel), lambda grad: self._own(grad, -1))
 
     def split_channels(self, whole: Tensor) -> Tensor:
-        """This rank's channels of what all have whole; on the way back gradients are gathered."""
+        """This rank's channels of a tensor that all ranks have whole. In backward gradients are gathered."""
         numel = whole.shape[-1]
         return self._exchange(whole, lambda x: self._own(x, -1), lambda grad: self._gather(grad, -1, numel))
 
-    # -- one way -----------------------------------------------------------------------------------------------
+    # -- without gradients -------------------------------------------------------------------------------------------
 
     def highest(self, values: Tensor) -> Tensor:
         """The elementwise maximum over the ranks, without a gradient."""
@@ -100,7 +100,7 @@ class TensorRanks:
         return rows.amax(dim=0)
 
     def equal(self, number: int) -> bool:
-        """Whether all ranks have the same; the host waits."""
+        """Whether all ranks have the same number. The host waits."""
         return not self.axes.differing({"number": number})
 
     def _sum(self, part: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class TensorRanks:
 
 
 def runs_of(numel: int, parts: int) -> list[tuple[int, int]]:
-    """`numel` things cut into half-open intervals whose lengths differ by one at most."""
+    """The half-open intervals of `parts` parts of `numel` things; their lengths differ by one at most."""
     return [(numel * part // parts, numel * (part + 1) // parts) for part in range(parts)]
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: what is done to a model whose matrices are cut over ranks, once its plan has been read."""
+"""Applies a plan of tensor parallelism that has been read: cuts parameters, and adds exchanges to modules."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = ["Cuts", "cut_matrices"]
 
 @dataclass
 class Cuts:
-    """What will be done to one model.
+    """What a plan changes of one model.
 
     Attributes:
-        split: whether sequences are split through the modules of that style; else they are whole everywhere.
-        styles: of modules, by name.
-        records: of parameters, by the names of their modules and their own.
-        rows: the half-open interval of outputs that a rank computes of a matrix that it has whole, by module.
+        styles: the style of each module that has one, by name.
+        split: whether sequences are split in modules of style `sequence`. If not, they are whole everywhere.
+        records: one for each parameter, by the name of its module and its own.
+        rows: by module, the half-open interval of outputs that this rank computes of a matrix that it has whole.
     """
 
     model: nn.Module
@@ -47,14 +47,14 @@ class Cuts:
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def named(self, *kinds: type[Style]) -> Iterator[tuple[str, Any, Style]]:
-        """The modules of these styles, in the order in which they are registered."""
+        """Name, module and style of the modules of these kinds, in the order in which they are registered."""
         for name, module in self.model.named_modules():
             style = self.styles.get(name)
             if isinstance(style, kinds):
                 yield name, module, style
 
     def inside(self, name: str, kind: type[Style]) -> bool:
-        """Whether a module is, or lies inside of one, of that style."""
+        """Whether a module has a style of that kind, or a module around it has."""
         parts = name.split(".")
         return any(isinstance(self.styles.get(".".join(parts[:end])), kind) for end in range(1, len(parts) + 1))
 
@@ -73,11 +73,11 @@ class Cuts:
         return replace(self, styles=styles, records=records, rows=rows)
 
     def _has(self, name: str, attribute: str) -> bool:
-        """Whether this rank has a parameter: of a tied one, also where it does not run the module."""
+        """Whether this rank has a parameter. It may have a tied one of a module that it does not run."""
         return self.model.get_submodule(name)._parameters.get(attribute) is not None
 
     def runs_split(self) -> list[list[tuple[str, nn.Module]]]:
-        """The modules through which sequences are split, those of each stage by themselves: stages send whole ones."""
+        """The modules of style `sequence`, stage by stage, since stages send whole sequences."""
         by_stage: dict[int, list[tuple[str, nn.Module]]] = {}
         stages = stages_of(self.model)
         for name, module, _ in self.named(SplitSequence) if self.split else ():
@@ -86,7 +86,7 @@ class Cuts:
 
 
 def cut_matrices(cuts: Cuts) -> None:
-    """Cut matrices in place, of a model in stages those of this rank's. Collective along `tp`."""
+    """Cut the matrices of a model in place; of a model in stages those of this rank. Collective along `tp`."""
     own = cuts.of_this_rank()
     _replace_parameters(own)
     _add_exchanges(own)
@@ -95,7 +95,7 @@ def cut_matrices(cuts: Cuts) -> None:
 
 
 def _replace_parameters(cuts: Cuts) -> None:
-    """Leave records, and this rank's parts in the place of what is cut: of a tied parameter one for all modules."""
+    """Leave the records on modules, and replace cut parameters by this rank's parts. Ties are kept."""
     real: list[Tensor] = [parameter for parameter in cuts.model.parameters() if not parameter.is_meta]
     if real:
         synchronize(real, cuts.ranks.axes)

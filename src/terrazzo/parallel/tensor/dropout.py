@@ -1,8 +1,8 @@
 """Dropout under tensor parallelism.
 
-torch's default generators are alike on the ranks of one `tp` group: they see the same data, and drop the same of what
-all of them have whole. Where each rank has a part of its own, it draws from a generator of its own, whose seed comes
-from the shared one, so that a region that is recomputed drops the same again.
+torch's default generators have the same state on the ranks along `tp`, so that these drop the same elements of
+activations that all of them have. In modules where each rank has a part of the activations, it draws from generators of
+its own. Their seed is drawn from the shared one, so that a region that is recomputed drops the same again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _APART = 0x9E3779B97F4A7C15
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether any module drops something in training, by its class or by a share among its attributes."""
+    """Whether any module drops something in training, as a share among its attributes shows."""
     for module in model.modules():
         shares = {name: value for name, value in vars(module).items() if "drop" in name or name == "p"}
         if any(isinstance(value, float) and value > 0 for value in shares.values()):

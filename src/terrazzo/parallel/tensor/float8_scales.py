@@ -1,4 +1,4 @@
-"""Layers with 8-bit products whose matrices are cut: one scale for the whole of a matrix, which no rank has."""
+"""8-bit products of layers whose matrices are cut: ranks compute one scale for the whole matrix."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RowsByModule = Mapping[str, tuple[int, int]]
 
 
 def check_scales(model: nn.Module, records: RecordsByParameter, rows: RowsByModule) -> None:
-    """Raise `BadInput` for a layer with 8-bit products of whose matrix a rank's part does not fit the matrix units.
+    """Raise `BadInput` for a layer in 8 bits, if this rank's part of its matrix does not fit the GPU's matrix units.
 
     Args:
         records: of parameters, by the names of their modules and their own.
@@ -41,14 +41,14 @@ def check_scales(model: nn.Module, records: RecordsByParameter, rows: RowsByModu
 
 
 def share_scales(model: nn.Module, ranks: TensorRanks, records: RecordsByParameter, rows: RowsByModule) -> None:
-    """Have the ranks along `tp` find the largest value of a matrix together. No part of compiled graphs."""
+    """Have the ranks along `tp` compute the largest value of each matrix together, outside of compiled graphs."""
     highest: Any = torch.compiler.disable(ranks.highest)
     for _, module, float8 in _converted(model, records, rows):
         FLOAT8.leave(module, replace(float8, whole=highest))
 
 
 def _converted(model: nn.Module, records: RecordsByParameter, rows: RowsByModule) -> Iterator[tuple[str, Any, Float8]]:
-    """Layers with 8-bit products of whose matrices ranks have, or use, a part each."""
+    """Layers in 8 bits of whose matrix each rank has, or uses, a part."""
     cut = {name for (name, attribute), record in records.items() if attribute == "weight" and not record.box.is_all}
     for name in sorted(cut | {*rows}):
         module = model.get_submodule(name)

@@ -1,4 +1,4 @@
-"""Which plans of tensor parallelism come to one sum, and to gradients of which it is known who has which part."""
+"""Refuses plans of tensor parallelism by which sums would be missing, or gradients of parameters not known."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["check_regions"]
 
 
 def check_regions(cuts: Cuts) -> None:
-    """Refuse plans whose modules do not come to one sum, or that split what is not computed for each position alone.
+    """Refuse plans by which sums would be missing, or that split sequences where positions are mixed.
 
     Raises:
-        BadInput: there.
+        BadInput: such a plan.
     """
     _check_entered(cuts)
     _check_between(cuts)
@@ -25,7 +25,7 @@ def check_regions(cuts: Cuts) -> None:
 
 
 def _check_entered(cuts: Cuts) -> None:
-    """Of modules of style `enter`."""
+    """Check the modules of style `enter`."""
     for name, _, _ in cuts.named(Enter):
         inner = [style for each, style in cuts.styles.items() if each.startswith(f"{name}.")]
         if not all(any(isinstance(style, kind) for style in inner) for kind in (Column, Row)):
@@ -45,7 +45,7 @@ def _check_entered(cuts: Cuts) -> None:
 
 
 def _check_between(cuts: Cuts) -> None:
-    """Of matrices that are outside of these: what lies between two sees other activations on each rank."""
+    """Check matrices outside of `enter`: parameters between a column and a row see other activations on each rank."""
     outside = [
         (name, style)
         for name, _, style in cuts.named(Column, Row)
@@ -79,7 +79,7 @@ def _around(row: str, columns: Sequence[str]) -> str:
 
 
 def _check_split(cuts: Cuts) -> None:
-    """Of modules through which sequences are split."""
+    """Check the modules in which sequences are split."""
     for name, _, style in cuts.named(Column, Row, Embedding, Logits):
         if not cuts.splits(name) or cuts.inside(name, Enter):
             continue
@@ -101,7 +101,7 @@ def _check_split(cuts: Cuts) -> None:
 
 
 def _wrong_where_split(style: Style) -> str | None:
-    """What a style of a matrix would do with a part of each sequence; None where it does as it says."""
+    """What a style would do wrong with a part of each sequence; None where it does nothing wrong."""
     if isinstance(style, Row) and style.splits:
         return "'row_splits' where sequences are split: it would add up channels of other positions of each rank"
     if _is_gathered(style):

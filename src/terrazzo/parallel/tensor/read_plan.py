@@ -1,7 +1,7 @@
-"""Reads a plan of tensor parallelism, globs and styles, against a model, which stays as it is.
+"""Reads a plan of tensor parallelism, which is globs and styles, for a model. The model stays as it is.
 
-Every parameter gets a `Record`: of those that are cut its part, of the others whether each rank computes a part of its
-gradient, or all the same.
+Every parameter gets a `Record`. For one that is cut it says which part this rank has, and for any other whether each
+rank computes a part of its gradient, or all ranks the same.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ TensorPlan = Mapping[str, Style | str]
 
 
 def cuts_of(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool) -> Cuts:
-    """How a plan cuts the matrices of `model`, which stays as it is.
+    """What a plan changes of `model`, which stays as it is.
 
     Args:
-        sequence: split sequences through the modules of that style; else they are whole everywhere.
+        sequence: whether sequences are split in modules of that style. If not, they are whole everywhere.
 
     Raises:
         BadInput: a plan that does not fit the model.
@@ -88,7 +88,7 @@ def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
 
 
 def _read_cuts(cuts: Cuts) -> None:
-    """Note the parts of all matrices that are cut.
+    """Record the parts of all matrices that are cut.
 
     Raises:
         BadInput: modules that cannot be cut as the plan says.
@@ -161,13 +161,13 @@ def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> Non
 
 
 def _cut(cuts: Cuts, parameter: Tensor, dim: int, runs: Sequence[Sequence[tuple[int, int]]]) -> Record:
-    """Of a parameter of which each rank has these half-open intervals of one dim."""
+    """The record of a parameter of which each rank has some half-open intervals of one dim, `runs` by rank."""
     boxes = tuple(Box.cut(parameter.shape, dim, run) for run in runs)
     return Record(Family.DENSE, boxes[cuts.ranks.rank], boxes=boxes)
 
 
 def _parts(cuts: Cuts, name: str, numel: int, what: str) -> Sequence[tuple[int, int]]:
-    """Each rank's part of `numel` things, whose parts may differ by one."""
+    """Each rank's half-open interval of `numel` things. Lengths may differ by one."""
     if numel < cuts.ranks.size:
         raise BadInput(f"{name!r} has {numel} {what}, fewer than tp {cuts.ranks.size}: give its name no style.")
     return runs_of(numel, cuts.ranks.size)
@@ -182,7 +182,7 @@ def _check_embedding(name: str, module: nn.Embedding) -> None:
 
 
 def _record_uncut(cuts: Cuts) -> None:
-    """Note of every other parameter that all ranks have it, and whether they compute the same gradient."""
+    """Record for every other parameter whether all ranks compute its gradient, or a part each."""
     by_parameter: dict[nn.Parameter, tuple[str, Record]] = {}
     for name, module in cuts.model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False):
@@ -196,7 +196,7 @@ def _record_uncut(cuts: Cuts) -> None:
 
 
 def _uncut(cuts: Cuts, name: str, attribute: str, parameter: nn.Parameter) -> Record:
-    """Of a parameter that all ranks have whole: where each sees other activations, gradients are to be summed."""
+    """The record of a parameter that all ranks have whole. Gradients are summed where ranks see other activations."""
     style = cuts.styles.get(name)
     after_sum = style.after_sum if isinstance(style, Uncut) else attribute == "bias" and isinstance(style, Row)
     within = cuts.inside(name, Enter) and not after_sum

@@ -14,11 +14,11 @@ class Column:
     """A linear map of which each rank has a part of the outputs.
 
     Attributes:
-        heads: into which the outputs fall: a rank has whole ones. Where there are fewer than ranks, each rank has all
-            weights and computes the head that its part of the others needs.
-        parts: numbers of outputs of matrices that are fused into this one, such as those of a gate and an up
-            projection, of each of which a rank has a part; `heads` are then those of each.
-        gathered: outputs are put together again, and used alike on every rank.
+        heads: how many heads the outputs are of. A rank has whole heads. Where there are fewer heads than ranks, each
+            rank has all weights, and computes the one head that its query heads look at.
+        parts: the numbers of outputs of several matrices that are fused into this one, such as a gate and an up
+            projection. A rank has a part of each; `heads` has one number for each then.
+        gathered: all outputs are gathered, and every rank uses them in the same way.
     """
 
     heads: int | tuple[int, ...] | None = None
@@ -31,7 +31,7 @@ class Row:
     """A linear map of which each rank has a part of the inputs; its outputs are summed.
 
     Attributes:
-        splits: inputs are whole, and a rank takes its part of them.
+        splits: the input is whole on every rank, and a rank takes its channels of it.
     """
 
     splits: bool = False
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Embedding:
-    """A table of which each rank has a part of the rows. Its outputs are summed: one rank has each of them."""
+    """A table of which each rank has a part of the rows. Outputs are summed, as one rank alone has each row."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Logits:
     """A module that multiplies with the table of an embedding, of which ranks have parts.
 
     Attributes:
-        numel: rows of the whole table, and channels of the outputs once they are put together.
-        gathered: they are; else they stay apart, for a `VocabularyLoss`.
+        numel: how many rows the whole table has.
+        gathered: all logits are gathered. If not, each rank has those of its rows, for a `VocabularyLoss`.
     """
 
     numel: int
@@ -57,10 +57,10 @@ class Logits:
 
 @dataclass(frozen=True)
 class Enter:
-    """A module that computes with matrices of which ranks have parts: its input is put together once, as it enters.
+    """A module that holds columns and rows. Its input is gathered once, for all columns inside of it.
 
     Attributes:
-        changed: attributes of the module that are other numbers on a rank, such as heads that share a key head.
+        changed: attributes of the module that have other numbers on a rank, such as of heads that share a key head.
     """
 
     changed: tuple[tuple[str, int], ...] = ()
@@ -68,15 +68,15 @@ class Enter:
 
 @dataclass(frozen=True)
 class SplitSequence:
-    """Modules that run one after the other, through which each rank takes a part of each sequence, dim -2."""
+    """A module that computes, on each rank, a part of each sequence, along dim -2. Several follow one another."""
 
 
 @dataclass(frozen=True)
 class Uncut:
-    """As it is, on every rank; what a plan says of modules that need nothing done to them.
+    """A module that every rank has whole, and of which nothing is changed.
 
     Attributes:
-        after_sum: inside of a module of style `enter`, it computes with what the ranks' parts have been summed to.
+        after_sum: inside of a module of style `enter`, it computes with what ranks have summed.
     """
 
     after_sum: bool = False

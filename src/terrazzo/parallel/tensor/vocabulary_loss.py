@@ -28,12 +28,12 @@ class VocabularyLoss:
 
     Args:
         mesh: that the model was cut for; or its ranks along `tp`.
-        vocabulary: tokens in it.
+        vocabulary: how many tokens it has.
         ignore_index: the target of positions that do not count.
 
     Attributes:
         start: the first token of this rank's part.
-        vocabulary: tokens in it.
+        vocabulary: how many tokens all parts have together.
     """
 
     def __init__(self, mesh: DeviceMesh | TensorRanks, vocabulary: int, ignore_index: int = -100) -> None:
@@ -127,10 +127,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def leave_vocabulary(model: nn.Module, loss: VocabularyLoss) -> None:
-    """Note on a model that the logits it returns are this rank's part, and what computes with them."""
+    """Leave a loss on a model whose logits are this rank's part, for `vocabulary_of` to find."""
     _VOCABULARY.leave(model, loss)
 
 
 def vocabulary_of(model: nn.Module) -> VocabularyLoss | None:
-    """What `leave_vocabulary` noted; None where logits are whole."""
+    """The loss that `leave_vocabulary` has left on a model; None where logits are whole."""
     return _VOCABULARY.find(model)
