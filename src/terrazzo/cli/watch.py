@@ -148,7 +148,7 @@ def _stamp(run: Path) -> tuple[int, int] | None:
 
 
 def _steps(run: Path) -> int | None:
-    """Of the whole run, as its configuration says; None for a loop of one's own."""
+    """How many steps the whole run has, as its configuration says; None for a loop of one's own."""
     from terrazzo.telemetry.log.run_folder import RunFolder
 
     try:

@@ -167,7 +167,7 @@ _BESIDES = re.compile(r'"(?:[^"\\]|\\.)*"?|//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z)|,(
 
 
 def _strict(text: str) -> str:
-    """Without what strict JSON has not; all else keeps its place."""
+    """The text without what strict JSON does not have; all else keeps its place."""
     return _BESIDES.sub(lambda found: found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0]), text)
 
 

@@ -175,7 +175,7 @@ class PrecisionConfig(Named):
 
     @property
     def recipe(self) -> str | None:
-        """Of float8 linear layers, as `tz.nn.float8` takes it; None for none."""
+        """The recipe of float8 linear layers, as `tz.nn.float8` takes it; None for none."""
         return None if self.linears == "compute" else self.linears.removeprefix("fp8-")
 
     @field_validator("name", mode="before")

@@ -207,7 +207,7 @@ def _checkpointing_reason(mode: str) -> str:
 
 
 def _memory(best: Estimate) -> str:
-    """Of every room that the plan uses: a rank's device, and what its host's ranks take together."""
+    """Every room that the plan uses: a rank's device, and what its host's ranks take together."""
     names = {"device": "", "host": " of each host's memory", "disk": " of each host's disks"}
     found = []
     for room in best.memory.rooms:

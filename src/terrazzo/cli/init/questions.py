@@ -108,7 +108,7 @@ def _model(text: str, answers: AnswersByKey) -> Model:
 
 
 def _data(text: str, answers: AnswersByKey) -> str:
-    """Of an object store nothing is asked yet."""
+    """The source, once it is there; an object store is not asked yet."""
     if "://" not in text:
         find_files(text)
     return text

@@ -52,7 +52,7 @@ class PlanOption:
 
     @cached_property
     def argument(self) -> str:
-        """By which the command is given the value."""
+        """The name of the parameter by which the command gets the value."""
         return self.flag.removeprefix("--").replace("-", "_")
 
 

@@ -11,7 +11,7 @@ __all__ = ["AsJsonOption", "RunArgument"]
 
 
 def _folder(run: Path) -> Path:
-    """Of a run that is named by its folder or by its `metrics.jsonl`."""
+    """The folder of a run, which is named by it or by the `metrics.jsonl` in it."""
     from terrazzo.telemetry.log.run_folder import RunFolder  # telemetry, and torch with it
 
     return RunFolder.of(run).path

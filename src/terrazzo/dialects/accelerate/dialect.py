@@ -33,7 +33,7 @@ class Accelerate(Dialect):
     keys = KEYS
 
     def recognises(self, document: ConfigDocument) -> bool:
-        """By keys that no other dialect has at the top."""
+        """Whether it has keys that no other dialect has at the top."""
         return any(key in document for key in _TELLING)
 
     def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:

@@ -130,7 +130,7 @@ def _carry(source: AccelerateReader, reading: Reading, keys: dict[str, str]) -> 
 
 
 def _at_start(source: AccelerateReader, stage: Any) -> SettingsByKey:
-    """At stage 3 the model is built split, unless told otherwise."""
+    """The model is built split at stage 3, unless the configuration says otherwise."""
     init = source.take(f"{_D}.zero3_init_flag")
     init = init if init.value is not None else replace(init, value=stage == 3)
     if init.value and stage != 3:

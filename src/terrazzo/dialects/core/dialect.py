@@ -55,7 +55,7 @@ class ReadingContext:
     folder: Path | None = None
 
     def version(self, library: str, default: str) -> tuple[int, ...]:
-        """Of a library, as numbers to compare: `(0, 19, 8)`."""
+        """The version of a library, as numbers to compare: `(0, 19, 8)`."""
         return tuple(int(part) for part in re.findall(r"\d+", self.versions.get(library, default))[:3])
 
 

@@ -269,7 +269,7 @@ def derived(value: Any, *sources: Setting[Any], origin: SettingOrigin = "derived
 
 
 def given_only(settings: Mapping[str, Setting[Any]]) -> SettingsByKey:
-    """Those that the file gives a value: a default that says nothing to others is left unset."""
+    """The settings that the file gives a value: a default that says nothing to others is left unset."""
     return {path: setting for path, setting in settings.items() if setting.origin == "file"}
 
 

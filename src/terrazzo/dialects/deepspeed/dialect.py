@@ -36,7 +36,7 @@ class DeepSpeed(Dialect):
     keys = KEYS
 
     def recognises(self, document: ConfigDocument) -> bool:
-        """By keys that no other dialect has at the top, or by a 16-bit section with its switch."""
+        """Whether it has keys that no other dialect has at the top, or a 16-bit section with its switch."""
         switches = (document.get(name) for name in ("fp16", "bf16", "bfloat16"))
         return any(key in document for key in _TELLING[:4]) or (
             any(isinstance(switch, dict) and "enabled" in switch for switch in switches)

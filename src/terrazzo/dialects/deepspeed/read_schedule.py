@@ -35,7 +35,7 @@ def read_schedule(source: DeepSpeedReader) -> SettingsByKey:
 
 
 def _warm_up(source: DeepSpeedReader, usual: Mapping[str, Any]) -> SettingsByKey:
-    """At least 2 steps, whatever is asked."""
+    """The steps of the warm-up: 2 at least, whatever is asked."""
     key = f"{_PARAMS}.warmup_num_steps"
     least = 1 if source.version >= STRICT_WARMUP else 0
     steps = source.integer(key, usual["warmup_num_steps"], low=least)

@@ -38,7 +38,7 @@ class FSDP1(Dialect):
         self.library = library
 
     def recognises(self, document: ConfigDocument) -> bool:
-        """By its own argument names, all of which it must know."""
+        """Whether it has argument names of this library, and no others."""
         names = {key.partition(".")[0] for key in KEYS}
         return bool(document) and set(document) <= names and not isinstance(document.get("mixed_precision"), str)
 

@@ -31,7 +31,7 @@ class FSDP2(Dialect):
     keys = KEYS
 
     def recognises(self, document: ConfigDocument) -> bool:
-        """By its own argument names, all of which it must know."""
+        """Whether it has argument names of this library, and no others."""
         names = {key.partition(".")[0] for key in KEYS}
         return bool(document) and set(document) <= names
 

@@ -102,7 +102,7 @@ def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...
 
 
 def product(sizes: Any) -> int | None:
-    """Of sizes; None where one is left open."""
+    """The product of sizes; None where one is left open."""
     whole = 1
     for size in sizes:
         if size is None:

@@ -36,7 +36,7 @@ class Lightning(Dialect):
     keys = KEYS
 
     def recognises(self, document: ConfigDocument) -> bool:
-        """By Trainer arguments, at the top or below `trainer`."""
+        """Whether it has Trainer arguments, at the top or below `trainer`."""
         below = document.get("trainer")
         arguments = below if isinstance(below, Mapping) else document
         known = [key for key in arguments if key in TRAINER or key in ("seed_everything", "model", "data")]

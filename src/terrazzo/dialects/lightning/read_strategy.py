@@ -310,7 +310,7 @@ def _configured(strategy: Strategy, config: Any, context: ReadingContext, traine
 
 
 def _without_loop(given: Mapping[str, Setting[Any]], said: set[str]) -> SettingsByKey:
-    """Without what Lightning's Trainer decides: accumulation, and clipping unless the document says it."""
+    """The settings without what Lightning's Trainer decides: accumulation, and clipping if it is left open."""
     trainers = {"batch.accumulation"} | (set() if "gradient_clipping" in said else {"training.clip"})
     return {path: setting for path, setting in given.items() if path not in trainers}
 

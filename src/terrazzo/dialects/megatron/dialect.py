@@ -38,7 +38,7 @@ class Megatron(Dialect):
     keys = KEYS
 
     def recognises(self, document: ConfigDocument) -> bool:
-        """By more arguments than strangers, of which one at least is no other library's."""
+        """Whether it has more known arguments than unknown ones, and one at least that no other library has."""
         known = {canonical(str(key)) for key in document} & (set(KEYS) | {LAUNCHER})
         return bool(known - _SHARED) and 2 * len(known) > len(document)
 

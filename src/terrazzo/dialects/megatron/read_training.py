@@ -73,7 +73,7 @@ ADAMS_SHARE = 0.2
 
 
 def _muon(reader: Reader, rate: Setting[Any] | None, given: dict[str, Setting[Any]]) -> Setting[Any]:
-    """Of matrices, in neutral words: their rate has the factor that scales them."""
+    """The settings of matrices, in neutral words: their rate includes the factor that scales them."""
     momentum, nesterov, steps, mode, factor = given.values()
     found = {"muon.momentum": momentum.value, "muon.nesterov": nesterov.value, "muon.ns_steps": steps.value}
     if mode.value not in ("match_rms_adamw", "original"):

@@ -32,7 +32,7 @@ class Terrazzo(Dialect):
     keys = KEYS
 
     def recognises(self, document: ConfigDocument) -> bool:
-        """By its sections: each that is there has Terrazzo's keys, and at least one key of its own has."""
+        """Whether it has Terrazzo's sections alone, and in them mostly Terrazzo's keys, or a plan by its name."""
         sections = {key.partition(".")[0] for key in SCHEMA}
         if not document or not set(document) <= sections:
             return False

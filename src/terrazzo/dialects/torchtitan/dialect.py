@@ -37,7 +37,7 @@ class Torchtitan(Dialect):
     keys = KEYS
 
     def recognises(self, document: ConfigDocument) -> bool:
-        """By its sections, and at least one key that no other dialect has."""
+        """Whether it has the sections, and at least one key that no other dialect has."""
         if not document or not set(document) <= _SECTIONS:
             return False
         inner = {

@@ -41,7 +41,7 @@ class TrainingArguments(Dialect):
     keys = KEYS
 
     def recognises(self, document: ConfigDocument) -> bool:
-        """By fields that no other dialect has at the top."""
+        """Whether it has fields that no other dialect has at the top."""
         known = {*FIELDS, *ALIASES, *REMOVED, "distributed_config"}
         fields = [key for key in document if key in known]
         return any(key in document for key in _TELLING) and 2 * len(fields) > len(document)

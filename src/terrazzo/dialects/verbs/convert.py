@@ -102,7 +102,7 @@ class _Fates:
         )
 
     def _extra(self, read: KeyVerdict, extra: Extra) -> KeyVerdict:
-        """Of a key with a meaning to its own library alone."""
+        """The verdict on a key that has a meaning to its own library alone."""
         if self.before.dialect == self.target.name:
             return KeyVerdict(read.key, read.value, read.kind, extra.key, read.why)
         if extra.loss == "harmless" and read.kind == "lossy":  # its own library does nothing with it

@@ -150,7 +150,7 @@ class Asked:
         return self.words.over(setup).over(compile=self.compile or None, float8=float8)
 
     def _of_replicas(self, loaded: torch.dtype, device: torch.device) -> Precision:
-        """Of plain replicas: all in the model's dtype, under autocast if `mixed_precision` says so."""
+        """The precision of plain replicas: all in the model's dtype, under autocast if `mixed_precision` says so."""
         if self.mixed == "fp16" and device.type == "cpu":
             raise BadInput(
                 "mixed_precision is fp16 on a CPU, where Accelerate silently trains in fp32: use bf16 or no."

@@ -85,5 +85,5 @@ def _place(folder: str, index: int) -> Path:
 
 
 def _number(place: Path) -> int:
-    """Of the newest checkpoint there, as rank 0 sees it."""
+    """The number of the newest checkpoint there, as rank 0 sees it."""
     return step_of(on_first(lambda: latest(place)) or "") or 0

@@ -51,7 +51,7 @@ def build_optimizer(name: str, params: Mapping[str, Any], parameters: Any) -> Op
 
 
 def _trainable(parameters: Any) -> list[Any]:
-    """Without frozen parameters, and without param groups that are then empty."""
+    """The parameters without frozen ones, and without param groups that are then empty."""
     kept: list[Any] = []
     for each in parameters.parameters() if isinstance(parameters, nn.Module) else parameters:
         if isinstance(each, Mapping):

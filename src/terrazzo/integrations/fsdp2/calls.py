@@ -183,7 +183,7 @@ def _root_of(module: nn.Module) -> nn.Module:
 
 
 def _outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those that are inside none of the others."""
+    """The modules that are inside none of the others."""
     given = list(modules)
     inside = {inner for module in given for inner in module.modules() if inner is not module}
     return [module for module in given if module not in inside]

@@ -89,7 +89,7 @@ class FSDPModule(TorchFSDPModule):
         return self._mark.rows(self).of_module(self, root)  # type: ignore[arg-type]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Of a model that is not sharded yet: full tensors, or DTensors, which are gathered one by one."""
+        """Load into a model that is not sharded yet: full tensors, or DTensors, which are gathered one by one."""
         whole = {name: whole_value(value) for name, value in state_dict.items()}
         found = super().load_state_dict(whole, *args, **kwargs)  # type: ignore[misc]
         place(self.parameters(), self._mark.arguments["mesh"])  # type: ignore[attr-defined]

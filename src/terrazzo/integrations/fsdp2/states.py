@@ -60,7 +60,7 @@ def _detached(value: Any) -> Any:
 
 
 def placements_on(mesh: DeviceMesh | None) -> tuple[Placement, ...]:
-    """Of a mesh; None for one of a single axis."""
+    """The placements on a mesh; None for one of a single axis."""
     replicated: tuple[Placement, ...] = (Replicate(),) * (0 if mesh is None else mesh.ndim - 1)
     return (*replicated, Shard(0))
 

@@ -137,7 +137,7 @@ class TerrazzoArguments:
 
 
 def trained_dtypes(model: nn.Module) -> list[torch.dtype]:
-    """Those of floating parameters that are trained, or of all where none is, in their order; fp32 where none floats.
+    """The dtypes of floating parameters that are trained, of all where none is, in their order; else fp32.
 
     A frozen base beside adapters does not count.
     """

@@ -72,7 +72,7 @@ def settle(path: str | os.PathLike[str]) -> bool:
 
 
 def _named(path: str | os.PathLike[str]) -> str:
-    """Without slashes at the end, where `.new-NONCE` would be another name."""
+    """The path without slashes at the end, where `.new-NONCE` would be another name."""
     return os.fspath(path).rstrip("/")
 
 

@@ -65,7 +65,7 @@ class TerrazzoTrainerMixin(_Base):
             super().create_accelerator_and_postprocess()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """With a setup in place of what would make Accelerate shard, cast or compile."""
+        """The arguments, with a setup in place of what would make Accelerate shard, cast or compile."""
         theirs, setup = super()._build_accelerator_args(**kwargs), self._setup()
         for name in ("fsdp_plugin", "deepspeed_plugin", "parallelism_config", "dynamo_plugin", "kwargs_handlers"):
             theirs.pop(name, None)  # the handlers are DDP's

@@ -106,7 +106,7 @@ def flights_of(run: Path) -> list[Flight]:
 
 
 def tails_of(run: Path) -> dict[int, Tail]:
-    """By rank, what the ranks of a run write to that go on now, on this machine."""
+    """What the ranks of a run that go on now, on this machine, write to; by rank."""
     by_rank = {}
     for path in sorted(RunFolder(run).flight.glob("rank-*.live")):
         with _of_others(), contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def _memory(path: Path) -> Path | None:
 
 
 def _of_others() -> AbstractContextManager[None]:
-    """Around what is read there: another process may have that number now."""
+    """Suppresses what reading there may raise: another process may have that number now."""
     return contextlib.suppress(BadInput, ValueError, KeyError, TypeError)
 
 

@@ -212,7 +212,7 @@ class Tail:
         return {}
 
     def new(self) -> list[FlightEvent]:
-        """Those since the last call, as far as they are still there, oldest first."""
+        """The events since the last call, as far as they are still there, oldest first."""
         events: list[FlightEvent] = []
         while batch := self._run(self._seen + 1):
             events += batch

@@ -34,7 +34,7 @@ class Names:
         self._table = table
 
     def name(self, event: FlightEvent) -> str:
-        """Of a record that is of no exchange."""
+        """The name in a record that is of no exchange."""
         return self._of("names", event.track)
 
     def unit(self, index: int) -> str:
@@ -143,7 +143,7 @@ class _Bars:
         self._units.append(event)
 
     def _end(self, event: FlightEvent) -> None:
-        """Those inside of it that have raised end with it; of one that is not known nothing is."""
+        """End a unit, and those inside of it that have raised; a unit that is not known is passed over."""
         if event.unit in [each.unit for each in self._units]:
             while self._close_unit(event.time).unit != event.unit:
                 pass

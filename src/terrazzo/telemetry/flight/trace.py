@@ -96,7 +96,7 @@ def _of_rank(flight: Flight, bars: Sequence[Bar], shift: int) -> Iterator[dict[s
 
 
 def _apart(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """In rows on which nothing overlaps."""
+    """The bars in rows on which nothing overlaps."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda each: (each.start, each.end)):
         row = next((row for row in rows if row[-1].end <= bar.start), None)

@@ -40,7 +40,7 @@ _WAITS = {"all_gather": "gather_wait", "broadcast": "gather_wait"}
 
 
 def unit_times(flight: Flight) -> list[UnitTimes]:
-    """Of the newest whole steps that it has, in the order of the model's units; nothing before there is one."""
+    """The times of units in the newest whole steps of a flight, in the model's order; empty before there is one."""
     bars = bars_of(flight)
     steps = [bar for bar in bars if bar.group == "step"][1:][-MOST_STEPS:]  # the first one may have lost its begin
     if not steps:

@@ -90,7 +90,7 @@ _STARTS = ("begin", "restart")
 
 
 def _measured(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Without records of no steps."""
+    """The lines without records of no steps."""
     return [line for line in lines if line["kind"] != "step" or (line.get("steps") and line.get("step_s"))]
 
 

@@ -26,7 +26,7 @@ class RunFolder(NamedTuple):
 
     @classmethod
     def of(cls, run: Path) -> RunFolder:
-        """Of a run that is named by its folder, or by its `metrics.jsonl`, whether they are there or not.
+        """The folder of a run, which is named by it or by its `metrics.jsonl`, whether they are there or not.
 
         Raises:
             BadInput: it is another file.
@@ -88,7 +88,7 @@ class RunFolder(NamedTuple):
 
     @property
     def script(self) -> Path:
-        """Of a script that was only looked at: what it uses."""
+        """What a script uses that was only looked at."""
         return self.path / "script.json"
 
     @property

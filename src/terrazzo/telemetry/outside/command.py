@@ -139,7 +139,7 @@ class _Sentinel:
 
 
 def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[[], None]) -> int:
-    """Until it ends. Signals that are meant for it, as this process stands in its place, go on to it."""
+    """Run the command; its exit code. Signals for it are passed on, as this process stands in its place."""
     path = os.pathsep.join([str(_HOOK), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | variables | {"PYTHONPATH": path}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKED | {signal.SIGCHLD})

@@ -96,7 +96,7 @@ class _Rank:
 
 
 def _of_sharded(lines: Sequence[Sequence[TraceLine]]) -> dict[str, Any] | None:
-    """Of a model that Terrazzo shards: the engine's own record, which is in the last line."""
+    """The record of a model that Terrazzo shards: the engine's own, which is in the last line."""
     ends = [own[-1] for own in lines]
     if any("record" not in line for line in ends):
         return None
@@ -138,7 +138,7 @@ def _clocks(ranks: Sequence[_Rank], lines: Sequence[Sequence[TraceLine]]) -> lis
 
 
 def _arrivals(lines: Sequence[Sequence[TraceLine]], clocks: Sequence[float]) -> list[dict[tuple[str, int], float]]:
-    """By rank and exchange: when the last of its ranks was there, if all of them are known."""
+    """When the last rank of an exchange was there, if all of them are known; by rank and exchange."""
     came: dict[tuple[str, int], list[float]] = defaultdict(list)
     sizes = {}
     for own, clock in zip(lines, clocks, strict=True):

@@ -47,7 +47,7 @@ class ScriptProbe:
         self.begin()
 
     def begin(self) -> None:
-        """In a new process, which a fork is too."""
+        """Begin anew, in a new process, which a fork is too."""
         self._file: Any = None
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._inside = threading.local()
@@ -219,7 +219,7 @@ class ScriptProbe:
         }
 
     def _engine(self, optimizer: Any) -> Any:
-        """Of a model that Terrazzo shards, which counts for itself."""
+        """The counts of a model that Terrazzo shards; None for any other."""
         if "terrazzo.engine" not in sys.modules:
             return None
         if id(optimizer) not in self._engines:

@@ -135,7 +135,7 @@ def _read(probe: ScriptProbe, call: Any) -> Any:
 
 
 def _cores() -> int:
-    """Of one rank, where all of this machine have as many."""
+    """The cores of one rank, where all ranks of this machine have as many."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, there // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 

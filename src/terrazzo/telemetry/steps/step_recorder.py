@@ -141,7 +141,7 @@ class StepRecorder:
         return record
 
     def _memory(self) -> dict[str, int]:
-        """By state. What a CPU rank has beside these is also what libraries and malloc keep, and not told apart."""
+        """Bytes by state. What a CPU rank has beside these is not split up: libraries and malloc keep some of it."""
         held = self._at_rest | {"transient": self._tally.ledger.peak_bytes}
         peak = self._peak.peak_bytes
         if not self._on_cuda:

@@ -74,7 +74,7 @@ def _clear(target: Path, world: int) -> None:
 
 
 def _await(recordings: list[Recording]) -> None:
-    """Until all have answered, and say no more."""
+    """Wait until all have answered, and add nothing more."""
     deadline, before = time.monotonic() + _ANSWER_S, None
     while time.monotonic() < deadline:
         answers = [each.threads for each in recordings]

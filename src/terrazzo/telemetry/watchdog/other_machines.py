@@ -126,7 +126,7 @@ class _RemoteSystem(System):
 
 
 class _Nothing(Tail):
-    """Of a rank whose records are not here."""
+    """The tail of a rank whose records are on another machine."""
 
     def __init__(self) -> None:
         """Nothing is read."""

@@ -64,7 +64,7 @@ class Stall(NamedTuple):
 def find_stall(
     ranks: Mapping[int, RankProgress], facts: Mapping[int, Fact], now: int, *, own_loop: bool = False
 ) -> Stall:
-    """Of a run in which nothing has happened for long enough; see `STALL_CAUSES`.
+    """Why a run stands still in which nothing has happened for long enough; see `STALL_CAUSES`.
 
     Args:
         ranks: by number.

@@ -146,7 +146,7 @@ class Warden:
         self._oom_kills, self._has_said_who_died = oom_kills(), False
 
     def run(self) -> None:
-        """Until then."""
+        """Look after the ranks until then."""
         stall = None
         while stall is None and not self._all_ended():
             self._sleep()

@@ -60,7 +60,7 @@ class System:
         return waits_for_drive(pid)
 
     def processor_s(self, pid: int) -> float:
-        """That it has used, and what it has started."""
+        """Seconds of processors that it, and what it has started, have used."""
         return processor_s(pid)
 
     def now(self) -> int:
@@ -150,7 +150,7 @@ class Watchdog:
                 self.progress_of[rank].take(tail.table, records)
 
     def why(self) -> Stall:
-        """Of what has happened to a rank now."""
+        """The stall that is there now, without waiting for longer."""
         now = self._system.now()
         return self._find(self._facts(now, self._states()), now)
 
@@ -159,7 +159,7 @@ class Watchdog:
         return find_stall(there or self.progress_of, facts, now, own_loop=self._patience.own_loop)
 
     def _tell_of_stops(self, states: Mapping[int, str]) -> None:
-        """Of ranks that are at their steps: in setup nobody goes as slowly as they do, and it is not their end."""
+        """Say which ranks are stopped again and again; only of ranks at their steps, for which others wait."""
         at_steps = [rank for rank, progress in self.progress_of.items() if progress.steps and not progress.has_left]
         for rank, share in self._stops.look({rank: states[rank] for rank in at_steps}):
             self._say(hindered(rank, share, self.progress_of).text)

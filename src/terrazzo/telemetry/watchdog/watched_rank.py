@@ -187,7 +187,7 @@ def _listen(here: _OwnSide, begins: Sequence[Callable[[], None] | None], soon_s:
 
 
 def _end(why: str) -> None:
-    """At once: whatever this process waits for, it waits for in vain. torchrun is told why, for its own report."""
+    """End this process at once: it waits in vain, whatever for. torchrun gets the reason, for its own report."""
     if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
         message = {"message": why, "extraInfo": {"timestamp": str(int(time.time()))}}
         with contextlib.suppress(OSError):

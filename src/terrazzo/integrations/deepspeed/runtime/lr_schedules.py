@@ -230,7 +230,7 @@ SCHEDULES = {each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCos
 
 
 def _least(steps: int) -> int:
-    """Of warm-up: two at least, as DeepSpeed has it."""
+    """The steps of a warm-up: two at least, as DeepSpeed has it."""
     return max(2, steps)
 
 

@@ -59,7 +59,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
 
     @property
     def precision(self) -> FabricPrecision:
-        """In place of Lightning's plugin: the engine casts and scales by itself."""
+        """What stands for Lightning's plugin: the engine casts and scales by itself."""
         return self._precision or FabricPrecision("32-true")
 
     @precision.setter
@@ -121,7 +121,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """That of whole parameters, as a plain optimizer's. Collective."""
+        """The state of whole parameters, as a plain optimizer has it. Collective."""
         found: dict[str, Any] = optimizer.state_dict()
         return found
 

@@ -50,7 +50,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
 
     @property
     def precision_plugin(self) -> TerrazzoPrecision:
-        """In place of Lightning's plugin: the engine casts and scales by itself."""
+        """What stands for Lightning's plugin: the engine casts and scales by itself."""
         plugin = self._precision_plugin
         return plugin if isinstance(plugin, TerrazzoPrecision) else TerrazzoPrecision("32-true", self)
 
@@ -137,7 +137,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
         self.accelerator.teardown()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Inside the root's forward; in manual optimization each call of the module is one of its own."""
+        """Run the step inside the root's forward; in manual optimization each call of the module is one of its own."""
         assert self.lightning_module is not None
         if self.lightning_module.automatic_optimization:
             return super().training_step(*args, **kwargs)

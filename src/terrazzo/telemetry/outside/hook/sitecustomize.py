@@ -38,7 +38,7 @@ def _begin() -> None:
 
 
 def _load(name: str) -> Any:
-    """By its file: the package around it imports more than a stranger's script has asked for."""
+    """Load a module by its file: the package around it imports more than a stranger's script has asked for."""
     spec = importlib.util.spec_from_file_location(f"_terrazzo_{name}", _HERE.parent / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
