@@ -104,6 +104,7 @@ OTHER: dict[str, Any] = {
     "precision.accumulate": "fp64",
     "precision.master": "bf16",
     "precision.moments": "int8",
+    "precision.rounding": "stochastic",
     "precision.linears": "fp8-rowwise",
     "precision.skip": ["*.gate", "head"],
     "objective.name": "dpo",

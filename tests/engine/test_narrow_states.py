@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 import terrazzo as tz
-from terrazzo.engine import StateFormat, engine_of
+from terrazzo.engine import StateFormat, engine_of, estimate
 from terrazzo.engine.buckets.codec import decode, encode
 from terrazzo.engine.plan.layout import tiled_step_bytes
 from terrazzo.errors import BadInput
@@ -305,6 +306,8 @@ def test_what_is_not_known_to_work_is_refused_by_name() -> None:
         matrices, others = tz.optim.hidden_matrices(model)
         with pytest.raises(BadInput, match="moments in fp8, and Muon is not known"):
             tz.shard(model, tz.optim.Muon(matrices, others, lr=0.1), "zero3", precision=precision("fp8"))
+        with pytest.raises(BadInput, match=r"AdamW8bit keeps blocks .* Use torch\.optim\.AdamW, .* moments='int8'"):
+            tz.shard(model, AdamW8bit(model.parameters()), "zero3")
         model, _ = tz.shard(Net(), None, "zero3", precision=precision("fp8"))
         with pytest.raises(BadInput, match="moments in fp8, and RMSprop is not known"):
             tz.attach(model, torch.optim.RMSprop(model.parameters()))
@@ -316,6 +319,10 @@ def test_what_is_not_known_to_work_is_refused_by_name() -> None:
         tz.Precision(master="int8")  # type: ignore[arg-type]
     with pytest.raises(BadInput, match=r"moments is 'int4'; it must be one of .*, int8, fp8"):
         tz.Precision(moments="int4")  # type: ignore[arg-type]
+
+
+class AdamW8bit(torch.optim.AdamW):
+    """Called as those of bitsandbytes and torchao are."""
 
 
 class Own(torch.optim.AdamW):
@@ -340,3 +347,105 @@ def test_an_optimizer_that_comes_later_uses_the_same_memory() -> None:
 
     found = on_ranks(2, body)
     assert all(map(torch.equal, *found))
+
+
+# -- stochastic rounding -------------------------------------------------------------------------------------------
+
+
+class Stochastic(torch.optim.AdamW):
+    """AdamW on fp32 copies of bf16 parameters, to which they are rounded by bits of name, element and step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), **SETTINGS)
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.names:
+            if parameter.grad is None:
+                continue
+            wide = nn.Parameter(nn.functional.pad(parameter.float().flatten(), (0, -parameter.numel() % 64)))
+            wide.grad = nn.functional.pad(parameter.grad.float().flatten(), (0, -parameter.numel() % 64))
+            alone = torch.optim.AdamW([wide], **SETTINGS)
+            padded = {
+                k: nn.functional.pad(v, (0, -v.numel() % 64)) for k, v in self.state[parameter].items() if v.dim()
+            }
+            if padded:
+                padded["step"] = self.state[parameter]["step"]
+            alone.state[wide] = padded
+            alone.step()
+            numel = parameter.numel()
+            kept = {k: v if k == "step" else v[:numel] for k, v in alone.state[wide].items()}
+            self.state[parameter] = {
+                k: v if k == "step" else rounded(v, "int8", k == "exp_avg_sq") for k, v in kept.items()
+            }
+            exact = wide.detach()[:numel]
+            number = int(kept["step"]) * 0x9E3779B1 + zlib.crc32(self.names[parameter].encode())
+            bits = [mixed(mixed(i) ^ number % 2**32) % 2**16 for i in range(numel)]
+            patterns = (exact.view(torch.int32).long() + torch.tensor(bits)) >> 16 << 16
+            parameter.copy_(patterns.int().view(torch.float32).bfloat16().view(parameter.shape))
+
+
+def mixed(number: int) -> int:
+    """https://github.com/skeeto/hash-prospector, lowbias32."""
+    number = (number ^ number >> 16) * 0x7FEB352D % 2**32
+    number = (number ^ number >> 15) * 0x846CA68B % 2**32
+    return number ^ number >> 16
+
+
+STOCHASTIC = replace(tz.Precision.named("bf16-pure"), moments="int8", rounding="stochastic")
+
+
+@pytest.mark.cover(case=axes, strength=1)
+@pytest.mark.parametrize("tiers", ["", "cpu-all", "nvme"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_stochastic_rounding_is_bitwise_that_of_the_single_process(case: Case, tiers: str, tmp_path: Path) -> None:
+    case = replace(case, precision="bf16-pure", dtypes=STOCHASTIC, variant="unused")
+    if tiers:
+        case = runs.on_tiers(case, tiers, tmp_path, block_mib=1)
+    ranks = runs.train(case, make_optimizer=lambda model: torch.optim.AdamW(model.parameters(), **SETTINGS))
+    trainer = Trainer(case.recipe, Stochastic)
+    runs.assert_reference(case, ranks, [trainer.step() for _ in range(case.steps)])
+
+
+def test_small_updates_are_lost_by_rounding_to_the_nearest_alone() -> None:
+    """A weight of 1, from which each step takes a thirty-second of the distance to the next bf16 number below."""
+
+    def body(rank: int, kind: tz.Precision) -> float:
+        model: nn.Module = nn.Linear(64, 64, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=2**-13, weight_decay=0.0)
+        model, optimizer = tz.shard(model, optimizer, "zero3", precision=kind)
+        for _ in range(64):
+            model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_parameters(model)["weight"].double().mean().item()
+
+    for rounding, wanted in (("nearest", 1.0), ("stochastic", 1 - 64 * 2**-13)):
+        kind = replace(STOCHASTIC, rounding=rounding)
+        for found in on_ranks(2, lambda rank, kind=kind: body(rank, kind)):
+            assert found == pytest.approx(wanted, abs=3e-4)
+
+
+def test_what_stochastic_rounding_is_not_of_is_refused() -> None:
+    for others in ({}, {"moments": "int8"}, {"master": "bf16"}):
+        with pytest.raises(BadInput, match="rounding 'stochastic' is of master weights in bf16 with"):
+            tz.Precision(rounding="stochastic", **others)  # type: ignore[arg-type]
+    with pytest.raises(BadInput, match=r"rounding is 'up'\. Use one of nearest, stochastic"):
+        tz.Precision(rounding="up")  # type: ignore[arg-type]
+
+    def body(rank: int) -> None:
+        model = Net()
+        with pytest.raises(BadInput, match="rounding 'stochastic', .* and Lion does not count steps"):
+            tz.shard(model, tz.optim.Lion(model.parameters()), "zero3", precision=STOCHASTIC)
+
+    on_ranks(1, body)
+
+
+def test_a_parameter_takes_six_bytes_and_a_thirtieth() -> None:
+    with fake_group(1), torch.device("meta"):
+        model = nn.Linear(4096, 4096, bias=False)
+        bill = estimate(model, torch.optim.AdamW(model.parameters()), "zero1", precision=STOCHASTIC)
+    resting = bill.weight_bytes + bill.master_bytes + bill.grad_bytes + bill.moments_bytes
+    assert resting == 4096**2 * (2 + 2) + 4096**2 * 2 * 260 // 256 + 4

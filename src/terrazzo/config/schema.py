@@ -156,6 +156,10 @@ class PrecisionConfig(Named):
     moments: DtypeName | Literal["int8", "fp8"] | None = Field(
         None, description="optimizer state; int8 and fp8 keep it in 8 bits, with a scale for each 256 elements"
     )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        "nearest",
+        description="of master weights in bf16 with moments in 8 bits: stochastic loses no small updates on average",
+    )
     linears: Literal["compute", "fp8-tensorwise", "fp8-rowwise"] = Field(
         "compute",
         description="how linear layers multiply: in `compute`, or in 8 bits with a scale for each matrix or each row",

@@ -214,6 +214,7 @@ _OFF: dict[str, Any] = {
     **dict.fromkeys(("offload.digest", "loading.low_memory", "loading.broadcast", "saving.background"), False),
     **dict.fromkeys(("activation_checkpointing.mode", "saving.export"), "none"),
     **dict.fromkeys(("schedule.warmup_steps", "schedule.warmup_fraction"), 0),
+    "precision.rounding": "nearest",
     "precision.linears": "compute",
     "precision.skip": (),
     "optimizer.options": {},

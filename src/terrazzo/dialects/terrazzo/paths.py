@@ -24,6 +24,7 @@ PATH_OF: Mapping[str, str] = {
     "parallel.pipeline.schedule": "parallel.schedule",
     "parallel.pipeline.chunks": "parallel.chunks",
     "parallel.tensor.sequence": "parallel.sequence",
+    "precision.rounding": "precision.rounding",
     "precision.linears": "precision.linears",
     "precision.skip": "precision.skip",
     "launch.ranks": "mesh.world",

@@ -21,6 +21,7 @@ def write_precision(draft: HubDraft) -> None:
         draft.lossy("precision.buffers", "buffers keep the dtype that the model gives them")
     else:
         draft.implied("precision.buffers")
+    draft.carry("precision.rounding")
     draft.carry("precision.linears")
     draft.carry("precision.skip")
     _follows(draft, "output", "compute")

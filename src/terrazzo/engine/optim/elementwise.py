@@ -45,6 +45,12 @@ def check_elementwise(optimizer: Optimizer | type[Optimizer]) -> None:
         )
     if issubclass(kind, MatrixOptimizer):
         return
+    if kind.__name__.lower().endswith("8bit"):  # of bitsandbytes or torchao, whose blocks begin where a shard does
+        raise BadInput(
+            f"{kind.__name__} keeps blocks of a tensor in 8 bits, and on flat shards each number of ranks would make "
+            "others. Use torch.optim.AdamW, or tz.optim.Lion, with moments in 8 bits: precision=dataclasses.replace("
+            "tz.Precision.named('bf16'), moments='int8'), or precision.moments: int8 in a configuration."
+        )
     if not (kind in ELEMENTWISE or getattr(optimizer, "elementwise", False)):
         raise BadInput(
             f"{kind.__name__} cannot run on flat shards: it is not known to update each element from that element's "

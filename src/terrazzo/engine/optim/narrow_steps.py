@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.narrow import NarrowState, tiles
+from terrazzo.engine.buckets.rounding import round_stochastically
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.stepper import Stepper
@@ -36,13 +38,24 @@ class NarrowStates:
             lent = {key: home.decoded(self.codes(home, tile)) for key, home in states.items() if key in kept}
             after = stepper.step(segment.group, part, {**frozen(fixed), **lent})
             if part.data_ptr() != values[within].data_ptr():
-                values[within] = part.detach()
+                self._round(part.detach(), values, tile, after)
             for key in after.keys() & states.keys():
                 states[key].encode(after[key], self.codes(states[key], tile))
         if after:
             stepper.state[segment.parameter] = {
                 key: self.put_back(key) if key in states else value for key, value in after.items()
             }
+
+    def _round(self, stepped: Tensor, values: Tensor, tile: Range, after: Mapping[str, Any]) -> None:
+        """Replace the `tile` of the segment's values by those in fp32 that a step has made of it."""
+        segment = self.segment
+        if not segment.bucket.precision.stochastic:
+            values[tile.within(segment.range)] = stepped
+            return
+        for slot, held in segment.slots():
+            if (part := held.intersect(tile)).numel:
+                own, new = slot.own(part), stepped[part.within(tile)]
+                values[part.within(segment.range)] = round_stochastically(new, slot.name, own.start, after["step"])
 
     def codes(self, home: NarrowState, tile: Range) -> Tensor:
         """The blocks of one state, in memory: a view."""

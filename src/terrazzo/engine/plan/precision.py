@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -14,6 +14,10 @@ from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.words import DTYPE_FIELDS, DTYPE_SPELLINGS, PRESET_DTYPES, dtype_named, preset_named
 
 __all__ = ["DTYPES", "DTYPE_NAMES", "MOMENTS_NAMES", "PRECISIONS", "LossScaling", "Precision", "StateFormat"]
+
+
+Rounding = Literal["nearest", "stochastic"]
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 
 class StateFormat(enum.StrEnum):
@@ -80,6 +84,8 @@ class Precision:
         master: the weights that the optimizer updates.
         moments: whatever else the optimizer keeps per element.
         loss_scaling: dynamic loss scaling, or None for none.
+        rounding: of master weights in bf16 with moments in 8 bits, which are stepped in fp32: to the `nearest`, or
+            `stochastic`, by bits of the parameter's name, the element and the step.
     """
 
     weight: torch.dtype = torch.float32
@@ -89,6 +95,7 @@ class Precision:
     master: torch.dtype = torch.float32
     moments: torch.dtype | StateFormat = torch.float32
     loss_scaling: LossScaling | None = None
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         for name in DTYPE_FIELDS:
@@ -106,6 +113,17 @@ class Precision:
             raise BadInput(
                 f"precision: moments in {self.moments} under a master in fp64, which steps in fp64 alone. Use master "
                 "'fp32', or leave moments out."
+            )
+        if self.rounding not in ROUNDINGS:
+            raise BadInput(
+                f"precision: rounding is {self.rounding!r}.{did_you_mean(str(self.rounding), ROUNDINGS)} "
+                f"Use one of {', '.join(ROUNDINGS)}."
+            )
+        if self.stochastic and (self.master != torch.bfloat16 or self.narrow is None):
+            raise BadInput(
+                "precision: rounding 'stochastic' is of master weights in bf16 with moments in int8 or fp8, and here "
+                f"master is {DTYPE_NAMES[self.master]} and moments are {MOMENTS_NAMES[self.moments]}. Use 'bf16-pure' "
+                "with moments 'int8', or leave rounding out."
             )
         if not isinstance(self.loss_scaling, LossScaling | None):
             raise BadInput(
@@ -127,6 +145,11 @@ class Precision:
         return PRECISIONS[preset]
 
     @property
+    def stochastic(self) -> bool:
+        """Whether master weights are rounded stochastically."""
+        return self.rounding == "stochastic"
+
+    @property
     def narrow(self) -> StateFormat | None:
         """That of moments which are in less than any dtype; None for others."""
         return self.moments if isinstance(self.moments, StateFormat) else None
@@ -144,7 +167,8 @@ class Precision:
     def __str__(self) -> str:
         dtypes = [f"{name} {str(getattr(self, name)).removeprefix('torch.')}" for name in DTYPE_FIELDS]
         scaling = f", loss scale from {self.loss_scaling.init:g}" if self.loss_scaling else ""
-        return ", ".join(dtypes) + scaling
+        rounding = ", stochastic rounding" if self.stochastic else ""
+        return ", ".join(dtypes) + scaling + rounding
 
 
 PRECISIONS = {

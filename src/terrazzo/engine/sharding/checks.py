@@ -318,6 +318,12 @@ def check_narrow(optimizers: Iterable[Optimizer], precision: Precision) -> None:
                 f"states of 8 bits. Use one of {', '.join(sorted(kind.__name__ for kind in NARROWABLE))}, or leave "
                 "moments out, which keeps them in fp32."
             )
+        if precision.stochastic and type(optimizer) in (torch.optim.SGD, Lion):
+            raise BadInput(
+                f"precision: rounding 'stochastic', whose bits follow from the number of the step, and "
+                f"{type(optimizer).__name__} does not count steps. Use Adam, AdamW, NAdam or RAdam, or leave rounding "
+                "out."
+            )
 
 
 def check_offload(tiers: Collection[str], precision: Precision, offload: Offload) -> None:

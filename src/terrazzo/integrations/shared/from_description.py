@@ -16,6 +16,7 @@ from terrazzo.engine import (
     Offload,
     Plan,
     Precision,
+    StateFormat,
     data_mesh,
 )
 from terrazzo.engine.offload.topology import told_ranks_here
@@ -90,14 +91,16 @@ def _precision(description: Description, loaded: torch.dtype | None) -> Precisio
     compute = weight if autocast and not _gathers(description) else dtype("compute", weight)
     master = dtype("master", torch.float32)
     reduce = dtype("reduce", master)
+    narrow = {form.value: form for form in StateFormat}.get(description.value("precision.moments"))
     return Precision(
         weight=weight,
         compute=compute,
         reduce=reduce,
         accumulate=dtype("accumulate", torch.promote_types(reduce, master)),
         master=master,
-        moments=dtype("moments", master),
+        moments=narrow or dtype("moments", master),
         loss_scaling=_loss_scaling(description),
+        rounding=description.value("precision.rounding") or "nearest",
     )
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, Precision
@@ -199,8 +198,9 @@ def _precision(precision: Precision) -> dict[str, Any]:
         if known == precision:
             return {"name": name}
     if precision.narrow is not None:
-        preset = _precision(replace(precision, moments=torch.float32))
-        return preset | {"moments": precision.narrow.value}
+        preset = _precision(replace(precision, moments=precision.master, rounding="nearest"))
+        rounding = {"rounding": precision.rounding} if precision.stochastic else {}
+        return preset | {"moments": precision.narrow.value} | rounding
     base = "fp16" if precision.loss_scaling else "fp32"
     return {"name": base} | {field: MOMENTS_NAMES[getattr(precision, field)] for field in DTYPE_FIELDS}
 

@@ -248,9 +248,12 @@ def _bill_text(session: Session) -> str:
 
 def _precision(config: Config) -> str:
     """Its name, and the dtypes that were given in place of its own."""
-    given = config.precision.model_dump(exclude={"name", "linears", "skip"}, exclude_none=True)
+    given = config.precision.model_dump(exclude={"name", "linears", "skip", "rounding"}, exclude_none=True)
+    rounding = ["stochastic rounding"] if config.precision.rounding == "stochastic" else []
     linears = [f"linears {config.precision.linears}"] if config.precision.recipe else []
-    return ", ".join([config.precision.name, *(f"{state} {dtype}" for state, dtype in given.items()), *linears])
+    return ", ".join(
+        [config.precision.name, *(f"{state} {dtype}" for state, dtype in given.items()), *rounding, *linears]
+    )
 
 
 def _threads() -> str:
