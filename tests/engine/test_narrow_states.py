@@ -364,12 +364,10 @@ class Stochastic(torch.optim.AdamW):
         for parameter in self.names:
             if parameter.grad is None:
                 continue
-            wide = nn.Parameter(nn.functional.pad(parameter.float().flatten(), (0, -parameter.numel() % 64)))
-            wide.grad = nn.functional.pad(parameter.grad.float().flatten(), (0, -parameter.numel() % 64))
+            wide = nn.Parameter(padded_to_lines(parameter))
+            wide.grad = padded_to_lines(parameter.grad)
             alone = torch.optim.AdamW([wide], **SETTINGS)
-            padded = {
-                k: nn.functional.pad(v, (0, -v.numel() % 64)) for k, v in self.state[parameter].items() if v.dim()
-            }
+            padded = {k: padded_to_lines(v) for k, v in self.state[parameter].items() if k != "step"}
             if padded:
                 padded["step"] = self.state[parameter]["step"]
             alone.state[wide] = padded
@@ -384,6 +382,11 @@ class Stochastic(torch.optim.AdamW):
             bits = [mixed(mixed(i) ^ number % 2**32) % 2**16 for i in range(numel)]
             patterns = (exact.view(torch.int32).long() + torch.tensor(bits)) >> 16 << 16
             parameter.copy_(patterns.int().view(torch.float32).bfloat16().view(parameter.shape))
+
+
+def padded_to_lines(values: Tensor) -> Tensor:
+    """Flat, in fp32, and without a rest that a fused kernel would round otherwise."""
+    return nn.functional.pad(values.detach().float().flatten(), (0, -values.numel() % 64))
 
 
 def mixed(number: int) -> int:

@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
+MomentsName = Literal["fp32", "bf16", "fp16", "fp64", "int8", "fp8"]
+Rounding = Literal["nearest", "stochastic"]
 
 
 class MeshConfig(Section):
@@ -153,13 +155,8 @@ class PrecisionConfig(Named):
     reduce: DtypeName | None = Field(None, description="gradients on the wire")
     accumulate: DtypeName | None = Field(None, description="gradient sums")
     master: DtypeName | None = Field(None, description="weights that the optimizer updates")
-    moments: DtypeName | Literal["int8", "fp8"] | None = Field(
-        None, description="optimizer state; int8 and fp8 keep it in 8 bits, with a scale for each 256 elements"
-    )
-    rounding: Literal["nearest", "stochastic"] = Field(
-        "nearest",
-        description="of master weights in bf16 with moments in 8 bits: stochastic loses no small updates on average",
-    )
+    moments: MomentsName | None = Field(None, description="optimizer state; in 8 bits, a scale for each 256 elements")
+    rounding: Rounding = Field("nearest", description="of master weights in bf16 with moments in 8 bits")
     linears: Literal["compute", "fp8-tensorwise", "fp8-rowwise"] = Field(
         "compute",
         description="how linear layers multiply: in `compute`, or in 8 bits with a scale for each matrix or each row",
