@@ -44,43 +44,41 @@ def parallelize(  # structure: signature fixed by the design
     balance: Balance = "head_tail",
     pipeline: Pipeline | None = None,
 ) -> M:
-    """Give each rank its part of a model's matrices, before an optimizer is built and `tz.shard` is called. Collective.
+    """Divide a model among ranks, before an optimizer is built and `tz.shard` is called. Collective.
 
-    Along `ep` they share experts: each has a run of those of every module that can share them, and these send each
-    other tokens.
+    - Along `tp` each rank has a part of the matrices, and modules exchange activations. Ranks are given the same
+      batches, and compute the same outputs and losses.
+    - Along `cp` each rank has a part of every sequence, and ranks exchange in attention. Split batches with
+      `tz.parallel.context_of(model).split(...)`.
+    - Along `ep` each rank has some of the experts of every module that can share them, and ranks exchange tokens.
+    - Along `pp` each rank has some of the layers. Train by `tz.step`, which runs all micro-batches of a step.
 
-    Along `cp` ranks share sequences: each is given its part of them, and attention brings the parts together. Split
-    batches with `tz.parallel.context_of(model).split(...)`.
-
-    Along `pp` ranks have stages, one after the other. Train by `tz.step`, which runs all micro-batches of a step.
-
-    The model is changed in place: what is cut is replaced by plain parameters of the rank's own part, and modules
-    exchange activations with the other ranks along `tp`. These see the same batches; losses, and what the model
-    returns, are the same on each of them. Weights that differ between ranks take the first one's values first. On the
-    meta device nothing is allocated; `tz.shard` then draws each parameter whole, and the rank keeps its part.
+    The model is changed in place. Parameters that are cut are replaced by plain parameters with this rank's part.
+    Weights that differ between ranks take the values of the first. On the meta device nothing is allocated: `tz.shard`
+    draws each parameter whole later, and the rank keeps its part.
 
     Args:
         model: the whole model, not sharded, on every rank.
-        mesh: of `tz.mesh`, which `tz.shard` is to be given as well. Without `tp`, `cp`, `ep` and `pp`, nothing is done.
-        tensor: `"auto"`, the model's own plan: its `tensor_plan()`, or the `base_model_tp_plan` of transformers; or
-            globs over names of modules to styles, such as `{"layers.*.mlp": "enter", "layers.*.mlp.up": "column",
-            "layers.*.mlp.down": "row"}`; or None.
-            Styles: `column` and `row` for linear maps, `column_gathered` for one whose outputs are put together again,
-            `row_splits` for one whose inputs are whole, `embedding` for a table by rows, `enter` for a module whose
-            input is whole for the columns inside, `sequence` for blocks through which each rank takes a part of each
-            sequence, `uncut` for what is whole, and `tz.parallel.Column` with heads or fused parts.
-        sequence: split sequences through the blocks that the plan says, which sends as much and keeps fewer
-            activations. Their length must divide by tp in training.
+        mesh: that of `tz.mesh`; give `tz.shard` the same. Without `tp`, `cp`, `ep` and `pp` the model stays as it is.
+        tensor: the plan of tensor parallelism. `"auto"` is the model's own: its `tensor_plan()`, or the
+            `base_model_tp_plan` of transformers. Else a dict of globs over names of modules and styles, such as
+            `{"layers.*.mlp": "enter", "layers.*.mlp.up": "column", "layers.*.mlp.down": "row"}`; or None.
+            Styles: `column` and `row` for linear layers, `column_gathered` for one whose outputs are gathered,
+            `row_splits` for one whose inputs are whole, `embedding` for a table by rows, `enter` for a module that
+            holds columns and rows, `sequence` for blocks that compute a part of each sequence, `uncut` for modules
+            that stay whole, and `tz.parallel.Column` with heads or fused parts.
+        sequence: whether blocks of style `sequence` compute a part of each sequence. That sends as much, and keeps
+            fewer activations. The length of sequences must divide by tp in training.
         context: how attention over shared sequences is computed: `gather`, `ulysses` or `ring`.
         balance: `head_tail`, where all ranks have the same work under a causal mask; or `none`.
         pipeline: how ranks share the model's layers; needed on a mesh with `pp`.
 
     Raises:
-        BadInput: on every rank, before anything is changed. Ranks that were given other models or arguments. Along
-            `tp`: a plan that is unknown, matches nothing or does not fit the model; heads that tp does not divide; a
-            model that is cut already; a hook or a gradient on what is to be cut. Along `cp`: a model whose attention
-            cannot be shared; no context. Along `ep`: a model without experts, or with a number of them that ep does
-            not divide. Along `pp`: a model that cannot be cut into so many stages, or no pipeline.
+        BadInput: on every rank, before anything is changed. Ranks were given different models or arguments. Along
+            `tp`: the plan is unknown, matches nothing or does not fit the model; tp does not divide the heads; the
+            model is cut already; a parameter to be cut has a hook or a gradient. Along `cp`: attention cannot be
+            shared, or `context` is None. Along `ep`: there are no experts, or ep does not divide their number. Along
+            `pp`: the model cannot be cut into so many stages, or `pipeline` is None.
     """
     if all(size == 1 for size in _sizes(mesh).values()) and tensor in (None, "auto"):
         return model

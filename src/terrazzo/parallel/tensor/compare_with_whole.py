@@ -33,26 +33,26 @@ def check(
     sequence: bool = True,
     tolerance: float = 1e-3,
 ) -> None:
-    """Compare what a model returns, cut by a plan, with what it returns whole, and its gradients. Collective.
+    """Compare the outputs and gradients of a model that is cut by a plan with those of the whole model. Collective.
 
-    For a plan of one's own, with a small model of the same modules: styles say what modules do, and nothing else can
-    tell that a block of style `sequence` mixes tokens beside its attention, or that a matrix cut by columns feeds one
-    that is not cut by rows. Two copies run, in evaluation mode, forward and, where a parameter is trained, backward
-    from numbers drawn at random; the model stays as it is.
+    Use it for a plan of your own, with a small model of the same modules. The plan's styles say what modules do, and
+    nothing else shows that a block of style `sequence` mixes tokens beside its attention. Two copies of the model run
+    in evaluation mode, forward and, if a parameter is trained, backward from random numbers. The model stays as it is.
 
     Args:
-        model: whole, with weights, which are the same on every rank.
-        mesh: of `tz.mesh`, with an axis `tp`.
-        inputs: of one forward, by position or by name, the same on every rank along `tp`; sequences of a length that
-            `tp` divides.
+        model: the whole model, with the same weights on every rank.
+        mesh: that of `tz.mesh`, with an axis `tp`.
+        inputs: of one forward, by position or by name, the same on every rank along `tp`. `tp` must divide the length
+            of sequences.
         tensor, sequence: as for `tz.parallelize`.
-        tolerance: of the largest difference, as a share of the largest value that is returned whole; of a parameter's
-            gradient as a share of its largest one, or of a thousandth of the model's.
+        tolerance: the largest difference that is accepted, as a share of the largest value of the output; for a
+            gradient of its own largest value, or of a thousandth of the largest of all gradients if that is more.
 
     Raises:
-        RanksApart: on every rank along `tp`: these were given other inputs.
-        BadInput: on every rank along `tp`: both return other values, or have other gradients; a model without weights;
-            as of `tz.parallelize`.
+        RanksApart: on every rank along `tp`, if these were given different inputs.
+        BadInput: on every rank along `tp`, if outputs or gradients differ, or the model has no weights; as for
+            `tz.parallelize`.
+        Misuse: where an operation mixes parts of a gradient with all of it.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise BadInput(

@@ -102,9 +102,9 @@ class _Shares(ForwardWatch):
         if is_question(func) or not torch.is_grad_enabled():
             return result
         tensors = [each for each in arguments(args, kwargs) if isinstance(each, Tensor) and each.requires_grad]
-        found = {share: each for each in tensors if (share := self._shares.get(each)) is not None}
-        if len(found) == 2:
-            name = self._names.get(id(found["part"]))
+        by_share = {share: each for each in tensors if (share := self._shares.get(each)) is not None}
+        if len(by_share) == 2:
+            name = self._names.get(id(by_share["part"]))
             what = f"{name!r}" if name else "a tensor that is computed from a module's input of style 'enter'"
             raise Misuse(
                 f"The model's forward computes ({function_name(func)}) with {what}, of whose gradient each rank along "
@@ -113,6 +113,6 @@ class _Shares(ForwardWatch):
                 "'column' or a norm, and no residual go around it. Give that style to a module around these matrices "
                 "alone, or to none, each 'column' then exchanging its own input."
             )
-        for share in found:
+        for share in by_share:
             self._note(result, share)
         return result
