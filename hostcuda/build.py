@@ -1,4 +1,4 @@
-"""Builds the native library with a plain g++ against the torch that is installed: once per machine, in the user's cache."""
+"""Builds the native library with a plain g++ against the installed torch: once per machine, in the user's cache."""
 
 from __future__ import annotations
 

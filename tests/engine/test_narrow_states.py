@@ -440,7 +440,7 @@ def test_what_stochastic_rounding_is_not_of_is_refused() -> None:
 
     def body(rank: int) -> None:
         model = Net()
-        with pytest.raises(BadInput, match="rounding 'stochastic', .* and Lion does not count steps"):
+        with pytest.raises(BadInput, match=r"rounding 'stochastic', .* and Lion does not count steps"):
             tz.shard(model, tz.optim.Lion(model.parameters()), "zero3", precision=STOCHASTIC)
 
     on_ranks(1, body)
