@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -99,8 +100,9 @@ def test_hugging_face_blocks_save_what_is_promised(family: str, implementation: 
 class GPTBlock(nn.Module):
     """Layer norms, biases, GELU: what arXiv 2205.05198 counts, with torch's own operators."""
 
-    def __init__(self) -> None:
+    def __init__(self, nonlinearity: Callable[[Tensor], Tensor] = F.gelu) -> None:
         super().__init__()
+        self.nonlinearity = nonlinearity
         self.norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
@@ -110,7 +112,7 @@ class GPTBlock(nn.Module):
         query, key, value = (part(y).view(BATCH, LENGTH, HEADS, -1).transpose(1, 2) for part in self.inputs())
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        out: Tensor = x + self.down(self.nonlinearity(self.up(self.mlp_norm(x))))
         return out
 
     def inputs(self) -> tuple[nn.Module, ...]:
@@ -125,6 +127,18 @@ def test_a_gpt_block_saves_what_the_paper_counts(dtype: torch.dtype) -> None:
     measured = saved_bytes(module, module, dtype)
     assert promised(block, dtype) == 16 * TOKENS * WIDTH * dtype.itemsize
     assert promised(block, dtype) == pytest.approx(measured, rel=0.02)
+
+
+def plain_gelu(x: Tensor) -> Tensor:
+    """Hendrycks and Gimpel's approximation, operator by operator, as GPT-2 has it."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def test_a_gelu_in_plain_operators_saves_three_tensors_more() -> None:
+    module = GPTBlock(plain_gelu)
+    block = BlockShape(WIDTH, HEADS, HEADS, WIDTH // HEADS, 4 * WIDTH, gated=False, norm="layer", plain_gelu=True)
+    assert promised(block, torch.float32) == pytest.approx(saved_bytes(module, module, torch.float32), rel=0.02)
+    assert promised(block, torch.float32, compile=True) == promised(replace(block, plain_gelu=False), torch.float32)
 
 
 def test_full_checkpointing_keeps_inputs() -> None:

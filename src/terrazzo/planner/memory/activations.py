@@ -7,7 +7,7 @@ arXiv 2205.05198 they add up to its formulas; for Llama-like blocks they equal w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from terrazzo.nn.chunked_cross_entropy import PRODUCT_NUMEL, chunk_rows
@@ -23,10 +23,10 @@ FORMULAS = {
         "token: inputs of both norms 2h and of the matrices behind them 2h (split by tp only under sequence "
         "parallelism), queries q, keys and values of the kv heads, the attention's output, and of the MLP gate, up, "
         "silu(gate) and their product (eager), or gate, up and product (compiled), or input and output of the "
-        "nonlinearity (not gated); dropout masks of one byte; fp32 copies where a norm computes in fp32. Full "
-        "checkpointing keeps the block's input alone, selective its input and the results of matrix products and of "
-        "attention; under math attention it recomputes the attention core alone; selective_half keeps every second of "
-        "the products",
+        "nonlinearity (not gated; three tensors more of a tanh GELU in plain operators, as GPT-2's); dropout masks of "
+        "one byte; fp32 copies where a norm computes in fp32. Full checkpointing keeps the block's input alone, "
+        "selective its input and the results of matrix products and of attention; under math attention it recomputes "
+        "the attention core alone; selective_half keeps every second of the products",
         "arXiv 2205.05198, equations 1 to 6; torch.autograd.graph.saved_tensors_hooks",
     ),
     "memory.working": Formula(
@@ -98,7 +98,7 @@ def block_activations(setup: Setup, block: BlockShape) -> BlockActivations:
         cpu=setup.cluster.device.kind == "cpu",
         moves=setup.offload_activations and setup.cluster.device.kind != "cpu",  # there is no other memory on a CPU
     )
-    return _block(local, block)
+    return _block(local, replace(block, plain_gelu=False) if block.plain_gelu and setup.as_megatron else block)
 
 
 @dataclass(frozen=True)
@@ -226,9 +226,12 @@ def _mlp(local: _Local, block: BlockShape) -> float:
 
 
 def _inner(local: _Local, block: BlockShape) -> int:
-    """Tensors as wide as the MLP: input and output of its nonlinearity, and the product of a gated one."""
+    """Tensors as wide as the MLP: input and output of its nonlinearity, and the product of a gated one.
+
+    A tanh GELU in plain operators keeps its tanh and both factors of its last product too.
+    """
     if not block.gated:
-        return 2
+        return 5 if block.plain_gelu and not local.compiled else 2
     return 3 if local.compiled else 4
 
 

@@ -273,6 +273,7 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None) -> Bl
         latent=sizes["latent"],
         kv_latent=sizes["kv_latent"],
         torch_norm=family.torch_norm,
+        plain_gelu=fields.plain_gelu(),
         whole_attention=_is_put_together(family.attention),
         whole_mlp=_is_put_together(family.mlp) and not sparse,
     )

@@ -45,6 +45,10 @@ _SYNONYMS = frozenset({"hidden", "layers", "heads", "positions", "experts"})
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "hidden_dropout", "residual_dropout", "dropout")
 
+_NONLINEARITIES = ("activation_function", "hidden_act")
+_GELU_NEW = ("codegen", "gpt2", "gpt_neo", "gptj", "phi")
+"""Families whose config class has it by default."""
+
 LIMITS: Mapping[str, int] = {"layers": 10_000, "heads": 1 << 16, "experts": 1 << 16, "vocab": 1 << 28}
 LIMIT = 1 << 24
 LONGEST = 1 << 40
@@ -126,6 +130,11 @@ class Fields:
         if not isinstance(value, list | tuple) or any(type(item) is not int for item in value):
             raise BadInput(f"{self.name}: {key} is {_short(value)}, but a list of layer numbers is expected.")
         return value
+
+    def plain_gelu(self) -> bool:
+        """Whether the nonlinearity is `gelu_new`, which transformers writes in plain operators."""
+        usual = "gelu_new" if self.values.get("model_type") in _GELU_NEW else ""
+        return next((self.values[key] for key in _NONLINEARITIES if key in self.values), usual) == "gelu_new"
 
     def dropout(self) -> bool:
         """Whether activations are dropped anywhere, so that masks are kept for backward."""

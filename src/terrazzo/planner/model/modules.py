@@ -145,6 +145,7 @@ class _Guide:
             norms=len(norms),
             window=_attribute(config, "window") or None,
             torch_norm=any(isinstance(part, nn.RMSNorm) for part in module.modules()),
+            plain_gelu=any(type(part).__name__ == "NewGELUActivation" for part in module.modules()),
         )
 
 

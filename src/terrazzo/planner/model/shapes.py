@@ -79,6 +79,7 @@ class BlockShape:
         latent: channels of the compressed keys and values and of the compressed queries (MLA), 0 without; `kv_latent`
             of the keys and values alone.
         torch_norm: norms are torch's own modules, one kernel on CUDA, instead of explicit fp32 arithmetic.
+        plain_gelu: the MLP's nonlinearity is a tanh GELU in plain operators, as GPT-2's in transformers (`gelu_new`).
         whole_attention, whole_mlp: tensor-parallel ranks put the outputs of its first matrices together, and compute
             alike up to its last.
     """
@@ -100,6 +101,7 @@ class BlockShape:
     latent: int = 0
     kv_latent: int = 0
     torch_norm: bool = False
+    plain_gelu: bool = False
     whole_attention: bool = False
     whole_mlp: bool = False
 

@@ -181,6 +181,9 @@ CAST_BYTES = 4
 """Read and written per element to bring it from 16 bits to 8: once for its largest value, once for the cast."""
 
 
+PLAIN_GELU = 18
+"""Elements that a tanh GELU in plain operators reads and writes for each: eight operators, two of which read two."""
+
 PLAIN_NORM, PLAIN_ROTATION = 18, 10
 """Elements of 16 bits that an RMSNorm written in plain operators reads and writes, one after the other, for each that
 it norms: to fp32 (3), squared (4), their mean (2), scaled (4), back (3), times the weight (2); and a rotary embedding
@@ -194,7 +197,13 @@ def _elements(setup: Setup, block: BlockShape) -> float:
     wide = block.norms * (2 if fused else PLAIN_NORM) + 2 * (3 if eager else 1.5)
     wide += 2 * 2.5 if block.dropout else 0
     inner = (block.active_experts or 1) * block.ffn + block.shared_ffn
-    inner *= (5 if eager else 3) if block.gated else 2
+    inner *= (
+        (5 if eager else 3)
+        if block.gated
+        else PLAIN_GELU
+        if block.plain_gelu and eager and not setup.as_megatron
+        else 2
+    )
     rotated = (block.heads + block.kv_heads) * block.head_dim * (PLAIN_ROTATION if eager else 2) if block.gated else 0
     inside = inner / (1 if block.whole_mlp else tp) + rotated / (1 if block.whole_attention else tp)
     return wide * block.hidden / (tp if setup.sequence_parallel else 1) + inside
