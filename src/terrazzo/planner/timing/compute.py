@@ -197,13 +197,8 @@ def _elements(setup: Setup, block: BlockShape) -> float:
     wide = block.norms * (2 if fused else PLAIN_NORM) + 2 * (3 if eager else 1.5)
     wide += 2 * 2.5 if block.dropout else 0
     inner = (block.active_experts or 1) * block.ffn + block.shared_ffn
-    inner *= (
-        (5 if eager else 3)
-        if block.gated
-        else PLAIN_GELU
-        if block.plain_gelu and eager and not setup.as_megatron
-        else 2
-    )
+    written_out = block.plain_gelu and eager and not setup.as_megatron
+    inner *= (5 if eager else 3) if block.gated else PLAIN_GELU if written_out else 2
     rotated = (block.heads + block.kv_heads) * block.head_dim * (PLAIN_ROTATION if eager else 2) if block.gated else 0
     inside = inner / (1 if block.whole_mlp else tp) + rotated / (1 if block.whole_attention else tp)
     return wide * block.hidden / (tp if setup.sequence_parallel else 1) + inside
