@@ -15,7 +15,7 @@ from hostcuda.device import FAULTS, Watching, report
 from terrazzo.engine.buckets.buffer import Buffer
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.comm.collectives import NativeCollectives
-from terrazzo.engine.comm.side import Side
+from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.transfer import Handle
 from terrazzo.engine.offload.activations import Copy, Route
 from terrazzo.engine.offload.store import Store
@@ -64,17 +64,17 @@ def nobody_waits_for_collectives(self: Any) -> None:
     self._works = self._keep = ()
 
 
-@mutation(Side, "lend", ZERO3)
+@mutation(CommStreams, "lend", ZERO3)
 def a_reduction_s_input_is_released_as_if_it_had_been_lent(self: Any, make: Callable[[], Tensor]) -> Tensor:
     return make()
 
 
-@mutation(Side, "wait", ZERO3)
+@mutation(CommStreams, "wait", ZERO3)
 def the_computation_does_not_wait_for_a_chain(self: Any, mark: Any) -> None:
     pass
 
 
-@mutation(Side, "further", ZERO3)
+@mutation(CommStreams, "further", ZERO3)
 @contextlib.contextmanager
 def a_division_does_not_wait_for_the_sum(self: Any, count: int) -> Iterator[None]:
     with aside():

@@ -123,7 +123,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From now on ranks are on CPUs."""
 
     def change() -> None:
-        monkeypatch.setattr(engine_axes, "side_of", lambda *_: None)
+        monkeypatch.setattr(engine_axes, "comm_streams_of", lambda *_: None)
         monkeypatch.setattr(NativeCollectives, "all_reduce_steps", 2)
         for kind in (NativeCollectives, PaperAxis):
             monkeypatch.setattr(kind, "receive_bytes", lambda self, full_bytes: full_bytes)

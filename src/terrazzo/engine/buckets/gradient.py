@@ -112,9 +112,9 @@ class Gradient:
         Args:
             dtype: as for `accumulate`.
         """
-        side = self.sharding.axes.side
-        if side is not None and self.sharding.ranks and self._unreduced is None:
-            self._unreduced = side.lend(lambda: self._make_unreduced(dtype, lent=True))
+        comm_streams = self.sharding.axes.comm_streams
+        if comm_streams is not None and self.sharding.ranks and self._unreduced is None:
+            self._unreduced = comm_streams.lend(lambda: self._make_unreduced(dtype, lent=True))
 
     def _make_unreduced(self, dtype: torch.dtype, *, lent: bool) -> UnreducedGradient:
         data = self.space.empty((), dtype).data

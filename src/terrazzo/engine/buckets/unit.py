@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from terrazzo.engine.buckets.bucket import Bucket, adopt_displaced
 from terrazzo.engine.buckets.unit_weights import UnitWeights
+from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import title_of
-from terrazzo.engine.comm.side import Side
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
@@ -69,8 +69,8 @@ class Unit:
         return sum(bucket.space.layout.numel for bucket in self.buckets)
 
     @property
-    def side(self) -> Side | None:
-        return self.sharding.axes.side
+    def comm_streams(self) -> CommStreams | None:
+        return self.sharding.axes.comm_streams
 
     @property
     def compiled(self) -> bool:

@@ -36,7 +36,7 @@ class UnitWeights:
 
     def __init__(self, names: tuple[str, ...], index: int, buckets: Sequence[Bucket]) -> None:
         self._buckets, self._trainable = buckets, [bucket for bucket in buckets if bucket.trainable]
-        self._side = buckets[0].sharding.axes.side
+        self._streams = buckets[0].sharding.axes.comm_streams
         self.updated = Label(Purpose.UPDATED, index, names=names)
         self._gathering: list[Transfer[object]] = []
         self._publishing: Transfer[None] | None = None
@@ -72,10 +72,10 @@ class UnitWeights:
         if self._updates:
             publish = _publish_updated(self._buckets, self._updates)
             self._gathering = [
-                Transfer(_then_gather(publish, self.updated, self._buckets, from_rest), label, self._side)
+                Transfer(_then_gather(publish, self.updated, self._buckets, from_rest), label, self._streams)
             ]
         else:
-            self._gathering = [Transfer(chain, label, self._side) for chain in _gathers(self._buckets, from_rest)]
+            self._gathering = [Transfer(chain, label, self._streams) for chain in _gathers(self._buckets, from_rest)]
 
     def advance(self) -> None:
         """Move a gather from a drive one step on; without a gather, bring updated weights in line."""
@@ -85,7 +85,7 @@ class UnitWeights:
                     if transfer.in_flight is not None:
                         transfer.advance()
         elif self._updates:
-            self._gathering = [Transfer(_publish_updated(self._buckets, self._updates), self.updated, self._side)]
+            self._gathering = [Transfer(_publish_updated(self._buckets, self._updates), self.updated, self._streams)]
 
     def wait(self) -> None:
         self.finish_publishing()
@@ -149,11 +149,11 @@ class UnitWeights:
             among: the buckets that have been; all if None.
         """
         written = [bucket for bucket in self._trainable if among is None or bucket in among]
-        moving = Transfer(_publish_written(written), self.updated, self._side)
+        moving = Transfer(_publish_written(written), self.updated, self._streams)
         if moving.done:
             return
         self._publishing = moving
-        for bucket in written if self._side is not None else ():
+        for bucket in written if self._streams is not None else ():
             bucket.full.hide(functools.partial(_finish_publishing, weakref.ref(self)))
 
     def finish_publishing(self) -> None:

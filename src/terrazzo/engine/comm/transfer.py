@@ -1,15 +1,15 @@
 """Collectives in flight, and chains of them.
 
-A move is written as a generator that yields `Handle`s: it starts a collective, yields it, and is resumed once the
-collective has finished. A `Transfer` drives such a generator, so a chain of collectives stays asynchronous without
-callbacks.
+A move is written as a generator: it starts a collective, yields its `Handle`, and is resumed once the collective has
+finished. A `Transfer` drives such a generator, so a chain of collectives stays asynchronous without callbacks.
 
-Where the host need not wait for a collective, a whole chain is queued at its start on a stream beside the computation,
-which waits for its end. What a gradient's chain goes on with after a sum, over other links or by a division, has a
-stream further on, and the next chain need not wait for it. Memory goes back to the stream that it came from: what is
-the computation's and a chain uses is held until the computation has waited for all of it. What is the side's can be
-lent to the computation, and is free for the side's next chain as soon as it is released, whatever the computation waits
-for.
+On CUDA, where the host need not wait for collectives, a whole chain is queued at its start on a communication stream,
+and the computation waits for its end. After its first sum, a gradient's chain may go on, over other links or with a
+division, on a further stream: the next chain does not wait for that part.
+
+Memory goes back to the stream that allocated it. Memory of the computation that a chain uses is held until the
+computation has waited for the whole chain. Memory of the communication stream can be lent to the computation; the next
+chain may reuse it as soon as it is released, whatever the computation waits for.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import Label, moving
-from terrazzo.engine.comm.side import Side
 from terrazzo.engine.comm.times import Moments, Times
 from terrazzo.engine.comm.traffic import Ledger
 
@@ -49,8 +49,8 @@ class Handle:
 
     Args:
         times: where the time that they are waited for is counted, if it is.
-        queued: to wait for them makes a stream wait, and not the host.
-        moments: what is noted by whoever does the work.
+        queued: waiting for them makes a stream wait, and not the host.
+        moments: when the work began and ended, noted by the thread that does it.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Handle:
 
 
 class Released:
-    """Memory that a chain does not use any further: counted, and kept, until whose it is may have it.
+    """Memory that a chain no longer uses. It stays counted, and allocated, until its owner may reuse it.
 
     Args:
-        lent: it is not the computation's, and the next chain may have it.
+        lent: the communication stream owns it, and the next chain may reuse it.
     """
 
     def __init__(self, ledger: Ledger, count_bytes: int, keep: Tensor | None = None, *, lent: bool = False) -> None:
@@ -104,7 +104,7 @@ class Released:
 
 @dataclass
 class _Leg:
-    """What a chain has queued on one stream: its end, and what is released once the computation has waited for that."""
+    """The part of a chain on one stream: an event at its end, and memory to release once that was waited for."""
 
     mark: torch.Event | None = None
     released: list[Released] = field(default_factory=list)
@@ -121,14 +121,14 @@ class Transfer(Generic[T]):
 
     Args:
         label: what is moved; that of the chain which starts this one, if not given.
-        side: where it runs as a whole, as far as the host need not wait.
+        comm_streams: where it runs as a whole, as far as the host need not wait.
     """
 
-    def __init__(self, moves: Moves[T], label: Label | None = None, side: Side | None = None) -> None:
-        self._moves, self._label, self._side = moves, label or moving.get(), side
+    def __init__(self, moves: Moves[T], label: Label | None = None, comm_streams: CommStreams | None = None) -> None:
+        self._moves, self._label, self._streams = moves, label or moving.get(), comm_streams
         self._in_flight: Handle | None = None
         self._result: list[T] = []  # once the chain has ended
-        self._legs = [_Leg()] if side is not None else []
+        self._legs = [_Leg()] if comm_streams is not None else []
         self._depth, self._first_awaited = 0, False
         self._branch: ExitStack | None = None
         self._for_computation: list[Any] = []
@@ -138,10 +138,10 @@ class Transfer(Generic[T]):
             self.advance()
 
     def __del__(self) -> None:
-        """A model has been dropped in the middle: what is held here goes back to the computation's memory now."""
-        if self._side is not None and not sys.is_finalizing():
+        """The model has been dropped meanwhile: the computation waits, since memory held here goes back to it now."""
+        if self._streams is not None and not sys.is_finalizing():
             for leg in self._legs:
-                self._side.wait(leg.mark)
+                self._streams.wait(leg.mark)
 
     @property
     def done(self) -> bool:
@@ -150,7 +150,7 @@ class Transfer(Generic[T]):
 
     @property
     def holds_room(self) -> bool:
-        """Whether it may use memory that it releases: not behind its first wait, though it may have gone further."""
+        """Whether it may still use memory that it will release: not after the first wait, though a part may run on."""
         return not (self.done or self._first_awaited)
 
     @property
@@ -159,24 +159,24 @@ class Transfer(Generic[T]):
         return self._in_flight
 
     def advance(self) -> None:
-        """Wait for the collective in flight, if any, and start the next one; or for what runs beside.
+        """Wait for the collective in flight, if any, and start the next one; on streams, wait for the chain.
 
-        Of a chain that goes further, that is what it has queued before, and only the next time the rest.
+        Of a chain on several streams, the first call waits for the part on the first, and the next call for the rest.
         """
         if self._in_flight is not None:
             self._in_flight.wait()
             self._go_on()
-        elif self._side is not None and self._legs:
+        elif self._streams is not None and self._legs:
             legs, self._legs = (self._legs, []) if self._first_awaited else (self._legs[:1], self._legs[1:])
             self._first_awaited = True
             for leg in legs:
-                self._side.wait(leg.mark)
+                self._streams.wait(leg.mark)
                 self._give(leg.released)
             if not self._legs:
                 self._for_computation = []
 
     def finish(self) -> T:
-        """Run the chain to its end and return what it does."""
+        """Run the chain to its end and return its result."""
         while not self.done:
             self.advance()
         if not self._result:
@@ -184,8 +184,8 @@ class Transfer(Generic[T]):
         return self._result[0]
 
     def make_room(self) -> None:
-        """Give the next chain room: what it may have, with all that this one has used if the host waits for chains."""
-        if self._side is None:
+        """Release lent memory for the next chain; where the host does the work, finish this chain first."""
+        if self._streams is None:
             self.finish()
         for leg in self._legs:
             self._give(released for released in leg.released if released.lent)
@@ -196,51 +196,51 @@ class Transfer(Generic[T]):
             each.release()
 
     def hold(self, make: Callable[[], Any]) -> Any:
-        """Keep what `make` allocates, as the computation's memory, until the computation has waited for all legs."""
-        assert self._side is not None, "chains without a side are computation"
-        with self._side.home():
+        """Have `make` allocate memory of the computation, and hold it until the computation has waited for all legs."""
+        assert self._streams is not None, "without streams a chain runs in the computation"
+        with self._streams.home():
             self._for_computation.append(make())
         return self._for_computation[-1]
 
     @contextmanager
     def branching(self) -> Iterator[None]:
-        """Keep open, until the end of what is inside, the legs that `further` begins there."""
+        """Inside, legs that `further` begins stay open until the end of the block."""
         with ExitStack() as self._branch:
             yield
         self._branch = None
 
     def further(self) -> None:
-        """Begin a leg on a stream further on, which the innermost `branching` ends; outside of one, nothing."""
+        """Continue on a further stream until the innermost `branching` ends; outside of one, do nothing."""
         if self._branch is not None:
             self._branch.enter_context(self._one_further())
 
     @contextmanager
     def _one_further(self) -> Iterator[None]:
-        assert self._side is not None, "chains without a side are computation"
+        assert self._streams is not None, "without streams a chain runs in the computation"
         if self._depth + 1 == len(self._legs):
             self._legs.append(_Leg())
-        with self._side.further(self._depth):
+        with self._streams.further(self._depth):
             self._depth += 1
             try:
                 yield
             finally:
-                self._legs[self._depth].mark = self._side.mark()
+                self._legs[self._depth].mark = self._streams.mark()
                 self._depth -= 1
 
     def _go_on(self) -> None:
-        if self._side is None:
+        if self._streams is None:
             self._start_next()
             return
         before = _beside.set(self)
         try:
-            with self._side.chain():
+            with self._streams.chain():
                 try:
                     self._start_next()
                     while self._in_flight is not None and self._in_flight.queued:
                         self._in_flight.wait()
                         self._start_next()
                 finally:
-                    self._legs[0].mark = self._side.mark()
+                    self._legs[0].mark = self._streams.mark()
         finally:
             _beside.reset(before)
 
@@ -249,7 +249,7 @@ class Transfer(Generic[T]):
         try:
             step = next(self._moves)
             while isinstance(step, Released):
-                if self._side is None:
+                if self._streams is None:
                     step.release()
                 else:
                     self._legs[self._depth].released.append(step)
@@ -269,23 +269,23 @@ _beside: ContextVar[Transfer[Any] | None] = ContextVar("beside", default=None)
 
 
 def for_computation(make: Callable[[], T]) -> T:
-    """What `make` allocates for more than the chain that runs now: memory of the computation, held while that waits."""
+    """Have `make` allocate memory that outlives the running chain: the computation's, held until it waited for that."""
     transfer = _beside.get()
     return make() if transfer is None else cast(T, transfer.hold(make))
 
 
 @contextmanager
 def branching() -> Iterator[None]:
-    """What comes behind `further` inside is not waited for by what the chain that runs now does afterwards."""
+    """Inside, the running chain may continue on further streams; what it does behind the block waits for none."""
     transfer = _beside.get()
     with transfer.branching() if transfer is not None else nullcontext():
         yield
 
 
 def further() -> None:
-    """Until the end of `branching`, what follows has a stream further on: other chains need not wait for it.
+    """Continue the running chain on a further stream until the end of `branching`: other chains do not wait for it.
 
-    All of it has to be queued, and nothing that it uses is released: what it ends with has that memory.
+    All of that part must be queued, and must release none of the memory that it uses, which its result holds.
     """
     if (transfer := _beside.get()) is not None:
         transfer.further()
@@ -299,7 +299,7 @@ def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def at_once(transfers: Sequence[Transfer[object]]) -> Moves[None]:
-    """Several chains side by side, each with a collective in flight."""
+    """Run several chains at a time, each with one collective in flight."""
     while any(not transfer.done for transfer in transfers):
         for transfer in transfers:
             if (handle := transfer.in_flight) is not None:

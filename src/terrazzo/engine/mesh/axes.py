@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from terrazzo.engine.comm.backends import backend_of, collectives_for
 from terrazzo.engine.comm.collectives import Collectives
-from terrazzo.engine.comm.side import side_of
+from terrazzo.engine.comm.comm_streams import comm_streams_of
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES, Family
 from terrazzo.engine.mesh.meshes import expert_mesh, groups_of
@@ -52,7 +52,7 @@ class Axes:
         has_experts: whether there are `edp` and `ep`.
         tally: as given.
         device: the device whose memory holds every state.
-        side: where chains of collectives run as a whole; None where the host waits for each.
+        comm_streams: where chains of collectives run as a whole; None where the host waits for each.
     """
 
     def __init__(self, mesh: DeviceMesh, tally: Tally) -> None:
@@ -68,7 +68,7 @@ class Axes:
             for axis, group in groups.items()
         }
         backends = [backend_of(group, self.device) for group in groups.values()]
-        self.side = side_of(self.device, backends)
+        self.comm_streams = comm_streams_of(self.device, backends)
 
     def of(self, family: Family) -> Axes:
         """The same mesh for parameters of a family; axes that it lacks are left out."""

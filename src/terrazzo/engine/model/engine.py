@@ -201,7 +201,7 @@ class Engine:
         self.schedule.rest()
         for unit in (unit for unit in self.units if not unit.weights.updating):
             unit.weights.publish(among)
-        if self.axes.side is None:
+        if self.axes.comm_streams is None:
             self._finish_publishing()
         self.blocks.show_changed()
 

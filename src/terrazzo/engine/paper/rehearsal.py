@@ -15,8 +15,8 @@ import torch
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import Label
-from terrazzo.engine.comm.side import Side
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.comm.transfer import Handle, Moves, Released
@@ -61,8 +61,8 @@ def rehearse(units: Sequence[Unit], step: PaperStep, templates: Templates = ()) 
         templates: what the optimizers keep for a parameter of each param group; none without.
     """
     tally, sharding = Tally(), units[0].sharding
-    traffic, side = tally.traffic, sharding.axes.side and Side(torch.device("meta"))
-    paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, tally, side) for unit in units]
+    traffic, comm_streams = tally.traffic, sharding.axes.comm_streams and CommStreams(torch.device("meta"))
+    paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, tally, comm_streams) for unit in units]
     for unit, counted, following in zip(units, paper, [*units[1:], None], strict=True):
         counted.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
     meeting = (lambda label, wanted: _meet(sharding, traffic)) if weights_are_split(units) else None
@@ -169,7 +169,7 @@ class PaperUnit:
         buckets: of which it counts what they hold and send.
         compiled: whether its gradients come all at once.
         tally: where it counts that.
-        side: as of `Unit`.
+        comm_streams: as of `Unit`.
 
     Attributes:
         gradients: that come in a backward, in any order; none where nobody has said.
@@ -183,9 +183,9 @@ class PaperUnit:
         buckets: Sequence[BucketSpec],
         compiled: bool,
         tally: Tally,
-        side: Side | None = None,
+        comm_streams: CommStreams | None = None,
     ) -> None:
-        self.name, self.index, self.side = name, index, side
+        self.name, self.index, self.comm_streams = name, index, comm_streams
         self.buckets = [PaperBucket(bucket, tally) for bucket in buckets]
         self.weights = PaperWeights(self.buckets)
         self.has_gradients = any(bucket.trainable for bucket in buckets)

@@ -140,7 +140,7 @@ class BackwardPass:
             self._gather(order.backward[step : order.region_ends[step] + 1])
             ahead = order.backward[step + 1 : step + 1 + self._weights.prefetch]
             ahead = tuple(index for index in ahead if units[index].weights.regathered)
-            go_on = self._go_on_in_step if running.side is None else self._go_on_beside
+            go_on = self._go_on_in_step if running.comm_streams is None else self._go_on_beside
             go_on(running, ended, ahead)
             if step < position:
                 running.weights.wait()

@@ -82,11 +82,11 @@ class Reductions:
         Args:
             label: its purpose says whether this finishes them.
         """
-        if unit.side is None:
+        if unit.comm_streams is None:
             self.advance()
         last = label.purpose is Purpose.GRADIENT
         moves = unit.reduce(self._denominator() if last else None)
-        self._sums.append(_Sum(unit.index, last, Transfer(moves, label, unit.side)))
+        self._sums.append(_Sum(unit.index, last, Transfer(moves, label, unit.comm_streams)))
 
     def wait(self) -> None:
         """Return once all sums have ended, oldest first."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.label import Label
-from terrazzo.engine.comm.side import Side
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.bucket_spec import Pass
 
@@ -77,7 +77,7 @@ class Runnable(Protocol):
         """Whether gradients for half of its trainable elements, or more, are here."""
 
     @property
-    def side(self) -> Side | None:
+    def comm_streams(self) -> CommStreams | None:
         """Where its chains of collectives run; None where the host waits for each."""
 
     def expect_gradients(self, this_pass: Pass) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from terrazzo.engine.comm.side import Side
+from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves, Released
@@ -133,8 +133,8 @@ class _Player:
         self._trace = trace
         self._ledger, self._sums = _Observed(self._hold), _Observed(self._hold)
         ledgers = (self._ledger, self._sums)
-        side = None if setup.cluster.device.kind == "cpu" else Side(torch.device("meta"))
-        self._paper = [_Unit(index, unit, setup.compile, *ledgers, side) for index, unit in enumerate(units)]
+        comm_streams = None if setup.cluster.device.kind == "cpu" else CommStreams(torch.device("meta"))
+        self._paper = [_Unit(index, unit, setup.compile, *ledgers, comm_streams) for index, unit in enumerate(units)]
         self._schedule = Schedule(self._paper, setup.prefetch)
         self._local_sums = setup.sums_locally
         names = list(dict.fromkeys(event.unit for event in trace.events))
@@ -195,9 +195,15 @@ class _Unit(PaperUnit):
     """A unit on paper that also counts its sums, the finished gradients among them."""
 
     def __init__(
-        self, index: int, held: Sequence[PlannedBucket], compiled: bool, ledger: Ledger, sums: Ledger, side: Side | None
+        self,
+        index: int,
+        held: Sequence[PlannedBucket],
+        compiled: bool,
+        ledger: Ledger,
+        sums: Ledger,
+        comm_streams: CommStreams | None,
     ) -> None:
-        super().__init__(str(index or ""), index, held, compiled, Tally(ledger=ledger), side)
+        super().__init__(str(index or ""), index, held, compiled, Tally(ledger=ledger), comm_streams)
         self._sums = sums
         self._gradient_of = {
             tensor.name: PaperGradient(place, tensor.numel, number)

@@ -12,21 +12,21 @@ import torch
 from terrazzo.engine.runtime import device as devices
 from terrazzo.engine.runtime.device import Stream
 
-__all__ = ["Side", "side_of"]
+__all__ = ["CommStreams", "comm_streams_of"]
 
 T = TypeVar("T")
 
 
-def side_of(device: torch.device, backends: Collection[str]) -> Side | None:
+def comm_streams_of(device: torch.device, backends: Collection[str]) -> CommStreams | None:
     """The communication streams of a mesh on `device`; None where the host does the work, or waits for it.
 
     Args:
         backends: of the mesh's axes. `fake` moves nothing, so nobody waits: steps on paper are queued as on CUDA.
     """
-    return Side(device) if devices.is_cuda(device) or "fake" in backends else None
+    return CommStreams(device) if devices.is_cuda(device) or "fake" in backends else None
 
 
-class Side:
+class CommStreams:
     """The communication streams of one mesh.
 
     Chains of collectives run one after the other on the first stream, which owns the memory that they allocate. A chain
