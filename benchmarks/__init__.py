@@ -6,6 +6,7 @@
     checkpoints   saving and loading: `python -m benchmarks.checkpoints`
     offload       the update on the CPU, swap files, whole steps: `python -m benchmarks.offload`
     allocator     what the caching allocator makes of a step: `python -m benchmarks.allocator`
+    states        losses with optimizer states of fewer bytes: `python -m benchmarks.states`
     planner       the planner against published measurements: `python -m benchmarks.planner`
 
 `host`, `update` and `network` (with `namespaces`) measure one thing each, for the suite cpu too. `environment` says
