@@ -17,7 +17,7 @@ from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.stages import Cut, cut_of, stage_units, units_of_stage
 from terrazzo.planner.model.shapes import UnitShape
 from terrazzo.planner.setup.optimizers import OptimizerRecipe
-from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.setup.setup import Setup, once_per_setup
 
 __all__ = ["Placement", "placed_units", "placement_of", "stand_ins"]
 
@@ -183,6 +183,7 @@ PlacedUnit = tuple[UnitShape, int, Placement]
 """So many equal units in a row, whose states lie on the same tiers."""
 
 
+@once_per_setup
 def placed_units(setup: Setup, stage: int) -> tuple[PlacedUnit, ...]:
     """The units of a pipeline stage, its part of the root first, each with its placement.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from terrazzo.parallel.pipeline.schedules import ActionKind, actions_of, balanced, rounds_of
 from terrazzo.planner.model.shapes import TensorShape, UnitShape
-from terrazzo.planner.setup.setup import Setup
+from terrazzo.planner.setup.setup import Setup, once_per_setup
 
 __all__ = ["Cut", "LastTurn", "blocks_of_chunks", "cut_of", "in_flight", "last_turns", "stage_units", "units_of_stage"]
 
@@ -30,6 +30,7 @@ class Cut(NamedTuple):
     even: bool = False
 
 
+@once_per_setup
 def cut_of(setup: Setup) -> Cut:
     """That of a setup."""
     return Cut(setup.mesh.pp, setup.virtual_stages, setup.as_megatron or not setup.model.layers)
@@ -84,6 +85,7 @@ def blocks_of_chunks(setup: Setup, stage: int) -> tuple[int, ...]:
     return tuple(min(end, layers + 1) - max(begin, 1) if end > 1 else 0 for begin, end in bounds)
 
 
+@once_per_setup
 def stage_units(setup: Setup, stage: int) -> tuple[tuple[UnitShape, int], ...]:
     """The units of a pipeline's rank with their counts, its part of the root first if it has one.
 

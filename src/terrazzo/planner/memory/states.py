@@ -81,14 +81,14 @@ def state_terms(setup: Setup, stage: int = 0, tier: str | None = None, updated: 
     """
     if setup.model.bare:
         return _bare_terms(setup, tier)
-    values = dict.fromkeys(STATE_OF, 0.0)
-    for unit, count, placement in placed_units(setup, stage):
+    values, rows = dict.fromkeys(STATE_OF, 0.0), placed_units(setup, stage)
+    for unit, count, placement in rows:
         for bucket in buckets(unit, placement):
             for name, state in STATE_OF.items() if bucket.trainable or not updated else ():
                 if state in bucket.resting and tier in (None, bucket.resting[state][0]):
                     values[name] += count * bucket.resting[state][1]
-    elements = float(sum(unit.numel * count for unit, count, _ in placed_units(setup, stage)))
-    return tuple(_term(name, value, elements, placement_of(setup)) for name, value in values.items())
+    elements, placement = float(sum(unit.numel * count for unit, count, _ in rows)), placement_of(setup)
+    return tuple(_term(name, value, elements, placement) for name, value in values.items())
 
 
 def _bare_terms(setup: Setup, tier: str | None) -> tuple[Term, ...]:

@@ -179,16 +179,16 @@ class ModelShape:
         """The repeated units."""
         return self.units[1:]
 
-    @property
+    @cached_property
     def computes(self) -> bool:
         """Whether it is known what every block computes, and so what a step takes beside states."""
         return bool(self.blocks) and all(unit.block for unit in self.blocks)
 
-    @property
+    @cached_property
     def layers(self) -> int:
         return sum(unit.count for unit in self.blocks)
 
-    @property
+    @cached_property
     def hidden(self) -> int:
         """Width of the residual stream; 0 for a bare number of parameters."""
         return next((unit.block.hidden for unit in self.blocks if unit.block), 0)

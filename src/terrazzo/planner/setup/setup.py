@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cached_property, wraps
+from typing import Any, Literal, TypeVar, TypeVarTuple
 
 from terrazzo.engine import Offload, Plan, Precision
 from terrazzo.parallel import Balance, Mode
@@ -12,7 +14,10 @@ from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 
-__all__ = ["Setup"]
+__all__ = ["Setup", "once_per_setup"]
+
+R = TypeVar("R")
+Rest = TypeVarTuple("Rest")
 
 Checkpointing = Literal["none", "selective", "selective_half", "full"]
 AttentionKernel = Literal["flash", "cudnn", "flash3", "triton", "math"]
@@ -86,6 +91,11 @@ class Setup:
     as_megatron: bool = False
     optimizer_kernel: Kernel | None = None
 
+    @cached_property
+    def known(self) -> dict[tuple[Any, ...], Any]:
+        """What `once_per_setup` remembers of this one."""
+        return {}
+
     @property
     def sums_locally(self) -> bool:
         """Whether micro-batches only add up on each rank: asked for, gradients are not split, or in stages."""
@@ -129,3 +139,20 @@ class Setup:
     def global_batch(self) -> int:
         """Sequences of one optimizer step."""
         return self.micro_batch * self.micro_batches * self.mesh.batch_ranks
+
+
+def once_per_setup(find: Callable[[Setup, *Rest], R]) -> Callable[[Setup, *Rest], R]:
+    """A function of a setup and little else that computes each value once: one estimate asks for some ten times.
+
+    A cache by value would compare all of a setup each time.
+    """
+
+    @wraps(find)
+    def found(setup: Setup, *rest: *Rest) -> R:
+        key, known = (find, *rest), setup.known
+        if key not in known:
+            known[key] = find(setup, *rest)
+        value: R = known[key]
+        return value
+
+    return found
