@@ -19,7 +19,7 @@ from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.layout import BLOCK, PACKED, Range, tile_numel
 from terrazzo.engine.plan.precision import StateFormat
 
-__all__ = ["NARROW_STATES", "NarrowState", "tiles"]
+__all__ = ["NarrowState", "tiles"]
 
 NARROW_STATES = {"exp_avg": False, "exp_avg_sq": True, "max_exp_avg_sq": True, "momentum_buffer": False}
 """What optimizers keep for each element that may be in 8 bits, and whether it is an average of squares."""
