@@ -26,7 +26,7 @@ from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
-from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.build_session import open_session
 from terrazzo.train.settings.command import Command, folded, program
 from tests.helpers.threads import run_in_threads
 

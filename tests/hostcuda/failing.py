@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from terrazzo.config import config_from_dict
-from terrazzo.train.session.share import DataShare
+from terrazzo.train.session.data_share import DataShare
 from terrazzo.train.steps.judge import StepJudge
 from tests.hostcuda.cases import WIDTH, Block, Case, mesh_of
 

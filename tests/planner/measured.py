@@ -20,7 +20,7 @@ from terrazzo.train.data import Batch
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.session.share import DataShare
+from terrazzo.train.session.data_share import DataShare
 from terrazzo.train.settings.optimizer import build_optimizer
 from terrazzo.train.settings.plan import build_plan, build_precision, mesh_shape, micro_batches_per_rank
 

@@ -16,7 +16,7 @@ from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.train.data import IGNORED, Batch
 from terrazzo.train.preflight import check
-from terrazzo.train.session.share import DataShare
+from terrazzo.train.session.data_share import DataShare
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
 from tests.train.test_loop import environment

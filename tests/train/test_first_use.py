@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from terrazzo.planner.memory.overheads import PROCESS_BYTES, PROCESS_BYTES_UPPER
-from terrazzo.train.session.first_use import load_kernels
+from terrazzo.train.session.warm_kernels import load_kernels
 
 PROGRAM = """
 import torch
 import torch.nn.functional as F
 from terrazzo.telemetry import resident_bytes
-from terrazzo.train.session.first_use import load_kernels
+from terrazzo.train.session.warm_kernels import load_kernels
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 
 fresh = resident_bytes()

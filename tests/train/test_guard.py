@@ -17,8 +17,8 @@ from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import DPO, NextToken, Validation
-from terrazzo.train.report.voice import Voice
-from terrazzo.train.session import reference
+from terrazzo.train.report.run_screen import Voice
+from terrazzo.train.session import dpo_reference
 from terrazzo.train.settings.plan import build_offload
 from terrazzo.train.steps.judge import spike_above
 from tests.helpers.cover import mostly_long
@@ -214,7 +214,7 @@ def test_pairs_behind_those_that_were_gone_around_have_a_reference(
 
 
 def test_a_reference_of_nan_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "completion_log_probs", lambda *_: torch.full((2, 2), math.nan))
+    monkeypatch.setattr(dpo_reference, "completion_log_probs", lambda *_: torch.full((2, 2), math.nan))
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "q", "chosen": "yes", "rejected": "no"}\n' * 8)
     sections: dict[str, Any] = {"objective": {"name": "dpo"}, "data": {"source": str(tmp_path / "pairs.jsonl")}}
     with pytest.raises(BadInput, match=r"NaN of 8 of 8 preference pairs.*precision\.name=fp32"):

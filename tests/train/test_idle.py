@@ -11,7 +11,7 @@ import pytest
 from terrazzo.config import KEYS, config_from_dict, load_config
 from terrazzo.engine import Offload, Plan
 from terrazzo.train.preflight import check
-from terrazzo.train.preflight.idle import _OF_ONE_RANK, _RULES, idle_notes
+from terrazzo.train.preflight.idle_settings import _OF_ONE_RANK, _RULES, idle_notes
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from terrazzo.errors import BadInput
 from terrazzo.nn.float8_linear import FLOAT8
 from terrazzo.train.model.linears import try_linears
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.preflight.axes import check_axes
+from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.promise.as_setup import setup_of
 from tests.train.test_session import config_in, trained
 

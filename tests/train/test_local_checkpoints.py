@@ -22,7 +22,7 @@ from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight import check
 from terrazzo.train.run import _restarts
-from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.build_session import open_session
 from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
 from tests.train.test_session import ALONE, StopAfter, config_in

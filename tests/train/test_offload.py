@@ -28,12 +28,12 @@ from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight import room as fit
 from terrazzo.train.preflight import swap as offload
-from terrazzo.train.preflight.room import check_plan
-from terrazzo.train.preflight.swap import check_folders, host_lacks_room, offload_notes
+from terrazzo.train.preflight.device_memory import check_plan
+from terrazzo.train.preflight.offload_room import check_folders, host_lacks_room, offload_notes
 from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.promise.planned import planned
 from terrazzo.train.promise.summary import bytes_line, summary_lines
-from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.build_session import open_session
 from terrazzo.train.settings.folders import make_swap_folders, swap_folders
 from terrazzo.train.settings.plan import build_offload, build_plan
 from tests.helpers import programs

@@ -15,7 +15,7 @@ import torch
 from terrazzo.config import config_from_dict, load_config
 from terrazzo.errors import BadInput
 from terrazzo.train.preflight import check
-from terrazzo.train.preflight.axes import check_axes
+from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.report.mesh_picture import mesh_picture
 from tests.test_commands import ROOT
 from tests.train.test_context import settings

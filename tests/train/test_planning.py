@@ -33,14 +33,14 @@ from terrazzo.telemetry import available_host_bytes, resident_bytes
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import decoder_config, prepare_model
 from terrazzo.train.preflight import room as fit
-from terrazzo.train.preflight.room import check_plan
+from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.promise import as_setup as planning
 from terrazzo.train.promise import planned as promise
 from terrazzo.train.promise import summary
 from terrazzo.train.promise.as_setup import executed_share, setup_of
 from terrazzo.train.promise.planned import planned, traced_memory
 from terrazzo.train.promise.summary import Pace, summary_lines, utilised
-from terrazzo.train.report import gauge
+from terrazzo.train.report import step_metrics
 from terrazzo.train.run import start_training
 from tests.helpers import programs
 
@@ -166,9 +166,9 @@ def test_a_run_on_cpus_is_one_on_a_host_of_gpus_too(monkeypatch: pytest.MonkeyPa
 def test_measured_mfu_is_of_the_peak_that_the_promise_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the format that the run computes in, not of bf16 whatever it does."""
     peaks = {"bf16": 8e14, "fp32": 5e13}
-    monkeypatch.setattr(gauge, "this_machine", lambda: Cluster(Device("device", 80 * GIB, peak_flops=peaks)))
+    monkeypatch.setattr(step_metrics, "this_machine", lambda: Cluster(Device("device", 80 * GIB, peak_flops=peaks)))
     for precision, peak in (("fp32", 5e13), ("bf16", 8e14), ("fp16", None)):
-        assert gauge.peak_flops(config(precision=precision)) == peak
+        assert step_metrics.peak_flops(config(precision=precision)) == peak
 
 
 @pytest.mark.parametrize(("mode", "wrapped"), [("none", 0), ("full", 1), ("every_2", 2)])

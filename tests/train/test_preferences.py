@@ -26,9 +26,9 @@ from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.objectives import CLASSES, DPO, objective_of
 from terrazzo.train.model.reward import build_reward_model, with_score
 from terrazzo.train.preflight import check
-from terrazzo.train.preflight.idle import idle_notes
+from terrazzo.train.preflight.idle_settings import idle_notes
 from terrazzo.train.promise.as_setup import setup_of
-from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.build_session import open_session
 from tests.helpers.chat import CHATML, save_tokenizer, turns, write_records
 from tests.helpers.threads import run_in_threads
 from tests.train.test_session import StopAfter

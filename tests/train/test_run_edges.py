@@ -35,8 +35,8 @@ from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
 from terrazzo.train.run import _cut_short
-from terrazzo.train.session import opening
-from terrazzo.train.session.opening import open_session
+from terrazzo.train.session import build_session
+from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command, program
 from terrazzo.train.settings.plan import build_precision, scaled_for_sums
@@ -523,7 +523,7 @@ def test_skipped_steps_are_the_same_after_a_resumption(tmp_path: Path, monkeypat
 
     The first scale is too large for this model: it is halved in several steps on end.
     """
-    monkeypatch.setattr(opening, "scaled_for_sums", lambda precision, config: precision)
+    monkeypatch.setattr(build_session, "scaled_for_sums", lambda precision, config: precision)
 
     def run(name: str, *stops: int | None) -> Path:
         (tmp_path / name).mkdir()

@@ -27,9 +27,9 @@ from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.huggingface import weight_files
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
-from terrazzo.train.session import opening
-from terrazzo.train.session.opening import open_session
-from terrazzo.train.session.progress import RunProgress, taken_up
+from terrazzo.train.session import build_session
+from terrazzo.train.session.build_session import open_session
+from terrazzo.train.session.run_progress import RunProgress, taken_up
 from terrazzo.train.settings.optimizer import learning_rate_share
 from terrazzo.train.steps.cadence import Choice
 from tests.helpers.threads import run_in_threads
@@ -352,7 +352,7 @@ def test_a_run_that_cannot_be_opened_leaves_no_swap_files(
             assert list(swap.iterdir())
             raise BadInput("The weights are of another model.")
 
-        monkeypatch.setattr(opening, "clear_checkpoints", fails)
+        monkeypatch.setattr(build_session, "clear_checkpoints", fails)
     with pytest.raises(BadInput) as caught:
         trained(config)
     assert list(swap.iterdir()) == [], "while the error still holds everything"
@@ -587,7 +587,7 @@ def test_folders_that_cannot_be_written_are_refused_before_any_work(
         with pytest.raises(BadInput, match=rf"{key}\.folder is '{folder}', .* cannot be .*{why}"):
             check(config_in(tmp_path, **{key: {"folder": folder}}), 1)
     # What has become so since: /proc takes no folders, whatever it says of itself.
-    monkeypatch.setattr(opening, "load_data", lambda *_, **__: pytest.fail("work was done"))
+    monkeypatch.setattr(build_session, "load_data", lambda *_, **__: pytest.fail("work was done"))
     with pytest.raises(
         BadInput, match=r"/proc/run.*(cannot be written to|cannot be saved in)|cannot be saved in '/proc/run"
     ):

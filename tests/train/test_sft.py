@@ -23,7 +23,7 @@ from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.lora import add_adapters, with_adapters
 from terrazzo.train.preflight import check
-from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.build_session import open_session
 from tests.helpers.chat import CHATML, MARKED, Messages, conversations, save_tokenizer, turns, write_records
 from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool

@@ -22,8 +22,8 @@ from terrazzo.train.data.sequences import SequenceDataset
 from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.preflight import check
 from terrazzo.train.report.mesh_picture import mesh_picture
-from terrazzo.train.session.opening import open_session
-from terrazzo.train.session.share import DataShare
+from terrazzo.train.session.build_session import open_session
+from terrazzo.train.session.data_share import DataShare
 from tests.checkpoint.documented import read_as_documented
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads

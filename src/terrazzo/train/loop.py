@@ -12,12 +12,12 @@ from terrazzo.engine.comm.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import StepRecorder
 from terrazzo.train.checkpoints.export import export
-from terrazzo.train.checkpoints.keeping import refuse_lost
+from terrazzo.train.checkpoints.keeper import refuse_lost
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.model.experts import balance_experts, forget_load
-from terrazzo.train.replay.due import Checks
+from terrazzo.train.replay.replica_checks import ReplicaChecks
 from terrazzo.train.report import LogWindow, RunReport
-from terrazzo.train.session.reference import is_known
+from terrazzo.train.session.dpo_reference import is_known
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command
 from terrazzo.train.steps.cadence import Cadence
@@ -42,7 +42,7 @@ class TrainingLoop:
         self.engine = engine_of(session.model)
         self.report = RunReport(session, command or Command())
         self.judge, self.cadence = StepJudge(session), Cadence(session)
-        self.checks = Checks(session)
+        self.checks = ReplicaChecks(session)
         self.recorder, self.window = StepRecorder(self.engine, session.micro_batches), LogWindow(session)
 
     def run(self) -> int:

@@ -33,7 +33,7 @@ from terrazzo.train.launch.restarts import Restarts, Saved, Start, refuse_restar
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
-from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.build_session import open_session
 from terrazzo.train.settings.command import Command
 
 __all__ = ["start_training", "train_as_rank"]

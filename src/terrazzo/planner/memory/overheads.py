@@ -52,7 +52,7 @@ FORMULAS = {
     "memory.device": Formula(
         "reserved bytes, 0.5 GiB for the CUDA context, and 0.6 GiB for the default group and each mesh axis; on a CPU "
         "0.33 GiB for the process and its libraries",
-        "stas00/ml-engineering; NVIDIA/nccl#964; terrazzo/train/session/first_use.py",
+        "stas00/ml-engineering; NVIDIA/nccl#964; terrazzo/train/session/warm_kernels.py",
     ),
     "memory.upper": Formula(
         "upper values of states x 1.02, and of all other terms x 1.35, for what the "

@@ -27,7 +27,7 @@ from terrazzo.train.launch.launcher import launch_ranks
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.launch.process_group import join
 from terrazzo.train.launch.rank_process import announce_ready, run_rank
-from terrazzo.train.session.opening import open_session
+from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
 from terrazzo.train.steps.step import step_on
 

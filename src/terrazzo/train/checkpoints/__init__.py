@@ -3,6 +3,6 @@
 local_folder  the folder of local checkpoints on a host: where it is, whose, and what is in it
 local         local checkpoints, in memory or on a drive of each host: saved, copied, removed
 resume        what a run goes on from, and what differs from it
-keeping       who may write to the folder, saving, and which checkpoints stay
+keeper        who may write to the folder, saving, and which checkpoints stay
 export        the trained model as a Hugging Face folder
 """

@@ -26,7 +26,7 @@ from terrazzo.exchange import on_first, patiently
 from terrazzo.files import read_json, replace_file
 from terrazzo.integrations.peft import save_adapter
 from terrazzo.telemetry.log.run_folder import RunFolder, note_of
-from terrazzo.train.checkpoints.keeping import Keeper
+from terrazzo.train.checkpoints.keeper import Keeper
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
 from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.model.huggingface import scored_class

@@ -14,14 +14,14 @@ from terrazzo.train.model.head_loss import has_loss_without_logits
 from terrazzo.train.model.huggingface import check_cuts_attention, read_config, weight_files
 from terrazzo.train.model.lora import check_lora
 from terrazzo.train.model.prepare import decoder_config
-from terrazzo.train.preflight.axes import check_axes
-from terrazzo.train.preflight.guarded import check_guard
-from terrazzo.train.preflight.idle import idle_notes
+from terrazzo.train.preflight.device_memory import check_plan
+from terrazzo.train.preflight.guard_settings import check_guard
+from terrazzo.train.preflight.idle_settings import idle_notes
 from terrazzo.train.preflight.local_checkpoints import check_local
-from terrazzo.train.preflight.named import check_named
-from terrazzo.train.preflight.room import check_plan
-from terrazzo.train.preflight.swap import check_folders
-from terrazzo.train.preflight.written import check_written
+from terrazzo.train.preflight.names_in_model import check_named
+from terrazzo.train.preflight.offload_room import check_folders
+from terrazzo.train.preflight.shared_axes import check_axes
+from terrazzo.train.preflight.written_folders import check_written
 from terrazzo.train.settings.optimizer import check_settings
 from terrazzo.train.settings.plan import (
     build_offload,

@@ -17,7 +17,7 @@ from terrazzo.planner.timing.calibration import processor
 from terrazzo.train.data import Cursor
 from terrazzo.train.model.experts import forget_load
 from terrazzo.train.replay.disagreement import RankAnswer, finding_of
-from terrazzo.train.session.reference import is_known
+from terrazzo.train.session.dpo_reference import is_known
 from terrazzo.train.session.session import Session
 from terrazzo.train.steps.step import learnt
 

@@ -3,11 +3,11 @@
 On screen is what decides whether to let it run; all else is in the run's folder: `plan.txt`, `metrics.jsonl` and
 `report.html`.
 
-report      all that is said, moment by moment
-voice       how it stands on the screen
-files       what is written
-gauge       the numbers of a log step
-log_window  what is measured between two log steps
+report        all that is said, moment by moment
+run_screen    how it stands on the screen
+files         what is written
+step_metrics  the numbers of a log step
+log_window    what is measured between two log steps
 """
 
 from terrazzo.train.report.log_window import LogWindow

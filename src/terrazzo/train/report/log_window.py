@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from terrazzo.engine import engine_of
 from terrazzo.telemetry import PeakMemory, Stopwatch
 from terrazzo.train.model.expert_load import Load
-from terrazzo.train.report.gauge import StepsMeasured
+from terrazzo.train.report.step_metrics import StepsMeasured
 from terrazzo.train.session.session import Session
 
 __all__ = ["LogWindow"]

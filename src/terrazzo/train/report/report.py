@@ -21,9 +21,9 @@ from terrazzo.train.look.look import Look
 from terrazzo.train.model.objectives import Validation
 from terrazzo.train.promise.summary import Pace, bytes_line, summarize
 from terrazzo.train.report.files import Files
-from terrazzo.train.report.gauge import Gauge, StepsMeasured
 from terrazzo.train.report.mesh_picture import mesh_picture
-from terrazzo.train.report.voice import Voice
+from terrazzo.train.report.run_screen import Voice
+from terrazzo.train.report.step_metrics import Gauge, StepsMeasured
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command, program
 from terrazzo.train.settings.plan import mesh_shape

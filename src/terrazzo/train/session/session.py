@@ -15,14 +15,14 @@ from terrazzo.checkpoint.upkeep.partners import Copied
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.exchange import on_first
-from terrazzo.train.checkpoints.keeping import Keeper
+from terrazzo.train.checkpoints.keeper import Keeper
 from terrazzo.train.checkpoints.resume import data_changes, stamps
 from terrazzo.train.data import Loader, Prompt, TokenData
 from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.launch.restarts import Restart
-from terrazzo.train.session.progress import RunProgress
-from terrazzo.train.session.reference import reference_state
-from terrazzo.train.session.share import DataShare
+from terrazzo.train.session.data_share import DataShare
+from terrazzo.train.session.dpo_reference import reference_state
+from terrazzo.train.session.run_progress import RunProgress
 from terrazzo.train.settings.optimizer import resume_schedule
 from terrazzo.train.settings.plan import empty_rows, micro_batches_per_rank
 

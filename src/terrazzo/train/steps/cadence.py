@@ -15,7 +15,7 @@ from typing import Any
 
 from terrazzo.config import Config
 from terrazzo.exchange import gather_json
-from terrazzo.train.session.progress import taken_up
+from terrazzo.train.session.run_progress import taken_up
 from terrazzo.train.session.session import Session
 
 __all__ = ["FIRST", "Cadence", "Choice", "optimal_interval_s"]

@@ -20,7 +20,7 @@ from terrazzo.config import Config, flatten
 from terrazzo.errors import BadInput
 from terrazzo.train.data import Batch, Cursor, GlobalOrder, Indices, PairDataset, TokenData, evaluated, rounds
 from terrazzo.train.model.objectives import completion_log_probs, inputs_of
-from terrazzo.train.session.share import DataShare
+from terrazzo.train.session.data_share import DataShare
 
 __all__ = [
     "Due",

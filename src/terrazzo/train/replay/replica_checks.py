@@ -11,10 +11,10 @@ from terrazzo.train.replay.memory import MemoryLooks
 from terrazzo.train.replay.replay import Replay
 from terrazzo.train.session.session import Session
 
-__all__ = ["Checks"]
+__all__ = ["ReplicaChecks"]
 
 
-class Checks:
+class ReplicaChecks:
     """Those of `train.check_replicas_every`, `guard.replay_every` and `guard.memory_every`.
 
     Raises:

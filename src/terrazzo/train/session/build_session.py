@@ -18,7 +18,7 @@ from terrazzo.errors import BadInput, TerrazzoError, listed
 from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.parallel import context_of
 from terrazzo.telemetry import RunConsole, resident_bytes
-from terrazzo.train.checkpoints.keeping import Keeper
+from terrazzo.train.checkpoints.keeper import Keeper
 from terrazzo.train.checkpoints.resume import (
     clear_checkpoints,
     is_restored,
@@ -37,10 +37,16 @@ from terrazzo.train.model.linears import linears_note, try_linears
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import parallelize_model
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.session.first_use import load_kernels
-from terrazzo.train.session.reference import Due, check_same_initial, compute_reference, initial_model, reference_due
+from terrazzo.train.session.data_share import share_of
+from terrazzo.train.session.dpo_reference import (
+    Due,
+    check_same_initial,
+    compute_reference,
+    initial_model,
+    reference_due,
+)
 from terrazzo.train.session.session import Origin, Sampling, Session
-from terrazzo.train.session.share import share_of
+from terrazzo.train.session.warm_kernels import load_kernels
 from terrazzo.train.settings.folders import absent_folders, make_log_folder, make_swap_folders, remove_empty
 from terrazzo.train.settings.optimizer import build_optimizer, build_schedule, division_of, steps_matrices
 from terrazzo.train.settings.plan import (
