@@ -26,8 +26,8 @@ from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.preflight import check
-from terrazzo.train.preflight import room as fit
-from terrazzo.train.preflight import swap as offload
+from terrazzo.train.preflight import device_memory as fit
+from terrazzo.train.preflight import offload_room as offload
 from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.preflight.offload_room import check_folders, host_lacks_room, offload_notes
 from terrazzo.train.promise.as_setup import setup_of

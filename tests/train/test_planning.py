@@ -32,7 +32,7 @@ from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.telemetry import available_host_bytes, resident_bytes
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import decoder_config, prepare_model
-from terrazzo.train.preflight import room as fit
+from terrazzo.train.preflight import device_memory as fit
 from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.promise import as_setup as planning
 from terrazzo.train.promise import planned as promise
