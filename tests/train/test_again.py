@@ -14,7 +14,8 @@ import pytest
 
 from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
-from terrazzo.train.launch.notices import Ended
+from terrazzo.train.launch.launcher import launch_with_restarts
+from terrazzo.train.launch.notices import Ended, Notices
 from terrazzo.train.launch.restarts import Restart, Restarts, Saved, Start, refuse_restarts, take_restart_note
 from terrazzo.train.run import _restarts
 from tests.helpers import programs
@@ -78,6 +79,29 @@ def test_two_failures_without_a_checkpoint_in_between_end_it_with_the_first_one_
 def test_what_no_restart_mends_is_not_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert Told(9, 3).after(Ended(2, "rank 0 failed: Error: no fruit", lasts=True)) is None
     assert capsys.readouterr().err == "\nNot started again: it would end so again.\n"
+
+
+CLAIMS = """
+import json, os, sys
+folder, first = sys.argv[1], f"{sys.argv[1]}/second"
+if not os.path.exists(first):
+    open(first, "w").close()
+    for said in ({"begun": True}, {"claimed": True}):
+        os.write(int(os.environ["TERRAZZO_REPORT"]), json.dumps(said).encode() + b"\\n")
+    os._exit(7)
+os._exit(9)
+"""
+
+
+def test_the_end_of_ranks_that_were_started_again_is_heard_of_though_they_have_claimed_nothing(tmp_path: Path) -> None:
+    """The run's folders are its own since its first start, and what was noted of that is not how the run has ended."""
+    (tmp_path / "rank.py").write_text(CLAIMS)
+    heard: list[int | str] = []
+    notices = Notices("", str, ended=lambda ended: heard.append(ended.code), again=lambda: heard.append("again"))
+    start = Start(1, [str(tmp_path / "rank.py"), str(tmp_path)])
+    restarts = Restarts(1, lambda: Saved(1, "step-1"), lambda saved: start.words, lambda line: None)
+    assert launch_with_restarts(start, restarts, notices, None) == 9
+    assert heard == [7, "again", 9]
 
 
 # -- what a run goes on from ---------------------------------------------------------------------------------------

@@ -113,6 +113,8 @@ def test_a_second_run_of_a_job_step_is_not_the_first_one(
         (CopiesDiffer("a"), CORRUPTED),
         (Diverged("a"), DIVERGED),
         (KeyboardInterrupt(), INTERRUPTED),
+        (SystemExit(3), 3),
+        (SystemExit(0), FAILED),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -274,6 +276,21 @@ def test_the_first_failure_is_noted_in_the_runs_own_folder(attempts: Callable[[i
     assert reap(spawn_rank(0, follow)) == FAILED
     cause = "Error: The loss is nan in step 8.\nLower optimizer.lr."
     assert note_in(tmp_path) == {"code": DIVERGED, "reason": "diverged", "cause": cause, "rank": 1, "step": 7}
+
+
+def test_a_path_that_is_no_utf_8_is_noted_and_said(
+    temporary: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Python has such bytes of a file's name as half a character, which no file in UTF-8 can hold."""
+
+    def refuse() -> int:
+        announce_claim(tmp_path, lambda: 7)
+        raise BadInput("'caf\udce9.jsonl' is cut short.")
+
+    assert reap(spawn_rank(0, refuse)) == BAD_INPUT
+    assert "is cut short" in capfd.readouterr().err
+    note = note_in(tmp_path)
+    assert note is not None and note["cause"] == "Error: 'caf\udce9.jsonl' is cut short."
 
 
 def test_a_folder_that_is_not_the_runs_own_has_no_note(attempts: Callable[[int], None], tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def start_training(config: Config, path: Path, overrides: list[str]) -> int:
         _ASKED,
         lambda: _cut_short(config, command),
         ended=lambda ended: leave_exit(config.log.folder, ended.note, replace=True),
+        again=lambda: forget_exit(config.log.folder),
     )
     words = ["-m", "terrazzo", "train", str(path), *overrides]
     patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None

@@ -54,7 +54,7 @@ def leave_exit(folder: Path, note: ExitNote, *, replace: bool = False) -> None:
         earlier = exit_of(folder)
         same = earlier is not None and (earlier.code, earlier.rank) == (note.code, note.rank)
         if not target.exists() or (replace and not same):
-            replace_file(target, json.dumps(note._asdict(), ensure_ascii=False) + "\n", sync=False)
+            replace_file(target, json.dumps(note._asdict()) + "\n", sync=False)  # a path in it may be no UTF-8
 
 
 def exit_of(folder: Path) -> ExitNote | None:

@@ -55,38 +55,45 @@ def launch_ranks(
     signals, defaults = Signals(), environment_of(ranks) if defaults is None else defaults
     try:
         started = LocalRanks(ranks, arguments, defaults, labelled=labelled, patience=patience)
-        return _left(_run(started, signals, notices), notices)
+        return _left(_run(started, signals, notices)[0], notices)
     finally:
         signals.restore()
 
 
 def launch_with_restarts(start: Start, restarts: Restarts, notices: Notices, patience: Patience | None) -> int:
     """The same of the trainer's ranks, which are started again as `restarts` decides."""
-    signals = Signals()
+    signals, claimed = Signals(), False
     try:
         while True:
             looked_after = patience if start.ranks > 1 else None
             defaults, environment = environment_of(start.ranks), start.environment
             ranks = LocalRanks(start.ranks, start.words, defaults, environment, patience=looked_after)
-            ended = _run(ranks, signals, notices)
+            ended, claimed = _run(ranks, signals, notices, claimed)
             failed = ended.code not in (0, PREEMPTED) and not signals.received
             following = restarts.after(start, ended) if failed else None
             if following is None:
                 return _left(ended, notices)
             start = following
+            if claimed:
+                notices.again()
     finally:
         signals.restore()
 
 
-def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None) -> Ended:
-    """Until they have ended, which is said."""
+def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None, claimed: bool = False) -> tuple[Ended, bool]:
+    """Wait until ranks have ended, and say how; whether the run's folders are its own.
+
+    Args:
+        claimed: by an earlier start of the run.
+    """
     with ranks as started:
         stopped_by = started.wait(signals, lambda: say_now(notices.asked) if notices is not None else None)
         kept = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
     ended = tell_outcome(started, stopped_by, kept, next(iter(signals.received), None), notices)
-    if notices is not None and any(rank.claimed for rank in started.ranks):
+    claimed = claimed or any(rank.claimed for rank in started.ranks)
+    if notices is not None and claimed:
         notices.ended(ended)
-    return ended
+    return ended, claimed
 
 
 def _left(ended: Ended, notices: Notices | None) -> int:

@@ -49,14 +49,15 @@ class Ended(NamedTuple):
 class Notices:
     """What is said of a run that somebody stops: when it is `asked` to, and, if he does not wait, what that costs.
 
-    `unbegun` is said where no rank had begun, so that there was nobody to ask. `ended` hears how ranks have ended whose
-    folders were their own.
+    `unbegun` is said where no rank had begun, so that there was nobody to ask. `ended` hears how ranks have ended, and
+    `again` is called before they are started again, of a run whose folders are its own.
     """
 
     asked: str
     cut_short: Callable[[], str]
     unbegun: str = "Ended before training began: nothing is lost."
     ended: Callable[[Ended], object] = lambda ended: None
+    again: Callable[[], object] = lambda: None
 
 
 def say_now(line: str) -> None:

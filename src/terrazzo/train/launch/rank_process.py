@@ -207,7 +207,7 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
+        return error.code or FAILED  # a library's sys.exit(0): the run is not done
     return FAILED
 
 
