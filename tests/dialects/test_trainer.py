@@ -237,6 +237,24 @@ def test_auto_inside_is_resolved_and_reported() -> None:
     assert "per_device_train_batch_size" in said.why
 
 
+def test_an_optimizer_in_8_bits_is_the_trainers_unless_deepspeed_has_its_own() -> None:
+    document = {**DOCUMENTS["deepspeed"], "optim": "adamw_8bit"}
+    assert described("trainer", document).value("precision.moments") == "int8"
+    assert verdicts("trainer", document)["optim"].kind == "lossy"
+    named = {**ZERO, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    document = {**document, "deepspeed": named}
+    assert described("trainer", document).value("precision.moments") == "fp32"
+    assert "8 bits" not in verdicts("trainer", document)["optim"].why
+
+
+@pytest.mark.parametrize("target", ["trainer", "accelerate"])
+def test_no_model_is_loaded_in_8_bits_for_its_moments(target: str) -> None:
+    precision = {"name": "bf16-pure", "moments": "int8"}
+    said = converted("terrazzo", target, {"precision": precision, "optimizer": {"name": "AdamW"}}).verdicts
+    (moments,) = (verdict for verdict in said if verdict.key == "precision.moments")
+    assert (moments.kind, moments.why.rpartition(": ")[2]) == ("lossy", "no setting makes it int8")
+
+
 def test_files_that_are_named_are_read(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(ZERO))
     (tmp_path / "fsdp.json").write_text(json.dumps({"cpu_offload": True, "fsdp_offload_params": True}))

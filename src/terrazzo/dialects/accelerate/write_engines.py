@@ -5,7 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, SHARDING, TIERS
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU, TWO_AXES, tier_and_share
-from terrazzo.dialects.shared.accelerate import AUTOCAST
+from terrazzo.dialects.shared.accelerate import AUTOCAST, kept_as_loaded
 from terrazzo.dialects.shared.deepspeed import BY_PARAMETER, KEPT_WHOLE, STAGES, write_grad
 
 __all__ = ["write_autocast", "write_deepspeed", "write_precision", "write_replicas"]
@@ -27,7 +27,7 @@ def write_precision(pen: Pen, brought: dict[str, str], why: str) -> None:
         if wanted is None or wanted == kind:
             pen.implied(path, key="mixed_precision" if pen.has("mixed_precision") else "")
         elif kind == LOADED:
-            pen.lossy(path, f"it is the dtype that the model is loaded in: load it in {wanted}")
+            pen.lossy(path, kept_as_loaded(wanted))
         else:
             pen.lossy(path, f"it is {kind} there: {why}")
 

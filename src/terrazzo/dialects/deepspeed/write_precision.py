@@ -111,7 +111,7 @@ def _moments(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[
     elif draft.stood("precision.moments", key):
         draft.say("precision.moments", key, asked["moments"] == "bf16")
     elif brought["master"] == "bf16" and not on_cpu and not draft.own:
-        why = "bf16 masters with fp32 moments need the optimizer offloaded to the CPU: bf16 moments instead"
+        why = "bf16 masters have bf16 moments, or fp32 ones where the optimizer is offloaded to the CPU"
         draft.put("precision.moments", key, True, why, "lossy")
 
 

@@ -14,13 +14,20 @@ from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.shared.fsdp_policy import loaded
 from terrazzo.engine import LossScaling
+from terrazzo.words import DTYPE_SPELLINGS
 
-__all__ = ["AUTOCAST", "AXES", "stack_precision"]
+__all__ = ["AUTOCAST", "AXES", "kept_as_loaded", "stack_precision"]
 
 AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 """Axes of the mesh that a `ParallelismConfig` has a size for."""
 
 AUTOCAST = "Accelerate runs the forward under autocast: norms, softmax and losses compute in fp32"
+
+
+def kept_as_loaded(wanted: str) -> str:
+    """What becomes of a state that is to be in `wanted`, where it has the dtype in which the model is loaded."""
+    edit = f"load it in {wanted}" if wanted in DTYPE_SPELLINGS else f"no setting makes it {wanted}"
+    return f"it has the dtype in which the model is loaded: {edit}"
 
 
 def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: ReadingContext) -> SettingsByKey:

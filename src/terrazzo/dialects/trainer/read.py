@@ -31,11 +31,11 @@ def read(document: ConfigDocument, context: ReadingContext) -> Reading:
     stack = stack_of(source)
     given = {**read_loop(source), **read_parallel(source, stack)}
     given |= _precision(source, stack, given)
-    _narrow(source, given)
     if source.nested is not None:
         given = _with_deepspeed(given, source.nested.given)
         given = {path: _with_field(source, setting) for path, setting in given.items()}
         _clipping(source, given["training.clip"].value)
+    _narrow(source, given)
     _explain_others(source)
     return source.close(given)
 
@@ -60,7 +60,7 @@ def _precision(source: TrainerReader, stack: str, given: Mapping[str, Setting[An
 
 def _narrow(source: TrainerReader, given: SettingsByKey) -> None:
     """An optimizer whose states are in 8 bits is another one here, and the precision of moments says the rest."""
-    if str(source.get("optim")) in EIGHT_BITS:
+    if str(source.get("optim")) in EIGHT_BITS and "optim" in given["optimizer.name"].keys:  # DeepSpeed may have its own
         given["precision.moments"] = Setting("int8", "file", "optim")
         source.say("optim", "lossy", "codes of 8 bits have other values here, and small tensors have them too")
 

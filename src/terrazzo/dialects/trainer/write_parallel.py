@@ -5,7 +5,7 @@ from __future__ import annotations
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Setting
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.draft import Pen
-from terrazzo.dialects.shared.accelerate import AUTOCAST, stack_precision
+from terrazzo.dialects.shared.accelerate import AUTOCAST, kept_as_loaded, stack_precision
 from terrazzo.dialects.shared.fsdp import MIN_NUMEL, write_offload
 from terrazzo.dialects.shared.rows import HYBRID_ROWS, choose_row, shard_ranks
 
@@ -148,7 +148,7 @@ def write_precision(pen: Pen, stack: str, deferred: bool, context: ReadingContex
         elif path == "precision.autocast":
             pen.lossy(path, AUTOCAST if does.value else "without bf16 or fp16 there is none", compute if mixed else "")
         elif does.value == LOADED and path not in ("precision.buffers", "precision.loss_scaling"):
-            pen.lossy(path, f"it has the dtype in which the model is loaded: load it in {asked.value}")
+            pen.lossy(path, kept_as_loaded(asked.value))
         else:
             pen.lossy(path, _difference(stack, does.value))
     if pen.value("precision.static_loss_scale"):
