@@ -87,9 +87,14 @@ def expected(recipe: str, x: Tensor, weight: Tensor, grad: Tensor) -> list[Tenso
     ]
 
 
+def alike(left: Tensor, right: Tensor) -> bool:
+    """Up to the order of sums, in which processors with matrix units differ; 8 bits differ by 1 in 30."""
+    return bool((left - right).abs().max() <= 4 * torch.finfo(left.dtype).eps * right.abs().max())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_products_are_those_of_torch_scaled_mm_to_the_bit(recipe: str, dtype: torch.dtype) -> None:
+def test_products_are_those_of_torch_scaled_mm(recipe: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = nn.ModuleList([nn.Linear(48, 32, dtype=dtype)])
     tz.nn.float8(layer, recipe, skip=[])
@@ -97,9 +102,9 @@ def test_products_are_those_of_torch_scaled_mm_to_the_bit(recipe: str, dtype: to
     output = layer[0](x)
     output.backward(grad)
     found = expected(recipe, x.detach().flatten(0, 1), layer[0].weight.detach(), grad.flatten(0, 1))
-    assert torch.equal(output.flatten(0, 1), found[0] + layer[0].bias)
-    assert torch.equal(x.grad.flatten(0, 1), found[1])
-    assert torch.equal(layer[0].weight.grad, found[2])
+    assert alike(output.flatten(0, 1), found[0] + layer[0].bias)
+    assert alike(x.grad.flatten(0, 1), found[1])
+    assert alike(layer[0].weight.grad, found[2])
     assert torch.equal(layer[0].bias.grad, grad.sum((0, 1)))
     exact = F.linear(x, layer[0].weight, layer[0].bias)
     assert 0.01 < ((output - exact).norm() / exact.norm()).item() < 0.06  # of 8 bits, not of 16
@@ -355,7 +360,7 @@ def test_a_matrix_that_is_cut_is_scaled_as_the_whole_one(recipe: str) -> None:
     weight, down = block.up.weight.detach(), block.down.weight.detach()
     for rank, (output, of_inner, _) in enumerate(ranks):
         wanted = expected(recipe, inner, weight, own(grad, rank))
-        assert torch.equal(output, (wanted[0] + block.up.bias)[:, 32 * rank : 32 * (rank + 1)])
+        assert alike(output, (wanted[0] + block.up.bias)[:, 32 * rank : 32 * (rank + 1)])
         if recipe == "tensorwise":
             torch.testing.assert_close(of_inner, wanted[1])
     if recipe == "tensorwise":

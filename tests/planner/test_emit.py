@@ -283,7 +283,7 @@ def test_a_plan_on_all_axes_is_read_back_by_train_as_it_was(
     model: dict[str, Any], ranks: int, axes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Sizes, schedule, and what train's own checks say of it; what the run would be promised is what was planned."""
-    asked = {"gpu": "cpu", "precision": "fp32", "sequence": 128, "global_batch": 64, **axes}
+    asked = {"gpu": "cpu", "precision": "fp32", "sequence": 256, "global_batch": 64, **axes}
     config, _ = emitted(tmp_path, model, gpus=ranks, **asked)
     planned = build_setup(Request(model, ranks, **asked))
     check_axes(config)

@@ -53,7 +53,7 @@ def float8(
     has: under a plan that splits them, from the whole gathered weight; where ranks along `tp` have parts of a matrix,
     `tensorwise` scales it by the largest value of the whole one, and `rowwise` each rank's rows by themselves. Inputs
     and gradients are scaled as the rank has them. On a CPU products are emulated: the numbers of `torch._scaled_mm`
-    there, without its speed.
+    there up to the order of sums, without its speed.
 
     Sizes that are no multiples of 16 are left alone, and so are layers that choose experts, those whose forward is not
     torch's own, and those of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, whose kernels read the weights.
