@@ -128,7 +128,7 @@ def signature(named: Name) -> str:
     node = named.node
     if isinstance(node, ast.ClassDef):
         arguments = _of_class(node)
-    elif isinstance(node, ast.FunctionDef) and "property" not in map(ast.unparse, node.decorator_list):
+    elif isinstance(node, ast.FunctionDef) and not {"property", "cached_property"} & set(map(ast.unparse, node.decorator_list)):
         arguments = node.args
     else:
         return named.name
