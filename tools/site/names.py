@@ -125,10 +125,10 @@ def _lazy_origin(tree: ast.Module, name: str) -> str | None:
 
 def signature(named: Name) -> str:
     """How `named` is called, without annotations, as far as one line has room; the name alone of what is not called."""
-    node = named.node
+    node, properties = named.node, {"property", "cached_property"}
     if isinstance(node, ast.ClassDef):
         arguments = _of_class(node)
-    elif isinstance(node, ast.FunctionDef) and not {"property", "cached_property"} & set(map(ast.unparse, node.decorator_list)):
+    elif isinstance(node, ast.FunctionDef) and properties.isdisjoint(map(ast.unparse, node.decorator_list)):
         arguments = node.args
     else:
         return named.name

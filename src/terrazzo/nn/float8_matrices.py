@@ -109,7 +109,8 @@ def cast(matrix: Tensor, dtype: torch.dtype, recipe: Recipe, highest: Tensor | N
 def multiplied(left: Codes, right: Codes, dtype: torch.dtype, fast: bool) -> Tensor:
     """`[rows, inner]` times `[columns, inner]ᵀ`, summed in fp32, as `dtype`.
 
-    On a CPU it is what `torch._scaled_mm` computes there, up to the order of sums: both are scaled back, then multiplied.
+    On a CPU it is what `torch._scaled_mm` computes there, up to the order of sums: both are scaled back, and then
+    multiplied.
 
     Args:
         fast: sums are in the matrix units' own accumulators.
