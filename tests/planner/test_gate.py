@@ -386,6 +386,14 @@ def test_a_16_bit_dtype_is_what_makes_16_bit_masters() -> None:
     assert "16-bit master weights" in {objection.rule for objection in objections(half)}
 
 
+def test_16_bit_masters_that_are_rounded_stochastically_lose_no_updates() -> None:
+    setup = setup_of({"precision": "bf16-pure"})
+    precision = replace(setup.precision, moments="int8")
+    for rounding, warned in (("nearest", True), ("stochastic", False)):
+        rounded = replace(setup, precision=replace(precision, rounding=rounding))
+        assert ("16-bit master weights" in {objection.rule for objection in objections(rounded)}) is warned
+
+
 def test_a_finding_is_no_warning_too_in_the_json() -> None:
     found = estimate(setup_of({"pp": 2, "strategy": "zero1", "global_batch": 64, "model": OURS}))
     report = Answer(found, estimate).report()

@@ -12,6 +12,7 @@ from terrazzo.errors import BadInput
 from terrazzo.train.preflight import check
 
 OPS = {"activation_checkpointing": "selective", "activation_checkpointing_ops": ["nope"]}
+NARROW = {"name": "bf16-pure", "moments": "int8", "rounding": "stochastic"}
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,8 @@ OPS = {"activation_checkpointing": "selective", "activation_checkpointing_ops": 
         ({"plan": {"units": ["Blcok"]}}, r"plan\.units: 'Blcok' matches no module.*Did you mean 'Block'\?"),
         ({"train": OPS}, "no operator 'nope'"),
         ({"data": {"too_long": "drop"}}, r"data\.too_long is 'drop', but with data\.packing 'stream'"),
+        ({"precision": {"moments": "int8"}, "optimizer": {"name": "Muon"}}, "moments in int8, and Muon is not known"),
+        ({"precision": NARROW, "optimizer": {"name": "SGD"}}, "SGD does not count steps. Use Adam,"),
         ({"guard": {"action": "rollback"}}, r"no checkpoint to go back to\. Set checkpoint\.every"),
         ({"data": {"cache": "/proc/tokens"}}, r"data\.cache is '/proc/tokens', but '/proc' cannot be written to"),
     ],

@@ -71,6 +71,7 @@ from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.plan.stages import STAGES_OF, Stages, stages_of
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.sharding.attach import attach
+from terrazzo.engine.sharding.checks import check_narrow
 from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.states.ema import EMA
@@ -126,6 +127,7 @@ __all__ = [
     "as_one",
     "attach",
     "check_elementwise",
+    "check_narrow",
     "check_no_extra_state",
     "checkpoint_activations",
     "clip_grad_norm_",

@@ -305,23 +305,23 @@ NARROWABLE = (
 """Optimizers whose states may be in 8 bits: averages that soon forget, and no sums that grow by ever smaller parts."""
 
 
-def check_narrow(optimizers: Iterable[Optimizer], precision: Precision) -> None:
-    """Refuse moments in 8 bits of an optimizer that is not known to work with them.
+def check_narrow(kinds: Iterable[type[Optimizer]], precision: Precision) -> None:
+    """Refuse moments in 8 bits of optimizers of these classes that are not known to work with them.
 
     Raises:
         BadInput: there.
     """
-    for optimizer in optimizers if precision.narrow is not None else ():
-        if type(optimizer) not in NARROWABLE:
+    for kind in kinds if precision.narrow is not None else ():
+        if kind not in NARROWABLE:
             raise BadInput(
-                f"precision: moments in {precision.narrow}, and {type(optimizer).__name__} is not known to work with "
-                f"states of 8 bits. Use one of {', '.join(sorted(kind.__name__ for kind in NARROWABLE))}, or leave "
+                f"precision: moments in {precision.narrow}, and {kind.__name__} is not known to work with "
+                f"states of 8 bits. Use one of {', '.join(sorted(each.__name__ for each in NARROWABLE))}, or leave "
                 "moments out, which keeps them in fp32."
             )
-        if precision.stochastic and type(optimizer) in (torch.optim.SGD, Lion):
+        if precision.stochastic and kind in (torch.optim.SGD, Lion):
             raise BadInput(
                 f"precision: rounding 'stochastic', whose bits follow from the number of the step, and "
-                f"{type(optimizer).__name__} does not count steps. Use Adam, AdamW, NAdam or RAdam, or leave rounding "
+                f"{kind.__name__} does not count steps. Use Adam, AdamW, NAdam or RAdam, or leave rounding "
                 "out."
             )
 

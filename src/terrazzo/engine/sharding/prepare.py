@@ -176,7 +176,7 @@ def _plan(asked: _Asked, options: Options, sharding: ShardingSpec, tally: Tally)
     warn_of_unused(asked.plan, options.offload, asked.offloads_activations)
     trainable = [bucket for unit in planned for bucket in unit.trainable()]
     check_several(len(built), trainable, asked.precision)
-    check_narrow(built, asked.precision)
+    check_narrow(map(type, built), asked.precision)
     templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
     check_matrices(trainable, templates, built)
     return Prepared(asked.plan, sharding, tally, planned, asked.drawn, asked.why, built, templates)

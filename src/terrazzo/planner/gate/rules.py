@@ -99,7 +99,7 @@ RULES = (
         "16-bit master weights",
         (),
         "warn",
-        lambda setup, _: setup.precision.master in (torch.bfloat16, torch.float16),
+        lambda setup, _: setup.precision.master in (torch.bfloat16, torch.float16) and not setup.precision.stochastic,
         "Updates smaller than 1/256 of a weight are lost in 16-bit master weights.",
         "Use precision bf16, whose master weights are fp32, or an optimizer that rounds stochastically.",
         "arXiv 2010.06192; pytorch/ao torchao/optim README (bf16_stochastic_round)",

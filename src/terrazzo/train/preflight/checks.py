@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.config import Config
+from terrazzo.engine import check_narrow
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.model.transformers import harmless
@@ -22,7 +23,7 @@ from terrazzo.train.preflight.names_in_model import check_named
 from terrazzo.train.preflight.offload_room import check_folders
 from terrazzo.train.preflight.shared_axes import check_axes
 from terrazzo.train.preflight.written_folders import check_written
-from terrazzo.train.settings.optimizer import check_settings
+from terrazzo.train.settings.optimizer import check_settings, optimizer_class
 from terrazzo.train.settings.plan import (
     build_offload,
     build_plan,
@@ -41,7 +42,7 @@ def check(config: Config, world_size: int) -> list[str]:
     Returns lines for the header of the run: what in `config` does nothing, and what the planner has to say.
     """
     build_plan(config)
-    build_precision(config)
+    precision = build_precision(config)
     build_offload(config)
     mesh_shape(config.plan.mesh, world_size)
     filling = _told_of_filling(config, world_size)
@@ -53,6 +54,7 @@ def check(config: Config, world_size: int) -> list[str]:
         actions_of(settings.schedule, config.plan.mesh.pp, settings.chunks, micro_batches)
     has_loss_without_logits(config, 1)
     check_settings(config.optimizer)
+    check_narrow([optimizer_class(config.optimizer)], precision)
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.end_of_document)
     _check_model(config, tokenizer)
     check_named(config, tokenizer)
