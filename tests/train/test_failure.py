@@ -33,7 +33,7 @@ from terrazzo.train.launch import preemption, rank_process
 from terrazzo.train.launch.launcher_pipe import REPORT
 from terrazzo.train.launch.notices import Ended
 from terrazzo.train.launch.preemption import stays_stopped
-from terrazzo.train.launch.rank_process import announce_claim, run_rank
+from terrazzo.train.launch.rank_process import announce_claim, note_interrupted, run_rank
 from tests.checkpoint.faults import reap, spawn_child
 from tests.helpers.threads import run_in_threads
 
@@ -276,6 +276,17 @@ def test_the_first_failure_is_noted_in_the_runs_own_folder(attempts: Callable[[i
     assert reap(spawn_rank(0, follow)) == FAILED
     cause = "Error: The loss is nan in step 8.\nLower optimizer.lr."
     assert note_in(tmp_path) == {"code": DIVERGED, "reason": "diverged", "cause": cause, "rank": 1, "step": 7}
+
+
+def test_a_rank_that_nobody_has_started_notes_its_own_interruption(tmp_path: Path) -> None:
+    def work() -> int:
+        announce_claim(tmp_path, lambda: 7)
+        note_interrupted()
+        os._exit(INTERRUPTED)
+
+    assert reap(spawn_rank(0, work)) == INTERRUPTED
+    cause = "ended at once by a second Ctrl-C, with nothing saved"
+    assert note_in(tmp_path) == {"code": 130, "reason": "interrupted", "cause": cause, "rank": None, "step": 7}
 
 
 def test_a_path_that_is_no_utf_8_is_noted_and_said(

@@ -153,11 +153,14 @@ def test_lines_are_labelled_once_they_are_whole(capfd: pytest.CaptureFixture[str
         (b"o\n", "[rank 1] two\n"),
         (b" 10%\r 20%", ""),
         (b"\r100%\r\nla", "[rank 1] 100%\n"),
+        (b"te\n 10%\r", "[rank 1] late\n"),
+        (b" 20%\r", ""),
+        (b" 30%\nla", "[rank 1]  30%\n"),
     ):
         os.write(labelled.theirs, written)
         assert labelled.read()
         assert capfd.readouterr().out == shown
-    labelled.given()
+    labelled.close_writing_end()
     assert not labelled.read()
     labelled.close()
     assert capfd.readouterr().out == "[rank 1] la\n"

@@ -28,7 +28,7 @@ from terrazzo.train.launch.machine import ranks_to_start, resolve_device, slots_
 from terrazzo.train.launch.notices import Notices, say_now
 from terrazzo.train.launch.preemption import STAYS_STOPPED, stays_stopped
 from terrazzo.train.launch.process_group import agree_on_config, join
-from terrazzo.train.launch.rank_process import announce_claim, announce_ready, run_rank
+from terrazzo.train.launch.rank_process import announce_claim, announce_ready, note_interrupted, run_rank
 from terrazzo.train.launch.restarts import Restarts, Saved, Start, refuse_restarts, take_restart_note
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.loop import TrainingLoop
@@ -77,7 +77,12 @@ def train_as_rank(path: Path, overrides: list[str], command: Command | None = No
     launched = REPORT in os.environ  # by `start_training`, which says what there is to say of a stop
     command = command or (Command(path, overrides) if launched else Command())
     rank = int(os.environ["RANK"])
-    notices = Notices(_ASKED, lambda: _cut_short(load_config(path, overrides), command))
+
+    def cut_short() -> str:
+        note_interrupted()
+        return _cut_short(load_config(path, overrides), command)
+
+    notices = Notices(_ASKED, cut_short)
     stop = StopRequest(notices if rank == 0 and not launched else None)
     run_rank(rank, lambda: _train_rank(path, overrides, command, stop, launched=launched))
 

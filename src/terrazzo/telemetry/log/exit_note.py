@@ -15,7 +15,7 @@ from terrazzo.exit_codes import EXIT_CODES
 from terrazzo.files import replace_file
 from terrazzo.telemetry.log.run_folder import RunFolder
 
-__all__ = ["ExitNote", "exit_of", "forget_exit", "leave_exit", "went_well"]
+__all__ = ["ExitNote", "exit_of", "forget_exit", "leave_exit", "note_of_code"]
 
 
 class ExitNote(NamedTuple):
@@ -37,8 +37,8 @@ class ExitNote(NamedTuple):
     step: int | None = None
 
 
-def went_well(code: int, step: int | None) -> ExitNote:
-    """The note of a run that has done all its steps, or was asked to stop."""
+def note_of_code(code: int, step: int | None) -> ExitNote:
+    """The note of a run that has done all its steps, or was asked to stop, in the words of the code's row."""
     row = EXIT_CODES[code]
     return ExitNote(code, row.reason, row.meaning, None, step)
 

@@ -26,8 +26,8 @@ class LabelledOutput:
         self._label, self._target = label.encode(), target
         self._unended = b""
 
-    def given(self) -> None:
-        """The rank has its end of the pipe: this process lets go of it."""
+    def close_writing_end(self) -> None:
+        """Let go, in this process, of the end that the rank has by now."""
         os.close(self.theirs)
 
     def read(self) -> bool:
@@ -37,7 +37,7 @@ class LabelledOutput:
         except BlockingIOError:
             return True
         *lines, rest = (self._unended + data).split(b"\n")
-        self._unended = _last_state(rest)
+        self._unended = _last_state(rest) + (b"\r" if rest.endswith(b"\r") else b"")  # what comes overwrites it
         if len(self._unended) > _LONGEST:
             lines, self._unended = [*lines, self._unended], b""
         self._write(lines)

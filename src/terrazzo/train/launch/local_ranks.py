@@ -80,7 +80,7 @@ class LocalRank:
         finally:
             os.close(theirs)
             for output in outputs:
-                output.given()
+                output.close_writing_end()
 
     def read(self) -> bool:
         """Take in what it says; False when it will say no more."""

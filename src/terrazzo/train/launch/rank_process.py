@@ -26,12 +26,12 @@ from terrazzo.config import without_passwords
 from terrazzo.errors import BadInput, Corrupted, Diverged, FolderLost, Misuse, SaveFailed, SwapFailed, TerrazzoError
 from terrazzo.exit_codes import FAILED, INTERRUPTED, PREEMPTED, reason_of
 from terrazzo.files import replace_file
-from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, went_well
+from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit, note_of_code
 from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe
 from terrazzo.train.launch.preemption import leave_note
 from terrazzo.train.launch.scratch_folder import ScratchFolder
 
-__all__ = ["SIBLING_GRACE_S", "announce_claim", "announce_ready", "run_rank"]
+__all__ = ["SIBLING_GRACE_S", "announce_claim", "announce_ready", "note_interrupted", "run_rank"]
 
 _MENDABLE = BadInput | Diverged | SaveFailed | SwapFailed  # one paragraph says it all
 _LASTING = (BadInput, Misuse, Diverged, Corrupted, FolderLost, KeyboardInterrupt)
@@ -117,7 +117,7 @@ def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
         _reporter = _reporter_of(rank)
         code = work()
         if rank == 0:
-            _note_exit(lambda step: went_well(code, step))
+            _note_exit(lambda step: note_of_code(code, step))
     except BaseException as error:
         code = _exit_code(error)
         failure = Failure(rank, time.monotonic_ns(), code, _text(error), isinstance(error, _LASTING))
@@ -144,6 +144,11 @@ def announce_claim(folder: Path, step: Callable[[], int | None]) -> None:
     global _run_at
     _run_at = folder, step
     _reporter.claimed()
+
+
+def note_interrupted() -> None:
+    """Note that this process is about to end at once, as somebody has asked for, where nobody else can."""
+    _note_exit(lambda step: note_of_code(INTERRUPTED, step))
 
 
 def _note_exit(note: Callable[[int | None], ExitNote]) -> None:

@@ -45,7 +45,7 @@ def check(config: Config, world_size: int) -> list[str]:
     precision = build_precision(config)
     build_offload(config)
     mesh_shape(config.plan.mesh, world_size)
-    filling = _told_of_filling(config, world_size)
+    filling = _filling_notes(config, world_size)
     micro_batches = micro_batches_per_rank(config.batch, world_size, config.plan.mesh)
     check_axes(config)
     check_guard(config)
@@ -65,7 +65,7 @@ def check(config: Config, world_size: int) -> list[str]:
     return [*notes, *check_plan(config, world_size)]
 
 
-def _told_of_filling(config: Config, world_size: int) -> list[str]:
+def _filling_notes(config: Config, world_size: int) -> list[str]:
     """The note of empty rows, if there are any; refuses them where routers count all rows that experts compute."""
     note, experts = filling_note(config.batch, world_size, config.plan.mesh), config.model.experts
     counting = [f"model.experts.balance {experts.balance}"] if experts.balance != "none" else []
