@@ -64,15 +64,15 @@ class LocalRank:
         self.line, theirs = os.pipe()
         self._unread = b""
         numbers = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-        given = recording.descriptors if recording is not None else ()
-        recorded = {DESCRIPTORS: ",".join(map(str, given))} if given else {}
+        descriptors = recording.descriptors if recording is not None else ()
+        recorded = {DESCRIPTORS: ",".join(map(str, descriptors))} if descriptors else {}
         stdout, stderr = [output.theirs for output in outputs] or (None, None)
         try:
             os.set_blocking(self.line, False)
             self._process = subprocess.Popen(
                 tethered(*arguments),
                 env={**environment, **numbers, **recorded, REPORT: str(theirs)},
-                pass_fds=[theirs, *given],
+                pass_fds=[theirs, *descriptors],
                 start_new_session=True,  # Ctrl-C is for this process, which passes it on
                 stdout=stdout,
                 stderr=stderr,
@@ -95,7 +95,7 @@ class LocalRank:
 
     @property
     def failed(self) -> bool:
-        """Whether it has said so, though it may not have ended yet, or has ended so."""
+        """Whether it has reported a failure, though it may not have ended yet, or has ended with such a code."""
         return self.failure is not None or self.code not in (None, 0, PREEMPTED)
 
     def poll(self) -> None:

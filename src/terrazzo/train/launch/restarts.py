@@ -56,7 +56,7 @@ class Restarts:
         most: restarts of the run.
         newest: what there is to go on from now. Raises: `BadInput` where it cannot be gone on from, and why.
         words: of the ranks that go on from there.
-        say: told of each restart.
+        say: called with a line about each restart.
         places: of the ranks, which may become fewer; by default there are as many as before.
     """
 
