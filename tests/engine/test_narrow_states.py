@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -349,6 +349,54 @@ def test_an_optimizer_that_comes_later_uses_the_same_memory() -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("tier", ["", "@cpu"])
+def test_a_momentum_that_is_turned_on_later_is_that_of_plain_pytorch(tier: str) -> None:
+    """Nobody has seen its state when the optimizer comes, as under OneCycleLR: it is kept in fp32."""
+    base = nn.Linear(1024, 128, bias=False)  # two tiles
+
+    def body(model: Any, optimizer: Any) -> None:
+        for t in range(4):
+            optimizer.param_groups[0]["momentum"] = 0.9 if t else 0.0
+            step(
+                model, optimizer, model(torch.randn(4, 1024, generator=torch.Generator().manual_seed(t))).square().sum()
+            )
+
+    def on_a_rank(rank: int) -> Tensor:
+        model: Any = copy.deepcopy(base)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+        model, optimizer = tz.shard(model, optimizer, f"zero1{tier}", precision=precision("int8"))
+        body(model, optimizer)
+        return full_parameters(model)["weight"]
+
+    plain = copy.deepcopy(base)
+    body(plain, torch.optim.SGD(plain.parameters(), lr=1e-4))
+    assert torch.equal(on_ranks(1, on_a_rank)[0], plain.weight)
+
+
+@pytest.mark.parametrize("tier", ["", "@cpu"])
+def test_a_step_goes_by_what_a_user_has_put_in_the_place_of_a_state(tier: str) -> None:
+    base = nn.Linear(64, 64, bias=False)
+
+    def body(model: Any, optimizer: Any) -> None:
+        for t in range(3):
+            for kept in optimizer.state.values() if t == 1 else ():
+                kept["exp_avg"] = torch.full(kept["exp_avg"].shape, 0.5)
+                kept["exp_avg_sq"] = torch.full(kept["exp_avg_sq"].shape, 4.0)
+            values = torch.randn(4, 64, generator=torch.Generator().manual_seed(t))
+            step(model, optimizer, model(values).square().sum())
+
+    def on_a_rank(rank: int) -> Tensor:
+        model: Any = copy.deepcopy(base)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), **SETTINGS)
+        model, optimizer = tz.shard(model, optimizer, f"zero1{tier}", precision=precision("int8"))
+        body(model, optimizer)
+        return full_parameters(model)["weight"]
+
+    plain = copy.deepcopy(base)
+    body(plain, keep_rounded(torch.optim.AdamW(plain.parameters(), **SETTINGS), "int8"))
+    assert torch.equal(on_ranks(1, on_a_rank)[0], plain.weight)
+
+
 # -- stochastic rounding -------------------------------------------------------------------------------------------
 
 
@@ -378,15 +426,20 @@ class Stochastic(torch.optim.AdamW):
                 k: v if k == "step" else rounded(v, "int8", k == "exp_avg_sq") for k, v in kept.items()
             }
             exact = wide.detach()[:numel]
-            number = int(kept["step"]) * 0x9E3779B1 + zlib.crc32(self.names[parameter].encode())
-            bits = [mixed(mixed(i) ^ number % 2**32) % 2**16 for i in range(numel)]
-            patterns = (exact.view(torch.int32).long() + torch.tensor(bits)) >> 16 << 16
+            bits = rounding_bits(self.names[parameter], range(numel), int(kept["step"]))
+            patterns = (exact.view(torch.int32).long() + bits) >> 16 << 16
             parameter.copy_(patterns.int().view(torch.float32).bfloat16().view(parameter.shape))
 
 
 def padded_to_lines(values: Tensor) -> Tensor:
     """Flat, in fp32, and without a rest that a fused kernel would round otherwise."""
     return nn.functional.pad(values.detach().float().flatten(), (0, -values.numel() % 64))
+
+
+def rounding_bits(name: str, elements: Iterable[int], step: int) -> Tensor:
+    """What is added to the 16 bits that bf16 leaves out."""
+    number = step * 0x9E3779B1 + zlib.crc32(name.encode())
+    return torch.tensor([mixed(mixed(i) ^ number % 2**32) % 2**16 for i in elements])
 
 
 def mixed(number: int) -> int:

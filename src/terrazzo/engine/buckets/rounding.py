@@ -15,18 +15,17 @@ from torch import Tensor
 __all__ = ["round_stochastically"]
 
 
-def round_stochastically(values: Tensor, name: str, first: int, step: Tensor) -> Tensor:
+def round_stochastically(values: Tensor, name: str, elements: Tensor, step: Tensor) -> Tensor:
     """`values` as bf16, in new memory; what is not finite stays so.
 
     Args:
-        values: fp32, 1-D, consecutive elements of one parameter.
+        values: fp32, 1-D, elements of one parameter.
         name: of the parameter.
-        first: which element of it the first one is.
+        elements: which of the whole parameter they are, int64, flat and row-major.
         step: number of the step, 0-d.
     """
-    count = torch.arange(first, first + values.numel(), device=values.device)
     key = step.to(device=values.device, dtype=torch.int64) * 0x9E3779B1 + zlib.crc32(name.encode())
-    bits = _mixed(_mixed(count & _MASK) ^ (key & _MASK)) & 0xFFFF
+    bits = _mixed(_mixed(elements & _MASK) ^ (key & _MASK)) & 0xFFFF
     rounded = (values.view(torch.int32) + bits.int()).bitwise_and_(-0x10000).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()
 

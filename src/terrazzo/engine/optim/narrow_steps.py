@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from terrazzo.engine.buckets.narrow import NarrowState, tiles
@@ -28,22 +30,29 @@ class NarrowStates:
         segment = self.segment
         states = {key: home for key, home in segment.bucket.moments.items() if isinstance(home, NarrowState)}
         kept = stepper.state.get(segment.parameter) or {}
-        fixed, after = {key: value for key, value in kept.items() if key not in states}, dict[str, Any]()
+        others = {key: value for key, value in kept.items() if key not in states}
+        after: dict[str, Any] = {}
+        unforeseen: dict[str, list[Tensor]] = defaultdict(list)  # such as a momentum that was 0 at first: in fp32
         values, gradient = parameter.detach(), parameter.grad
         for tile in tiles(segment.range, values.device):
             within = tile.within(segment.range)
             part = nn.Parameter(values[within].float())
             if gradient is not None:
                 part.grad = gradient[within].float()
+            own = {k: v[within] if segment.keeps_per_element(k, v) else v for k, v in others.items()}
             lent = {key: home.decoded(self.codes(home, tile)) for key, home in states.items() if key in kept}
-            after = stepper.step(segment.group, part, {**frozen(fixed), **lent})
+            after = stepper.step(segment.group, part, {**frozen(own), **lent})
             if part.data_ptr() != values[within].data_ptr():
                 self._round(part.detach(), values, tile, after)
-            for key in after.keys() & states.keys():
-                states[key].encode(after[key], self.codes(states[key], tile))
+            for key, value in after.items():
+                if key in states:
+                    states[key].encode(value, self.codes(states[key], tile))
+                elif segment.template.keeps_per_element(key, value, part.shape):
+                    unforeseen[key].append(value)
         if after:
+            joined = {**after, **{key: torch.cat(parts) for key, parts in unforeseen.items()}}
             stepper.state[segment.parameter] = {
-                key: self.put_back(key) if key in states else value for key, value in after.items()
+                key: self.put_back(key) if key in states else value for key, value in joined.items()
             }
 
     def _round(self, stepped: Tensor, values: Tensor, tile: Range, after: Mapping[str, Any]) -> None:
@@ -54,8 +63,9 @@ class NarrowStates:
             return
         for slot, held in segment.slots():
             if (part := held.intersect(tile)).numel:
-                own, new = slot.own(part), stepped[part.within(tile)]
-                values[part.within(segment.range)] = round_stochastically(new, slot.name, own.start, after["step"])
+                own = slot.own(part)
+                new, elements = stepped[part.within(tile)], segment.bucket.box(slot).elements(own, stepped.device)
+                values[part.within(segment.range)] = round_stochastically(new, slot.name, elements, after["step"])
 
     def codes(self, home: NarrowState, tile: Range) -> Tensor:
         """The blocks of one state, in memory: a view."""

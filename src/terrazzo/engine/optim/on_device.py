@@ -53,6 +53,7 @@ class DeviceUpdates:
         stepper = Stepper(optimizer, self._first)
         for segment in segments:
             if segment.due or stepper.is_own:
+                segment.adopt(stepper.state.get(segment.parameter) or {})
                 _give_gradient(segment, finished)
                 kept = KeptStates(segment) if segment.bucket.precision.narrow is None else NarrowStates(segment)
                 kept.step(stepper, segment.parameter)

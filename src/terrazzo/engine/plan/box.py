@@ -7,6 +7,7 @@ leaves a `Record` of each on the modules that hold it; the engine reads the reco
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -90,6 +91,25 @@ class Box:
                     inside = Range(before, before + part.numel)
                     yield Owned(tile, Range(0, tile.numel), inside, part.sizes, common.relative_to(part).slices)
             before += part.numel
+
+    def elements(self, within: Range, device: torch.device) -> Tensor:
+        """Which elements of the whole parameter, flat and row-major, the flat elements `within` of what the rank has
+        are: int64, 1-D.
+        """
+        flat = torch.arange(within.start, within.stop, device=device)
+        if self.is_all:
+            return flat
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        runs = []  # where in the whole each index of the joined dim begins
+        for each in self.rectangles:
+            start = sum(map(operator.mul, strides, each.offsets))
+            runs.append(start + strides[self.dim] * torch.arange(each.sizes[self.dim], device=device))
+        joined, found = torch.cat(runs), torch.zeros_like(flat)
+        for dim in reversed(range(len(self.shape))):
+            index = flat % self.local_shape[dim]
+            found += joined[index] if dim == self.dim else strides[dim] * index
+            flat = flat // self.local_shape[dim]
+        return found
 
     def places(self) -> list[Rectangle]:
         """Where each of the rectangles is in what the rank has."""
