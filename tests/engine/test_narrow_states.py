@@ -146,13 +146,15 @@ def test_states_equal_the_bill_to_the_byte(plan: str, name: str) -> None:
             assert 0 <= bill.moments_bytes - apart <= 64  # step counts
 
 
-def test_states_are_never_all_in_fp32() -> None:
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_states_are_never_all_in_fp32(stochastic: bool) -> None:
     """A step takes the memory of one tile after the other, of 65,536 elements, and less than is counted for it."""
+    kind = STOCHASTIC if stochastic else precision("int8")
     with fake_group(1), census():
         model = nn.Linear(1024, 1024, bias=False)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        model, optimizer = tz.shard(model, optimizer, "zero1", precision=precision("int8"))
-        model(torch.randn(2, 1024)).sum().backward()
+        model, optimizer = tz.shard(model, optimizer, "zero1", precision=kind)
+        model(torch.randn(2, 1024, dtype=kind.compute)).sum().backward()
         held = live_bytes()
         with PeakBytes() as peak:
             optimizer.step()

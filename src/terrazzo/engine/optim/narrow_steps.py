@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -61,8 +62,10 @@ class NarrowStates:
         if not segment.bucket.precision.stochastic:
             values[tile.within(segment.range)] = stepped
             return
-        for slot, held in segment.slots():
-            if (part := held.intersect(tile)).numel:
+        size = -(-tile.numel // 8)  # numbers of elements and bits take 36 bytes for each
+        pieces = [Range(start, min(start + size, tile.stop)) for start in range(tile.start, tile.stop, size)]
+        for (slot, held), piece in itertools.product(segment.slots(), pieces):
+            if (part := held.intersect(piece)).numel:
                 own = slot.own(part)
                 new, elements = stepped[part.within(tile)], segment.bucket.box(slot).elements(own, stepped.device)
                 values[part.within(segment.range)] = round_stochastically(new, slot.name, elements, after["step"])
