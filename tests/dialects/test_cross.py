@@ -70,6 +70,28 @@ def test_the_same_dialect_is_written_as_it_was(name: str, label: str) -> None:
     assert flatten(written) == flatten(document)
 
 
+RECOMPUTED = {
+    "accelerate": "all of every unit",
+    "deepspeed": "cannot switch it on",
+    "fsdp1": "your own code says it",
+    "fsdp2": "your own code says it",
+    "lightning": "cannot switch it on",  # by DeepSpeed
+    "megatron": "as a whole; asked was selective_half",
+    "torchtitan": "",
+    "trainer": "whole blocks; asked was selective_half",
+}
+"""What each says of keeping every second product, where it has another way or none."""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != HUB.name])
+def test_every_library_says_what_becomes_of_keeping_every_second_product(name: str) -> None:
+    document = {"plan": {"name": "zero3", "units": ["Block"]}, "train": {"activation_checkpointing": "selective_half"}}
+    found = convert_reading(HUB, read(HUB.name, document), dialect(name), CONTEXT).verdicts
+    (verdict,) = [each for each in found if each.key == "train.activation_checkpointing"]
+    assert verdict.kind == ("lossy" if RECOMPUTED[name] else "renamed")
+    assert RECOMPUTED[name] in verdict.why
+
+
 # -- every pair ----------------------------------------------------------------------------------------------------
 
 

@@ -586,6 +586,13 @@ def test_what_cannot_be_said_is_named(path: str, value: Any, kind: str, why: str
     assert why in verdicts[path].why
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "selective_half"])
+def test_modes_of_recomputation_are_written_by_name(mode: str) -> None:
+    document = {"train": {"activation_checkpointing": mode}}
+    assert written({"activation_checkpointing.mode": mode})[0] == document
+    assert_the_same_run(document)
+
+
 @pytest.mark.parametrize("dialect", ["Adam", "AdamW", "SGD", "Adagrad", "RMSprop"])
 def test_optimizer_options_go_where_the_class_has_them(dialect: str) -> None:
     given = {"optimizer.name": dialect, "optimizer.betas": (0.9, 0.99), "optimizer.eps": 1e-7, "optimizer.lr": 0.1}

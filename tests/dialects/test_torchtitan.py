@@ -334,6 +334,43 @@ def test_torchtitan_takes_what_is_written(source: str, document: dict[str, Any],
         assert made["training"].global_batch_size % (made["training"].local_batch_size * ranks) == 0
 
 
+@pytest.mark.parametrize(
+    ("section", "mode"),
+    [
+        ({}, "selective_half"),  # torchtitan's default
+        ({"activation_checkpoint": "SelectiveAC"}, "selective_half"),
+        ({"activation_checkpoint": {"type": "SelectiveAC"}}, "selective_half"),
+        ({"activation_checkpoint": {"force_recompute_mm_shapes_by_fqns": []}}, "selective_half"),
+        ({"activation_checkpoint": "MemoryBudgetAC"}, "selective"),
+        ({"activation_checkpoint": {"memory_budget": 0.3}}, "selective"),
+        ({"activation_checkpoint": {"type": "FullAC"}}, "full"),
+        ({"activation_checkpoint": None}, "none"),
+    ],
+)
+def test_what_is_recomputed(section: dict[str, Any], mode: str) -> None:
+    document = {"training": {"steps": 5}, **section}
+    assert converted("torchtitan", "terrazzo", document).document["train"]["activation_checkpointing"] == mode
+    assert_lossless("torchtitan", document)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "kind", "why"),
+    [
+        ("none", None, "renamed", ""),
+        ("full", "FullAC", "renamed", ""),
+        ("selective_half", "SelectiveAC", "renamed", ""),
+        ("selective", "SelectiveAC", "lossy", "keeps every second matrix product"),
+        ("every_2", "FullAC", "lossy", "every block"),
+    ],
+)
+def test_the_class_of_what_is_recomputed(mode: str, name: str | None, kind: str, why: str) -> None:
+    conversion = converted("terrazzo", "torchtitan", {"train": {"activation_checkpointing": mode}})
+    assert conversion.document["activation_checkpoint"] == name
+    (verdict,) = conversion.verdicts
+    assert verdict.kind == kind
+    assert why in verdict.why
+
+
 def test_a_config_written_into_itself_loses_nothing() -> None:
     """Without a global batch there is one micro-batch per step, which the same config says without a key."""
     found = dialect("torchtitan")

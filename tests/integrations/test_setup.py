@@ -199,7 +199,7 @@ def test_meshes_that_do_not_fit_are_refused(given: dict[str, Any], word: str) ->
         ({"units__ignored": ("head",)}, "every parameter"),
         ({"offload__optim": "nvme"}, "no folder"),
         ({"activation_checkpointing__offload": True}, "turn that on"),
-        ({"activation_checkpointing__mode": "some"}, "use full or selective"),
+        ({"activation_checkpointing__mode": "some"}, "use full, selective or selective_half"),
     ],
 )
 def test_what_cannot_be_done_is_refused(given: dict[str, Any], word: str) -> None:

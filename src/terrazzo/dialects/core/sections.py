@@ -192,7 +192,7 @@ class PrefetchSection:
 class ActivationCheckpointingSection:
     """What of the activations is kept."""
 
-    mode: Annotated[Setting[str], "none, full, selective (by operator), every (N-th block)"] = UNSET
+    mode: Annotated[Setting[str], "none, full, selective (by operator), selective_half, every (N-th block)"] = UNSET
     every: Annotated[Setting[int | None], "every: N"] = UNSET
     ops: Annotated[Setting[tuple[str, ...] | None], "selective: operators whose results are kept"] = UNSET
     offload: Annotated[Setting[bool], "what is kept lies in host memory"] = UNSET

@@ -166,7 +166,7 @@ def _activations(draft: Draft) -> None:
     elif mode == "selective":
         draft.put(paths, key, "selective")
     else:
-        why = "each layer is computed again" if mode != "full" else ""
+        why = f"each layer is computed again as a whole; asked was {mode}" if mode != "full" else ""
         draft.put(paths, key, "full", why, "lossy" if why else "applied")
         draft.write("recompute-method", "uniform")
         draft.write("recompute-num-layers", 1)

@@ -21,6 +21,7 @@ _OPTIMIZERS = {each.__name__: each for each in sorted((*ELEMENTWISE, *_OWN), key
 _SCHEDULES = KEYS["schedule.name"].choices
 _PIPELINES = KEYS["parallel.pipeline.schedule"].choices
 _ARGUMENTS = ("optimizer.betas", "optimizer.eps", "optimizer.options")
+_RECOMPUTED = ("none", "full", "selective", "selective_half")
 _MIB = 2**20
 
 
@@ -321,11 +322,11 @@ def _activation_checkpointing(draft: HubDraft) -> None:
     mode, every = draft.value("activation_checkpointing.mode"), draft.value("activation_checkpointing.every")
     paths = ["activation_checkpointing.mode", "activation_checkpointing.every"]
     key = "train.activation_checkpointing"
-    if mode in ("none", "full", "selective") and not draft.left(*paths):
+    if mode in _RECOMPUTED and not draft.left(*paths):
         draft.put(paths, key, mode)
     elif mode == "every" and every:
         draft.put(paths, key, f"every_{every}")
-    elif mode not in (None, "none", "full", "selective"):
+    elif mode not in (None, *_RECOMPUTED):
         draft.lossy(paths, f"there is no mode {mode}; full is written", key)
         draft.write(key, "full")
     if draft.value("activation_checkpointing.ops"):

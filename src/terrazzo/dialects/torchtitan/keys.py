@@ -43,7 +43,7 @@ _DTYPE, _WIRE = words(_FLOATS, fold=False), words({"float32": "fp32"}, fold=Fals
 _EXPORT = words({**_FLOATS, "float16": "fp16"}, fold=False)
 _RESHARD = words({"default": None, "always": True, "never": False}, fold=False)
 _DECAY = words({name: name for name in ("linear", "sqrt", "cosine")}, fold=False)
-_AC = words({"fullac": "full", "selectiveac": "selective", "memorybudgetac": "selective"})
+_AC = words({"fullac": "full", "selectiveac": "selective_half", "memorybudgetac": "selective"})
 _ASYNC = words({"disabled": False, "async": True, "async_with_pinned_mem": True})
 _HF = words({True: "hf", False: "none"})
 

@@ -240,10 +240,13 @@ def _checkpointing(reader: Reader) -> SettingsByKey:
             reader.keep(key, "the compiler keeps what fits a share of the memory: nearest is selective")
         return {path: mode}
     if not below:
-        return {path: Setting("selective", "default")}
-    budget = any(name in below for name in _ONLY_BUDGET)
-    mode_name = "selective" if budget or "force_recompute_mm_shapes_by_fqns" in below else "full"
-    return {path: Setting(mode_name, "derived", ", ".join(f"{section}.{name}" for name in below))}
+        return {path: Setting("selective_half", "default")}
+    mode = "full"
+    if any(name in below for name in _ONLY_BUDGET):
+        mode = "selective"
+    elif "force_recompute_mm_shapes_by_fqns" in below:
+        mode = "selective_half"
+    return {path: Setting(mode, "derived", ", ".join(f"{section}.{name}" for name in below))}
 
 
 def _saving(reader: Reader) -> SettingsByKey:

@@ -13,6 +13,8 @@ from terrazzo.dialects.torchtitan.write_plan import APART, option, write_plan
 __all__ = ["write"]
 
 _NEVER_CLIPS = 1e9
+_CLASSES = {"none": None, "full": "FullAC", "selective_half": "SelectiveAC"}
+"""The class that recomputes what a mode recomputes."""
 
 
 def write(description: Description, context: ReadingContext) -> Writing:
@@ -243,12 +245,13 @@ def _activations(pen: Pen) -> None:
     paths = (path, "activation_checkpointing.every")
     if pen.own:
         _own_activations(pen, mode)
-    elif mode in ("none", "full"):
-        pen.put(path, key, None if mode == "none" else "FullAC")
+    elif mode in _CLASSES:
+        pen.put(path, key, _CLASSES[mode])
     elif mode == "every":
         pen.put(paths, key, "FullAC", "torchtitan recomputes every block, or operators of every block", "lossy")
-    else:
-        pen.implied(path)
+    elif mode is not None:
+        why = f"SelectiveAC keeps every second matrix product, as selective_half does; asked was {mode}"
+        pen.put(path, key, "SelectiveAC", why, "lossy")
     if pen.value("activation_checkpointing.ops"):
         pen.lossy("activation_checkpointing.ops", "which operators are kept is decided in a subclass of SelectiveAC")
 
@@ -257,8 +260,7 @@ def _own_activations(pen: Pen, mode: str) -> None:
     path, key = "activation_checkpointing.mode", "activation_checkpoint"
     keys = pen.setting(path).keys
     if keys in ((key,), (f"{key}.type",)) and not pen.kept(keys[0]):
-        word = {"none": None, "full": "FullAC", "selective": "SelectiveAC"}[mode]
-        pen.put(path, keys[0], word)
+        pen.put(path, keys[0], _CLASSES[mode])  # MemoryBudgetAC, whose mode is none of these, is kept as it stands
 
 
 # -- saving --------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class ShardedStrategy(_Base):
         precision: as for `tz.shard`; None takes Lightning's: 32-true, bf16-mixed, bf16-true or 16-mixed.
         dp_replicate: number of groups of ranks that hold the same shards, for hybrid plans.
         accumulate_locally: as `local` of `tz.accumulate`, for `accumulate_grad_batches` and `no_backward_sync`.
-        activation_checkpointing: `none`, `full` or `selective`, of the units.
+        activation_checkpointing: `none`, `full`, `selective` or `selective_half`, of the units.
         process_group_backend: gloo on the CPU, and with nccl on CUDA, by default.
         timeout: of the process group.
         lightning: arguments of Lightning's class.

@@ -263,7 +263,7 @@ def _activation_checkpointing(description: Description) -> ActivationSetup:
     if mode not in ("none", "full", "selective", "selective_half"):
         raise BadInput(
             f"{_name(description, 'activation_checkpointing.mode')} asks for activation checkpointing {mode!r}: use "
-            "full or selective."
+            "full, selective or selective_half."
         )
     if value("offload") and mode == "none":
         raise BadInput(
