@@ -354,6 +354,21 @@ def test_what_is_recomputed(section: dict[str, Any], mode: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        ({"activation_checkpoint": "MemoryBudgetAC"}, "nearest is selective"),
+        ({"activation_checkpoint": {"memory_budget": 0.3}}, "nearest is selective"),
+        ({"optimizer": {"param_groups": [ADAM, ADAM]}}, "the last of 2 groups is read"),
+    ],
+)
+def test_what_a_key_says_beyond_its_settings_is_lost_elsewhere_and_named(document: dict[str, Any], why: str) -> None:
+    for target, kind in (("terrazzo", "lossy"), ("torchtitan", "applied")):
+        (verdict,) = converted("torchtitan", target, document).verdicts
+        assert verdict.kind == kind
+        assert (why in verdict.why) is (kind == "lossy")
+
+
+@pytest.mark.parametrize(
     ("mode", "name", "kind", "why"),
     [
         ("none", None, "renamed", ""),

@@ -28,6 +28,7 @@ __all__ = ["read"]
 
 
 _ONLY_BUDGET = ("memory_budget", "visualize_memory_budget_pareto")
+_BUDGET = "the compiler keeps what fits a share of the memory: nearest is selective"
 
 
 def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
@@ -237,16 +238,18 @@ def _checkpointing(reader: Reader) -> SettingsByKey:
     if key in reader.flat:
         mode = reader.take(key)
         if str(reader.get(key)).lower() == "memorybudgetac":
-            reader.keep(key, "the compiler keeps what fits a share of the memory: nearest is selective")
+            reader.keep(key, _BUDGET)
         return {path: mode}
     if not below:
         return {path: Setting("selective_half", "default")}
-    mode = "full"
+    nearest = "full"
     if any(name in below for name in _ONLY_BUDGET):
-        mode = "selective"
+        nearest = "selective"
+        for name in _ONLY_BUDGET:
+            reader.keep(f"{section}.{name}", _BUDGET)
     elif "force_recompute_mm_shapes_by_fqns" in below:
-        mode = "selective_half"
-    return {path: Setting(mode, "derived", ", ".join(f"{section}.{name}" for name in below))}
+        nearest = "selective_half"
+    return {path: Setting(nearest, "derived", ", ".join(f"{section}.{name}" for name in below))}
 
 
 def _saving(reader: Reader) -> SettingsByKey:

@@ -71,6 +71,8 @@ class _Fates:
     def __init__(self, before: Description, after: Description, writing: Writing, target: Dialect) -> None:
         self.before, self.after, self.target, self.missing = before, after, target, writing.missing
         self.extras = extras_by_key(before)
+        foreign = before.dialect != target.name
+        self.partial = {extra.key: extra for extra in before.extras if foreign and extra.loss != "harmless"}
         self.own = list(flatten(writing.document)) if before.dialect == target.name else []
         self.by_path = {verdict.key: self._read_back(verdict) for verdict in writing.verdicts}
         self.paths: dict[str, list[str]] = {}
@@ -114,13 +116,16 @@ class _Fates:
     def _composed(self, read: KeyVerdict, written: list[KeyVerdict]) -> KeyVerdict:
         direct = [verdict for verdict in written if self.before[verdict.key].origin != "derived"] or written
         targets = _once(part for verdict in direct for part in keys_in(verdict.target))
-        kind = worst([read.kind, *(verdict.kind for verdict in written)])
+        said = list(written)
+        if rest := self.partial.get(read.key):  # what the key says beyond its settings
+            said.append(KeyVerdict(read.key, read.value, LOST[rest.loss], "", rest.why))
+        kind = worst([read.kind, *(verdict.kind for verdict in said)])
         stays = any(target == read.key or target.startswith(f"{read.key}.") for target in [*targets, *self.own])
         if kind in ("applied", "renamed") and targets:
             kind = "applied" if stays and read.kind == "applied" else "renamed"
         if kind == "renamed" and read.kind == "defaulted":
             kind = "defaulted"
-        grave = [verdict.why for verdict in written if verdict.kind == kind] if kind in ("lossy", "refused") else []
+        grave = [verdict.why for verdict in said if verdict.kind == kind] if kind in ("lossy", "refused") else []
         why = "; ".join(_once([read.why, *(grave or [verdict.why for verdict in written])]))
         return KeyVerdict(read.key, read.value, kind, ", ".join(targets), why)
 
