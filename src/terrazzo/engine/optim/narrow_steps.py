@@ -43,6 +43,7 @@ class NarrowStates:
             own = {k: v[within] if segment.keeps_per_element(k, v) else v for k, v in others.items()}
             lent = {key: home.decoded(self.codes(home, tile)) for key, home in states.items() if key in kept}
             after = stepper.step(segment.group, part, {**frozen(own), **lent})
+            part.grad = None  # a copy, perhaps, which need not stay while states are encoded
             if part.data_ptr() != values[within].data_ptr():
                 self._round(part.detach(), values, tile, after)
             for key, value in after.items():
