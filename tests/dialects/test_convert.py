@@ -488,6 +488,14 @@ def test_the_page_has_every_option_with_who_set_it(tmp_path: Path) -> None:
     assert "64 sequences = 2 × 4 micro-batches × 8 data ranks" in text
     assert [extra.key for extra in page.own] == ["log.every"]
     assert page.unsettled == ()
+
+
+def test_a_batch_that_is_no_product_is_not_shown_as_one(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    path.write_text(json.dumps(sizes))
+    text = "\n".join(explain(understand(path, "deepspeed", ReadingContext(world=3))).plan)
+    assert "16 sequences ≠ 2 × 2 micro-batches × 3 data ranks, which are 12: the file contradicts itself" in text
     assert {option.path for option in page.options} | set(page.left) == set(PATHS)
     assert "units.min_numel" in page.left
 

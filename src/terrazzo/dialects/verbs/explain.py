@@ -149,5 +149,7 @@ def _batch(description: Description) -> str:
     ranks = data_ranks(description)
     if all(sizes.values()) and ranks:
         micro, count = sizes["micro_batch"], sizes["accumulation"]
-        return f"{sizes['global_batch']} sequences = {micro} × {count} micro-batches × {ranks} data ranks"
+        whole, product = sizes["global_batch"], micro * count * ranks
+        apart = "" if product == whole else f", which are {product}: the file contradicts itself"
+        return f"{whole} sequences {'≠' if apart else '='} {micro} × {count} micro-batches × {ranks} data ranks{apart}"
     return ", ".join(f"{name} {shown(size)}" for name, size in sizes.items() if size)
