@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -488,6 +489,8 @@ def test_the_page_has_every_option_with_who_set_it(tmp_path: Path) -> None:
     assert "64 sequences = 2 × 4 micro-batches × 8 data ranks" in text
     assert [extra.key for extra in page.own] == ["log.every"]
     assert page.unsettled == ()
+    assert {option.path for option in page.options} | set(page.left) == set(PATHS)
+    assert "units.min_numel" in page.left
 
 
 def test_a_batch_that_is_no_product_is_not_shown_as_one(tmp_path: Path) -> None:
@@ -496,8 +499,6 @@ def test_a_batch_that_is_no_product_is_not_shown_as_one(tmp_path: Path) -> None:
     path.write_text(json.dumps(sizes))
     text = "\n".join(explain(understand(path, "deepspeed", ReadingContext(world=3))).plan)
     assert "16 sequences ≠ 2 × 2 micro-batches × 3 data ranks, which are 12: the file contradicts itself" in text
-    assert {option.path for option in page.options} | set(page.left) == set(PATHS)
-    assert "units.min_numel" in page.left
 
 
 def test_no_plan_is_said_to_be_none() -> None:

@@ -740,7 +740,7 @@ def test_a_capped_device_multiplies_as_fast_as_its_power_allows() -> None:
     assert sustained_rate(capped, "bf16") == pytest.approx(569e12, rel=0.08)
     assert sustained_rate(capped, "fp8") == pytest.approx(1117e12, rel=0.16)
     assert timed(build_setup(replace(asked, watts=500))).step_s > 1.05 * timed(build_setup(asked)).step_s
-    with pytest.raises(BadInput, match="watts is 1000, and .* may draw 700: a cap lies below"):
+    with pytest.raises(BadInput, match=r"watts is 1000, and .* may draw 700: a cap lies below"):
         build_setup(replace(asked, watts=1000))
 
 

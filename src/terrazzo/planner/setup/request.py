@@ -282,8 +282,8 @@ def _device(request: Request) -> Device:
     given = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
     if device.watts is not None and given.get("watts", 0) > device.watts:
         raise BadInput(
-            f"watts is {given['watts']:g}, and {device.name} may draw {device.watts:g}: a cap lies below. Leave watts out "
-            "for a device without one."
+            f"watts is {given['watts']:g}, and {device.name} may draw {device.watts:g}: a cap lies below. Leave watts "
+            "out for a device without one."
         )
     device = replace(device, **given)
     if request.scaleup_bandwidth is not None and device.scaleup_domain == 1:  # links that the table has not: of a host
