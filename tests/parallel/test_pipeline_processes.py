@@ -167,7 +167,7 @@ def test_a_stage_that_ends_in_mid_step_ends_all_and_is_named(when: str, pool: Po
         run_in_processes(2, dies, when, heard, timeout_s=60.0, grace_s=20.0 if when == "killed" else 2.0)
     assert time.monotonic() - started < 50.0
     if when == "killed":  # the other process lives on, and the pool ends both
-        assert heard.read_text().startswith("Rank 1, from whose stage a message was to come")
+        assert heard.read_text().startswith("Rank 1, with whose stage a message was exchanged")
     places = [tmp_path / name for name in ("saved", "without", "back")]
     weights = pool.run(goes_on, 1, places[0], places[1]) + pool.run(goes_on, 2, places[1], places[2])
     states = [read_as_documented(place) for place in places]

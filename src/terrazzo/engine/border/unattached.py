@@ -15,17 +15,10 @@ from terrazzo.engine.border.optimizer import ShardedOptimizer
 from terrazzo.engine.buckets.parameter import sharded_name
 from terrazzo.errors import Misuse, listed
 
-__all__ = ["on_unattached_step", "watch_steps"]
+__all__ = ["on_unattached_step"]
 
 Taker = Callable[[Optimizer], None]
 _TAKERS: list[Taker] = []
-_WATCH: list[Any] = []
-
-
-def watch_steps() -> None:
-    """From now on, a step over sharded parameters of an optimizer that is not attached raises `Misuse`."""
-    if not _WATCH:
-        _WATCH.append(register_optimizer_step_pre_hook(_before_any_step))
 
 
 def on_unattached_step(taker: Taker) -> None:
@@ -49,3 +42,7 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "is not attached to it: their gradients are not there for it. Give it to tz.shard, or call "
             "tz.attach(model, optimizer) before its first step."
         )
+
+
+# For good, and with the import: torch goes through its hooks without a lock, and another thread may be in a step.
+register_optimizer_step_pre_hook(_before_any_step)

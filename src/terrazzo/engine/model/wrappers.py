@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from terrazzo.engine.model.engine import is_sharded
 from terrazzo.errors import BadInput, Misuse
 
-__all__ = ["check_unwrapped", "refuse_class", "watch_wrapping"]
+__all__ = ["check_unwrapped", "refuse_class"]
 
 _INSTEAD = {
     "DistributedDataParallel": "plan='zero0' is the same: whole weights on every rank, gradients averaged",
@@ -18,7 +16,6 @@ _INSTEAD = {
     "FullyShardedDataParallel": "plan='full_shard' is the same, and so are its other strategies by their names",
     "FSDPModule": "plan='zero3' is the same; or import fully_shard from terrazzo in place of torch",
 }
-_WATCH: list[Any] = []
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -37,12 +34,6 @@ def check_unwrapped(model: nn.Module) -> None:
             )
 
 
-def watch_wrapping() -> None:
-    """From now on, to wrap a sharded model in torch's data parallelism raises `Misuse`."""
-    if not _WATCH:
-        _WATCH.append(register_module_module_registration_hook(_before_registration))
-
-
 def refuse_class(kind: type) -> None:
     """Refuse the class that torch's fully_shard makes of a sharded model's.
 
@@ -53,7 +44,7 @@ def refuse_class(kind: type) -> None:
         raise _wrapped("fully_shard", kind.__mro__[2].__name__, _INSTEAD["FSDPModule"])
 
 
-def _before_registration(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+def _refuse_wrapping(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     if child is None or (kind := _kind(type(parent))) is None or kind == "FSDPModule":  # which holds what it did before
         return
     if any(map(is_sharded, child.modules())):
@@ -72,3 +63,8 @@ def _kind(kind: type) -> str | None:
     names = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.")]
     ours = any(base.__module__.startswith("terrazzo.integrations") for base in kind.__mro__)
     return None if ours else next((name for name in names if name in _INSTEAD), None)
+
+
+# For good, and with the import: torch goes through its hooks without a lock, so that a hook that comes while another
+# thread builds a model makes that one fail.
+register_module_module_registration_hook(_refuse_wrapping)

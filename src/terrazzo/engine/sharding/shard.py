@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from terrazzo.engine.border import unattached as _watches_every_step  # noqa: F401
 from terrazzo.engine.border.measured import let_measure
 from terrazzo.engine.border.module import make_sharded_module
 from terrazzo.engine.border.shown import show_gradients
-from terrazzo.engine.border.unattached import watch_steps
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.pass_end import meet, weights_are_split
 from terrazzo.engine.consensus.progress import Denominator, Progress
 from terrazzo.engine.hooks.hooks import Hooks
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import all_or_none
-from terrazzo.engine.model.wrappers import watch_wrapping
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
@@ -134,8 +133,6 @@ def shard(  # structure: signature fixed by the design
     make_sharded_module(model, engine)
     show_gradients(model, engine)
     let_measure(engine)
-    watch_steps()
-    watch_wrapping()
     if axes.device.type == "cpu" and store.drive is None:
         bill = engine.bill
         keep_freed(bill.grad_bytes + bill.transient_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class Messages:
             following = Action(action.stage + 1, ActionKind.FORWARD, action.micro_batch)
             for header in (False, True):
                 if (sent := self._sent.pop((following, header), None)) is not None:
-                    sent.wait()
+                    self._wait(sent, following.stage)
         return values
 
     def pass_over(self, action: Action, form: Form, patience_s: float | None) -> None:
@@ -123,7 +123,7 @@ class Messages:
             self.send(action, torch.zeros(shape, dtype=dtype, device=self._device))
         elif forward:
             header = torch.full((_HEADER,), _NOTHING, device=HOST)
-            self._sent[action, True] = self._collectives.send(header, self._route_of(action), self._tag(action, True))
+            self._start_sending(action, header, header=True)
 
     def send(self, action: Action, values: Tensor, form: Form | None = None) -> None:
         """Start sending the input of an action of another rank. It is kept until it has arrived.
@@ -131,25 +131,24 @@ class Messages:
         Args:
             form: for activations, that of the micro-batch.
         """
-        values, route = values.contiguous(), self._route_of(action)
+        values = values.contiguous()
         if form is not None:
             sent = tuple(values.shape), values.dtype
             if (known := self._known.get((action.stage, form))) is None:
-                header = _written(*sent)
                 self._known[action.stage, form] = sent
-                self._sent[action, True] = self._collectives.send(header, route, self._tag(action, header=True))
+                self._start_sending(action, _written(*sent), header=True)
             elif known != sent:
                 raise BadInput(
                     f"A stage of the pipeline returned activations of shape {list(sent[0])} and {sent[1]}, and before, "
                     f"for inputs of the same shapes, {list(known[0])} and {known[1]}: the next stage expects those. "
                     "Have shapes inside of the model follow from the shapes of its inputs, and not from their values."
                 )
-        self._sent[action, False] = self._collectives.send(values, route, self._tag(action))
+        self._start_sending(action, values)
 
     def finish(self, patience_s: float | None = None) -> None:
         """Wait until all messages have been sent."""
-        for handle in self._sent.values():
-            handle.wait(patience_s)
+        for (action, _), handle in self._sent.items():
+            self._wait(handle, action.stage, patience_s)
         self._sent.clear()
 
     def abandon(self) -> None:
@@ -169,19 +168,29 @@ class Messages:
             self._begun = self.given_up = given_up
             self._known.clear()
 
+    def _start_sending(self, action: Action, values: Tensor, header: bool = False) -> None:
+        with self._exchanged_with(action.stage):
+            self._sent[action, header] = self._collectives.send(
+                values, self._route_of(action), self._tag(action, header)
+            )
+
+    def _start_receiving(self, action: Action, into: Tensor, header: bool = False) -> Handle:
+        with self._exchanged_with(self._source_of(action)):
+            return self._collectives.receive(into, self._route_of(action), self._tag(action, header))
+
     def _receive(self, action: Action, shape: tuple[int, ...], dtype: torch.dtype) -> Receive:
-        into, route = torch.empty(shape, dtype=dtype, device=self._device), self._route_of(action)
-        handle = self._collectives.receive(into, route, self._tag(action))
+        into = torch.empty(shape, dtype=dtype, device=self._device)
+        handle = self._start_receiving(action, into)
 
         def arrived(patience_s: float | None = None) -> Tensor:
-            self._wait(handle, route.source, patience_s)
+            self._wait(handle, self._source_of(action), patience_s)
             return into
 
         return arrived
 
     def _receive_new(self, action: Action, form: Form, patience_s: float | None = None) -> Tensor:
-        header, route = torch.empty(_HEADER, dtype=torch.int64, device=HOST), self._route_of(action)
-        self._wait(self._collectives.receive(header, route, self._tag(action, header=True)), route.source, patience_s)
+        header = torch.empty(_HEADER, dtype=torch.int64, device=HOST)
+        self._wait(self._start_receiving(action, header, header=True), self._source_of(action), patience_s)
         if header[0] == _NOTHING:
             raise NothingSent
         known = self._known[action.stage, form] = _read(header.tolist())
@@ -189,8 +198,11 @@ class Messages:
 
     def _route_of(self, action: Action) -> MessageRoute:
         """The route of an action's input."""
-        to, before = action.stage % self.size, -1 if action.kind is ActionKind.FORWARD else 1
-        return MessageRoute(action.kind.value, (action.stage + before) % self.size, to)
+        return MessageRoute(action.kind.value, self._source_of(action) % self.size, action.stage % self.size)
+
+    def _source_of(self, action: Action) -> int:
+        """The stage that an action's input comes from."""
+        return action.stage + (-1 if action.kind is ActionKind.FORWARD else 1)
 
     def _between(self, stage: int) -> tuple[MessageRoute, MessageRoute]:
         """The routes of activations and of gradients between a stage and the next one."""
@@ -198,13 +210,19 @@ class Messages:
             Action(stage, ActionKind.BACKWARD, 0)
         )
 
-    def _wait(self, handle: Handle, source: int, patience_s: float | None = None) -> None:
-        try:
+    def _wait(self, handle: Handle, stage: int, patience_s: float | None = None) -> None:
+        with self._exchanged_with(stage):
             handle.wait(patience_s)
+
+    @contextlib.contextmanager
+    def _exchanged_with(self, stage: int) -> Iterator[None]:
+        """Names the rank of a stage where a message from it, or to it, finds that its process has ended."""
+        try:
+            yield
         except RuntimeError as error:
-            rank = dist.get_global_rank(self._collectives.group, source)
+            rank = dist.get_global_rank(self._collectives.group, stage % self.size)
             raise LostRank(
-                f"Rank {rank}, from whose stage a message was to come, has ended without a word, killed perhaps: see "
+                f"Rank {rank}, with whose stage a message was exchanged, has ended without a word, killed perhaps: see "
                 "who ends processes there, and start all ranks again."
             ) from error
 

@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.planner.model.modules import shape_of_module
@@ -115,35 +118,42 @@ def refused(name: str, model_type: str, error: Exception) -> BadInput:
     )
 
 
-_HOOKED = threading.RLock()
-"""Held while torch calls a hook for each module of the process: another thread's would count, and change the hooks."""
+class _Bound(threading.local):
+    """That of the model that a thread builds now: `left` of `MAX_REGISTRATIONS`, None where it builds none."""
+
+    name = ""
+    left: int | None = None
+
+
+_BOUND = _Bound()
 
 
 @contextmanager
 def bounded(name: str) -> Iterator[None]:
     """Stops the construction of a model that registers more modules and parameters than any real one."""
-    count = 0
+    before = _BOUND.name, _BOUND.left
+    _BOUND.name, _BOUND.left = name, MAX_REGISTRATIONS
+    try:
+        yield
+    finally:
+        _BOUND.name, _BOUND.left = before
 
-    def registered(_owner: nn.Module, _key: str, _value: object) -> None:
-        nonlocal count
-        count += 1
-        if count > MAX_REGISTRATIONS:
-            raise BadInput(
-                f"{name}: the config describes a model of more than {MAX_REGISTRATIONS:,} modules and parameters. "
-                "Lower its number of layers or experts."
-            )
 
-    with _HOOKED:
-        hooks = [
-            torch_module.register_module_module_registration_hook(registered),
-            torch_module.register_module_parameter_registration_hook(registered),
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+def _registered(_owner: nn.Module, _key: str, _value: object) -> None:
+    if _BOUND.left is None:
+        return
+    _BOUND.left -= 1
+    if _BOUND.left < 0:
+        raise BadInput(
+            f"{_BOUND.name}: the config describes a model of more than {MAX_REGISTRATIONS:,} modules and parameters. "
+            "Lower its number of layers or experts."
+        )
 
+
+# For good, and with the import: torch goes through its hooks without a lock, so that a hook which comes or goes while
+# another thread builds a model makes that one fail.
+register_module_module_registration_hook(_registered)
+register_module_parameter_registration_hook(_registered)
 
 if __name__ == "__main__":
     main()
