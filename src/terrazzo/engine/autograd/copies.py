@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from terrazzo.engine.autograd.outputs import leaves_of, map_tensors
 from terrazzo.engine.buckets.full import Storages
-from terrazzo.engine.buckets.parameter import Refusing
+from terrazzo.engine.buckets.parameter import Placeholder
 from terrazzo.errors import Misuse
 
 __all__ = ["Copies"]
@@ -40,7 +40,7 @@ class Copies:
         """
         for name, parameter in module._parameters.items():
             value = state.get(prefix + name)
-            if isinstance(value, Refusing) and value is not parameter:
+            if isinstance(value, Placeholder) and value is not parameter:
                 raise Misuse(
                     f"state_dict() of a module inside a sharded model: {value.terrazzo_note.name!r} "
                     "is split over ranks. Call it inside 'with tz.gathered(model):', or take the names that you want "
@@ -55,4 +55,4 @@ class Copies:
                 state[prefix + name] = copy
 
     def _is_view(self, tensor: Tensor) -> bool:
-        return not isinstance(tensor, Refusing) and self._storages.unit_of(tensor) is not None
+        return not isinstance(tensor, Placeholder) and self._storages.unit_of(tensor) is not None

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from terrazzo.engine.border.measures import ALIASES, ELEMENTWISE, MEASURES, SplitValues, Spread, can_be_measured
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameter import Refusing, note_of
+from terrazzo.engine.buckets.parameter import Placeholder, note_of
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.runtime.overrides import by_torch_names, function_name
 from terrazzo.engine.runtime.weak import weakly
@@ -51,7 +51,7 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
     spread = Spread(engine.axes, over, math.prod(member.shape))
     differentiable = member.trainable and func not in ALIASES
     measured = Measured.of(part, member.parameter, member.name, spread, differentiable)
-    return Measured._called(func, (measured, *args[1:]), named)
+    return Measured.__torch_function__(func, (Measured,), (measured, *args[1:]), named)
 
 
 def measured_gradient(engine: Engine, bucket: Bucket, index: int, func: Any, *rest: Any, **named: Any) -> Any:
@@ -72,10 +72,10 @@ def measured_gradient(engine: Engine, bucket: Bucket, index: int, func: Any, *re
     part = torch.empty(0, dtype=finished.data.dtype) if part is None else part
     spread = Spread(axes, engine.sharding.contributed_over, math.prod(member.shape))
     measured = MeasuredGradient.of(part.to(axes.device), member.parameter, name, spread)
-    return Measured._called(func, (measured, *rest), named)
+    return Measured.__torch_function__(func, (Measured,), (measured, *rest), named)
 
 
-class Measured(Refusing):
+class Measured(Placeholder):
     """One value for each element of a parameter, of which this rank holds a part.
 
     Attributes:
@@ -99,14 +99,13 @@ class Measured(Refusing):
         made.local, made.differentiable = values, differentiable
         return made
 
-    @classmethod
-    def _called(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        first = args[0] if args else None
-        if isinstance(first, Measured) and func in ELEMENTWISE and not _has_tensors(args[1:], kwargs):
-            return first._elementwise(func, args[1:], kwargs)
-        if isinstance(first, Measured) and func in MEASURES:
-            return first._number(func, args[1:], kwargs)
-        return super()._called(func, args, kwargs)
+    def _answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        is_first = bool(args) and args[0] is self
+        if is_first and func in ELEMENTWISE and not _has_tensors(args[1:], kwargs):
+            return self._elementwise(func, args[1:], kwargs)
+        if is_first and func in MEASURES:
+            return self._number(func, args[1:], kwargs)
+        return super()._answer(func, args, kwargs)
 
     def _elementwise(self, func: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> Self:
         """What `func` makes of each value."""
@@ -128,17 +127,15 @@ class Measured(Refusing):
         arguments = ", ".join("tensor" if isinstance(each, Tensor) else repr(each) for each in rest)
         return f"{self.local.expression}.{function_name(func)}({arguments})"
 
-    @classmethod
-    def _refusal(cls, touched: Refusing | None) -> str:
-        assert touched is not None, "torch calls this for an argument of the class"
+    def _refusal(self) -> str:
         return (
-            f"{touched.terrazzo_note.name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
+            f"{self.terrazzo_note.name!r}, whose values are sharded over ranks. It can be measured as a whole: sum, "
             "mean, std, var, norm, min, max, any, all, count_nonzero, histc. For anything else read it "
-            f"{cls.where_to_read}."
+            f"{self.where_to_read}."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise Misuse(f"pickle was called on {self._refusal(self)}")
+        raise Misuse(f"pickle was called on {self._refusal()}")
 
 
 class MeasuredGradient(Measured):

@@ -18,7 +18,7 @@ from terrazzo.engine.border.measured import measured_gradient
 from terrazzo.engine.border.measures import Spread
 from terrazzo.engine.border.stand_in import GradientKey, StandIn
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameter import register_hearer
+from terrazzo.engine.buckets.parameter import register_gradient_hook
 from terrazzo.engine.hooks.backward_hooks import GradientListener
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.model.engine import Engine
@@ -112,7 +112,7 @@ class _ShownGradients(GradientListener):
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.weights.regathered else ():  # else somebody says so before
                 for member in bucket.members:
-                    register_hearer(member.parameter, before)
+                    register_gradient_hook(member.parameter, before)
 
     @property
     def _engine(self) -> Engine:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from terrazzo.engine.border.measures import can_be_measured
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameter import Refusing
+from terrazzo.engine.buckets.parameter import Placeholder
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.overrides import by_torch_names
 from terrazzo.engine.runtime.private_torch import FOREACH
@@ -42,7 +42,7 @@ class Gradients(Protocol):
         """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
 
 
-class StandIn(Refusing):
+class StandIn(Placeholder):
     """Shape, dtype and device of a gradient; what is not one of the actions below raises `Misuse`."""
 
     owner: weakref.ref[Gradients]
@@ -55,23 +55,20 @@ class StandIn(Refusing):
         made.owner, made.number = weakref.ref(owner), number  # a parameter owns this, and must not own itself
         return made
 
-    @classmethod
-    def _called(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        first = args[0] if args else None
-        if func in _ACTIONS and isinstance(first, StandIn):
+    def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        is_first = bool(args) and args[0] is self
+        if is_first and func in _ACTIONS:
             return _ACTIONS[func](*args, **by_torch_names(kwargs))
-        if can_be_measured(func) and isinstance(first, StandIn):
-            owner, key = _found(first)
+        if is_first and can_be_measured(func):
+            owner, key = _found(self)
             return owner.measured(key, func, *args[1:], **kwargs)
         if func in _FOR_EACH and args and all(isinstance(grad, StandIn) for grad in args[0]):
             return _for_each(_FOR_EACH[func], *args, **by_torch_names(kwargs))
-        return super()._called(func, args, kwargs)
+        return super()._answer(func, args, kwargs)
 
-    @classmethod
-    def _refusal(cls, touched: Refusing | None) -> str:
-        assert touched is not None, "torch calls this for an argument of the class"
+    def _refusal(self) -> str:
         return (
-            f"{touched.terrazzo_note.name!r}, a gradient of a sharded model, whose elements are not all on this rank. "
+            f"{self.terrazzo_note.name!r}, a gradient of a sharded model, whose elements are not all on this rank. "
             "It can be measured as a whole (norm, sum, abs().max(), isfinite().all() and the like), multiplied, "
             "divided, clamped, zeroed and set to None. Clip with "
             "tz.clip_grad_norm_(model, max_norm); fp16 is precision='fp16', without a GradScaler."
@@ -160,7 +157,7 @@ _ACTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), _divide),
     Tensor.clamp_: _clamp,
     Tensor.zero_: _zero,
-    **dict.fromkeys((Tensor.data.__get__, Tensor.detach, Tensor.detach_, Tensor.requires_grad_), _same),  # type: ignore[attr-defined]
+    **dict.fromkeys((Tensor.data.__get__, Tensor.detach, Tensor.detach_), _same),  # type: ignore[attr-defined]
 }
 
 

@@ -25,16 +25,17 @@ __all__ = [
     "Arriving",
     "AtRest",
     "Guard",
-    "InBlocks",
     "Note",
-    "OnDrive",
-    "Refusing",
+    "Placeholder",
+    "StateIn8Bits",
+    "StateOnDrive",
+    "StatePlaceholder",
     "Zeros",
     "has_hooks",
     "note_of",
     "plain_data",
-    "register_hearer",
-    "register_last",
+    "register_accumulate_hook",
+    "register_gradient_hook",
     "sharded_name",
 ]
 
@@ -50,8 +51,8 @@ class Note:
         measure: what a function makes of the values while they are split; None where it makes nothing.
         arrive: waits for new values that are on their way.
         alias: what `.data` gives, in place of torch's own.
-        taker: number of the hook that takes the gradient away.
-        hearer: number of the hook that hears of the gradient before.
+        accumulate_hook: number of the engine's hook behind autograd's accumulation, which takes the gradient away.
+        gradient_hook: number of its hook before the accumulation.
     """
 
     name: str
@@ -60,8 +61,8 @@ class Note:
     measure: Callable[..., Any] | None = None
     arrive: Callable[[], None] | None = None
     alias: Callable[[nn.Parameter], Tensor] | None = None
-    taker: int | None = None
-    hearer: int | None = None
+    accumulate_hook: int | None = None
+    gradient_hook: int | None = None
 
     def reach_with(self, reach: Callable[[], bool]) -> None:
         """Have `reach` gather the values for whoever asks for them inside the model's forward."""
@@ -89,38 +90,41 @@ def note_of(tensor: Tensor) -> Note | None:
 def _register_before_ours(self: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
     """In place of a parameter's own method: the engine's hook, which takes the gradient away, stays the last."""
     handle = Tensor.register_post_accumulate_grad_hook(self, hook)  # type: ignore[no-untyped-call]
-    if (note := note_of(self)) is not None and note.taker is not None:
+    if (note := note_of(self)) is not None and note.accumulate_hook is not None:
         with plainly():
             hooks: Any = self._post_accumulate_grad_hooks
-            hooks[note.taker] = hooks.pop(note.taker)  # torch goes by the order of entering
+            hooks[note.accumulate_hook] = hooks.pop(note.accumulate_hook)  # torch goes by the order of entering
     return handle
 
 
-def register_last(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Register a hook that stays behind those that are registered later: it takes the gradient away."""
+def register_accumulate_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook that takes the gradient away: users' own, registered later, still run before it."""
     note = note_of(parameter)
     assert note is not None, "a parameter of a bucket that has been built"
-    note.taker = Tensor.register_post_accumulate_grad_hook(parameter, hook).id  # type: ignore[no-untyped-call]
+    note.accumulate_hook = Tensor.register_post_accumulate_grad_hook(parameter, hook).id  # type: ignore[no-untyped-call]
 
 
-def register_hearer(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-    """Register a hook that hears of a gradient before autograd adds it up."""
+def register_gradient_hook(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook that is called with a gradient before autograd accumulates it."""
     note = note_of(parameter)
     assert note is not None, "a parameter of a bucket that has been built"
-    note.hearer = parameter.register_hook(hook).id
+    note.gradient_hook = parameter.register_hook(hook).id
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether anybody but the engine has registered a hook that looks at gradients."""
     note = note_of(parameter)
-    ours = () if note is None else (note.taker, note.hearer)
+    ours = () if note is None else (note.accumulate_hook, note.gradient_hook)
     with plainly():
         hooks: Any = [*(parameter._backward_hooks or ()), *(parameter._post_accumulate_grad_hooks or ())]
     return any(each not in ours for each in hooks)
 
 
-class Refusing(nn.Parameter):
-    """A tensor without values here: it answers questions, and whatever would touch its values raises `Misuse`."""
+class Placeholder(nn.Parameter):
+    """Has the shape, dtype and device of a tensor, and not its values.
+
+    Torch answers questions about these, `_answer` what else can be done, and for the rest `Misuse` is raised.
+    """
 
     terrazzo_note: Note
     register_post_accumulate_grad_hook = _register_before_ours
@@ -142,49 +146,54 @@ class Refusing(nn.Parameter):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return cls._called(func, args, kwargs or {})
-
-    @classmethod
-    def _called(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What comes of a function that torch was to call on one."""
+        kwargs = kwargs or {}
         if func in HARMLESS:
             with plainly():
                 return func(*args, **kwargs)
         touched = next((arg for arg in arguments(args, kwargs) if isinstance(arg, cls)), None)
-        if func in (Tensor.__repr__, Tensor.__format__) and touched is not None:
-            return f"Parameter(sharded, shape={tuple(touched.shape)}, dtype={touched.dtype})"
-        if touched is not None and (answer := touched._answer(func, args, kwargs)) is not NotImplemented:
+        if touched is None:
+            raise Misuse(
+                f"{function_name(func)} was given a sharded tensor inside of a list in a list, which is not "
+                "supported. Pass the tensor itself or one list, or call it inside 'with tz.gathered(model):'."
+            )
+        if (answer := touched._answer(func, args, kwargs)) is not NotImplemented:
             return answer
-        raise Misuse(f"{function_name(func)} was called on {cls._refusal(touched)}")
+        raise Misuse(f"{function_name(func)} was called on {touched._refusal()}")
 
     def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What comes of a function that would touch the values; `NotImplemented` where it is refused."""
+        """What comes of a function that would touch the values; `NotImplemented` where it is refused.
+
+        Args:
+            args: this is the first placeholder of its class among them.
+        """
+        if func in (Tensor.__repr__, Tensor.__format__):
+            return f"Parameter(sharded, shape={tuple(self.shape)}, dtype={self.dtype})"
         return NotImplemented
 
-    @classmethod
-    def _refusal(cls, touched: Refusing | None) -> str:
-        """What was touched, why that cannot be, and what to do."""
+    def _refusal(self) -> str:
+        """What this is, why it cannot be touched, and what to do instead."""
         raise NotImplementedError
 
 
-class AtRest(Refusing):
+class AtRest(Placeholder):
     """A parameter whose values are not on this rank now."""
 
     def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if (text := super()._answer(func, args, kwargs)) is not NotImplemented:
+            return text
         note = self.terrazzo_note
         if note.reach is not None and note.reach():  # inside the model's forward: it is here now
             return func(*args, **kwargs)
         measure = note.measure if note.split else None
         if measure is not None and (measured := measure(func, args, kwargs)) is not None:
             return measured
-        if func is torch.zeros_like and type(self) is AtRest:
+        if func is torch.zeros_like:
             return Zeros.blank(self, note.name)
         return NotImplemented
 
-    @classmethod
-    def _refusal(cls, touched: Refusing | None) -> str:
-        name = touched.terrazzo_note.name if touched is not None else "a parameter"
-        if touched is not None and not touched.terrazzo_note.split:
+    def _refusal(self) -> str:
+        name = self.terrazzo_note.name
+        if not self.terrazzo_note.split:
             return (
                 f"{name!r}, which is being updated in the background until its unit's next forward. Read or write it "
                 "inside 'with tz.gathered(model):', or use tz.Offload(step='synchronous')."
@@ -196,46 +205,45 @@ class AtRest(Refusing):
         )
 
 
-class Zeros(Refusing):
+class Zeros(Placeholder):
     """What `torch.zeros_like` makes of a parameter at rest: a gradient for a first step that is to change nothing.
 
     It has the memory of one element, since a full tensor of each parameter would be the whole model on each rank.
     """
 
-    @classmethod
-    def _refusal(cls, touched: Refusing | None) -> str:
-        assert touched is not None, "torch calls this for an argument of the class"
+    def _refusal(self) -> str:
         return (
-            f"zeros_like({touched.terrazzo_note.name!r}), which stands in for a full tensor on every rank, since that "
+            f"zeros_like({self.terrazzo_note.name!r}), which stands in for a full tensor on every rank, since that "
             "parameter is sharded. If you want one, write torch.zeros(p.shape, dtype=p.dtype, device=p.device)."
         )
 
 
-class OnDrive(Refusing):
-    """What an optimizer keeps for each element of a segment, in files: on `meta`, in no memory at all."""
+class StatePlaceholder(Placeholder):
+    """What `optimizer.state` has in place of a state per element that rests elsewhere: on `meta`, without memory."""
 
     @classmethod
-    def of(cls, numel: int, dtype: torch.dtype, name: str) -> Self:
-        return cls.blank(torch.empty(numel, dtype=dtype, device="meta"), name)
+    def of(cls, numel: int, dtype: torch.dtype, key: str) -> Self:
+        """For a segment of `numel` elements, under the optimizer's own `key`."""
+        return cls.blank(torch.empty(numel, dtype=dtype, device="meta"), key)
 
-    @classmethod
-    def _refusal(cls, touched: Refusing | None) -> str:
-        assert touched is not None, "torch calls this for an argument of the class"
+
+class StateOnDrive(StatePlaceholder):
+    """For a state that rests in files."""
+
+    def _refusal(self) -> str:
         return (
-            f"{touched.terrazzo_note.name!r}, which the optimizer keeps in files on a drive: it cannot be read or "
+            f"{self.terrazzo_note.name!r}, which the optimizer keeps in files on a drive: it cannot be read or "
             "changed by hand. Place it in host memory, as plan 'zero3@cpu' does, or load a checkpoint without "
             "the optimizer's state to begin anew."
         )
 
 
-class InBlocks(OnDrive):
-    """What an optimizer keeps for each element of a segment, in 8 bits: on `meta`, in no memory at all."""
+class StateIn8Bits(StatePlaceholder):
+    """For a state that rests in blocks of 8-bit codes."""
 
-    @classmethod
-    def _refusal(cls, touched: Refusing | None) -> str:
-        assert touched is not None, "torch calls this for an argument of the class"
+    def _refusal(self) -> str:
         return (
-            f"{touched.terrazzo_note.name!r}, which the optimizer keeps in 8 bits: it cannot be read or changed by "
+            f"{self.terrazzo_note.name!r}, which the optimizer keeps in 8 bits: it cannot be read or changed by "
             "hand. Read it in optimizer.state_dict(), set it with optimizer.load_state_dict, or leave out 'moments' of "
             "the precision, which keeps it in fp32."
         )
@@ -244,17 +252,14 @@ class InBlocks(OnDrive):
 class Arriving(AtRest):
     """A parameter whose new values are on their way, beside the computation: whatever touches it waits for them."""
 
-    @classmethod
-    def _called(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func not in HARMLESS:
-            for parameter in [arg for arg in arguments(args, kwargs) if isinstance(arg, cls)]:
-                arrive = parameter.terrazzo_note.arrive
-                assert arrive is not None, "it would not be of this class"
-                arrive()  # it is of its own class again
-            if func is Tensor.data.__get__:  # type: ignore[attr-defined]
-                return args[0].data  # which may be watched
-            return func(*args, **kwargs)
-        return super()._called(func, args, kwargs)
+    def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        for parameter in [arg for arg in arguments(args, kwargs) if isinstance(arg, Arriving)]:
+            arrive = parameter.terrazzo_note.arrive
+            assert arrive is not None, "it would not be of this class"
+            arrive()  # it is of its own class again
+        if func is Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].data  # which may be watched
+        return func(*args, **kwargs)
 
 
 def sharded_name(parameter: Tensor) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
-from terrazzo.engine.buckets.parameter import register_last
+from terrazzo.engine.buckets.parameter import register_accumulate_hook
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.label import Purpose
 from terrazzo.engine.consensus.agreement import Agreement
@@ -73,7 +73,7 @@ class BackwardHooks:
                 for index, member in enumerate(bucket.members if bucket.trainable else ()):
                     method = BackwardHooks.accumulate_gradient
                     hook = while_kept(self, method, repr(member.name), unit.index, number, index)
-                    register_last(member.parameter, hook)
+                    register_accumulate_hook(member.parameter, hook)
 
     def tell(self, listener: GradientListener) -> None:
         """Have `listener` hear of each backward from now on."""

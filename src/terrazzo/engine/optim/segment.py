@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.buffer import Buffer
-from terrazzo.engine.buckets.parameter import InBlocks, OnDrive
+from terrazzo.engine.buckets.parameter import StateIn8Bits, StateOnDrive, StatePlaceholder
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.optim.template import Template
 from terrazzo.engine.plan.layout import Range, Slot
@@ -80,12 +80,12 @@ class Segment:
         """Whether the optimizer keeps `value` for each element; where nobody has seen the key before, by its shape."""
         return self.template.keeps_per_element(key, value, self.parameter.shape)
 
-    def stand_in(self, key: str) -> OnDrive | None:
+    def stand_in(self, key: str) -> StatePlaceholder | None:
         """What the optimizer has in the place of a state of the bucket's; None for that state itself, in memory."""
         precision, numel = self.bucket.precision, self.range.numel
         if precision.narrow is not None:
-            return InBlocks.of(numel, precision.shown_moments, key)
-        return OnDrive.of(numel, precision.shown_moments, key) if self.parameter.is_meta else None
+            return StateIn8Bits.of(numel, precision.shown_moments, key)
+        return StateOnDrive.of(numel, precision.shown_moments, key) if self.parameter.is_meta else None
 
     def adopt(self, kept: Mapping[str, Any]) -> None:
         """Copy what a user has put in the place of states away from the device to where those rest.
@@ -95,7 +95,7 @@ class Segment:
         """
         for key, home in self.bucket.moments.items():
             value = kept.get(key)
-            if isinstance(value, Tensor) and not isinstance(value, OnDrive):
+            if isinstance(value, Tensor) and not isinstance(value, StatePlaceholder):
                 with home.opened(self.range, "change") as data:
                     if data.data_ptr() != value.data_ptr():
                         data.copy_(value.detach())
@@ -127,7 +127,7 @@ class Segment:
     def _cut_state(self, key: str, value: Any, part: slice) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if isinstance(value, OnDrive):
+        if isinstance(value, StatePlaceholder):
             return type(value).of(part.stop - part.start, value.dtype, key)
         return value[part] if self.keeps_per_element(key, value) else value.clone()
 
