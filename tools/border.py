@@ -106,33 +106,37 @@ ACTS: Mapping[str, Act] = {
     ),
     "give-grad": Act(
         "p.grad = tensor",
-        *("ddlddd", "ddlddd", "border/shown", _DONE),
+        *("ddlddd", "ddlddd", "border/grad_attribute", _DONE),
         "Before a backward, which adds to it, as in PyTorch; but in fp16, or with a gradient denominator, that raises.",
     ),
     "drop-grad": Act(
         "p.grad = None",
-        *("d", "d", "border/shown"),
+        *("d", "d", "border/grad_attribute"),
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
     "change-grad": Act(
         "p.grad.mul_(0.5), p.grad.zero_()",
-        *("d", "d", "border/stand_in"),
+        *("d", "d", "border/gradient_stand_in"),
         note="Finished ones, and on every rank: else the next backward raises `RanksApart`.",
     ),
-    "clip": Act("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "border/stand_in"),
+    "clip": Act("torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "d", "d", "border/gradient_stand_in"),
     "states": Act(
         "for kept in optimizer.state.values(): kept['exp_avg'].zero_()",
-        *("d", "d", "border/optimizer"),
+        *("d", "d", "border/sharded_optimizer"),
         note="On drives it raises. Ask for `optimizer.state` anew each time: that waits for updates under way.",
     ),
-    "state-of": Act("optimizer.state[p]", "r", "r", "border/optimizer"),
-    "give-state": Act("optimizer.state[p] = kept", "r", "r", "border/optimizer"),
-    "state-dict": Act("model.state_dict()", "dddddd", "dddddd", "border/module", _DONE, _WHOLE),
-    "load": Act("model.load_state_dict(state)", "dndddd", "dndddr", "border/module", _DONE),
-    "save-optimizer": Act("optimizer.state_dict()", "dddddd", "dddddd", "border/optimizer", _DONE, _STATES),
-    "load-optimizer": Act("optimizer.load_state_dict(state)", "dddddd", "dddddr", "border/optimizer", _DONE, _STATES),
-    "copy-model": Act("copy.deepcopy(model)", "r", "r", "border/module"),
-    "copy-optimizer": Act("copy.deepcopy(optimizer), torch.save(optimizer, file)", "r", "r", "border/optimizer"),
+    "state-of": Act("optimizer.state[p]", "r", "r", "border/sharded_optimizer"),
+    "give-state": Act("optimizer.state[p] = kept", "r", "r", "border/sharded_optimizer"),
+    "state-dict": Act("model.state_dict()", "dddddd", "dddddd", "border/sharded_module", _DONE, _WHOLE),
+    "load": Act("model.load_state_dict(state)", "dndddd", "dndddr", "border/sharded_module", _DONE),
+    "save-optimizer": Act("optimizer.state_dict()", "dddddd", "dddddd", "border/sharded_optimizer", _DONE, _STATES),
+    "load-optimizer": Act(
+        "optimizer.load_state_dict(state)", "dddddd", "dddddr", "border/sharded_optimizer", _DONE, _STATES
+    ),
+    "copy-model": Act("copy.deepcopy(model)", "r", "r", "border/sharded_module"),
+    "copy-optimizer": Act(
+        "copy.deepcopy(optimizer), torch.save(optimizer, file)", "r", "r", "border/sharded_optimizer"
+    ),
     "copy-module": Act(
         "copy.deepcopy(model.block)",
         *("dddddd", "rdrrdd", "hooks/forward_hooks", _REFUSED),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from terrazzo.engine.border.stand_in import StandIn
+from terrazzo.engine.border.gradient_stand_in import GradientStandIn
 
 
 def live_bytes() -> int:
@@ -29,7 +29,7 @@ def live_bytes() -> int:
 
 
 def _stands_in(candidate: Tensor) -> bool:
-    return type(candidate) is StandIn
+    return type(candidate) is GradientStandIn
 
 
 @contextlib.contextmanager

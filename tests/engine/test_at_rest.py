@@ -65,6 +65,12 @@ def test_its_text_is_that_of_any_parameter_while_its_values_are_here(plan: str) 
             assert str(model.head.bias) == str(base.head.bias)
 
 
+def test_one_in_nested_lists_is_refused_too(weight: nn.Parameter) -> None:
+    for tensor in (weight, torch.zeros_like(weight)):
+        with pytest.raises(tz.Misuse, match="inside of a list in a list"):
+            torch.zeros(3, 3)[([tensor], 0)]
+
+
 def test_the_model_answers_as_before(model: Any) -> None:
     plain = Net()
     assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]

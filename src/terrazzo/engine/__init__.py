@@ -16,7 +16,7 @@ Folders, from the lowest to the highest:
     paper       memory and traffic of a step that has not run
     model       a sharded model as one object, and what its ranks agree on
     states      what there is to save of it, and how it comes back
-    border      what a user may do with it, and what its parameters, gradients and methods answer
+    border      what a user may do with it: how that is intercepted, and what is answered
     sharding    tz.shard, and what comes before it
 
 A module imports from its own folder and from those before it in this list. Other packages import from here: what they
@@ -39,10 +39,10 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
 """
 
 from terrazzo.engine.autograd.listeners import inside_backward
-from terrazzo.engine.border.methods import register_forward_method
-from terrazzo.engine.border.module import ShardedModule
-from terrazzo.engine.border.optimizer import ShardedOptimizer
-from terrazzo.engine.border.unattached import on_unattached_step
+from terrazzo.engine.border.forward_methods import register_forward_method
+from terrazzo.engine.border.sharded_module import ShardedModule
+from terrazzo.engine.border.sharded_optimizer import ShardedOptimizer
+from terrazzo.engine.border.unattached_optimizers import on_unattached_step
 from terrazzo.engine.buckets.parameter import Zeros
 from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.mesh.family import Family

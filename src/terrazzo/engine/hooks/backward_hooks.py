@@ -45,7 +45,7 @@ class BackwardHooks:
     A backward begins with the first hook that it reaches, whichever that is, and ends when autograd calls back.
 
     Attributes:
-        listener: hears of each backward.
+        listener: called at each backward, and before gradients are used.
         recover: ends optimizer steps that have raised; called before a forward or a backward uses weights.
         surprised: whether a backward has come to a unit that nothing announced, or may do so.
     """
@@ -75,8 +75,8 @@ class BackwardHooks:
                     hook = while_kept(self, method, repr(member.name), unit.index, number, index)
                     register_accumulate_hook(member.parameter, hook)
 
-    def tell(self, listener: GradientListener) -> None:
-        """Have `listener` hear of each backward from now on."""
+    def listen(self, listener: GradientListener) -> None:
+        """Call `listener` at each backward from now on."""
         self.listener = listener
 
     def recover_with(self, recover: Callable[[], None]) -> None:

@@ -38,9 +38,9 @@ class Hooks:
         self._forward.attach(model)
         self._backward.attach()
 
-    def tell_of_gradients(self, listener: GradientListener) -> None:
-        """Have `listener` hear of them from now on."""
-        self._backward.tell(listener)
+    def listen_to_gradients(self, listener: GradientListener) -> None:
+        """Call `listener` at each backward, and before gradients are used, from now on."""
+        self._backward.listen(listener)
 
     def before_use(self) -> None:
         """Gradients are about to be clipped, or taken by the optimizer."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.border.optimizer import make_sharded_optimizer
+from terrazzo.engine.border.sharded_optimizer import make_sharded_optimizer
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.background import Background

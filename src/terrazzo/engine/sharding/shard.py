@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from terrazzo.engine.border import unattached as _watches_every_step  # noqa: F401
+from terrazzo.engine.border.grad_attribute import show_gradients
 from terrazzo.engine.border.measured import let_measure
-from terrazzo.engine.border.module import make_sharded_module
-from terrazzo.engine.border.shown import show_gradients
+from terrazzo.engine.border.sharded_module import make_sharded_module
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.pass_end import meet, weights_are_split
 from terrazzo.engine.consensus.progress import Denominator, Progress

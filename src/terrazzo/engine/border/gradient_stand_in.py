@@ -21,7 +21,7 @@ from terrazzo.engine.runtime.private_torch import FOREACH
 from terrazzo.engine.runtime.weak import model_gone
 from terrazzo.errors import Misuse
 
-__all__ = ["GradientKey", "StandIn"]
+__all__ = ["GradientKey", "GradientStandIn"]
 
 GradientKey = tuple[Bucket, int]
 """A bucket and the index of one of its members."""
@@ -42,7 +42,7 @@ class Gradients(Protocol):
         """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
 
 
-class StandIn(Placeholder):
+class GradientStandIn(Placeholder):
     """Shape, dtype and device of a gradient; what is not one of the actions below raises `Misuse`."""
 
     owner: weakref.ref[Gradients]
@@ -62,7 +62,7 @@ class StandIn(Placeholder):
         if is_first and can_be_measured(func):
             owner, key = _found(self)
             return owner.measured(key, func, *args[1:], **kwargs)
-        if func in _FOR_EACH and args and all(isinstance(grad, StandIn) for grad in args[0]):
+        if func in _FOR_EACH and args and all(isinstance(grad, GradientStandIn) for grad in args[0]):
             return _for_each(_FOR_EACH[func], *args, **by_torch_names(kwargs))
         return super()._answer(func, args, kwargs)
 
@@ -75,7 +75,7 @@ class StandIn(Placeholder):
         )
 
 
-def _found(grad: StandIn) -> tuple[Gradients, GradientKey]:
+def _found(grad: GradientStandIn) -> tuple[Gradients, GradientKey]:
     if (owner := grad.owner()) is None:
         raise model_gone(f"The gradient {grad.terrazzo_note.name!r}")
     return owner, owner.keys[grad.number]
@@ -105,7 +105,7 @@ def _on_device_of(data: Tensor, number: Any) -> Any:
     return number.to(data.device) if torch.is_tensor(number) else number
 
 
-def _norm(grad: StandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
+def _norm(grad: GradientStandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
     kind, dtype = named.pop("ord", named.pop("p", kind)), named.pop("dtype", None)
     kind = 2.0 if kind in ("fro", None) else kind
     owner, key = _found(grad)
@@ -116,23 +116,23 @@ def _norm(grad: StandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = Fal
     return owner.norm(key, float(kind)).to(dtype or torch.float32)
 
 
-def _changed(grad: StandIn, what: str, change: Callable[[Tensor], Any]) -> StandIn:
+def _changed(grad: GradientStandIn, what: str, change: Callable[[Tensor], Any]) -> GradientStandIn:
     owner, key = _found(grad)
     owner.change(key, what, change)
     return grad
 
 
-def _scale(grad: StandIn, other: Any) -> StandIn:
+def _scale(grad: GradientStandIn, other: Any) -> GradientStandIn:
     _check_numbers(other)
     return _changed(grad, f"mul_({_text_of(other)})", lambda data: data.mul_(_on_device_of(data, other)))
 
 
-def _divide(grad: StandIn, other: Any, **named: Any) -> StandIn:
+def _divide(grad: GradientStandIn, other: Any, **named: Any) -> GradientStandIn:
     _check_numbers(other)
     return _changed(grad, f"div_({_text_of(other)})", lambda data: data.div_(_on_device_of(data, other), **named))
 
 
-def _clamp(grad: StandIn, *bounds: Any, **named: Any) -> StandIn:
+def _clamp(grad: GradientStandIn, *bounds: Any, **named: Any) -> GradientStandIn:
     _check_numbers(*bounds, *named.values())
 
     def clamp(data: Tensor) -> Tensor:
@@ -143,11 +143,11 @@ def _clamp(grad: StandIn, *bounds: Any, **named: Any) -> StandIn:
     return _changed(grad, f"clamp_({what})", clamp)
 
 
-def _zero(grad: StandIn) -> StandIn:
+def _zero(grad: GradientStandIn) -> GradientStandIn:
     return _changed(grad, "zero_()", Tensor.zero_)
 
 
-def _same(grad: StandIn, *rest: Any) -> StandIn:
+def _same(grad: GradientStandIn, *rest: Any) -> GradientStandIn:
     return grad
 
 
@@ -161,7 +161,7 @@ _ACTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _for_each(action: Callable[..., Any], grads: Sequence[StandIn], *rest: Any, **named: Any) -> Any:
+def _for_each(action: Callable[..., Any], grads: Sequence[GradientStandIn], *rest: Any, **named: Any) -> Any:
     """An action of torch's that takes a list of tensors, and for each a number, or one for all."""
     if rest and isinstance(rest[0], list | tuple):
         return tuple(action(grad, number, *rest[1:], **named) for grad, number in zip(grads, rest[0], strict=True))

@@ -1,6 +1,7 @@
 """Optimizers that step over the parameters of a sharded model without being attached to it.
 
-Such a step would read gradients that are not there, and train nothing. Each begins with a look at what it steps.
+Such a step would read gradients that are not there, and train nothing. A hook on every optimizer of the process looks
+at what it steps.
 """
 
 from __future__ import annotations
@@ -11,27 +12,26 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from terrazzo.engine.border.optimizer import ShardedOptimizer
+from terrazzo.engine.border.sharded_optimizer import ShardedOptimizer
 from terrazzo.engine.buckets.parameter import sharded_name
 from terrazzo.errors import Misuse, listed
 
 __all__ = ["on_unattached_step"]
 
-Taker = Callable[[Optimizer], None]
-_TAKERS: list[Taker] = []
+_CALLBACKS: list[Callable[[Optimizer], None]] = []
 
 
-def on_unattached_step(taker: Taker) -> None:
-    """Show `taker` every optimizer that is not attached as it begins a step, so that it may attach it."""
-    if taker not in _TAKERS:
-        _TAKERS.append(taker)
+def on_unattached_step(callback: Callable[[Optimizer], None]) -> None:
+    """Call `callback` with every optimizer that is not attached as it begins a step, so that it may attach it."""
+    if callback not in _CALLBACKS:
+        _CALLBACKS.append(callback)
 
 
 def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, ShardedOptimizer):
         return
-    for taker in _TAKERS:
-        taker(optimizer)
+    for callback in _CALLBACKS:
+        callback(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         return
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -44,5 +44,6 @@ def _before_any_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-# For good, and with the import: torch goes through its hooks without a lock, and another thread may be in a step.
+# Registered once, with the import of `terrazzo.engine`, and not at the first shard: torch goes through these hooks
+# without a lock, and another thread may be in a step.
 register_optimizer_step_pre_hook(_before_any_step)

@@ -1,6 +1,6 @@
 """When `parameter.grad` is there for loops that look at it: from the end of a backward pass to the begin of the next.
 
-What is there then is a `StandIn` of each gradient, so that `torch.nn.utils.clip_grad_norm_` and any optimizer's
+What is there then is a `GradientStandIn` of each gradient, so that `torch.nn.utils.clip_grad_norm_` and any optimizer's
 `zero_grad` do what they say. The norms of all parameters travel together.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from terrazzo.engine.autograd.listeners import eager, inside_backward
+from terrazzo.engine.border.gradient_stand_in import GradientKey, GradientStandIn
 from terrazzo.engine.border.measured import measured_gradient
 from terrazzo.engine.border.measures import Spread
-from terrazzo.engine.border.stand_in import GradientKey, StandIn
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.parameter import register_gradient_hook
 from terrazzo.engine.hooks.backward_hooks import GradientListener
@@ -36,25 +36,25 @@ def show_gradients(model: nn.Module, engine: Engine) -> None:
 
     Not inside its forward, where a compiler would ask them what they cannot answer.
     """
-    owner = _ShownGradients(engine)
-    model.register_forward_pre_hook(eager(weakly(owner, _ShownGradients.begin)), prepend=True)
-    model.register_forward_hook(eager(weakly(owner, _ShownGradients.show_again)), always_call=True)
+    owner = _GradAttributes(engine)
+    model.register_forward_pre_hook(eager(weakly(owner, _GradAttributes.begin)), prepend=True)
+    model.register_forward_hook(eager(weakly(owner, _GradAttributes.show_again)), always_call=True)
 
 
-class _Shelf:
+class _BucketStandIns:
     """The trainable parameters of a bucket and what stands in for their gradients.
 
     Args:
         first: number of its first parameter among those of the model.
     """
 
-    def __init__(self, owner: _ShownGradients, bucket: Bucket, first: int) -> None:
+    def __init__(self, owner: _GradAttributes, bucket: Bucket, first: int) -> None:
         self.bucket = bucket
         self.is_dense = bucket.sharding.family is Family.DENSE
         self.parameters = [member.parameter for member in bucket.members]
-        self.stand_ins = [StandIn.of(member, owner, first + i) for i, member in enumerate(bucket.members)]
+        self.stand_ins = [GradientStandIn.of(member, owner, first + i) for i, member in enumerate(bucket.members)]
         self._numbered = list(zip(range(len(self.parameters)), self.parameters, self.stand_ins, strict=True))
-        self.shown: list[tuple[int, nn.Parameter, StandIn]] = []
+        self.shown: list[tuple[int, nn.Parameter, GradientStandIn]] = []
 
     @property
     def wanted(self) -> bool:
@@ -96,19 +96,19 @@ class _Shelf:
                 yield self.bucket.members[index], grad is stand_in
 
 
-class _ShownGradients(GradientListener):
+class _GradAttributes(GradientListener):
     """What stands in for the gradients of one model; its hooks keep this alive."""
 
     def __init__(self, engine: Engine) -> None:
         self._weak_engine = weakref.ref(engine)
         self._buckets = engine.trainable()
         self.keys = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.members))]
-        self._shelves: list[_Shelf] = []
-        self._shown: list[_Shelf] = []
+        self._entries: list[_BucketStandIns] = []
+        self._shown: list[_BucketStandIns] = []
         self._norms: dict[float, dict[GradientKey, Tensor]] = {}
         self._measured = 0
-        engine.hooks.tell_of_gradients(self)
-        before = weakly(self, _ShownGradients.begin)  # else autograd would add to a stand-in
+        engine.hooks.listen_to_gradients(self)
+        before = weakly(self, _GradAttributes.begin)  # else autograd would add to a stand-in
         for unit in engine.units:
             for bucket in unit.trainable() if not unit.weights.regathered else ():  # else somebody says so before
                 for member in bucket.members:
@@ -123,25 +123,25 @@ class _ShownGradients(GradientListener):
     def end_backward(self) -> None:
         """Every gradient gets its stand-in."""
         with plainly():
-            self._shown = [shelf for shelf in self._all_shelves() if shelf.wanted]
-            for shelf in self._shown:
-                shelf.show()
+            self._shown = [entry for entry in self._all_entries() if entry.wanted]
+            for entry in self._shown:
+                entry.show()
 
-    def _all_shelves(self) -> list[_Shelf]:
-        if not self._shelves:
+    def _all_entries(self) -> list[_BucketStandIns]:
+        if not self._entries:
             firsts = [0]
             for bucket in self._buckets:
                 firsts.append(firsts[-1] + len(bucket.members))
-            self._shelves = [_Shelf(self, *each) for each in zip(self._buckets, firsts, strict=False)]
-        return self._shelves
+            self._entries = [_BucketStandIns(self, *each) for each in zip(self._buckets, firsts, strict=False)]
+        return self._entries
 
     def hide(self) -> None:
         """A backward pass begins, which must find none."""
         if self._shown:
-            self.notice_dropped()
+            self.forget_dropped()
             with plainly():
-                for shelf in self._shown:
-                    shelf.hide()
+                for entry in self._shown:
+                    entry.hide()
             self._shown = []
 
     def begin_backward(self) -> None:
@@ -154,8 +154,8 @@ class _ShownGradients(GradientListener):
         self.hide()
         is_mean = self._engine.progress.denominator.is_mean
         with plainly():
-            for shelf in self._all_shelves():
-                for member, is_forgotten in shelf.unused() if not (is_mean and shelf.is_dense) else ():
+            for entry in self._all_entries():
+                for member, is_forgotten in entry.unused() if not (is_mean and entry.is_dense) else ():
                     raise _put_back(member) if is_forgotten else _set_before(member)
 
     def begin(self, *_: Any) -> None:
@@ -175,21 +175,21 @@ class _ShownGradients(GradientListener):
             Misuse: where a parameter that is stepped has another one, which would change nothing.
         """
         with plainly():
-            for shelf in self._all_shelves():
-                for member, is_forgotten in shelf.unused():
+            for entry in self._all_entries():
+                for member, is_forgotten in entry.unused():
                     if member.group >= 0 and (self._learns() or not _is_zero(member.parameter.grad)):
                         raise _put_back(member) if is_forgotten else _set_by_hand(member)
-        self.notice_dropped()
+        self.forget_dropped()
 
     def _learns(self) -> bool:
         """Whether a step changes weights: torch has states made by one of zeros, at a learning rate of 0."""
         groups = (group for driver in self._engine.drivers.stepping() for group in driver.optimizer.param_groups)
         return any(float(group.get("lr", 1)) != 0 for group in groups)
 
-    def notice_dropped(self) -> None:
+    def forget_dropped(self) -> None:
         """Forget gradients whose `.grad` someone has set to None since they were shown."""
         with plainly():
-            dropped = [(shelf.bucket, shelf.dropped()) for shelf in self._shown if shelf.wanted]
+            dropped = [(entry.bucket, entry.dropped()) for entry in self._shown if entry.wanted]
         names = [bucket.members[index].name for bucket, indices in dropped for index in indices]
         if not names:
             return

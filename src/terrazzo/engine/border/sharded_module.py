@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.border.everywhere import on_every_rank
-from terrazzo.engine.border.loading import check_loading, hooked_after, hooked_before, own_method
+from terrazzo.engine.border.collective_calls import on_every_rank
+from terrazzo.engine.border.load_hooks import check_loading, hooked_after, hooked_before, own_method
 from terrazzo.engine.model.accumulation import accumulate
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.model.names import PersistentBuffer, extra_state, extra_state_takers, persistent_buffers

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.border.everywhere import on_every_rank
+from terrazzo.engine.border.collective_calls import on_every_rank
 from terrazzo.engine.buckets.parameter import sharded_name
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.optim.driver import OptimizerDriver
