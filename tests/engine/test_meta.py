@@ -376,10 +376,38 @@ def test_hooks_attributes_and_class_of_a_meta_parameter_stay() -> None:
     on_ranks(2, body)
 
 
+@pytest.mark.parametrize("plan", ["zero3", "zero1"])
+def test_an_optimizer_that_makes_its_states_as_it_is_built_makes_them_anew(plan: str) -> None:
+    """The oracle is the same optimizer over the values that were drawn, in one process."""
+
+    def body(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        model = on_meta()
+        built = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.5, weight_decay=0.1)
+        model, optimizer = tz.shard(model, built, plan)
+        twin = MetaNet()
+        drawn = full_parameters(model)
+        with torch.no_grad():
+            for name, parameter in twin.named_parameters():
+                parameter.copy_(drawn[name])
+        own = torch.optim.Adagrad(twin.parameters(), lr=0.1, initial_accumulator_value=0.5, weight_decay=0.1)
+        train(model, optimizer, 3, 0)
+        train(twin, own, 3, 0)
+        trained = full_parameters(model)
+        pairs = [(trained[name], parameter.detach()) for name, parameter in twin.named_parameters()]
+        return [one for one, _ in pairs], [other for _, other in pairs]
+
+    for found, expected in on_ranks(2, body):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
 def test_states_without_values_are_refused() -> None:
+    class Own(torch.optim.Adagrad):
+        elementwise = True
+
     def body(rank: int) -> None:
         model = on_meta()
-        with pytest.raises(tz.BadInput, match="Adagrad made its states as it was built"):
-            tz.shard(model, torch.optim.Adagrad(model.parameters()), "zero3")
+        with pytest.raises(tz.BadInput, match="Own made its states as it was built"):
+            tz.shard(model, Own(model.parameters()), "zero3")
 
     on_ranks(1, body)

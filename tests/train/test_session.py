@@ -116,6 +116,21 @@ def test_under_fp16_such_a_step_is_skipped(tmp_path: Path, monkeypatch: pytest.M
     assert latest(tmp_path / "run" / "checkpoints") == str(tmp_path / "run" / "checkpoints" / "step-00000004")
 
 
+def test_an_optimizer_that_makes_its_states_as_it_is_built_trains_and_goes_on(tmp_path: Path) -> None:
+    """Models are built on the meta device, and these states with them. The oracle is the run that is never stopped."""
+    ends = []
+    for stop_after in (None, 2):
+        folder = tmp_path / str(stop_after)
+        folder.mkdir()
+        config = config_in(folder, optimizer={"name": "Adagrad", "options": {"initial_accumulator_value": 0.1}})
+        check(config, 1)
+        if stop_after is not None:
+            trained(config, stop_after)
+        assert trained(config) == 0
+        ends.append((folder / "run" / "checkpoints" / "step-00000004" / "rank-00000.safetensors").read_bytes())
+    assert ends[0] == ends[1]
+
+
 def test_a_checkpoint_of_another_loop_is_refused_by_name(tmp_path: Path) -> None:
     config = config_in(tmp_path)
 

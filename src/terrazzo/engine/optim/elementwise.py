@@ -8,7 +8,7 @@ or identity, or keeps tensors elsewhere than in its `state`, gives other weights
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.settings import frozen
-from terrazzo.engine.optim.stepper import Stepper, bare_copy, unhooked_step
+from terrazzo.engine.optim.stepper import Stepper, bare_copy, is_torchs, unhooked_step
 from terrazzo.errors import BadInput
 from terrazzo.optim import MatrixOptimizer
 
-__all__ = ["ELEMENTWISE", "check_elementwise", "check_optimizer"]
+__all__ = ["ELEMENTWISE", "check_elementwise", "check_optimizer", "drop_meta_states"]
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -73,7 +73,7 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     if not isinstance(optimizer, Optimizer):
         raise BadInput(f"optimizer is a {name}; pass a torch.optim.Optimizer (to tz.shard also what builds one).")
     check_elementwise(optimizer)
-    if any(isinstance(value, Tensor) and value.is_meta for kept in optimizer.state.values() for value in kept.values()):
+    if any(map(_has_no_values, optimizer.state.values())):
         raise BadInput(
             f"This {name} made its states as it was built, over parameters on the meta device, so that they have no "
             "values. Build the model on a real device for it, or take an optimizer that makes them in its first step, "
@@ -82,6 +82,20 @@ def check_optimizer(optimizer: Optimizer, device: torch.device) -> None:
     if type(optimizer) not in ELEMENTWISE and not isinstance(optimizer, MatrixOptimizer):
         for group in optimizer.param_groups:
             _check_claim(optimizer, group, device)
+
+
+def drop_meta_states(optimizer: Optimizer) -> None:
+    """Have an optimizer of torch's make anew, in its first step, states that it made over meta parameters as it was
+    built: Adagrad does. They have no values, so nothing is lost.
+    """
+    if isinstance(optimizer, Optimizer) and is_torchs(optimizer):
+        for parameter in [parameter for parameter, kept in optimizer.state.items() if _has_no_values(kept)]:
+            del optimizer.state[parameter]
+
+
+def _has_no_values(kept: Mapping[str, Any]) -> bool:
+    """Whether something of what an optimizer keeps for a parameter is on the meta device."""
+    return any(isinstance(value, Tensor) and value.is_meta for value in kept.values())
 
 
 _STEPS = 3

@@ -22,7 +22,7 @@ from terrazzo.engine.mesh.meshes import data_mesh
 from terrazzo.engine.model.together import all_or_none, check_agreement
 from terrazzo.engine.offload.activations import offloading_of
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.optim.elementwise import check_optimizer
+from terrazzo.engine.optim.elementwise import check_optimizer, drop_meta_states
 from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups
 from terrazzo.engine.optim.template import Templates
@@ -206,6 +206,7 @@ def _build_optimizers(
     else:
         built = [optimizer]
     for each in built:
+        drop_meta_states(each)
         check_optimizer(each, device)
     assign_groups(built, [member for spec in specs for member in spec.members])
     return built
