@@ -121,8 +121,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'zero3'?"` when a known word is close to `word`, else an empty string."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    """`" Did you mean 'zero3'?"` when a known word is close to `word`, or differs in capitals, else an empty string."""
+    words = list(known)
+    close = [each for each in words if each.lower() == word.lower()] or difflib.get_close_matches(word, words, n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
 
 

@@ -52,6 +52,7 @@ def test_an_empty_file_starts_nothing(tmp_path: Path, text: str) -> None:
         ({"train": {"stpes": 3}}, ["'stpes'", "section 'train'", "'steps'"]),
         ({"plan": {"mesh": {"dp_shrad": 2}}}, ["'dp_shrad'", "section 'plan.mesh'", "'dp_shard'"]),
         ({"schedule": {"name": "cosin"}}, ["schedule.name", "'cosin'", "'cosine'"]),
+        ({"precision": {"moments": "INT8"}}, ["precision.moments is 'INT8'", "Did you mean 'int8'"]),
     ],
 )
 def test_unknown_names_are_answered_with_the_nearest_known_one(raw: dict[str, Any], words: list[str]) -> None:
@@ -73,6 +74,16 @@ def test_unknown_names_are_answered_with_the_nearest_known_one(raw: dict[str, An
 )
 def test_a_key_of_another_section_is_found_by_its_last_part(raw: dict[str, Any], meant: str) -> None:
     assert f"Did you mean {meant}?" in refusal(raw)
+
+
+def test_a_colon_without_a_space_behind_it_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("train: {steps: 3}")
+    with pytest.raises(BadInput) as caught:
+        load_config(path, ["precision={name:bf16,moments:int8}"])
+    assert "unknown key 'name:bf16' in section 'precision'. Write a space behind the colon: name: bf16." in str(
+        caught.value
+    )
 
 
 def test_a_name_of_many_sections_is_no_answer() -> None:

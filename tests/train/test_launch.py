@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,11 +18,12 @@ import torch
 from terrazzo.config import Config, LaunchConfig, config_from_dict
 from terrazzo.engine.offload import topology
 from terrazzo.errors import BadInput
+from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.launch import local_ranks
 from terrazzo.train.launch.environment import adopt_slurm, first_host
 from terrazzo.train.launch.launcher import environment_of
 from terrazzo.train.launch.launcher_pipe import Failure, first_failure
-from terrazzo.train.launch.local_ranks import LocalRanks
+from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks
 from terrazzo.train.launch.machine import ranks_to_start, resolve_device, set_threads
 from terrazzo.train.launch.outcome import _report
 from terrazzo.train.launch.process_group import _agree_on_device, join
@@ -154,6 +156,47 @@ def test_a_rank_that_is_on_its_way_out_is_left_to_end(tmp_path: Path, monkeypatc
         pass
     (rank,) = started.ranks
     assert (rank.code, rank.ended_by_us) == (7, False)
+
+
+def test_ranks_that_nobody_can_look_after_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[LocalRank] = []
+
+    def watchdog(ranks: Any, patience: Patience) -> None:
+        raise OSError("no watchdog")
+
+    def end(self: LocalRanks) -> None:
+        started.extend(self.ranks)
+        real_end(self)
+
+    real_end = LocalRanks.end
+    monkeypatch.setattr(local_ranks, "Watchdog", watchdog)
+    monkeypatch.setattr(LocalRanks, "end", end)
+    (tmp_path / "rank.py").write_text("import time; time.sleep(60)")
+    with pytest.raises(OSError, match="no watchdog"):
+        LocalRanks(2, [str(tmp_path / "rank.py")], {}, patience=Patience(20.0, 60.0))
+    assert [(rank.code, rank.ended_by_us) for rank in started] == [(-signal.SIGKILL, True)] * 2
+
+
+def test_nobody_is_told_of_a_stop_where_a_rank_has_failed(tmp_path: Path) -> None:
+    """The signal comes in the seconds that other ranks have to fail, too: there is nothing left to stop."""
+    (tmp_path / "rank.py").write_text(FAILING)
+    asked: list[str] = []
+    with LocalRanks(1, [str(tmp_path / "rank.py")], {}) as started:
+        while not started.ranks[0].failed:
+            started._listen(0.1)
+        signals: Any = SimpleNamespace(received=[signal.SIGTERM])
+        assert started.wait(signals, lambda: asked.append("asked")) is None
+    assert not asked
+
+
+FAILING = """
+import os, time
+from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe
+launcher = LauncherPipe(int(os.environ[REPORT]))
+launcher.begun()
+launcher.fail(Failure(0, time.monotonic_ns(), 2, "not a fruit"), ValueError())
+time.sleep(60)
+"""
 
 
 def test_the_earliest_failure_is_the_first() -> None:

@@ -8,10 +8,12 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from terrazzo.exit_codes import INTERRUPTED
 from terrazzo.train import loop
 from terrazzo.train.data import IGNORED, SequenceDataset
 from terrazzo.train.data import load as load_module
+from terrazzo.train.launch import stop_signals
 from terrazzo.train.launch.notices import Notices
 from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.launch.stop_signals import StopRequest
@@ -313,6 +316,22 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path, times: int, code: int, 
     assert (tmp_path / "stderr").read_text() == said
 
 
+@pytest.mark.parametrize(("trains", "said"), [(False, "asked early"), (True, "asked")])
+def test_a_stop_before_the_first_step_promises_no_step(
+    trains: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until a run is set up it may be refused, and what is said must be true then, too."""
+    lines: list[str] = []
+    monkeypatch.setattr(stop_signals, "say_now", lines.append)
+    stop, requests = Asked(), SimpleQueue[int]()
+    stop.trains = trains
+    notices = Notices("asked", lambda: "cut short", asked_early="asked early")
+    threading.Thread(target=stop._say, args=(requests, notices), daemon=True).start()
+    requests.put(0)
+    _wait_until(lambda: bool(lines))
+    assert lines == [said]
+
+
 @pytest.mark.parametrize("notices", [None, Notices("asked", lambda: str(1 / 0))], ids=["no line", "no line found"])
 def test_a_second_interrupt_ends_at_once_without_its_line_too(notices: Notices | None) -> None:
     def work() -> None:
@@ -358,6 +377,7 @@ time.sleep(60)
 LAUNCH_WITH_NOTICES = """
 import sys
 from terrazzo.train.launch.launcher import launch_ranks
+from terrazzo.train.launch import stop_signals
 from terrazzo.train.launch.notices import Notices
 sys.exit(launch_ranks(1, sys.argv[1:], notices=Notices("asked", lambda: "cut short")))
 """

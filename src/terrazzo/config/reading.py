@@ -244,11 +244,14 @@ def _unknown_key(location: tuple[int | str, ...]) -> str:
     for name in parents:
         section = cast(type[BaseModel], section.model_fields[name].annotation)
     known = list(section.model_fields)
+    place = f"section '{'.'.join(parents)}'" if parents else "the configuration"
+    name, colon, value = key.partition(":")
+    if colon and name in known:  # in braces YAML takes both for a key
+        return f"unknown key '{key}' in {place}. Write a space behind the colon: {name}: {value}."
     meant = keys_meant(key)
     elsewhere = f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
     is_key = any(each.rpartition(".")[2] == key for each in meant)  # of another section
     near = elsewhere if is_key else did_you_mean(key, known) or elsewhere
     if is_key and (same := difflib.get_close_matches(key, known, n=1, cutoff=_NEARLY_EQUAL)):
         near = f" Did you mean {' or '.join(map(repr, [*same, *meant]))}?"
-    place = f"section '{'.'.join(parents)}'" if parents else "the configuration"
     return f"unknown key '{key}' in {place}.{near or ' Known: ' + ', '.join(known) + '.'}"

@@ -28,7 +28,13 @@ from terrazzo.train.launch.machine import ranks_to_start, resolve_device, slots_
 from terrazzo.train.launch.notices import Notices, say_now
 from terrazzo.train.launch.preemption import STAYS_STOPPED, stays_stopped
 from terrazzo.train.launch.process_group import agree_on_config, join
-from terrazzo.train.launch.rank_process import announce_claim, announce_ready, note_interrupted, run_rank
+from terrazzo.train.launch.rank_process import (
+    announce_claim,
+    announce_ready,
+    announce_training,
+    note_interrupted,
+    run_rank,
+)
 from terrazzo.train.launch.restarts import Restarts, Saved, Start, refuse_restarts, take_restart_note
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.loop import TrainingLoop
@@ -58,6 +64,7 @@ def start_training(config: Config, path: Path, overrides: list[str]) -> int:
     notices = Notices(
         _ASKED,
         lambda: _cut_short(config, command),
+        asked_early=_ASKED_EARLY,
         ended=lambda ended: leave_exit(config.log.folder, ended.note, replace=True),
         again=lambda: forget_exit(config.log.folder),
     )
@@ -82,7 +89,7 @@ def train_as_rank(path: Path, overrides: list[str], command: Command | None = No
         note_interrupted()
         return _cut_short(load_config(path, overrides), command)
 
-    notices = Notices(_ASKED, cut_short)
+    notices = Notices(_ASKED, cut_short, asked_early=_ASKED_EARLY)
     stop = StopRequest(notices if rank == 0 and not launched else None)
     run_rank(rank, lambda: _train_rank(path, overrides, command, stop, launched=launched))
 
@@ -92,6 +99,10 @@ _APART = (
     " other. They wait for each other for launch.timeout_s."
 )
 _ASKED = "Stopping after this step, and saving a checkpoint. Ctrl-C once more ends at once, without saving."
+_ASKED_EARLY = (
+    "Asked to stop while the run is set up: unless it is refused, it takes one step, saves a checkpoint and stops."
+    " Ctrl-C once more ends at once, without saving."
+)
 
 
 def _restarts(config: Config, words: list[str]) -> Restarts:
@@ -175,6 +186,8 @@ def _train_rank(path: Path, overrides: list[str], command: Command, stop: StopRe
 
     with open_session(config, ranks, notes, claimed) as session:
         announce_claim(config.log.folder, lambda: session.step)
+        announce_training()
+        stop.trains = True
         session.origin.restart = restart
         box.follow(engine_of(session.model), config.log.folder)
         patience = Patience(config.launch.stall_s, config.launch.timeout_s)

@@ -87,13 +87,18 @@ def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None, claimed: 
         claimed: by an earlier start of the run.
     """
     with ranks as started:
-        stopped_by = started.wait(signals, lambda: say_now(notices.asked) if notices is not None else None)
+        stopped_by = started.wait(signals, lambda: _say_asked(started, notices))
         kept = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
     ended = tell_outcome(started, stopped_by, kept, next(iter(signals.received), None), notices)
     claimed = claimed or any(rank.claimed for rank in started.ranks)
     if notices is not None and claimed:
         notices.ended(ended)
     return ended, claimed
+
+
+def _say_asked(started: LocalRanks, notices: Notices | None) -> None:
+    if notices is not None:
+        say_now(notices.on_request(trains=started.are_training))
 
 
 def _left(ended: Ended, notices: Notices | None) -> int:

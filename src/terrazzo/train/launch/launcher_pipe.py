@@ -1,4 +1,4 @@
-"""What a rank tells the process that has started it, on a pipe: that it heeds signals now, and how it failed.
+"""What a rank tells the process that has started it, on a pipe: how far it has come, and how it failed.
 
 Nothing here imports torch, so that a rank may still set what torch reads when it is imported.
 """
@@ -54,6 +54,10 @@ class LauncherPipe:
     def claimed(self) -> None:
         """The run's folders are its own."""
         self._tell({"claimed": True})
+
+    def training(self) -> None:
+        """The run is set up, and takes steps."""
+        self._tell({"training": True})
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """This rank ends so."""

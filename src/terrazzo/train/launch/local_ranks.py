@@ -45,6 +45,7 @@ class LocalRank:
 
     Attributes:
         claimed: the run's folders are its own.
+        trains: the run is set up, and takes steps.
         stopped: it stood still, by a signal such as SIGSTOP, when another one had failed.
     """
 
@@ -57,7 +58,7 @@ class LocalRank:
         recording: Recording | None = None,
     ) -> None:
         self.rank, self.outputs, self.begun, self.ended_by_us = rank, outputs, False, False
-        self.stopped, self.claimed, self._recording = False, False, recording
+        self.stopped, self.claimed, self.trains, self._recording = False, False, False, recording
         self.code: int | None = None
         self.ended_ns: int | None = None
         self.failure: Failure | None = None
@@ -146,6 +147,7 @@ class LocalRank:
     def _heard(self, said: dict[str, object]) -> None:
         self.begun = self.begun or "begun" in said
         self.claimed = self.claimed or "claimed" in said
+        self.trains = self.trains or "training" in said
         if isinstance(failure := said.get("failure"), dict):
             self.failure = Failure(**failure)
 
@@ -194,22 +196,24 @@ class LocalRanks:
         self._oom_kills = oom_kills()
         self.ranks: list[LocalRank] = []
         self.stall: Stall | None = None
-        self.recordings = [Recording() for _ in range(count if patience is not None else 0)]
+        self.recordings: list[Recording] = []
         self._lines = selectors.DefaultSelector()
+        self._watchdog: Watchdog | None = None
         try:
             for number in range(count):
                 outputs = [LabelledOutput(f"[rank {number}] ", fd) for fd in (1, 2)] if labelled and number else []
-                recording = self.recordings[number] if self.recordings else None
+                recording = Recording() if patience is not None else None
+                self.recordings += [] if recording is None else [recording]
                 self.ranks.append(rank := LocalRank(number, environment, arguments, outputs, recording))
                 self._lines.register(rank.line, selectors.EVENT_READ, rank)
                 for output in outputs:
                     self._lines.register(output.line, selectors.EVENT_READ, output)
+            if patience is not None:
+                recorded = {each.rank: (each.recording.tail, each.pid) for each in self.suspects}
+                self._watchdog = Watchdog(recorded, patience)
         except BaseException:
             self.end()
             raise
-        self._watchdog = None
-        if patience is not None:
-            self._watchdog = Watchdog({each.rank: (each.recording.tail, each.pid) for each in self.suspects}, patience)
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -220,8 +224,8 @@ class LocalRanks:
     def wait(self, signals: Signals, asked: Callable[[], None] = lambda: None) -> int | None:
         """Until all have ended; the signal that ended the run at once, if one did.
 
-        The first signal asks for a stop, and is passed on; `asked` is called. When a rank fails, the others have some
-        seconds to fail by themselves.
+        The first signal asks for a stop, and is passed on; `asked` is called unless a rank has failed by then. When a
+        rank fails, the others have some seconds to fail by themselves.
         """
         heeded, deadline = 0, float("inf")
         while any(rank.code is None for rank in self.ranks):
@@ -232,7 +236,8 @@ class LocalRanks:
                 asks = number in (signal.SIGTERM, signal.SIGINT) and any(rank.begun for rank in self.ranks)
                 if heeded > 1 or not asks:
                     return number
-                asked()
+                if not any(rank.failed for rank in self.ranks):
+                    asked()
                 self._pass_on(number)
             if deadline == float("inf") and any(rank.failed for rank in self.ranks):
                 for rank in self.ranks:
@@ -243,6 +248,11 @@ class LocalRanks:
             if time.monotonic() > deadline or self._stands_still():
                 break
         return None
+
+    @property
+    def are_training(self) -> bool:
+        """Whether the run is set up, and takes steps."""
+        return any(rank.trains for rank in self.ranks)
 
     def _stands_still(self) -> bool:
         """For good; what its ranks were doing has been kept."""

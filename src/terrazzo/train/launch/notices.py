@@ -47,17 +47,27 @@ class Ended(NamedTuple):
 
 @dataclass(frozen=True)
 class Notices:
-    """What is said of a run that somebody stops: when it is `asked` to, and, if he does not wait, what that costs.
+    """What is said of a run that somebody stops, and who is told how its ranks end.
 
-    `unbegun` is said where no rank had begun, so that there was nobody to ask. `ended` hears how ranks have ended, and
-    `again` is called before they are started again, of a run whose folders are its own.
+    Attributes:
+        asked: said when it is asked to stop.
+        asked_early: said instead while it is still set up, and may be refused.
+        cut_short: what it costs to end it at once.
+        unbegun: said where no rank had begun, so that there was nobody to ask.
+        ended: called with how ranks have ended, of a run whose folders are its own.
+        again: called before they are started again, of such a run.
     """
 
     asked: str
     cut_short: Callable[[], str]
     unbegun: str = "Ended before training began: nothing is lost."
+    asked_early: str = ""
     ended: Callable[[Ended], object] = lambda ended: None
     again: Callable[[], object] = lambda: None
+
+    def on_request(self, *, trains: bool) -> str:
+        """What is said when somebody asks for a stop; `trains`: the run is set up."""
+        return self.asked if trains or not self.asked_early else self.asked_early
 
 
 def say_now(line: str) -> None:

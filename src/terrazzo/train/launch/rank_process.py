@@ -31,7 +31,7 @@ from terrazzo.train.launch.launcher_pipe import REPORT, Failure, LauncherPipe
 from terrazzo.train.launch.preemption import leave_note
 from terrazzo.train.launch.scratch_folder import ScratchFolder
 
-__all__ = ["SIBLING_GRACE_S", "announce_claim", "announce_ready", "note_interrupted", "run_rank"]
+__all__ = ["SIBLING_GRACE_S", "announce_claim", "announce_ready", "announce_training", "note_interrupted", "run_rank"]
 
 _MENDABLE = BadInput | Diverged | SaveFailed | SwapFailed  # one paragraph says it all
 _LASTING = (BadInput, Misuse, Diverged, Corrupted, FolderLost, KeyboardInterrupt)
@@ -47,6 +47,9 @@ class _Reporter(Protocol):
 
     def claimed(self) -> None:
         """The run's folders are its own."""
+
+    def training(self) -> None:
+        """The run is set up, and takes steps."""
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """This rank ends so."""
@@ -66,6 +69,9 @@ class _ToSiblings:
         """Signals are sent by whoever started this rank."""
 
     def claimed(self) -> None:
+        pass
+
+    def training(self) -> None:
         pass
 
     def fail(self, failure: Failure, error: BaseException) -> None:
@@ -91,6 +97,9 @@ class _Alone:
         pass
 
     def claimed(self) -> None:
+        pass
+
+    def training(self) -> None:
         pass
 
     def fail(self, failure: Failure, error: BaseException) -> None:
@@ -160,6 +169,11 @@ def _note_exit(note: Callable[[int | None], ExitNote]) -> None:
 def announce_ready() -> None:
     """Tell the process that started this rank that it heeds signals now."""
     _reporter.begun()
+
+
+def announce_training() -> None:
+    """Tell the process that started this rank that the run is set up, and takes steps."""
+    _reporter.training()
 
 
 def _reporter_of(rank: int) -> _Reporter:

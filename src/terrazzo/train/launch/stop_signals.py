@@ -47,11 +47,15 @@ class StopRequest:
     """Listens for SIGTERM and SIGINT from its creation on; `agreed()` is collective.
 
     With `notices` they are said by a thread: a handler runs in the middle of anything, and must not wait.
+
+    Attributes:
+        trains: the run is set up, and takes steps; to be set by whoever has set it up.
     """
 
     NBYTES = 8
     """That `agreed` sends."""
 
+    trains = False
     _heard: SimpleQueue[int] | None = None
 
     def __init__(self, notices: Notices | None = None) -> None:
@@ -59,7 +63,7 @@ class StopRequest:
         self._interrupts = 0
         if notices is not None:
             self._heard = SimpleQueue()
-            threading.Thread(target=_say, args=(self._heard, notices), daemon=True).start()
+            threading.Thread(target=self._say, args=(self._heard, notices), daemon=True).start()
         signal.signal(signal.SIGTERM, self._receive)
         signal.signal(signal.SIGINT, self._receive)
 
@@ -78,14 +82,13 @@ class StopRequest:
         elif self._interrupts > 1:
             os._exit(INTERRUPTED)
 
-
-def _say(heard: SimpleQueue[int], notices: Notices) -> None:
-    """What the first signal asks for; at the second Ctrl-C what it costs, and the end of this process."""
-    heard.get()
-    say_now(notices.asked)
-    while heard.get() < 2:
-        pass
-    try:
-        say_now(notices.cut_short())
-    finally:
-        os._exit(INTERRUPTED)
+    def _say(self, heard: SimpleQueue[int], notices: Notices) -> None:
+        """What the first signal asks for; at the second Ctrl-C what it costs, and the end of this process."""
+        heard.get()
+        say_now(notices.on_request(trains=self.trains))
+        while heard.get() < 2:
+            pass
+        try:
+            say_now(notices.cut_short())
+        finally:
+            os._exit(INTERRUPTED)
