@@ -16,10 +16,11 @@ from torch import nn
 
 import terrazzo as tz
 from terrazzo.checkpoint import load_newest
-from terrazzo.checkpoint.saving.save import save_spread
-from terrazzo.checkpoint.storage import spread
+from terrazzo.checkpoint.saving.save import save_on_hosts
+from terrazzo.checkpoint.storage.file_sender import FileSender
 from terrazzo.checkpoint.storage.local import LocalDraft
-from terrazzo.checkpoint.upkeep.partners import Copied, Partners
+from terrazzo.checkpoint.storage.multi_host import MultiHostFolder
+from terrazzo.checkpoint.upkeep.partners import CopyResult, Partners
 from terrazzo.hosts import Hosts
 from tests.helpers.threads import exclusive, run_in_threads
 
@@ -53,22 +54,22 @@ def on_hosts(folder: Path, body: Callable[[Partners, Any, Any], Any]) -> list[An
     return run_in_threads(4, ranked)
 
 
-def saved(folder: Path, steps: Sequence[int] = (6,), copies: bool = True) -> list[Copied | None]:
+def saved(folder: Path, steps: Sequence[int] = (6,), copies: bool = True) -> list[CopyResult | None]:
     """Weights are all their step's number."""
     for host in range(3):
         root(folder, host).mkdir()
 
-    def body(partners: Partners, model: nn.Module, optimizer: Any) -> Copied | None:
+    def body(partners: Partners, model: nn.Module, optimizer: Any) -> CopyResult | None:
         hosts, copied = partners._hosts, None
         for step in steps:
             with tz.gathered(model, write=True) as parameters, torch.no_grad():
                 for value in parameters.values():
                     value.fill_(step)
             path = root(folder, hosts.own) / f"step-{step:08d}"
-            save_spread(path, model, optimizer, {"step": step}, hosts, run="r")
+            save_on_hosts(path, model, optimizer, {"step": step}, hosts, run="r")
             if copies:
-                partners.copy(step)
-                copied = partners.wait()
+                partners.begin_copy(step)
+                copied = partners.wait_for_copies()
         return copied
 
     return on_hosts(folder, body)
@@ -175,10 +176,10 @@ def test_what_arrives_otherwise_is_no_copy(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_copy_whose_thread_dies_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(self: spread.SpreadFolder, file: str, parts: Any) -> Any:
+    def ask(self: MultiHostFolder, file: str, parts: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(spread.SpreadFolder, "_ask", ask)
+    monkeypatch.setattr(MultiHostFolder, "_request", ask)
     for copied in saved(tmp_path):
         assert copied is not None and copied.count_bytes == 0
         assert re.search(r"copy of another host's part of '.*' was not saved: MemoryError: no room\.$", copied.problem)
@@ -195,18 +196,18 @@ def test_strangers_and_other_files_get_nothing(tmp_path: Path) -> None:
     (tmp_path / STEP).mkdir()
     (tmp_path / STEP / "manifest.json").write_text("{}")
     (tmp_path / "secret").write_text("secret")
-    ears = socket.create_server(("127.0.0.1", 0))
-    giving = spread.Giving(tmp_path, "key", ears)
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = FileSender(tmp_path, "key", listener)
 
     def asked(key: str, name: str, file: str) -> bytes:
-        with socket.create_connection(ears.getsockname()) as mouth:
-            mouth.sendall(f'{key}\n{{"name": "{name}", "file": "{file}", "parts": [[0, 9]]}}\n'.encode())
-            mouth.shutdown(socket.SHUT_WR)
-            return b"".join(iter(lambda: mouth.recv(1 << 10), b""))
+        with socket.create_connection(listener.getsockname()) as connection:
+            connection.sendall(f'{key}\n{{"name": "{name}", "file": "{file}", "parts": [[0, 9]]}}\n'.encode())
+            connection.shutdown(socket.SHUT_WR)
+            return b"".join(iter(lambda: connection.recv(1 << 10), b""))
 
     assert asked("key", STEP, "manifest.json").endswith(b"{}")
     assert asked("kex", STEP, "manifest.json") == b""
     for name, file in ((STEP, "../secret"), ("..", "manifest.json"), (f"../{STEP}", "manifest.json"), ("", "secret")):
         assert asked("key", name, file) == b"", (name, file)
     assert asked("key", "step-00000009", "manifest.json") == b"{}\n", "it has none"
-    giving.close()
+    sender.close()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from terrazzo.checkpoint import clear, complete_checkpoints, open_source
-from terrazzo.checkpoint.upkeep.partners import Copied
+from terrazzo.checkpoint.upkeep.partners import CopyResult
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.checkpoints.local import LocalCheckpoints
@@ -103,6 +103,23 @@ def test_a_run_goes_on_from_what_survives_to_the_same_bits(
     assert names(config) == [] and not os.path.exists(str(local_folder(config))), "the run has ended"
 
 
+def test_a_local_one_that_a_run_goes_on_from_does_not_count_as_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older local one with copies is of use until one in `checkpoint.folder` is known to be complete."""
+    config = local_in(tmp_path, 3, background=True)
+    crashed(config, 5, monkeypatch)
+    real, complete_steps = LocalCheckpoints.save, list[int]()
+
+    def save(self: LocalCheckpoints, *arguments: Any) -> Any:
+        complete_steps.append(arguments[-1])
+        return real(self, *arguments)
+
+    monkeypatch.setattr(LocalCheckpoints, "save", save)
+    assert trained(config) == 0
+    assert complete_steps and set(complete_steps) == {0}, "that of step 6 may still be under way"
+
+
 def test_one_that_becomes_the_last_keeps_its_validation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends at the step that it goes on from: what it saves again for others was validated before the crash."""
 
@@ -184,9 +201,9 @@ def test_a_copy_that_fails_is_said_once_and_stands_in_metrics_each_time(
 ) -> None:
     real = LocalCheckpoints.save
 
-    def save(self: LocalCheckpoints, model: Any, optimizer: Any, extra: dict[str, Any], *more: Any) -> Copied:
+    def save(self: LocalCheckpoints, model: Any, optimizer: Any, extra: dict[str, Any], *more: Any) -> CopyResult:
         real(self, model, optimizer, extra, *more)
-        return Copied(extra["step"] - 2, 2, 0, 0.0, "No copy: hung up.")
+        return CopyResult(extra["step"] - 2, 2, 0, 0.0, "No copy: hung up.")
 
     monkeypatch.setattr(LocalCheckpoints, "save", save)
     assert trained(local_in(tmp_path)) == 0

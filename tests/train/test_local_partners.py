@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import nn
 
 import terrazzo as tz
-from terrazzo.checkpoint.storage.spread import SpreadFolder
-from terrazzo.checkpoint.upkeep.partners import Copied
+from terrazzo.checkpoint.storage.multi_host import MultiHostFolder
+from terrazzo.checkpoint.upkeep.partners import CopyResult, Partners
 from terrazzo.config import config_from_dict
 from terrazzo.errors import SaveFailed
 from terrazzo.train.checkpoints import local, local_folder
 from tests.helpers.threads import exclusive, run_in_threads
 
-Save = Callable[[int], Copied | None]
+Save = Callable[[int], CopyResult | None]
 
 
 @pytest.fixture
@@ -69,14 +69,14 @@ def of_step(step: int) -> list[str]:
 @pytest.fixture
 def hung_up(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Checkpoints of which neither host gives what it has: of step 10, unless a test has others."""
-    real, names = SpreadFolder._ask, ["step-00000010"]
+    real, names = MultiHostFolder._request, ["step-00000010"]
 
-    def ask(self: SpreadFolder, file: str, parts: Any) -> Any:
+    def ask(self: MultiHostFolder, file: str, parts: Any) -> Any:
         if self._name in names:
             raise ConnectionResetError("it has hung up")
         return real(self, file, parts)
 
-    monkeypatch.setattr(SpreadFolder, "_ask", ask)
+    monkeypatch.setattr(MultiHostFolder, "_request", ask)
     return names
 
 
@@ -107,7 +107,7 @@ def test_what_has_copies_stays_until_a_newer_one_has_some(hosts: Path, hung_up: 
 
 def test_what_has_copies_stays_until_what_a_run_goes_on_from_has_some(hosts: Path, hung_up: list[str]) -> None:
     hung_up[:] = ["step-00000020"]
-    on_hosts(hosts, lambda checkpoints, save: [save(10), save(20), checkpoints._files.wait()])
+    on_hosts(hosts, lambda checkpoints, save: [save(10), save(20), checkpoints._files.wait_for_copies()])
     hung_up.clear()
 
     def go_on(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
@@ -124,19 +124,47 @@ def test_what_has_copies_stays_until_what_a_run_goes_on_from_has_some(hosts: Pat
 
 
 def test_a_run_that_fails_gives_a_copy_under_way_a_moment(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = SpreadFolder._ask
+    real = MultiHostFolder._request
 
-    def ask(self: SpreadFolder, file: str, parts: Any) -> Any:
+    def ask(self: MultiHostFolder, file: str, parts: Any) -> Any:
         time.sleep(0.05)
         return real(self, file, parts)
 
-    monkeypatch.setattr(SpreadFolder, "_ask", ask)
+    monkeypatch.setattr(MultiHostFolder, "_request", ask)
 
     def body(checkpoints: local.LocalCheckpoints, save: Save) -> None:
         save(10)
         checkpoints.close(30.0)
 
     on_hosts(hosts, body)
+    assert files(hosts) == of_step(10)
+
+
+def test_a_copy_that_was_received_before_its_sender_looked_is_not_waited_for(
+    hosts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host 1 has its copy before host 0 comes to begin its own, and the run fails then."""
+    real = Partners.begin_copy
+
+    def begin_copy(self: Partners, step: int) -> bool:
+        sender, deadline = self._sender, time.monotonic() + 20
+        assert sender is not None
+        while dist.get_rank() == 0 and "host1 step-00000010 rank-00000" not in files(hosts):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        while dist.get_rank() == 0 and sender._receivers:
+            time.sleep(0.01)
+        return real(self, step)
+
+    monkeypatch.setattr(Partners, "begin_copy", begin_copy)
+
+    def body(checkpoints: local.LocalCheckpoints, save: Save) -> float:
+        save(10)
+        start = time.monotonic()
+        checkpoints.close(30.0)
+        return time.monotonic() - start
+
+    assert max(on_hosts(hosts, body)) < 15
     assert files(hosts) == of_step(10)
 
 
@@ -148,15 +176,15 @@ def test_a_run_that_requires_a_partner_ends_with_its_copy(hosts: Path) -> None:
 
 def test_going_back_takes_no_copy_of_what_is_removed(hosts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A durable one is newer than the local one whose copy is under way, and a rollback goes back to it."""
-    real, going_on = SpreadFolder._ask, threading.Event()
+    real, going_on = MultiHostFolder._request, threading.Event()
 
-    def ask(self: SpreadFolder, file: str, parts: Any) -> Any:
+    def ask(self: MultiHostFolder, file: str, parts: Any) -> Any:
         going_on.wait(20)
         return real(self, file, parts)
 
-    monkeypatch.setattr(SpreadFolder, "_ask", ask)
+    monkeypatch.setattr(MultiHostFolder, "_request", ask)
 
-    def body(checkpoints: local.LocalCheckpoints, save: Save) -> list[Copied | None]:
+    def body(checkpoints: local.LocalCheckpoints, save: Save) -> list[CopyResult | None]:
         save(10)
         threading.Timer(0.2, going_on.set).start()  # the thread is asked to end, and then comes to it
         checkpoints.resumed(None)
@@ -171,7 +199,7 @@ def test_going_back_takes_no_copy_of_what_is_removed(hosts: Path, monkeypatch: p
 def test_a_host_that_replaces_a_lost_one_has_its_part_and_a_copy_before_the_next_save(hosts: Path) -> None:
     def begin(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
         save(10)
-        return checkpoints._files.wait()
+        return checkpoints._files.wait_for_copies()
 
     on_hosts(hosts, begin)
     assert files(hosts) == of_step(10)
@@ -182,7 +210,7 @@ def test_a_host_that_replaces_a_lost_one_has_its_part_and_a_copy_before_the_next
     def go_on(checkpoints: local.LocalCheckpoints, save: Save) -> Any:
         (path,) = checkpoints.find(None)
         checkpoints.resumed(path)
-        return checkpoints._files.wait()
+        return checkpoints._files.wait_for_copies()
 
     for copied in on_hosts(hosts, go_on):
         assert (copied.step, copied.hosts, copied.problem) == (10, 1, "")

@@ -21,7 +21,7 @@ from terrazzo.checkpoint.rng import restore_rng, rng_problem
 from terrazzo.checkpoint.source import BUFFER, WEIGHT, Source
 from terrazzo.checkpoint.storage.places import store_and_name
 from terrazzo.checkpoint.storage.shard import file_name
-from terrazzo.checkpoint.storage.store import Folder
+from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.engine import Listed, ModelState, Owned, Read, as_one, listing, parameter_names, persistent_buffers
 from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged, Misuse, listed, printable, warn
@@ -65,7 +65,7 @@ def _check_path(path: object) -> None:
         )
 
 
-def own_folder(path: str | os.PathLike[str]) -> Folder | None:
+def own_folder(path: str | os.PathLike[str]) -> CheckpointFolder | None:
     """The folder `path` if it is a Terrazzo checkpoint, or what is left of one."""
     store, name = store_and_name(path)
     folder = store.folder(name)

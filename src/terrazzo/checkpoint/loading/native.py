@@ -15,7 +15,7 @@ from terrazzo.checkpoint.format.runs import Runs
 from terrazzo.checkpoint.format.seal import check_seal
 from terrazzo.checkpoint.source import OptimizerInfo, Source, StateInfo, TensorInfo
 from terrazzo.checkpoint.storage.blocks import Blocks, DigestBlock
-from terrazzo.checkpoint.storage.store import Folder
+from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.checkpoint.tensors import bytes_of, dtype_of
 from terrazzo.engine.plan.rectangles import Rectangle, rectangles_of
 from terrazzo.errors import Damaged
@@ -37,7 +37,7 @@ class Checkpoint(Source):
     format = "Terrazzo"
     names_ties = True
 
-    def __init__(self, folder: Folder, sizes: bool = True) -> None:
+    def __init__(self, folder: CheckpointFolder, sizes: bool = True) -> None:
         super().__init__(folder.where)
         self.folder = folder
         data = folder.read(MANIFEST, MAX_MANIFEST_BYTES)

@@ -17,7 +17,7 @@ from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import gather_json, on_first, together
 from terrazzo.hosts import Hosts
 
-__all__ = ["save", "save_as_first", "save_spread"]
+__all__ = ["save", "save_as_first", "save_on_hosts"]
 
 
 def save(
@@ -59,7 +59,7 @@ def save_as_first(
     _write(take(path, model, optimizer, extra, "", alike=False))
 
 
-def save_spread(
+def save_on_hosts(
     path: str | os.PathLike[str],
     model: torch.nn.Module,
     optimizer: Optimizers,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from terrazzo.checkpoint.format.manifest import Extent, Manifest
 from terrazzo.checkpoint.format.runs import Runs
 from terrazzo.checkpoint.storage.shard import checked_block
-from terrazzo.checkpoint.storage.store import Folder
+from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.engine.plan.layout import Range
 from terrazzo.errors import BadInput, Damaged
 
@@ -30,8 +30,8 @@ class DigestBlock:
         """Which bytes of the file it is, and of what."""
         return f"bytes {self.offset} to {self.offset + self.count_bytes - 1}, {self.what}"
 
-    def check(self, folder: Folder, buffer: memoryview) -> None:
-        """Read it into `buffer`. Raises what `Folder.read_into` does, and `Damaged` for another digest, naming it."""
+    def check(self, folder: CheckpointFolder, buffer: memoryview) -> None:
+        """Read it into `buffer`. Raises what `read_into` does, and `Damaged`, naming it, for another digest."""
         try:
             good = checked_block(folder, self.file, self.offset, buffer[: self.count_bytes], self.digest)
         except BadInput as error:
@@ -39,7 +39,7 @@ class DigestBlock:
         if not good:
             raise Damaged(self.changed(folder))
 
-    def changed(self, folder: Folder) -> str:
+    def changed(self, folder: CheckpointFolder) -> str:
         """The message for bytes that have another digest."""
         return f"'{folder.where}/{self.file}', {self.span}: not what was written."
 
@@ -47,7 +47,7 @@ class DigestBlock:
 class Blocks:
     """The blocks of a checkpoint, and which of them are known to be what was written."""
 
-    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+    def __init__(self, folder: CheckpointFolder, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
         self._checked: set[DigestBlock] = set()  # where this process reads, which need not do it again
 

@@ -20,9 +20,9 @@ from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.checkpoint.storage.store import (
     STEP,
     CheckpointDraft,
+    CheckpointFolder,
     CheckpointStore,
     FileWriter,
-    Folder,
     is_checkpoint,
     reading,
 )
@@ -85,7 +85,7 @@ class LocalStore(CheckpointStore):
             return _is_there(self.root / name)
 
 
-class LocalFolder(Folder):
+class LocalFolder(CheckpointFolder):
     """The files of one checkpoint. Links and devices are not followed."""
 
     def __init__(self, path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
-from terrazzo.checkpoint.storage.store import CheckpointDraft, CheckpointStore, FileWriter, Folder, reading
+from terrazzo.checkpoint.storage.store import CheckpointDraft, CheckpointFolder, CheckpointStore, FileWriter, reading
 from terrazzo.errors import BadInput, Damaged
 from terrazzo.files import open_store
 
@@ -59,7 +59,7 @@ class RemoteStore(CheckpointStore):
             return _is_there(self._fs, f"{self._root}/{name}/{MANIFEST}")
 
 
-class RemoteFolder(Folder):
+class RemoteFolder(CheckpointFolder):
     """The objects of one checkpoint."""
 
     skip_bytes = 1 << 20  # what comes in the time that a request takes

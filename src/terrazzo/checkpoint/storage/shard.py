@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from blake3 import blake3
 
 from terrazzo.checkpoint.format.manifest import BLOCK_BYTES, DTYPES, ITEMSIZES, File, blocks_of
-from terrazzo.checkpoint.storage.store import CheckpointDraft, FileWriter, Folder
+from terrazzo.checkpoint.storage.store import CheckpointDraft, CheckpointFolder, FileWriter
 from terrazzo.errors import Damaged
 
 __all__ = [
@@ -143,7 +143,7 @@ def write_file(
     return written
 
 
-def checked_block(folder: Folder, file: str, offset: int, buffer: memoryview, expected: str) -> bool:
+def checked_block(folder: CheckpointFolder, file: str, offset: int, buffer: memoryview, expected: str) -> bool:
     """Read a block into `buffer`; whether it has the digest that it had when it was written."""
     folder.read_into(file, offset, buffer)
     return digest(buffer) == expected
@@ -160,7 +160,7 @@ def _write_block(sink: FileWriter, block: memoryview, moved: Callable[[], None])
     return value
 
 
-def _read_back(folder: Folder, written: Written, entries: Sequence[Entry], moved: Callable[[], None]) -> None:
+def _read_back(folder: CheckpointFolder, written: Written, entries: Sequence[Entry], moved: Callable[[], None]) -> None:
     buffer = memoryview(bytearray(max(BLOCK_BYTES, written.file.header_bytes)))
     for offset, count_bytes, expected, what in _blocks(written, entries):
         if not checked_block(folder, written.file.name, offset, buffer[:count_bytes], expected):

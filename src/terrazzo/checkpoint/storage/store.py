@@ -1,8 +1,8 @@
 """Where checkpoints are kept: what a folder of them offers, whether it is local or behind a URL.
 
-A `CheckpointStore` is a folder of checkpoints, a `Folder` one of them to read, a `CheckpointDraft` one that is being
-written. A draft is invisible until `commit`, which is atomic: of a local folder a rename, elsewhere the arrival of the
-manifest.
+A `CheckpointStore` is a folder of checkpoints, a `CheckpointFolder` one of them to read, a `CheckpointDraft` one that
+is being written. A draft is invisible until `commit`, which is atomic: of a local folder a rename, elsewhere the
+arrival of the manifest.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from terrazzo.errors import BadInput, Damaged
 __all__ = [
     "STEP",
     "CheckpointDraft",
+    "CheckpointFolder",
     "CheckpointStore",
     "FileWriter",
-    "Folder",
     "is_checkpoint",
     "reading",
     "step_name",
@@ -58,7 +58,7 @@ def reading(where: str) -> Iterator[None]:
         ) from error
 
 
-class Folder(ABC):
+class CheckpointFolder(ABC):
     """One checkpoint.
 
     Raises `Damaged` naming the file for one that is missing, too short, not a plain file, or on a medium that has
@@ -139,7 +139,7 @@ class CheckpointDraft(ABC):
         """A new file that will have `size_bytes`."""
 
     @abstractmethod
-    def folder(self) -> Folder | None:
+    def folder(self) -> CheckpointFolder | None:
         """What has been written so far, to read back; None where the store itself checks what it is sent."""
 
     @abstractmethod
@@ -193,7 +193,7 @@ class CheckpointStore(ABC):
         return []
 
     @abstractmethod
-    def folder(self, name: str) -> Folder:
+    def folder(self, name: str) -> CheckpointFolder:
         """One checkpoint to read."""
 
     @abstractmethod

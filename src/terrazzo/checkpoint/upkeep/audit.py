@@ -10,7 +10,7 @@ from terrazzo.checkpoint.format.manifest import File
 from terrazzo.checkpoint.loading.load import open_source, own_folder
 from terrazzo.checkpoint.loading.native import Checkpoint
 from terrazzo.checkpoint.storage.blocks import DigestBlock
-from terrazzo.checkpoint.storage.store import Folder
+from terrazzo.checkpoint.storage.store import CheckpointFolder
 from terrazzo.errors import BadInput, Damaged, listed
 
 __all__ = ["open_audit"]
@@ -35,7 +35,7 @@ class Audit:
         BadInput: it is of another version.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: CheckpointFolder) -> None:
         self._folder, self._checkpoint = folder, Checkpoint(folder, sizes=False)
 
     @property
@@ -73,7 +73,7 @@ class Audit:
         return bad
 
 
-def _size_problem(folder: Folder, file: File) -> tuple[int, BadInput | None]:
+def _size_problem(folder: CheckpointFolder, file: File) -> tuple[int, BadInput | None]:
     """How large a file is, and what is wrong with that."""
     try:
         size_bytes = folder.size_bytes(file.name)
@@ -95,7 +95,7 @@ def _naming(problem: BadInput, blocks: Sequence[DigestBlock]) -> BadInput:
     return type(problem)(f"{problem} {how} with it: {listed(names, mark=';')}.") if names else problem
 
 
-def _joined(folder: Folder, bad: Iterable[_Bad]) -> list[_Bad]:
+def _joined(folder: CheckpointFolder, bad: Iterable[_Bad]) -> list[_Bad]:
     """Changed blocks that follow each other in one state, as one."""
     joined: list[_Bad] = []
     for block, error in bad:

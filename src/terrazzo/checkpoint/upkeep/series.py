@@ -21,7 +21,7 @@ from terrazzo.checkpoint.optimizers import Optimizers
 from terrazzo.checkpoint.storage.local import LocalStore
 from terrazzo.checkpoint.storage.lock import Lock
 from terrazzo.checkpoint.storage.places import open_store, store_and_name
-from terrazzo.checkpoint.storage.store import CheckpointStore, Folder, step_name, step_of
+from terrazzo.checkpoint.storage.store import CheckpointFolder, CheckpointStore, step_name, step_of
 from terrazzo.errors import BadInput, Damaged, Misuse
 from terrazzo.exchange import gather_json, on_first, patiently, together
 
@@ -199,7 +199,7 @@ def load_newest(
     optimizer: Optimizers,
     *,
     cast: bool = False,
-    besides: Mapping[str, Folder] | None = None,
+    besides: Mapping[str, CheckpointFolder] | None = None,
 ) -> Resumed | None:
     """Restore the newest checkpoint that is whole, going back past damaged ones; None where there is none. Collective.
 
@@ -243,7 +243,7 @@ def _names(store: CheckpointStore) -> list[str]:
     return [found[step] for step in sorted(found)]
 
 
-def _open_beside(folder: Folder) -> Checkpoint:
+def _open_beside(folder: CheckpointFolder) -> Checkpoint:
     return together(lambda: Checkpoint(folder), Misuse)
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from terrazzo import checkpoint
 from terrazzo.checkpoint import Resumed, Saver
 from terrazzo.checkpoint.loading.native import Checkpoint
-from terrazzo.checkpoint.storage.store import Folder
-from terrazzo.checkpoint.upkeep.partners import Copied
+from terrazzo.checkpoint.storage.store import CheckpointFolder
+from terrazzo.checkpoint.upkeep.partners import CopyResult
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, FolderLost, Misuse
 from terrazzo.exchange import gather_json, on_first, together
@@ -49,11 +49,13 @@ class Keeper:
 
     Attributes:
         run: the identity of the run: drawn when it starts, and the checkpoint's when it is resumed.
-        saved_step: the newest that is known to be saved; 0 for none. A save in the background is known to have ended
-            when the next one begins.
-        sure_step: the newest up to which nothing was found wrong with what ranks compute and hold; None where nobody
-            looks.
-        _durable_step: the newest of `checkpoint.folder`, one under way included; 0 for none, or not known to be there.
+        sure_step: the newest step up to which nothing was found wrong with what ranks compute and hold; None where
+            nobody looks.
+        _begun_step: the step of the newest save in `checkpoint.folder`, which may still be under way; 0 for none.
+        _complete_step: the step of the newest one there that is known to be complete; 0 for none. A save in the
+            background is known to be when it was waited for, as the next one does.
+
+    Both are 0 after a resume from a local checkpoint: an older one in `checkpoint.folder` is not looked for.
     """
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
@@ -62,13 +64,13 @@ class Keeper:
         self._patience_s = config.launch.timeout_s
         self.run: str = gather_json(os.urandom(6).hex())[0]
         self._saver: Saver | None = None
-        self.saved_step = self._durable_step = 0
+        self._begun_step = self._complete_step = 0
         self.sure_step: int | None = None
-        self._found: Mapping[str, Folder] | None = None
+        self._found: Mapping[str, CheckpointFolder] | None = None
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
         self._claim = together(lambda: checkpoint.claim(self.folder, who) if self.is_first else None, Misuse)
 
-    def find_local(self) -> Mapping[str, Folder]:
+    def find_local(self) -> Mapping[str, CheckpointFolder]:
         """How each local checkpoint is read that is newer than the durable ones, by its path; oldest first. Collective.
 
         The next `resume` takes these.
@@ -110,8 +112,8 @@ class Keeper:
             )
         is_local = resumed.path in local
         self._local.resumed(resumed.path if is_local else None)
-        self.run, self.saved_step = resumed.run, resumed.extra["step"]
-        self._durable_step = 0 if is_local else self.saved_step  # an older one is not looked for
+        self.run = resumed.run
+        self._begun_step = self._complete_step = 0 if is_local else resumed.extra["step"]
         self.sure_step = resumed.extra.get("sure")
         return replace(resumed, refused={**self._local.damaged, **resumed.refused})
 
@@ -125,12 +127,12 @@ class Keeper:
                 self._saver = Saver(
                     model, optimizer, run=self.run, staging_limit_bytes=limit, patience_s=self._patience_s
                 )
-            self._saver.save(path, extra)
-            self.saved_step = self._durable_step or self.saved_step
+            self._saver.save(path, extra)  # waits for the one before
+            self._complete_step = self._begun_step
         else:
             checkpoint.save(path, model, optimizer, extra, run=self.run)
-            self.saved_step = step
-        self._durable_step = step
+            self._complete_step = step
+        self._begun_step = step
         self._prune()
         return path
 
@@ -143,10 +145,10 @@ class Keeper:
         """Whether a local checkpoint is to be taken after a step."""
         return self._local.due(step)
 
-    def save_locally(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> Copied | None:
+    def save_locally(self, model: nn.Module, optimizer: Any, extra: dict[str, Any]) -> CopyResult | None:
         """Save on each host, in the place of the one before; what partners have copied of that one. Collective."""
         refuse_lost(self.lost())
-        return self._local.save(model, optimizer, extra, self.run, min(self._durable_step, self.saved_step))
+        return self._local.save(model, optimizer, extra, self.run, self._complete_step)
 
     def suspect(self) -> list[str]:
         """Put aside what was saved since all was known to be right; returns the new names. Collective."""
@@ -155,8 +157,7 @@ class Keeper:
         after = self.sure_step or 0
         names = on_first(lambda: checkpoint.suspect(self.folder, after=after, run=self.run))
         if names:
-            self.saved_step = after
-            self._durable_step = min(self._durable_step, after)
+            self._begun_step = self._complete_step = after
         return names
 
     def lost(self) -> str | None:
@@ -170,18 +171,19 @@ class Keeper:
         return self._saver is not None and self._saver.failed()
 
     @property
-    def has_saved(self) -> bool:
-        """Whether there is a checkpoint of this run to go back to."""
-        return bool(self.saved_step or self._durable_step or self._local.step)
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint that is known to be complete, local ones included; 0 for none."""
+        return max(self._complete_step, self._local.step)
 
     def lacks(self, step: int) -> bool:
         """Whether a step that the run has come to, or gone back to, would be gone with the machine."""
-        return step > self._durable_step
+        return step > self._begun_step
 
     def wait(self) -> None:
         """Wait for a save in the background; raises `SaveFailed` on all ranks when it failed on one. Collective."""
         if self._saver is not None:
             self._saver.wait()
+        self._complete_step = self._begun_step
 
     def finish(self) -> None:
         """End a run that went well: what is under way is saved, and others may write to the folder. Collective."""

@@ -20,8 +20,8 @@ from torch import nn
 
 from terrazzo import checkpoint
 from terrazzo.checkpoint.storage.places import store_and_name
-from terrazzo.checkpoint.storage.store import Folder, step_name, step_of
-from terrazzo.checkpoint.upkeep.partners import Copied, Partners
+from terrazzo.checkpoint.storage.store import CheckpointFolder, step_name, step_of
+from terrazzo.checkpoint.upkeep.partners import CopyResult, Partners
 from terrazzo.config import Config
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.exchange import gather_json, on_first, together
@@ -41,7 +41,7 @@ class OneHost:
     def __init__(self, folder: str) -> None:
         self._folder = folder
 
-    def find(self, run: str, since: int) -> Mapping[str, Folder]:
+    def find(self, run: str, since: int) -> Mapping[str, CheckpointFolder]:
         """As `Partners.find`, of what the first rank sees; nothing is read for it."""
         paths = on_first(lambda: local_folder.newer_checkpoints(self._folder, run, since))
         places = {path: store_and_name(path) for path in paths}
@@ -50,22 +50,22 @@ class OneHost:
     def save(self, path: str, model: nn.Module, optimizer: Any, extra: dict[str, Any], run: str) -> None:
         checkpoint.save(path, model, optimizer, extra, run=run)
 
-    def copy(self, step: int) -> bool:
+    def begin_copy(self, step: int) -> bool:
         return False
 
-    def wait(self) -> Copied | None:
+    def wait_for_copies(self) -> CopyResult | None:
         return None
 
     def newest_copied(self, path: str) -> str | None:
         return None
 
-    def complete(self, path: str) -> None:
+    def begin_missing_copies(self, path: str) -> None:
         pass
 
     def done_reading(self) -> None:
         pass
 
-    def abandon(self) -> None:
+    def cancel_copies(self) -> None:
         pass
 
     def close(self, patience_s: float) -> None:
@@ -110,7 +110,7 @@ class LocalCheckpoints:
         """What `find` has refused, and why; of one host, opening them says so."""
         return self._files.damaged
 
-    def find(self, durable: str | None) -> Mapping[str, Folder]:
+    def find(self, durable: str | None) -> Mapping[str, CheckpointFolder]:
         """How each is read that is newer than the `durable` one, of all hosts together, by its path; oldest first.
 
         Args:
@@ -126,29 +126,29 @@ class LocalCheckpoints:
         return self._folder is not None and step % self._settings.every == 0
 
     def save(
-        self, model: nn.Module, optimizer: Any, extra: dict[str, Any], run: str, durable_step: int = 0
-    ) -> Copied | None:
+        self, model: nn.Module, optimizer: Any, extra: dict[str, Any], run: str, complete_step: int = 0
+    ) -> CopyResult | None:
         """Save `extra["step"]`, once the copies of the one before have ended, of which it returns what came of them.
 
         The newest one with copies stays until this one has some. One without copies makes room for this one, so that
         there are no more than two.
 
         Args:
-            durable_step: the newest known to be saved in `checkpoint.folder`; the same on all ranks. An older one with
-                copies is of no more use.
+            complete_step: of the newest one that is known to be complete in `checkpoint.folder`; the same on all
+                ranks. An older one with copies is of no more use.
 
         Raises:
             SaveFailed: this one could not be written, or a copy of the one before where a partner is required.
         """
         folder = self._folder
         assert folder is not None
-        if (copied := self._files.wait()) is not None:
+        if (copied := self._files.wait_for_copies()) is not None:
             if not copied.problem:
                 self._copied = step_name(copied.step)
             elif self._settings.partner == "required":
                 raise SaveFailed(f"{copied.problem} checkpoint.local.partner=auto goes on without one.")
         path = checkpoint.step_path(folder, extra["step"])
-        is_of_use = self._copied is not None and (step_of(self._copied) or 0) >= durable_step
+        is_of_use = self._copied is not None and (step_of(self._copied) or 0) >= complete_step
         stays = self._copied if is_of_use else self._newest
         self._hosts.on_firsts(lambda: self._prepare(folder, run, path, stays), SaveFailed)
         try:
@@ -158,7 +158,7 @@ class LocalCheckpoints:
             more = f"It is one of checkpoint.local, whose folder needs room for {two}: use another, or null for none."
             raise SaveFailed(f"{error} {more}") from None
         self._newest = newest = os.path.basename(path)
-        if not self._files.copy(extra["step"]):
+        if not self._files.begin_copy(extra["step"]):
             self._hosts.on_firsts(lambda: local_folder.remove_all_but(folder, {newest}), SaveFailed)
         return copied
 
@@ -167,18 +167,18 @@ class LocalCheckpoints:
         if (folder := self._folder) is None:
             return
         self._files.done_reading()
-        self._take_no_copy()
+        self._cancel_copies()
         self._newest = None if path is None else os.path.basename(path)
         self._copied = None if path is None else self._files.newest_copied(path)
         stay = {self._newest, self._copied}
         self._hosts.on_firsts(lambda: local_folder.remove_complete_but(folder, stay), SaveFailed)
         if path is not None and self._copied != self._newest:
             self._hosts.on_firsts(lambda: local_folder.make_own(folder), SaveFailed)
-            self._files.complete(path)
+            self._files.begin_missing_copies(path)
 
     def clear(self) -> None:
         """Remove all, and the folders."""
-        self._take_no_copy()
+        self._cancel_copies()
         if (folder := self._folder) is not None:
             self._hosts.on_firsts(lambda: local_folder.remove_own(folder), SaveFailed)
         self._newest = self._copied = None
@@ -192,10 +192,10 @@ class LocalCheckpoints:
         """This rank has no part in them any more. Copies under way are given that long. Not collective."""
         self._files.close(patience_s)
 
-    def _take_no_copy(self) -> None:
+    def _cancel_copies(self) -> None:
         """Nobody takes a copy any more of what is to be removed."""
         if self._folder is not None:
-            self._files.abandon()
+            self._files.cancel_copies()
             together(lambda: None, SaveFailed)
 
     def _prepare(self, folder: str, run: str, path: str, stays: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.checkpoint.upkeep.partners import Copied
+from terrazzo.checkpoint.upkeep.partners import CopyResult
 from terrazzo.config import Config
 from terrazzo.engine import Traffic, engine_of
 from terrazzo.engine.runtime import device as devices
@@ -112,7 +112,7 @@ class RunReport:
         self._files.log("cadence", asdict(choice))
         self._remark(str(choice))
 
-    def copied(self, copied: Copied) -> None:
+    def copied(self, copied: CopyResult) -> None:
         """Hosts have copies of each other's part of a local checkpoint, or could not: the first time is said."""
         self._files.log("partner", copied.as_dict())
         if copied.problem and not self._lacks_copy:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from terrazzo.checkpoint import Resumed
-from terrazzo.checkpoint.upkeep.partners import Copied
+from terrazzo.checkpoint.upkeep.partners import CopyResult
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.exchange import on_first
@@ -132,7 +132,7 @@ class Session:
         """Save a checkpoint of the current step; returns its path. Collective."""
         return self.keeper.save(self.model, self.optimizer, on_first(self._extra))
 
-    def save_locally(self) -> Copied | None:
+    def save_locally(self) -> CopyResult | None:
         """Save the current step on each host; what partners have copied of the one before. Collective."""
         return self.keeper.save_locally(self.model, self.optimizer, on_first(self._extra))
 

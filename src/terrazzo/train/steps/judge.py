@@ -190,7 +190,7 @@ class StepJudge:
     def _roll_back(self, step: int, why: str) -> str:
         session = self._session
         session.keeper.wait()
-        if not session.keeper.has_saved:
+        if not session.keeper.saved_step:
             raise Diverged(
                 f"Step {step} was not taken: {why}, and there is no checkpoint to go back to. Set checkpoint.every, or"
                 " guard.action=skip."
