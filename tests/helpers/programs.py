@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch.distributed as dist
+from torch.nn.modules import module as torch_modules
+from torch.optim import optimizer as torch_optimizers
 
 from terrazzo.telemetry.watchdog.watched_rank import TASK
 from terrazzo.train.launch.launcher_pipe import REPORT
@@ -174,8 +176,7 @@ def _become(words: list[str], environment: Mapping[str, str], kept: Collection[i
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "terrazzo"]:
-        del sys.modules[name]
+    _forget_package()
     code = 1
     try:
         _run(words)
@@ -186,6 +187,24 @@ def _become(words: list[str], environment: Mapping[str, str], kept: Collection[i
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code & 0xFF)
+
+
+def _forget_package() -> None:
+    """Its modules, and what they have torch call for every module, parameter and step of the process."""
+    for name in [name for name in sys.modules if _is_ours(name)]:
+        del sys.modules[name]
+    tables = (
+        torch_modules._global_module_registration_hooks,
+        torch_modules._global_parameter_registration_hooks,
+        torch_optimizers._global_optimizer_pre_hooks,
+    )
+    for table in tables:
+        for number in [number for number, hook in table.items() if _is_ours(hook.__module__)]:
+            del table[number]
+
+
+def _is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "terrazzo"
 
 
 def _execute(words: list[str]) -> None:
