@@ -45,8 +45,8 @@ FORMULAS = {
         "pytorch aten/src/ATen/cuda/CublasHandlePool.cpp",
     ),
     "memory.reserved": Formula(
-        "allocated bytes x 1.12 as far as the device has room, x 1.05 where it has not: rounding and fragmentation of "
-        "the caching allocator, which gives blocks back only when memory runs out",
+        "allocated bytes x 1.12 as far as the device has room, and no more than at most, x 1.05 where it has not: "
+        "rounding and fragmentation of the caching allocator, which gives blocks back only when memory runs out",
         "python -m benchmarks.allocator",
     ),
     "memory.device": Formula(
@@ -55,10 +55,10 @@ FORMULAS = {
         "stas00/ml-engineering; NVIDIA/nccl#964; terrazzo/train/session/warm_kernels.py",
     ),
     "memory.upper": Formula(
-        "upper values of states x 1.02, and of all other terms x 1.35, for what the "
-        "allocator keeps, 1.8 GiB for the CUDA context, 1.9 GiB for the "
-        "default group and each mesh axis; on a CPU 0.5 GiB for the process, and what malloc keeps of gradients and "
-        "weights that a step has freed before its fullest moment; to fit surely is to leave 2 % of the device's memory",
+        "upper values of states x 1.02, and of all other terms x 1.35, for what the allocator keeps, 1.8 GiB for the "
+        "CUDA context, 1.9 GiB for the default group and each mesh axis, and at least what is expected without room; "
+        "on a CPU 0.5 GiB for the process, and what malloc keeps of gradients and weights that a step has freed before "
+        "its fullest moment; to fit surely is to leave 2 % of the device's memory",
         "python -m benchmarks.allocator; terrazzo/engine/runtime/pages.py; pytorch/torchtitan#929; NVIDIA/nccl#864; "
         "stas00/ml-engineering",
     ),
@@ -70,18 +70,18 @@ def workspace_bytes(setup: Setup) -> int:
     return WORKSPACE_BYTES if _on_cuda(setup) else 0
 
 
-def reserved_bytes(setup: Setup, allocated: float) -> float:
-    """What the caching allocator holds when tensors hold `allocated` at most; on CPU there is none."""
-    return device_bytes(setup, allocated) - _around(setup)
+def reserved_bytes(setup: Setup, terms: Sequence[Term]) -> float:
+    """What the caching allocator holds at most, of what tensors take by `terms`; on CPU there is none."""
+    return device_bytes(setup, terms) - _around(setup)
 
 
-def device_bytes(setup: Setup, allocated: float) -> float:
+def device_bytes(setup: Setup, terms: Sequence[Term]) -> float:
     """What the device holds in all; more than its memory only if nothing that the allocator gives back helps."""
-    around, capacity = _around(setup), setup.cluster.device.memory_bytes
+    allocated, around, capacity = _allocated(terms), _around(setup), setup.cluster.device.memory_bytes
     if not _on_cuda(setup):
         return allocated + around
-    pressed, roomy = allocated * (1 + RESERVE) + around, allocated * (1 + ROOMY_RESERVE) + around
-    return roomy if capacity is None else max(pressed, min(roomy, capacity))
+    roomy = min(allocated * (1 + ROOMY_RESERVE) + around, upper_bytes(setup, terms))
+    return roomy if capacity is None else max(_without_room(setup, terms), min(roomy, capacity))
 
 
 def upper_bytes(setup: Setup, terms: Sequence[Term]) -> float:
@@ -89,7 +89,18 @@ def upper_bytes(setup: Setup, terms: Sequence[Term]) -> float:
     if setup.model.bare:
         return sum(term.upper for term in terms)
     shares = {True: 1 + RESTING_UPPER, False: 1 + MOVING_UPPER}
-    return sum(term.upper * shares[term.name in RESTING] for term in terms) + _around(setup, upper=True)
+    bound = sum(term.upper * shares[term.name in RESTING] for term in terms) + _around(setup, upper=True)
+    if not _on_cuda(setup):
+        return bound
+    return max(bound, _without_room(setup, terms))
+
+
+def _allocated(terms: Sequence[Term]) -> float:
+    return float(sum(term.value for term in terms))
+
+
+def _without_room(setup: Setup, terms: Sequence[Term]) -> float:
+    return _allocated(terms) * (1 + RESERVE) + _around(setup)
 
 
 def _around(setup: Setup, upper: bool = False) -> float:

@@ -73,14 +73,14 @@ def memory_of(setup: Setup) -> MemoryFigures:
 
 def fullest_memory(setup: Setup, stage: int, terms: tuple[Term, ...], limiting_rank: str) -> MemoryFigures:
     """Memory whose fullest rank is of `stage` and holds `terms`, with all that lies around them, of one stage."""
-    allocated, (host, disk) = float(sum(term.value for term in terms)), tier_terms(setup, stage)
+    host, disk = tier_terms(setup, stage)
     return MemoryFigures(
         terms=terms,
         upper_bytes=_bound(setup, stage, terms),
-        reserved_bytes=reserved_bytes(setup, allocated),
-        device_bytes=device_bytes(setup, allocated),
+        reserved_bytes=reserved_bytes(setup, terms),
+        device_bytes=device_bytes(setup, terms),
         limiting_rank=limiting_rank,
-        per_stage=(allocated,),
+        per_stage=(float(sum(term.value for term in terms)),),
         host=host,
         disk=disk,
         disk_writes=disk_writes(setup, stage),
