@@ -27,7 +27,6 @@ from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock import orphans
-from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.paper.bill import MemoryBill, memory_bill
 from terrazzo.engine.paper.rehearsal import PaperStep, parameters_of
 from terrazzo.engine.plan.partition import Units
@@ -37,7 +36,6 @@ from terrazzo.engine.plan.stages import stages_of
 from terrazzo.engine.runtime.pages import keep_freed, return_freed
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
-from terrazzo.engine.schedule.straying import Meet
 from terrazzo.engine.sharding.attach import put_on
 from terrazzo.engine.sharding.mesh_checks import exchanged_along
 from terrazzo.engine.sharding.prepare import OptimizerLike, Options, Prepared, prepare
@@ -94,45 +92,15 @@ def shard(  # structure: signature fixed by the design
     """
     options = Options(units, precision, mesh, prefetch, offload or Offload())
     prepared = prepare(model, optimizer, plan, options)
-    sharding, planned, axes = prepared.sharding, prepared.units, prepared.sharding.axes
-    _warn_of_orphans(planned, prepared.optimizers)
-    for activations in offloading_of(model):
-        activations.keep_pinned(options.offload.pin)
-    store = _open_store(planned, prepared.templates, options.offload)
-    if store.drive is not None:
-        return_freed()  # before anything large is built
-    made = _build_units(model, prepared, store)
-    for built in prepared.optimizers:
-        step_real(built, made)
-    prepared.tally.traffic.count_along(exchanged_along(model))
-    prepared.tally.reset()
-
-    progress = Progress(Denominator(axes.size()))
-    meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(planned) else None
-    schedule = _schedule_of(model, planned, prefetch, meeting, progress.denominator)
-    hooks = Hooks(planned, schedule, sharding, progress)
-    stages = stages_of(model)
-    engine = Engine(
-        plan=prepared.plan,
-        sharding=sharding,
-        progress=progress,
-        tally=prepared.tally,
-        units=planned,
-        why_units=prepared.why,
-        schedule=schedule,
-        hooks=hooks,
-        store=store,
-        stages=stages,
-        buffer_bytes=0 if stages is None else stages.buffer_bytes(model),
-    )
+    _warn_of_orphans(prepared.units, prepared.optimizers)
+    store = _open_store(model, prepared, options.offload)
+    _build_units(model, prepared, store)
+    engine = _make_engine(model, prepared, prefetch, store)
     for built in prepared.optimizers:
         first = engine.drivers.next_group
         put_on(engine, built, prepared.templates[first : first + len(built.param_groups)])
-    hooks.attach(model)
-    make_sharded_module(model, engine)
-    show_gradients(model, engine)
-    let_measure(engine)
-    if axes.device.type == "cpu" and store.drive is None:
+    _intercept(model, engine)
+    if engine.axes.device.type == "cpu" and store.drive is None:
         bill = engine.bill
         keep_freed(bill.grad_bytes + bill.transient_bytes)
     return model, _in_form_of(optimizer, prepared.optimizers)
@@ -160,13 +128,6 @@ def estimate(  # structure: signature fixed by that of shard
     if stages is not None:
         step = PaperStep(prefetch, stages.ranks, True, stages, stages.buffer_bytes(model))
     return memory_bill(prepared.units, prepared.templates, options.offload, step)
-
-
-def _open_store(units: Sequence[Unit], templates: Templates, offload: Offload) -> Store:
-    """Host memory and files for what these units keep there. Collective."""
-    axes = units[0].sharding.axes
-    need = need_of([bucket for unit in units for bucket in unit.buckets], templates, offload.cell_numel)
-    return all_or_none(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
 
 
 def clip_grad_norm_(
@@ -245,18 +206,21 @@ def _in_form_of(optimizer: OptimizerLike, built: list[Optimizer]) -> Any:
     return built[0] if built else None
 
 
-def _schedule_of(
-    model: nn.Module, units: list[Unit], prefetch: int, meeting: Meet | None, denominator: Denominator
-) -> Schedule:
-    stages = stages_of(model)
-    if stages is None:
-        return Schedule(units, prefetch, meeting, denominator)
-    return PipelineSchedule(units, stages.share_out([*map(parameters_of, units)]), prefetch, meeting, denominator)
+def _open_store(model: nn.Module, prepared: Prepared, offload: Offload) -> Store:
+    """Host memory and files for what the model keeps there. Collective."""
+    for activations in offloading_of(model):
+        activations.keep_pinned(offload.pin)
+    axes, buckets = prepared.sharding.axes, [bucket for unit in prepared.units for bucket in unit.buckets]
+    need = need_of(buckets, prepared.templates, offload.cell_numel)
+    store = all_or_none(axes, lambda: Store(axes.device, offload, need, dist.get_rank()))
+    if store.drive is not None:
+        return_freed()  # before anything large is built
+    return store
 
 
-def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> dict[nn.Parameter, nn.Parameter]:
-    """Give every unit its values and its memory, one after the other; returns what came in place of meta parameters."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> None:
+    """Give every unit its values and its memory, one after the other."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # what came in place of meta parameters
     initialize, axes = initializer_of(model), prepared.sharding.axes
     bare = materialize_buffers(model, axes.device)
     units = {unit.name: unit for unit in prepared.units}
@@ -273,4 +237,41 @@ def _build_units(model: nn.Module, prepared: Prepared, store: Store) -> dict[nn.
     for module in bare:
         initialize(module, ())
     move_buffers(model, axes)
-    return made
+    for built in prepared.optimizers:
+        step_real(built, made)
+
+
+def _make_engine(model: nn.Module, prepared: Prepared, prefetch: int, store: Store) -> Engine:
+    """The engine of units that have been built: what moves them, and counts from here on."""
+    units, sharding, tally = prepared.units, prepared.sharding, prepared.tally
+    tally.traffic.count_along(exchanged_along(model))
+    tally.reset()
+    axes, stages = sharding.axes, stages_of(model)
+    progress = Progress(Denominator(axes.size()))
+    meeting = (lambda label, number: meet(axes, progress, label, [number])[0]) if weights_are_split(units) else None
+    if stages is None:
+        schedule = Schedule(units, prefetch, meeting, progress.denominator)
+    else:
+        chunks = stages.share_out([*map(parameters_of, units)])
+        schedule = PipelineSchedule(units, chunks, prefetch, meeting, progress.denominator)
+    return Engine(
+        plan=prepared.plan,
+        sharding=sharding,
+        progress=progress,
+        tally=tally,
+        units=units,
+        why_units=prepared.why,
+        schedule=schedule,
+        hooks=Hooks(units, schedule, sharding, progress),
+        store=store,
+        stages=stages,
+        buffer_bytes=0 if stages is None else stages.buffer_bytes(model),
+    )
+
+
+def _intercept(model: nn.Module, engine: Engine) -> None:
+    """Have what users do with the model, its parameters and their gradients come to the engine; see `engine.border`."""
+    engine.hooks.attach(model)
+    make_sharded_module(model, engine)
+    show_gradients(model, engine)
+    let_measure(engine)
