@@ -19,6 +19,36 @@ Folders, from the lowest to the highest:
     border      what a user may do with it: how that is intercepted, and what is answered
     sharding    tz.shard, and what comes before it
 
+Four ways through it, each from its first call to its last:
+
+    A gradient, from autograd to the optimizer
+        hooks/backward_hooks    BackwardHooks.accumulate_gradient   autograd has put it into `.grad`
+        buckets/gradient        Gradient.accumulate                 it goes into the bucket's unreduced gradient
+        schedule/backward       BackwardPass.close                  its unit is complete
+        schedule/reductions     Reductions.start                    a Transfer drives what follows
+        buckets/gradient        Gradient.reduce                     summed over ranks, axis by axis, and divided
+        buckets/finished        FinishedGradient.land               at rest on its tier
+        optim/device_updates    DeviceUpdates.begin                 `.grad` of a segment of master weights
+
+    The gather of a unit's weights
+        hooks/forward_hooks     ForwardHooks.before_unit            torch begins the unit's forward
+        schedule/forward        ForwardPass.enter                   which units are due: this one, those to prefetch
+        schedule/gathered       GatheredWeights.gather              whether they are under way already
+        buckets/unit_weights    UnitWeights.gather, then .wait      behind an update; a Transfer for each bucket
+        buckets/full            FullWeights.gather, then .install   memory; then modules may read the parameters
+        buckets/buffer          Buffer.gather                       cast, and one all-gather for each axis
+
+    A step of what is kept in files: the docstring of `offload`, and of all else that of `optim`
+
+    `p.data.copy_(new)` by a user
+        buckets/parameter       AtRest._answer                      values not here: `.data` is a Measured,
+        border/measured         Measured._answer                    and `copy_` of that raises
+        buckets/parameter       `data` in _linked                   values here: noted, or an alias that counts versions
+        buckets/edits           Edits.take_written                  gathered for reading: raises as they are released
+        model/blocks            GatheredBlocks.block                `tz.gathered(model, write=True)`: taken over
+        hooks/forward_hooks     ForwardHooks.before_model           whole weights: compared as the next pass begins,
+        buckets/bucket          Bucket.adopt_edits                  and taken over into the master weights
+
 A module imports from its own folder and from those before it in this list. Other packages import from here: what they
 want of a sharded model, they ask its `Engine`. Open to other packages:
 

@@ -79,7 +79,7 @@ def test_whole_weights_cannot_be_read_while_they_change(
                         with pytest.raises(tz.Misuse, match=name):
                             read(parameter)
                 gate.set()
-                next(iter(engine_of(model).drivers)).background._updater.flush().wait()
+                next(iter(engine_of(model).drivers)).off_device._updater.flush().wait()
         model(batch())
         return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 

@@ -226,7 +226,7 @@ class _GradAttributes(GradientListener):
 
     def _await_scaling(self) -> None:
         for driver in self._engine.drivers:
-            driver.background.await_scaling()
+            driver.off_device.await_scaling()
 
     def _measure(self, kind: float) -> dict[GradientKey, Tensor]:
         engine = self._engine
@@ -253,7 +253,7 @@ class _GradAttributes(GradientListener):
         """
         self._check_finished(name)
         for driver in self._engine.drivers:
-            if driver.background.steps_in_backward:
+            if driver.off_device.steps_in_backward:
                 raise Misuse(
                     f"The gradient of {name!r} was changed, but with offload step 'backward' units are "
                     "updated while backward runs. Use tz.Offload(step='overlapped')."

@@ -71,6 +71,6 @@ class ModelGradients:
         self.hooks.before_use()
         self.progress.note(f"tz.clip_grad_norm_(model, {float(max_norm)}, {float(norm_type)})")
         for driver in self.drivers:
-            driver.background.prepare_clipping(max_norm)
+            driver.off_device.prepare_clipping(max_norm)
         with self.sharding.axes.tally.phases.during("clip"):
             return clip_grad_norm(self.buckets, self.sharding, max_norm, norm_type, error_if_nonfinite)

@@ -16,10 +16,10 @@ from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
-__all__ = ["Background"]
+__all__ = ["BackgroundUpdates"]
 
 
-class Background(OffDeviceUpdates):
+class BackgroundUpdates(OffDeviceUpdates):
     """Starts the updates of one model's units, and waits for them.
 
     Args:

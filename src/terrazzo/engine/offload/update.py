@@ -26,9 +26,9 @@ from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.offload.staging import StagingBuffer
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.offload.topology import bind_to
-from terrazzo.engine.optim.kept import KeptStates
-from terrazzo.engine.optim.narrow_steps import NarrowStates
+from terrazzo.engine.optim.narrow_states import NarrowStates
 from terrazzo.engine.optim.segment import Segment
+from terrazzo.engine.optim.segment_states import SegmentStates
 from terrazzo.engine.optim.stepper import Stepper
 from terrazzo.engine.plan.layout import Range
 from terrazzo.engine.runtime.device import Stream, set_current
@@ -88,7 +88,7 @@ class Updater:
         for bucket, held in segments.items():
             stepped = {segment: has for segment in held if (has := segment.due) or stepper.is_own}
             for segment in stepped:
-                segment.adopt(stepper.state.get(segment.parameter) or {})
+                segment.adopt_states(stepper.state.get(segment.parameter) or {})
             filled = [segment.range for segment, has in stepped.items() if has]
             finished = bucket.gradient.handed_over(filled) if filled else None
             for window, among in _by_window(held).items():
@@ -244,32 +244,32 @@ class _UpdateThread:
         return task.finished.scaled(part).to(segment.parameter.dtype)
 
 
-class _Moments(KeptStates):
+class _Moments(SegmentStates):
     """States per element rest in host memory or files, and are brought to a step from there."""
 
     def __init__(self, segment: Segment, staging: StagingBuffer | None) -> None:
         super().__init__(segment)
         self._staging, self._names = staging, segment.bucket.moments
 
-    def lent(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
-        return self._home(key).to(parameter.dtype) if key in self._names else value
+    def load(self, key: str, value: Any, parameter: nn.Parameter) -> Any:
+        return self._at_rest(key).to(parameter.dtype) if key in self._names else value
 
-    def _home(self, key: str) -> Tensor:
+    def _at_rest(self, key: str) -> Tensor:
         if self._staging is not None:
             return self._staging.part(key, self.segment.range)
         with self._names[key].opened(self.segment.range, "change") as data:
             return data
 
-    def put_back(self, key: str, value: Any) -> Any:
+    def store(self, key: str, value: Any) -> Any:
         if key not in self._names:
             return value
-        home = self._home(key)
-        if home.data_ptr() != value.data_ptr():
-            home.copy_(value)
+        at_rest = self._at_rest(key)
+        if at_rest.data_ptr() != value.data_ptr():
+            at_rest.copy_(value)
         if self._staging is None:
-            return home
+            return at_rest
         self._staging.keep(key)
-        return self.segment.stand_in(key)
+        return self.segment.state_placeholder(key)
 
 
 class _NarrowMoments(NarrowStates):
@@ -279,10 +279,10 @@ class _NarrowMoments(NarrowStates):
         super().__init__(segment)
         self._staging = staging
 
-    def codes(self, home: NarrowState, tile: Range) -> Tensor:
-        return super().codes(home, tile) if self._staging is None else self._staging.part(home.kind, tile)
+    def codes(self, state: NarrowState, tile: Range) -> Tensor:
+        return super().codes(state, tile) if self._staging is None else self._staging.part(state.kind, tile)
 
-    def put_back(self, key: str) -> Any:
+    def stored(self, key: str) -> Any:
         if self._staging is not None:
             self._staging.keep(key)
-        return super().put_back(key)
+        return super().stored(key)

@@ -1,5 +1,33 @@
 """The optimizer's side: stock `torch.optim` optimizers over flat runs of master weights.
 
-Read template, segment, settings, stock, stepper, probe, elementwise, kept, narrow_steps, matrix_owners, matrix_steps,
-on_device, groups, clipping, zeroing, driver, in that order; protocols is what the driver asks of later folders.
+A `Segment` is one such run: this rank's part of consecutive parameters of one bucket and one param group, 1-D. A step
+goes through these modules, from top to bottom:
+
+    optimizer.step()
+      torch's hook before it: OptimizerDriver._before_step               driver
+        engine.prepare_step()          edits of users are taken over     model/engine
+        ParamGroups.begin_step         segments replace parameters       groups
+        LossScale.skips                fp16 only: overflow ends here     consensus/loss_scale
+        ParamGroups.recut              split at parameters without       groups, segment
+                                       a gradient
+        OffDeviceUpdates.begin         segments away from the device     offload/background
+          on a thread: SegmentStates.step or NarrowStates.step           offload/update
+        DeviceUpdates.begin            segments on the device:           device_updates
+          MatrixSteps.step             - whole matrices (Muon)           matrix_steps, matrix_owners
+          SegmentStates.step           - moments in another dtype        segment_states
+          NarrowStates.step            - moments in 8 bits               narrow_states
+          Segment.take_gradient        - all others: `.grad` is set      segment
+      the optimizer's own code: updates what has a `.grad`               torch
+      torch's hook behind it: OptimizerDriver._after_step                driver
+        ParamGroups.end_step           parameters are back               groups
+        engine.publish()               weights follow the masters        model/engine
+        OffDeviceUpdates.end_step      waits, if step='synchronous'      offload/background
+
+So an element is updated by the optimizer's own code in either of two callers: its `step()`, over all segments that are
+in its groups; or a `Stepper`, which runs the same code on one segment and on any thread. The latter steps what
+`DeviceUpdates.excludes` from the former. Matrices alone have code of their own: `terrazzo.optim.MatrixOptimizer`.
+
+Read template, segment, settings, stock, stepper, probe, elementwise, segment_states, narrow_states, matrix_owners,
+matrix_steps, device_updates, groups, clipping, zeroing, driver, in that order; protocols is what the driver asks of
+later folders.
 """

@@ -19,9 +19,9 @@ from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.consensus.hyper_parameters import HyperParameters
 from terrazzo.engine.consensus.loss_scale import DynamicLossScale, LossScale
 from terrazzo.engine.optim.clipping import overflowed
+from terrazzo.engine.optim.device_updates import DeviceUpdates
 from terrazzo.engine.optim.groups import ParamGroups
 from terrazzo.engine.optim.matrix_steps import MatrixSteps
-from terrazzo.engine.optim.on_device import DeviceUpdates
 from terrazzo.engine.optim.protocols import Driven, OffDeviceUpdates
 from terrazzo.engine.optim.segment import Segment, segments_of
 from terrazzo.engine.optim.settings import Settings
@@ -49,7 +49,7 @@ class OptimizerDriver:
     Attributes:
         groups: its param groups.
         buckets: those with parameters of its own.
-        background: updates away from the device.
+        off_device: updates away from the device.
         reference: to the optimizer, weak.
         kind: the class that it was of.
     """
@@ -63,11 +63,11 @@ class OptimizerDriver:
         self._skipping: Settings | None = None  # a step that overflowed, and what there was before it
         self._owned = _owned([bucket for unit in self.units for bucket in unit.trainable()], self.groups.numbers)
         self.buckets = list(self._owned)
-        self.groups.hold(segments_of(self.buckets, dict(zip(self.groups.numbers, templates, strict=True))))
+        self.groups.set_segments(segments_of(self.buckets, dict(zip(self.groups.numbers, templates, strict=True))))
         groups = dict(zip(self.groups.numbers, optimizer.param_groups, strict=True))
         of_matrices = {number: group for number, group in groups.items() if is_matrix_group(optimizer, group)}
         self._on_device = DeviceUpdates(self.sharding.precision, first, MatrixSteps(self.buckets, of_matrices))
-        self.background = OffDeviceUpdates()
+        self.off_device = OffDeviceUpdates()
         scaling = self.sharding.precision.loss_scaling
         self.loss_scale = DynamicLossScale(scaling) if scaling else LossScale()
         self.reference, self._retired, self.kind = weakref.ref(optimizer), False, type(optimizer)
@@ -111,22 +111,22 @@ class OptimizerDriver:
 
     def update_off_device(self, make: Callable[[Callable[[], Sequence[Segment] | None]], OffDeviceUpdates]) -> None:
         """Have segments away from the device updated by what `make` returns; it is given what returns them."""
-        self.background = make(weakly(self, lambda driver: driver.segments))
+        self.off_device = make(weakly(self, lambda driver: driver.segments))
         self.schedule.on_finished(weakly(self, OptimizerDriver._reduced))
 
     def _reduced(self, unit: int) -> None:
         if not self._retired and (optimizer := self.reference()) is not None:
             self.groups.check(optimizer)
-            self.background.unit_reduced(unit, optimizer)
+            self.off_device.unit_reduced(unit, optimizer)
 
     def catch_up(self) -> None:
         """Return once no update is under way."""
-        self.background.catch_up()
+        self.off_device.catch_up()
 
     def await_states(self) -> None:
         """Return once no update away from the device writes states; a step itself does not wait for those it began."""
         if not self.groups.stepping:
-            self.background.await_states()
+            self.off_device.await_states()
 
     def state_bytes(self) -> int:
         """What the optimizer itself keeps on the device, as it lies in memory; not what is the bucket's."""
@@ -136,9 +136,9 @@ class OptimizerDriver:
 
     def retire(self) -> None:
         """Drive no longer, and let go of the model; nothing may be under way."""
-        self.groups.hold(())
+        self.groups.set_segments(())
         self.buckets, self.units, self._retired = [], (), True
-        self._owned, self.background = {}, OffDeviceUpdates()
+        self._owned, self.off_device = {}, OffDeviceUpdates()
         self._on_device = DeviceUpdates(self.sharding.precision, 0, MatrixSteps((), {}))
 
     # -- the step ----------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class OptimizerDriver:
         self._unpublished = True
         for bucket in self.buckets:
             bucket.gradient.finished.expect_changes()
-        self.background.begin(optimizer)
+        self.off_device.begin(optimizer)
         self._on_device.begin(optimizer, self.segments)
 
     def _prepare(self, optimizer: Optimizer, closures: Iterable[object]) -> None:
@@ -180,7 +180,7 @@ class OptimizerDriver:
         self.groups.check(optimizer)
         self.groups.check_parameters(optimizer)
         self._skipping = None
-        self.groups.begin_step(self._on_device.are_apart)
+        self.groups.begin_step(self._on_device.excludes)
         for unit in self.units:
             unit.weights.finish_publishing()  # behind a step, with no forward between: what is sent is about to change
 
@@ -193,7 +193,7 @@ class OptimizerDriver:
         self.progress.end_step()
         self._note_hyper_parameters(optimizer)
         self._publish()  # skipped alike on all ranks
-        self.background.end_step()
+        self.off_device.end_step()
         self.sharding.axes.tally.phases.begin("other")
 
     def _note_hyper_parameters(self, optimizer: Optimizer) -> None:
@@ -221,7 +221,7 @@ class OptimizerDriver:
         self.groups.end_step()
         if not set_to_none:
             self.catch_up()  # an update may still read what is going to be zero
-        self.background.forget(abandoned=True)
+        self.off_device.forget(abandoned=True)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradients of its own parameters, or set finished ones to zero."""

@@ -23,7 +23,7 @@ class ParamGroups:
 
     Attributes:
         numbers: of them among these.
-        given: parameters of each, as the optimizer had them.
+        parameters: of each, as the optimizer was built over them.
         segments: of all of them.
         stepping: whether this is inside of a step.
     """
@@ -31,30 +31,30 @@ class ParamGroups:
     def __init__(self, optimizer: Optimizer, first: int) -> None:
         self._listed = [*optimizer.param_groups]
         self.numbers = range(first, first + len(self._listed))
-        self.given = [tuple(group["params"]) for group in self._listed]
+        self.parameters = [tuple(group["params"]) for group in self._listed]
         self._names = [group.get("param_names") for group in self._listed]
         self.segments: Sequence[Segment] = ()
         self.stepping = False
-        self._apart: Callable[[Segment], bool] = _is_skipped
+        self._excluded: Callable[[Segment], bool] = _is_skipped
 
-    def hold(self, segments: Sequence[Segment]) -> None:
+    def set_segments(self, segments: Sequence[Segment]) -> None:
         """Have these segments, of all the groups, inside of steps."""
         self.segments = segments
 
-    def begin_step(self, apart: Callable[[Segment], bool]) -> None:
+    def begin_step(self, excluded: Callable[[Segment], bool]) -> None:
         """Have each group hold its segments, none of which has a gradient.
 
         Args:
-            apart: whether the optimizer's own step is to leave one alone, without a gradient too: it decays all,
+            excluded: whether the optimizer's own step is to leave one alone, without a gradient too: it decays all,
                 perhaps.
         """
-        self.stepping, self._apart = True, apart
+        self.stepping, self._excluded = True, excluded
         self._fill()
         self._drop_gradients()
 
     def skip_step(self) -> None:
         """Have the optimizer's own step leave all alone."""
-        self._apart = _is_skipped
+        self._excluded = _is_skipped
         self._fill()
 
     def recut(self, parts: Sequence[Sequence[Segment]]) -> None:
@@ -70,7 +70,7 @@ class ParamGroups:
             for segment in self.segments:
                 if isinstance(segment.bucket.master, Buffer):
                     bring_home(segment.parameter, segment.bucket.master.part(segment.range))
-            self.stepping, self._apart = False, _is_skipped
+            self.stepping, self._excluded = False, _is_skipped
             self._fill()
             self._drop_gradients()
 
@@ -81,14 +81,14 @@ class ParamGroups:
 
     def _fill(self) -> None:
         if not self.stepping:
-            for parameters, names, group in zip(self.given, self._names, self._listed, strict=True):
+            for parameters, names, group in zip(self.parameters, self._names, self._listed, strict=True):
                 group["params"] = [*parameters]
                 if names is not None:
                     group["param_names"] = names
             return
         by_group: dict[int, list[Segment]] = {number: [] for number in self.numbers}
         for segment in self.segments:
-            if not self._apart(segment):
+            if not self._excluded(segment):
                 by_group[segment.group].append(segment)
         for own, names, group in zip(by_group.values(), self._names, self._listed, strict=True):
             group["params"] = [segment.parameter for segment in own]
@@ -115,7 +115,7 @@ class ParamGroups:
         Raises:
             Misuse: there.
         """
-        for number, (parameters, group) in enumerate(zip(self.given, optimizer.param_groups, strict=True)):
+        for number, (parameters, group) in enumerate(zip(self.parameters, optimizer.param_groups, strict=True)):
             held = group["params"]
             if len(held) != len(parameters) or not all(map(operator.is_, held, parameters)):
                 raise Misuse(

@@ -13,21 +13,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from terrazzo.engine.buckets.bucket import Bucket
+from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Moves, Transfer
-from terrazzo.engine.optim.kept import KeptStates
 from terrazzo.engine.optim.matrix_owners import CUT, AxisExchange, Matrix, MatrixPart, Owners, owners_of
 from terrazzo.engine.optim.segment import Segment, held_range, runs
+from terrazzo.engine.optim.segment_states import SegmentStates
 from terrazzo.engine.optim.template import MatrixNeeds, Templates
 from terrazzo.engine.plan.layout import Range
 from terrazzo.optim import MatrixOptimizer
 
-__all__ = ["Give", "MatrixSteps", "rehearse_matrices"]
-
-Give = Callable[[Segment], None]
-"""Gives a segment's parameter its gradient, if there is one."""
+__all__ = ["MatrixSteps", "rehearse_matrices"]
 
 
 class MatrixAxis(Protocol):
@@ -183,8 +181,14 @@ class MatrixSteps:
         """Whether it is of matrices."""
         return segment.group in self._groups
 
-    def step(self, optimizer: Optimizer, segments: Sequence[Segment], give: Give) -> None:
-        """Update all that have gradients. Collective."""
+    def step(
+        self, optimizer: Optimizer, segments: Sequence[Segment], finished: Mapping[Bucket, SummedGradient]
+    ) -> None:
+        """Update all that have gradients. Collective.
+
+        Args:
+            finished: the gradients of buckets.
+        """
         own: dict[Bucket, list[Segment]] = {}
         for segment in segments:
             if self.has(segment):
@@ -192,7 +196,7 @@ class MatrixSteps:
         for owners in self._owners:
             due = [matrix for matrix in owners.matrices if _is_due(matrix)]
             if due and isinstance(optimizer, MatrixOptimizer):
-                self._step(optimizer, owners, due, own, give)
+                self._step(optimizer, owners, due, own, finished)
 
     def _step(
         self,
@@ -200,7 +204,7 @@ class MatrixSteps:
         owners: Owners,
         due: Sequence[Matrix],
         own: Mapping[Bucket, Sequence[Segment]],
-        give: Give,
+        finished: Mapping[Bucket, SummedGradient],
     ) -> None:
         axes, label = owners.axes, Label(Purpose.MATRICES)
         held = _Held(optimizer.wire, axes.device, axes.tally.ledger)
@@ -209,7 +213,7 @@ class MatrixSteps:
         for matrix, segment in parts:
             by_segment.setdefault(segment, []).append(matrix)
         for segment, matrices in by_segment.items():
-            give(segment)
+            segment.take_gradient(finished)
             self._prepare(optimizer, segment, [*filter(owners.sends, matrices)], held)
 
         def carry(axis: str, moves: _ExchangeAlong) -> None:
@@ -224,15 +228,15 @@ class MatrixSteps:
             held.drop(matrix)
 
     def _prepare(self, optimizer: MatrixOptimizer, segment: Segment, matrices: Sequence[Matrix], held: _Held) -> None:
-        """Change what is kept of a segment with a gradient, and hold what owners of `matrices` are to have of it."""
+        """Change the states of a segment with a gradient, and hold what owners of `matrices` are to have of it."""
         parameter = segment.parameter
         assert parameter.grad is not None
-        needs, states = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes), KeptStates(segment)
+        needs, states = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes), SegmentStates(segment)
         with held.ledger.holding(needs.prepare_bytes(parameter.numel(), segment.bucket.precision)):
             kept = optimizer.state.get(parameter) or {}
-            lent = {key: states.lent(key, value, parameter) for key, value in kept.items()}
-            update = optimizer.prepare(self._groups[segment.group], lent, parameter.grad)
-            optimizer.state[parameter] = {key: states.put_back(key, value) for key, value in lent.items()}
+            loaded = {key: states.load(key, value, parameter) for key, value in kept.items()}
+            update = optimizer.prepare(self._groups[segment.group], loaded, parameter.grad)
+            optimizer.state[parameter] = {key: states.store(key, value) for key, value in loaded.items()}
             parameter.grad = None
             for matrix in matrices:
                 part = matrix.range.intersect(segment.range)

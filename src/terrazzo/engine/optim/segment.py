@@ -71,6 +71,11 @@ class Segment:
         with finished.wait().opened(self.range) as part:
             return finished.scaled(part).to(device=self.device, dtype=self.parameter.dtype)
 
+    def take_gradient(self, finished: Mapping[Bucket, SummedGradient]) -> None:
+        """Have `parameter.grad`, where there is a gradient, from those of its buckets that are `finished`."""
+        if self.due:
+            self.parameter.grad = self.gradient(finished[self.bucket])
+
     @property
     def device(self) -> torch.device:
         """Where it is updated."""
@@ -80,23 +85,23 @@ class Segment:
         """Whether the optimizer keeps `value` for each element; where nobody has seen the key before, by its shape."""
         return self.template.keeps_per_element(key, value, self.parameter.shape)
 
-    def stand_in(self, key: str) -> StatePlaceholder | None:
-        """What the optimizer has in the place of a state of the bucket's; None for that state itself, in memory."""
+    def state_placeholder(self, key: str) -> StatePlaceholder | None:
+        """What `optimizer.state` has in place of a state of the bucket; None where it has that itself, in memory."""
         precision, numel = self.bucket.precision, self.range.numel
         if precision.narrow is not None:
             return StateIn8Bits.of(numel, precision.shown_moments, key)
         return StateOnDrive.of(numel, precision.shown_moments, key) if self.parameter.is_meta else None
 
-    def adopt(self, kept: Mapping[str, Any]) -> None:
+    def adopt_states(self, kept: Mapping[str, Any]) -> None:
         """Copy what a user has put in the place of states away from the device to where those rest.
 
         Args:
             kept: by the optimizer for this segment; no update of it may be under way.
         """
-        for key, home in self.bucket.moments.items():
+        for key, state in self.bucket.moments.items():
             value = kept.get(key)
             if isinstance(value, Tensor) and not isinstance(value, StatePlaceholder):
-                with home.opened(self.range, "change") as data:
+                with state.opened(self.range, "change") as data:
                     if data.data_ptr() != value.data_ptr():
                         data.copy_(value.detach())
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from terrazzo.engine.border.sharded_optimizer import make_sharded_optimizer
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import all_or_none, check_agreement
-from terrazzo.engine.offload.background import Background
+from terrazzo.engine.offload.background import BackgroundUpdates
 from terrazzo.engine.offload.needs import further_moment_bytes, moment_names
 from terrazzo.engine.offload.update import Updater
 from terrazzo.engine.optim.driver import OptimizerDriver
@@ -101,7 +101,8 @@ def put_on(engine: Engine, optimizer: Optimizer, templates: Templates) -> None:
         bucket.build_moments(engine.store, moment_names(bucket, of_all))
     if off_device:
         updater, mode = Updater(engine.store), engine.store.settings.step
-        driver.update_off_device(functools.partial(Background, engine.units, engine.schedule, updater, mode, first))
+        make = functools.partial(BackgroundUpdates, engine.units, engine.schedule, updater, mode, first)
+        driver.update_off_device(make)
     if states:
         restore_optimizer(driver, reading(states))
     make_sharded_optimizer(optimizer, driver)

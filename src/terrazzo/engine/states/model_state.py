@@ -154,7 +154,7 @@ class ModelState:
             restore_model(engine.buckets(), read)
             restore_averages(engine.average.buffers if with_optimizer else {}, read)
             for driver in engine.drivers:
-                driver.background.begin_restoring()
+                driver.off_device.begin_restoring()
                 if with_optimizer and driver.reference() is not None:
                     restore_optimizer(driver, read)
 

@@ -64,7 +64,7 @@ class OptimizerStates:
         by_parameter = {id(member.parameter): member.name for member in members}
         return [
             (parameter, by_parameter[id(parameter)])
-            for parameters in self._driver.groups.given
+            for parameters in self._driver.groups.parameters
             for parameter in parameters
         ]
 
@@ -208,7 +208,7 @@ class OptimizerStates:
 
         self.engine.settle()
         with torch.no_grad():
-            self._driver.background.begin_restoring()
+            self._driver.off_device.begin_restoring()
             restore_optimizer(self._driver, read)
 
     def _check_kinds(self, by_name: Mapping[str, Mapping[str, Any]]) -> None:
@@ -271,7 +271,7 @@ class OptimizerStates:
         kept = [(s, self._optimizer.state.get(s.parameter, {})) for s in self._driver.segments if s.bucket is bucket]
         if kind in bucket.moments:
             for segment, state in kept:
-                segment.adopt(state)
+                segment.adopt_states(state)
             return bucket.moments[kind]
         own = bucket.space.zeros(bucket.optim_axes, bucket.precision.shown_moments)
         for segment, state in kept:

@@ -101,16 +101,16 @@ def _read_moments(segment: Segment, kind: str, read: Read, before: Any) -> Tenso
 
 
 def _read_off_device(segment: Segment, kind: str, read: Read) -> Tensor:
-    """A state per element of a segment that is updated away from the device; for one in files, its stand-in."""
-    home = segment.bucket.moments[kind]
-    for part in home.cuts(segment.range):
-        with home.opened(part, "change") as data:
+    """A state per element of a segment that is updated away from the device; for one in files, its placeholder."""
+    state = segment.bucket.moments[kind]
+    for part in state.cuts(segment.range):
+        with state.opened(part, "change") as data:
             data.zero_()
     for slot, held in segment.slots():
-        _restore(home, slot, kind, held, read)
-    if (stand_in := segment.stand_in(kind)) is not None:
-        return stand_in
-    with home.opened(segment.range) as data:
+        _restore(state, slot, kind, held, read)
+    if (placeholder := segment.state_placeholder(kind)) is not None:
+        return placeholder
+    with state.opened(segment.range) as data:
         return data
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps in 8 bits, lent to steps of a few blocks at a time: never all of it is there in fp32."""
+"""The states of one segment in 8 bits: loaded for steps of a few blocks at a time, so that never all are in fp32."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NarrowStates:
     def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
         """Update `parameter`, the segment's values, and what is kept, in fp32 and tile by tile."""
         segment = self.segment
-        states = {key: home for key, home in segment.bucket.moments.items() if isinstance(home, NarrowState)}
+        states = {key: state for key, state in segment.bucket.moments.items() if isinstance(state, NarrowState)}
         kept = stepper.state.get(segment.parameter) or {}
         others = {key: value for key, value in kept.items() if key not in states}
         after: dict[str, Any] = {}
@@ -41,8 +41,8 @@ class NarrowStates:
             if gradient is not None:
                 part.grad = gradient[within].float()
             own = {k: v[within] if segment.keeps_per_element(k, v) else v for k, v in others.items()}
-            lent = {key: home.decoded(self.codes(home, tile)) for key, home in states.items() if key in kept}
-            after = stepper.step(segment.group, part, {**frozen(own), **lent})
+            decoded = {key: state.decoded(self.codes(state, tile)) for key, state in states.items() if key in kept}
+            after = stepper.step(segment.group, part, {**frozen(own), **decoded})
             part.grad = None  # a copy, perhaps, which need not stay while states are encoded
             if part.data_ptr() != values[within].data_ptr():
                 self._round(part.detach(), values, tile, after)
@@ -54,7 +54,7 @@ class NarrowStates:
         if after:
             joined = {**after, **{key: torch.cat(parts) for key, parts in unforeseen.items()}}
             stepper.state[segment.parameter] = {
-                key: self.put_back(key) if key in states else value for key, value in joined.items()
+                key: self.stored(key) if key in states else value for key, value in joined.items()
             }
 
     def _round(self, stepped: Tensor, values: Tensor, tile: Range, after: Mapping[str, Any]) -> None:
@@ -71,11 +71,11 @@ class NarrowStates:
                 new, elements = stepped[part.within(tile)], segment.bucket.box(slot).elements(own, stepped.device)
                 values[part.within(segment.range)] = round_stochastically(new, slot.name, elements, after["step"])
 
-    def codes(self, home: NarrowState, tile: Range) -> Tensor:
+    def codes(self, state: NarrowState, tile: Range) -> Tensor:
         """The blocks of one state, in memory: a view."""
-        with home.codes.opened(tile.packed, "change") as data:
+        with state.codes.opened(tile.packed, "change") as data:
             return data
 
-    def put_back(self, key: str) -> Any:
-        """What the optimizer has from now on in the place of a state."""
-        return self.segment.stand_in(key)
+    def stored(self, key: str) -> Any:
+        """What `optimizer.state` has from now on in place of a state whose codes are written."""
+        return self.segment.state_placeholder(key)
