@@ -18,7 +18,7 @@ from torch.optim import _muon
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.engine.comm.tally import Tally
-from terrazzo.engine.optim.matrix_steps import rehearse_matrices
+from terrazzo.engine.optim.matrix_steps import dry_run_matrices
 from terrazzo.errors import BadInput
 from tests.engine.parity import CUSTOM, Case, assert_parity, axes, run_on_threads
 from tests.engine.reference import Step, Trainer
@@ -140,7 +140,7 @@ def promised(plan: str, ranks: int, precision: str, base: Net | None) -> list[An
     update_bytes = ledger.peak_bytes - ledger.live_bytes
     ledger.peak_bytes = max(ledger.peak_bytes, backward_bytes)
     wanted, bill = engine.promise.traffic(), engine.bill
-    rehearse_matrices(engine.trainable(), engine.drivers.templates, apart)
+    dry_run_matrices(engine.trainable(), engine.drivers.templates, apart)
     optimizer_bytes = sum(driver.state_bytes() for driver in engine.drivers)
     return [
         (dict(engine.traffic.bytes), dict(wanted.bytes)),

@@ -17,9 +17,9 @@ import torch
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Offload, Plan, stages_of
 from terrazzo.engine.comm.collectives import NativeCollectives
+from terrazzo.engine.dry_run.bill import memory_bill
+from terrazzo.engine.dry_run.step import StepSpec
 from terrazzo.engine.mesh import axes as engine_axes
-from terrazzo.engine.paper.bill import memory_bill
-from terrazzo.engine.paper.rehearsal import PaperStep
 from terrazzo.engine.sharding.prepare import Options, prepare
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
@@ -110,7 +110,7 @@ class Case:
             stages = stages_of(model)
             adds = self.local or stages is not None or not prepared.sharding.plan.grad.axes
             buffer_bytes = 0 if stages is None else stages.buffer_bytes(model)
-            step = PaperStep(self.prefetch, self.micro_batches, adds, stages, buffer_bytes)
+            step = StepSpec(self.prefetch, self.micro_batches, adds, stages, buffer_bytes)
             return memory_bill(prepared.units, prepared.templates, Offload(), step).transient_bytes
 
 

@@ -35,7 +35,7 @@ INNER_LAYERS = {
     ),
     "engine": (
         *("runtime", "comm", "mesh", "plan", "buckets", "schedule", "autograd", "consensus", "hooks", "optim"),
-        *("offload", "paper", "model", "states", "border", "sharding", ""),
+        *("offload", "dry_run", "model", "states", "border", "sharding", ""),
     ),
     "planner": (
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),

@@ -13,7 +13,7 @@ Folders, from the lowest to the highest:
     hooks       what torch calls while a model runs
     optim       stock optimizers over flat master weights
     offload     what is away from the device
-    paper       memory and traffic of a step that has not run
+    dry_run     memory and traffic of a step that has not run
     model       a sharded model as one object, and what its ranks agree on
     states      what there is to save of it, and how it comes back
     border      what a user may do with it: how that is intercepted, and what is answered
@@ -56,8 +56,8 @@ want of a sharded model, they ask its `Engine`. Open to other packages:
     mesh                                        the axes of a mesh
     plan                                        what is stated, for the planner and for checkpoints
     comm                                        the collectives of a group, and where a step's time goes
-    schedule.schedule, paper.rehearsal          a step on paper, for the planner
-    optim.matrix_owners, optim.matrix_steps, optim.template  updates of whole matrices on paper, likewise
+    schedule.schedule, dry_run.step             a dry run of a step, for the planner
+    optim.matrix_owners, optim.matrix_steps, optim.template  dry runs of updates of whole matrices, likewise
     offload.needs                               what rests away from the device, likewise
     offload.disk_file, offload.disk_folder      folders for swap files, for advice on them
     offload.topology                            CPUs that a rank may use
@@ -75,6 +75,7 @@ from terrazzo.engine.border.sharded_optimizer import ShardedOptimizer
 from terrazzo.engine.border.unattached_optimizers import on_unattached_step
 from terrazzo.engine.buckets.parameter import Zeros
 from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.dry_run.bill import MemoryBill
 from terrazzo.engine.mesh.family import Family
 from terrazzo.engine.mesh.meshes import data_mesh, named_mesh
 from terrazzo.engine.model.accumulation import accumulate
@@ -83,7 +84,6 @@ from terrazzo.engine.model.names import PersistentBuffer, check_no_extra_state, 
 from terrazzo.engine.model.unused import UnusedGradients, unused_gradients
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.elementwise import ELEMENTWISE, check_elementwise
-from terrazzo.engine.paper.bill import MemoryBill
 from terrazzo.engine.plan.absent import as_one, give_up
 from terrazzo.engine.plan.box import Box, Owned, Record, leave_record, record_of
 from terrazzo.engine.plan.partition import Units, find_units, parameter_names

@@ -21,7 +21,7 @@ def comm_streams_of(device: torch.device, backends: Collection[str]) -> CommStre
     """The communication streams of a mesh on `device`; None where the host does the work, or waits for it.
 
     Args:
-        backends: of the mesh's axes. `fake` moves nothing, so nobody waits: steps on paper are queued as on CUDA.
+        backends: of the mesh's axes. `fake` moves nothing, so nobody waits: dry runs are queued as on CUDA.
     """
     return CommStreams(device) if devices.is_cuda(device) or "fake" in backends else None
 

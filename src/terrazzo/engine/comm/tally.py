@@ -13,7 +13,7 @@ __all__ = ["Tally"]
 
 @dataclass
 class Tally:
-    """The counts of one model, of a step that runs or of one on paper.
+    """The counts of one model, of a step that runs or of a dry run.
 
     Attributes:
         traffic: what this rank has sent.

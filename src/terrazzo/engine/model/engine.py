@@ -17,6 +17,8 @@ from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.consensus.progress import Progress
+from terrazzo.engine.dry_run.bill import MemoryBill
+from terrazzo.engine.dry_run.promise import Promise
 from terrazzo.engine.hooks.hooks import Hooks
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.average import KeptAverage
@@ -25,8 +27,6 @@ from terrazzo.engine.model.description import described
 from terrazzo.engine.model.drivers import Drivers
 from terrazzo.engine.model.gradients import ModelGradients
 from terrazzo.engine.offload.store import Store
-from terrazzo.engine.paper.bill import MemoryBill
-from terrazzo.engine.paper.promise import Promise
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.plan.sharding_spec import ShardingSpec

@@ -1,6 +1,6 @@
 """What ranks do as one: each does its part, or all raise; and all have been told the same, or all raise.
 
-They exchange numbers, over the axes of one model's mesh, which need not have all ranks and may be on paper.
+They exchange numbers, over the axes of one model's mesh, which need not have all ranks and may be that of a dry run.
 `terrazzo.exchange.together` is for what all ranks of the default group do, and carries the error itself.
 """
 

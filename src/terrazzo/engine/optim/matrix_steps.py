@@ -25,7 +25,7 @@ from terrazzo.engine.optim.template import MatrixNeeds, Templates
 from terrazzo.engine.plan.layout import Range
 from terrazzo.optim import MatrixOptimizer
 
-__all__ = ["MatrixSteps", "rehearse_matrices"]
+__all__ = ["MatrixSteps", "dry_run_matrices"]
 
 
 class MatrixAxis(Protocol):
@@ -273,7 +273,7 @@ def _update(
         carry(exchange.axis, partial(_carried_out, held, exchange, True))
 
 
-class _PaperAxis:
+class _CountingAxis:
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
 
@@ -285,7 +285,7 @@ class _PaperAxis:
         return received
 
 
-def rehearse_matrices(
+def dry_run_matrices(
     buckets: Sequence[Bucket],
     templates: Templates,
     tally: Tally,
@@ -311,7 +311,7 @@ def rehearse_matrices(
                                 held.put(MatrixPart(matrix, part), _room(held, part.numel))
 
         def carry(axis: str, moves: _ExchangeAlong) -> None:
-            for _ in moves(_PaperAxis(tally.traffic if traffic_along is None else traffic_along(axis))):
+            for _ in moves(_CountingAxis(tally.traffic if traffic_along is None else traffic_along(axis))):
                 pass
 
         def whole(matrix: Matrix, held: _Held = held, needs: MatrixNeeds = needs) -> Tensor:

@@ -12,7 +12,7 @@ memory, follows from the plan's four places and the precision's dtypes alone:
 On different tiers they are two memories. Away from the device so are a weight and a master of different dtypes, whose
 cast would cross over in the wider of the two, and in files those of different axes.
 
-A `Bucket` is a description with memory. The bill, the step on paper and the planner ask the description alone.
+A `Bucket` is a description with memory. The bill, the dry run and the planner ask the description alone.
 """
 
 from __future__ import annotations

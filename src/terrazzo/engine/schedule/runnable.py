@@ -1,4 +1,4 @@
-"""What a schedule asks of a unit, be it a real one or one on paper."""
+"""What a schedule asks of a unit, be it a real one or one that only counts."""
 
 from __future__ import annotations
 

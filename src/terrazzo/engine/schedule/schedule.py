@@ -26,7 +26,7 @@ __all__ = ["Schedule"]
 
 
 class Schedule:
-    """Runs the units of one model, or units on paper.
+    """Runs the units of one model, or units that only count bytes.
 
     Hooks begin and end passes, and tell the running pass which units torch comes to. All ranks begin and end the same
     passes; the units that they enter in between, and their order, may differ.

@@ -19,6 +19,8 @@ from terrazzo.engine.border.sharded_module import make_sharded_module
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.consensus.pass_end import meet, weights_are_split
 from terrazzo.engine.consensus.progress import Denominator, Progress
+from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
+from terrazzo.engine.dry_run.step import StepSpec, parameters_of
 from terrazzo.engine.hooks.hooks import Hooks
 from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.model.together import all_or_none
@@ -27,8 +29,6 @@ from terrazzo.engine.offload.needs import need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.store import Store
 from terrazzo.engine.optim.stock import orphans
-from terrazzo.engine.paper.bill import MemoryBill, memory_bill
-from terrazzo.engine.paper.rehearsal import PaperStep, parameters_of
 from terrazzo.engine.plan.partition import Units
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
@@ -124,9 +124,9 @@ def estimate(  # structure: signature fixed by that of shard
     options = Options(units, precision, mesh, prefetch, offload or Offload())
     prepared = prepare(model, optimizer, plan, options)
     stages = stages_of(model)
-    step = PaperStep(prefetch)
+    step = StepSpec(prefetch)
     if stages is not None:
-        step = PaperStep(prefetch, stages.ranks, True, stages, stages.buffer_bytes(model))
+        step = StepSpec(prefetch, stages.ranks, True, stages, stages.buffer_bytes(model))
     return memory_bill(prepared.units, prepared.templates, options.offload, step)
 
 

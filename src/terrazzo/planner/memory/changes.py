@@ -1,8 +1,8 @@
 """How a unit changes what a rank holds, each time that the schedule of a step comes to it.
 
 A unit's buckets come one after the other, in the order and with the sizes of `BucketSpec`, as in the engine and in its
-step on paper (`terrazzo.engine.paper.rehearsal`). What follows from a unit alone is put together once, so that a search
-can walk through many steps of it.
+dry run (`terrazzo.engine.dry_run.step`). What follows from a unit alone is put together once, so that a search can walk
+through many steps of it.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _chain(trained: Sequence[PlannedBucket], last: bool, has_partial: bool, adds
 
 
 class _ChainMaker:
-    """Puts a `Chain` together, as `PaperBucket.reduce` goes through it."""
+    """Puts a `Chain` together, as `CountingBucket.reduce` goes through it."""
 
     def __init__(self, beside: bool) -> None:
         self.now = _Steps()

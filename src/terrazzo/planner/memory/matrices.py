@@ -18,7 +18,7 @@ import torch
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.optim.matrix_owners import CUT, Owners, owners_of
-from terrazzo.engine.optim.matrix_steps import rehearse_matrices
+from terrazzo.engine.optim.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.template import MatrixNeeds, Template
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.layout import Layout, Range, share
@@ -67,7 +67,7 @@ def _updates(units: tuple[PlacedUnit, ...], iterations: int) -> MatrixUpdates:
     found: Any = [paper for unit, count, placement in units for paper in _paper_buckets(unit, count, placement)]
     template, tally, along = Template(), Tally(), dict[str, Traffic]()
     template.matrices = MatrixNeeds(Muon.wire, Muon.workspace_bytes)
-    rehearse_matrices(found, [template], tally, lambda axis: along.setdefault(axis, Traffic()))
+    dry_run_matrices(found, [template], tally, lambda axis: along.setdefault(axis, Traffic()))
     sizes = {axis: paper.sharding.axes.along(axis).size for paper in found for axis in (*paper.sharding.ranks, CUT)}
     exchanged = tuple(
         Exchanged(axis.removeprefix(_DEALT), sizes[axis], traffic.bytes["all_to_all"], traffic.count["all_to_all"])

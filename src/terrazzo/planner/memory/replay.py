@@ -1,6 +1,6 @@
 """The engine on paper: a traced pass put on the schedule of a plan, and the moment at which most is held.
 
-Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.paper.rehearsal`). Only
+Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.dry_run.step`). Only
 the activations between its events come from a trace. `walk` describes the same step again, faster, for a search.
 """
 
@@ -16,7 +16,7 @@ from terrazzo.engine.comm.comm_streams import CommStreams
 from terrazzo.engine.comm.tally import Tally
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves, Released
-from terrazzo.engine.paper.rehearsal import PaperBucket, PaperGradient, PaperUnit
+from terrazzo.engine.dry_run.step import CountingBucket, CountingUnit, ExpectedGradient
 from terrazzo.engine.plan.bucket_spec import Pass, resting_bytes
 from terrazzo.engine.plan.place import Tiers
 from terrazzo.engine.schedule.schedule import Schedule
@@ -42,7 +42,7 @@ FORMULAS = {
     "memory.traced": Formula(
         "the fullest moment of a step in which the model's own operators were run by their shapes alone, between the "
         "engine's own gathers and reductions",
-        "terrazzo/planner/memory/trace.py and replay.py; terrazzo/engine/paper/rehearsal.py",
+        "terrazzo/planner/memory/trace.py and replay.py; terrazzo/engine/dry_run/step.py",
     ),
 }
 
@@ -191,8 +191,8 @@ class _Observed(Ledger):
         self._told()
 
 
-class _Unit(PaperUnit):
-    """A unit on paper that also counts its sums, the finished gradients among them."""
+class _Unit(CountingUnit):
+    """One that also counts its sums, the finished gradients among them."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class _Unit(PaperUnit):
         super().__init__(str(index or ""), index, held, compiled, Tally(ledger=ledger), comm_streams)
         self._sums = sums
         self._gradient_of = {
-            tensor.name: PaperGradient(place, tensor.numel, number)
+            tensor.name: ExpectedGradient(place, tensor.numel, number)
             for number, bucket in enumerate(held)
             for place, tensor in zip(bucket.places, bucket.tensors, strict=True)
             if bucket.trainable
@@ -219,9 +219,9 @@ class _Unit(PaperUnit):
             self.add_gradient(known, this_pass)
         else:
             for number in range(len(self.buckets)):
-                self.add_gradient(PaperGradient(0, event.numel * (number == 0), number), this_pass)
+                self.add_gradient(ExpectedGradient(0, event.numel * (number == 0), number), this_pass)
 
-    def reduce_bucket(self, bucket: PaperBucket, last: bool) -> Moves[None]:
+    def reduce_bucket(self, bucket: CountingBucket, last: bool) -> Moves[None]:
         """Each reduce-scatter makes a sum of its own; what it summed goes when it has ended.
 
         What finishes the partial sum counts as if it were summed in place.

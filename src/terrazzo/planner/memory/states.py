@@ -23,7 +23,7 @@ FORMULAS = {
     "memory.gradients": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `accumulate`, from the end of "
         "backward to zero_grad",
-        "arXiv 1910.02054, section 3; terrazzo/engine/paper/bill.py",
+        "arXiv 1910.02054, section 3; terrazzo/engine/dry_run/bill.py",
     ),
     "memory.master": Formula(
         "sum over units of padded trainable elements / ranks of `optim` x bytes of `master`, unless it is the weight",
@@ -32,7 +32,7 @@ FORMULAS = {
     "memory.moments": Formula(
         "tensors per element x held trainable elements / ranks of `optim` x bytes of `moments`, and one step count for "
         "every run of parameters that share settings",
-        "arXiv 1412.6980; terrazzo/engine/paper/bill.py",
+        "arXiv 1412.6980; terrazzo/engine/dry_run/bill.py",
     ),
 }
 

@@ -1,6 +1,6 @@
 """What a plan costs in memory, computed before anything is allocated.
 
-States follow from shapes, places and dtypes, the transient peak from a step rehearsed on paper.
+States follow from shapes, places and dtypes, the transient peak from a dry run of a step.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.buckets.unit import Unit
+from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.needs import disk_bytes, host_bytes, moment_names, need_of
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.segment import held_range, runs
 from terrazzo.engine.optim.template import Templates
-from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.plan.bucket_spec import resting_bytes
 from terrazzo.engine.plan.layout import padded_bytes
 
@@ -66,7 +66,7 @@ class MemoryBill:
         return "\n".join(f"  {name:<16}{value / 2**20:>12,.1f} MiB" for name, value in rows.items())
 
 
-def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, step: PaperStep) -> MemoryBill:
+def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, step: StepSpec) -> MemoryBill:
     """The bill of these units, whether or not they have been built.
 
     Args:
@@ -84,13 +84,13 @@ def memory_bill(units: Sequence[Unit], templates: Templates, offload: Offload, s
         master_bytes=resting["master"],
         grad_bytes=resting["grad"],
         moments_bytes=_moments_bytes(updated_here, templates) if templates else 0,
-        transient_bytes=rehearse(units, step, templates).ledger.peak_bytes,
+        transient_bytes=dry_run(units, step, templates).ledger.peak_bytes,
         host_bytes=host_bytes(need, offload) + sum(_partial_bytes(bucket, step) for bucket in trainable),
         disk_bytes=disk_bytes(need),
     )
 
 
-def _partial_bytes(bucket: Bucket, step: PaperStep) -> int:
+def _partial_bytes(bucket: Bucket, step: StepSpec) -> int:
     """Host memory for the sums of micro-batches that are reduced one by one."""
     if bucket.tiers.grad == "device" or step.micro_batches == 1 or step.local_sums:
         return 0

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.comm.traffic import Traffic
+from terrazzo.engine.dry_run.bill import MemoryBill, memory_bill
+from terrazzo.engine.dry_run.step import StepSpec, dry_run
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.optim.template import Templates
-from terrazzo.engine.paper.bill import MemoryBill, memory_bill
-from terrazzo.engine.paper.rehearsal import PaperStep, rehearse
 from terrazzo.engine.plan.bucket_spec import Pass
 from terrazzo.engine.plan.stages import Stages
 from terrazzo.engine.schedule.schedule import Schedule
@@ -58,8 +58,8 @@ class Promise:
             micro_batches: in the step.
             local: as for `tz.accumulate`.
         """
-        return rehearse(self.units, self._step(micro_batches, local), self.templates()).traffic
+        return dry_run(self.units, self._step(micro_batches, local), self.templates()).traffic
 
-    def _step(self, micro_batches: int, local: bool | None) -> PaperStep:
+    def _step(self, micro_batches: int, local: bool | None) -> StepSpec:
         adds = self.stages is not None or self.units[0].sharding.pass_of(False, local) is Pass.ADDS
-        return PaperStep(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes)
+        return StepSpec(self.schedule.prefetch, micro_batches, adds, self.stages, self.buffer_bytes)

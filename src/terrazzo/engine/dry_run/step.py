@@ -1,4 +1,4 @@
-"""A step on paper: the real schedule run on units that count bytes instead of moving them.
+"""A dry run of a step: the real schedule run on units that count bytes instead of moving them.
 
 Order, prefetch, release and reduction are the code that will run, and only the moves are replaced by their sizes. The
 planner's search has a faster description of its own (`terrazzo.planner.memory.walk`), which tests hold equal to this.
@@ -22,7 +22,7 @@ from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.engine.comm.transfer import Handle, Moves, Released
 from terrazzo.engine.consensus.agreement import flags_numel
 from terrazzo.engine.consensus.pass_end import MEETING_NUMEL, weights_are_split
-from terrazzo.engine.optim.matrix_steps import rehearse_matrices
+from terrazzo.engine.optim.matrix_steps import dry_run_matrices
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.plan.bucket_spec import BucketSpec, MoveBytes, Pass, When
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
@@ -31,11 +31,11 @@ from terrazzo.engine.schedule.order import contains
 from terrazzo.engine.schedule.pipeline import PipelineSchedule
 from terrazzo.engine.schedule.schedule import Schedule
 
-__all__ = ["PaperBucket", "PaperGradient", "PaperStep", "PaperUnit", "parameters_of", "rehearse"]
+__all__ = ["CountingBucket", "CountingUnit", "ExpectedGradient", "StepSpec", "dry_run", "parameters_of"]
 
 
 @dataclass(frozen=True)
-class PaperStep:
+class StepSpec:
     """A step of which memory and traffic are to be known.
 
     Attributes:
@@ -53,7 +53,7 @@ class PaperStep:
     buffer_bytes: int = 0
 
 
-def rehearse(units: Sequence[Unit], step: PaperStep, templates: Templates = ()) -> Tally:
+def dry_run(units: Sequence[Unit], step: StepSpec, templates: Templates = ()) -> Tally:
     """Transient memory and traffic of one optimizer step on this rank.
 
     Args:
@@ -62,40 +62,40 @@ def rehearse(units: Sequence[Unit], step: PaperStep, templates: Templates = ()) 
     """
     tally, sharding = Tally(), units[0].sharding
     traffic, comm_streams = tally.traffic, sharding.axes.comm_streams and CommStreams(torch.device("meta"))
-    paper = [PaperUnit(unit.name, unit.index, unit.buckets, unit.compiled, tally, comm_streams) for unit in units]
-    for unit, counted, following in zip(units, paper, [*units[1:], None], strict=True):
-        counted.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
+    counting = [CountingUnit(unit.name, unit.index, unit.buckets, unit.compiled, tally, comm_streams) for unit in units]
+    for unit, counting_unit, following in zip(units, counting, [*units[1:], None], strict=True):
+        counting_unit.expect_in_turn(unit.buckets, is_around=following is not None and contains(unit, following))
     meeting = (lambda label, wanted: _meet(sharding, traffic)) if weights_are_split(units) else None
     if step.stages is None:
-        schedule = Schedule(paper, step.prefetch, meeting)
+        schedule = Schedule(counting, step.prefetch, meeting)
         earlier = Pass.ADDS if step.local_sums else Pass.REDUCES
         for index in range(step.micro_batches):
             schedule.set_pass(earlier if index < step.micro_batches - 1 else Pass.FINISHES)
-            _forward(schedule, paper)
-            _backward(schedule, paper)
+            _forward(schedule, counting)
+            _backward(schedule, counting)
             if schedule.this_pass is Pass.FINISHES or (schedule.meet is None and not step.local_sums):
                 _record_control(sharding, traffic, flags_numel(units))
     else:
         chunks = step.stages.share_out([*map(parameters_of, units)])
-        staged = PipelineSchedule(paper, chunks, step.prefetch, meeting)
+        staged = PipelineSchedule(counting, chunks, step.prefetch, meeting)
         staged.begin_step()
         with tally.ledger.holding(step.buffer_bytes):
             for turn in step.stages.turns(step.micro_batches):
                 staged.turn_to(turn.chunk, turn.ends_model)
                 if turn.is_forward:
-                    _forward(staged, [paper[place] for place in chunks[turn.chunk]])
+                    _forward(staged, [counting[place] for place in chunks[turn.chunk]])
                 else:
-                    _backward(staged, paper)
+                    _backward(staged, counting)
         staged.end_step()
         staged.end_backward()
         _record_control(sharding, traffic, flags_numel(units))
     if sharding.precision.loss_scaling:
         _record_control(sharding, traffic, 1)  # overflow
-    rehearse_matrices([bucket for unit in units for bucket in unit.trainable()], templates, tally)
-    for unit, counted in zip(units, paper, strict=True):
-        for bucket, paper_bucket in zip(unit.buckets, counted.buckets, strict=True):
+    dry_run_matrices([bucket for unit in units for bucket in unit.trainable()], templates, tally)
+    for unit, counting_unit in zip(units, counting, strict=True):
+        for bucket, counting_bucket in zip(unit.buckets, counting_unit.buckets, strict=True):
             if any(member.group >= 0 for member in bucket.members):
-                paper_bucket.publish()
+                counting_bucket.publish()
     return tally
 
 
@@ -104,10 +104,10 @@ def parameters_of(unit: Unit) -> list[str]:
     return [name for bucket in unit.buckets for member in bucket.members for name in member.names]
 
 
-def _forward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
-    inside: list[PaperUnit] = []
+def _forward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
+    inside: list[CountingUnit] = []
     forward = schedule.begin_forward(training=True)
-    for unit in paper:
+    for unit in units:
         while inside and not contains(inside[-1], unit):
             forward.leave(inside.pop())
         forward.enter(unit)
@@ -117,9 +117,9 @@ def _forward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
     schedule.end_forward()
 
 
-def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
+def _backward(schedule: Schedule, units: Sequence[CountingUnit]) -> None:
     """Gradients come in the reverse of the order in which parameters are registered, as far as places say."""
-    backward, coming = schedule.begin_backward(), list[tuple[float, PaperUnit, PaperGradient]]()
+    backward, coming = schedule.begin_backward(), list[tuple[float, CountingUnit, ExpectedGradient]]()
 
     def come(until: float) -> None:
         while coming and coming[-1][0] > until:
@@ -128,7 +128,7 @@ def _backward(schedule: Schedule, paper: Sequence[PaperUnit]) -> None:
             backward.gradient_came(unit)
 
     for index in schedule.order.backward:
-        unit = paper[index]
+        unit = units[index]
         come(until=unit.last_place)
         backward.enter(unit)
         coming += [(gradient.place, unit, gradient) for gradient in unit.gradients]
@@ -148,7 +148,7 @@ def _record_control(sharding: ShardingSpec, traffic: Traffic, numel: int) -> Non
         traffic.record("control", numel * torch.int64.itemsize)
 
 
-class PaperGradient(NamedTuple):
+class ExpectedGradient(NamedTuple):
     """Of one parameter.
 
     Attributes:
@@ -162,7 +162,7 @@ class PaperGradient(NamedTuple):
     bucket: int
 
 
-class PaperUnit:
+class CountingUnit:
     """Stands for a unit before `Schedule`, which cannot tell the difference.
 
     Args:
@@ -186,11 +186,11 @@ class PaperUnit:
         comm_streams: CommStreams | None = None,
     ) -> None:
         self.name, self.index, self.comm_streams = name, index, comm_streams
-        self.buckets = [PaperBucket(bucket, tally) for bucket in buckets]
-        self.weights = PaperWeights(self.buckets)
+        self.buckets = [CountingBucket(bucket, tally) for bucket in buckets]
+        self.weights = CountingWeights(self.buckets)
         self.has_gradients = any(bucket.trainable for bucket in buckets)
         self.fills_gradually = self.has_gradients and not compiled
-        self.gradients: list[PaperGradient] = []
+        self.gradients: list[ExpectedGradient] = []
         self.last_place: float = math.inf
         self._filled_numel = 0
 
@@ -208,9 +208,9 @@ class PaperUnit:
         for number, member in members:
             if buckets[number].trainable:
                 place = math.inf if is_around and not member.is_table else member.place
-                self.gradients.append(PaperGradient(place, math.prod(member.shape), number))
+                self.gradients.append(ExpectedGradient(place, math.prod(member.shape), number))
 
-    def add_gradient(self, gradient: PaperGradient, this_pass: Pass) -> None:
+    def add_gradient(self, gradient: ExpectedGradient, this_pass: Pass) -> None:
         self.buckets[gradient.bucket].accumulate_gradients(this_pass)
         self._filled_numel += gradient.numel
 
@@ -232,7 +232,7 @@ class PaperUnit:
             bucket.add_stages()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """A step on paper forgets nothing."""
+        """A dry run forgets nothing."""
 
     def reduce(self, denominator: float | None) -> Moves[None]:
         self._filled_numel = 0
@@ -240,15 +240,15 @@ class PaperUnit:
             if bucket.spec.trainable:
                 yield from self.reduce_bucket(bucket, last=denominator is not None)
 
-    def reduce_bucket(self, bucket: PaperBucket, last: bool) -> Moves[None]:
+    def reduce_bucket(self, bucket: CountingBucket, last: bool) -> Moves[None]:
         """What `reduce` does of one bucket after the other."""
         return bucket.reduce(last)
 
 
-class PaperWeights:
-    """Those of a unit on paper."""
+class CountingWeights:
+    """Those of such a unit."""
 
-    def __init__(self, buckets: Sequence[PaperBucket]) -> None:
+    def __init__(self, buckets: Sequence[CountingBucket]) -> None:
         self._buckets = buckets
         self.regathered = any(bucket.spec.regathered for bucket in buckets)
 
@@ -261,7 +261,7 @@ class PaperWeights:
             bucket.gather()
 
     def advance(self) -> None:
-        """Nothing is under way on paper."""
+        """Nothing is under way in a dry run."""
 
     def wait(self) -> None:
         for bucket in self._buckets:
@@ -281,7 +281,7 @@ class PaperWeights:
             bucket.drop_held()
 
 
-class PaperBucket:
+class CountingBucket:
     """What a bucket holds at a moment of a step, in bytes."""
 
     def __init__(self, spec: BucketSpec, tally: Tally) -> None:

@@ -1,4 +1,0 @@
-"""A step on paper: memory and traffic, known before anything is allocated or sent.
-
-Read rehearsal, bill, promise, in that order.
-"""
