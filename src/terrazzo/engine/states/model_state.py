@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.model.digest import digest
@@ -229,7 +229,7 @@ class ModelState:
             BadInput: there.
         """
         _check_shapes(state, shapes)
-        spread = [name for name in shapes if isinstance(state[name], DTensor)] if self._engine.axes.stages else []
+        spread = [name for name in shapes if _is_dtensor(state[name])] if self._engine.axes.stages else []
         if spread:
             raise BadInput(
                 f"load_state_dict: {listed([*map(repr, spread)])} are DTensors, and this rank has stages of the model "
@@ -249,7 +249,13 @@ _GIVE_ALL = (
 
 
 def _full(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if _is_dtensor(value) else value  # type: ignore[attr-defined]
+
+
+def _is_dtensor(value: Tensor) -> bool:
+    """Where nobody has imported their module, which takes a second, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 def _check_shapes(state: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
