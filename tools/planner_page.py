@@ -24,7 +24,7 @@ from terrazzo.planner.report.picture import save_picture
 
 MODELS = (
     "PlanReport", "SetupReport", "MemoryReport", "RoomReport", "TimeReport", "TrafficReport", "CollectiveReport",
-    "TermReport", "FindingReport", "FrontierRow", "RefusedRow", "SizingReport", "SizingRow", "StatesReport",
+    "TermReport", "FindingReport", "FrontierRow", "EditRow", "RefusedRow", "SizingReport", "SizingRow", "StatesReport",
     "StatesRow", "PerRank", "ExplainedReport", "ExplainedTerm",
 )  # fmt: skip
 """In the order of the page."""

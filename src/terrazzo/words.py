@@ -12,6 +12,7 @@ from terrazzo.errors import BadInput, did_you_mean
 __all__ = [
     "DTYPE_FIELDS",
     "DTYPE_SPELLINGS",
+    "FILL_IN",
     "PRECISION_SPELLINGS",
     "PRESET_DTYPES",
     "SCHEDULES",
@@ -22,6 +23,9 @@ __all__ = [
     "preset_named",
     "tier_shares",
 ]
+
+FILL_IN = "FILL-IN"
+"""Stands in a written configuration for what only its user knows; a run does not start with it."""
 
 # -- dtypes --------------------------------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ def test_a_script_and_a_configuration_have_each_a_verb(tmp_path: Path, verb: str
     assert str(caught).endswith(f" {other} {tmp_path / file}.")
 
 
-@pytest.mark.parametrize("words", ["train a.yaml --quite", "plan --plan zero1", "run --lr 3 a.py", "init --quite"])
+@pytest.mark.parametrize("words", ["train a.yaml --quite", "run --lr 3 a.py", "init --quite"])
 def test_any_other_option_has_the_usual_answer(words: str) -> None:
     done = CliRunner().invoke(cli.app, words.split())
     assert done.exit_code == 2

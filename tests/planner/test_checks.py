@@ -98,7 +98,7 @@ IMPOSSIBLE = [
     ({"gpu": 7}, "gpu is 7; give a name or a Device"),
     ({"strategy": 3}, "strategy is 3; give a name or a Plan"),
     ({"checkpointing": 5}, "checkpointing is 5; give a name"),
-    ({"attention": None}, "attention is None; it is one of flash, cudnn, flash3, triton, math"),
+    ({"attention": 7}, "attention is 7; it is one of flash, cudnn, flash3, triton, math"),
     ({"rank": ["gpus"]}, "rank is ['gpus']; it is one of"),
     ({"model": None}, "model is of type NoneType"),
     ({"model": ["gpt2"]}, "model is of type list"),

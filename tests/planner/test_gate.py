@@ -43,7 +43,9 @@ OURS = {
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     # rule: (framework and options that it is about, the sound neighbour's)
     "fp8 without the hardware": ("terrazzo", {"precision": "fp8", "gpu": "a100"}, "terrazzo", {"precision": "fp8"}),
-    "bf16 without the hardware": ("terrazzo", {"gpu": "v100"}, "terrazzo", {"gpu": "v100", "precision": "fp16"}),
+    "bf16 without the hardware": (
+        "terrazzo", {"gpu": "v100", "precision": "bf16"}, "terrazzo", {"gpu": "v100"},
+    ),
     "fp16 without loss scaling": ("terrazzo", {"dtypes": FP16_UNSCALED}, "terrazzo", {"precision": "fp16"}),
     "flash attention before Ampere": ("terrazzo", {"gpu": "t4"}, "terrazzo", {"gpu": "a100"}),
     "16-bit master weights": ("terrazzo", {"precision": "bf16-pure"}, "terrazzo", {"precision": "bf16"}),
@@ -98,6 +100,9 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "terrazzo", {"strategy": Plan("D", "D", "D@cpu", "D")}, "terrazzo", {"strategy": "zero3@cpu"},
     ),
     # what the engine does not run yet
+    "kernel with a soft cap": (
+        "terrazzo", {"model": "gemma2-2b", "attention": "flash"}, "terrazzo", {"model": "gemma2-2b"},
+    ),
     "stages without a micro-batch": (
         "terrazzo", {"pp": 4, "micro_batches": 3}, "terrazzo", {"pp": 4, "micro_batches": 4},
     ),

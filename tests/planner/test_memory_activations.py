@@ -97,6 +97,35 @@ def test_hugging_face_blocks_save_what_is_promised(family: str, implementation: 
     assert promised(block, dtype, attention=attention) == pytest.approx(measured, rel=0.06)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gemma2_block_keeps_its_capped_scores(dtype: torch.dtype) -> None:
+    """Eagerly: all of them, also outside of its window."""
+    transformers = pytest.importorskip("transformers", reason="needs terrazzo[hf]")
+    from transformers.models.gemma2 import modeling_gemma2 as modeling
+
+    config = transformers.Gemma2Config(
+        hidden_size=WIDTH,
+        intermediate_size=FFN,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=WIDTH // HEADS,
+        num_hidden_layers=2,
+        sliding_window=64,
+        attn_implementation="eager",
+    )
+    module, rotary = modeling.Gemma2DecoderLayer(config, 0).to(dtype), modeling.Gemma2RotaryEmbedding(config)
+    positions = torch.arange(LENGTH)[None]
+
+    def run(x: Tensor) -> Tensor:
+        output = module(x, position_embeddings=rotary(x, positions), attention_mask=None, position_ids=positions)
+        first: Tensor = output[0] if isinstance(output, tuple) else output
+        return first
+
+    block = replace(LLAMA_BLOCK, norms=4, window=64, soft_cap=True, wide_norm=True)
+    measured = saved_bytes(run, module, dtype)
+    assert promised(block, dtype, attention="math") == pytest.approx(measured, rel=0.06)
+
+
 class GPTBlock(nn.Module):
     """Layer norms, biases, GELU: what arXiv 2205.05198 counts, with torch's own operators."""
 

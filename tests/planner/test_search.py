@@ -16,7 +16,7 @@ from terrazzo.planner.api import ask, plan
 from terrazzo.planner.assemble import Estimate, estimate
 from terrazzo.planner.choice.candidates import CHECKPOINTING, MICRO_BATCHES, meshes
 from terrazzo.planner.choice.frontier import NO_MESH, Frontier, Refusal
-from terrazzo.planner.choice.search import search
+from terrazzo.planner.choice.search import NOISE, search
 from terrazzo.planner.choice.sizing import Sizing, floor_gpus, min_gpus
 from terrazzo.planner.gate.framework import Framework
 from terrazzo.planner.machine.devices import Device
@@ -118,14 +118,17 @@ def test_the_best_is_the_best_of_everything(model: str, gpus: int, options: dict
     found, tried = search(asked), everything(asked)
     sure = [answer for answer in tried if answer.memory.fits_surely]
     assert found.best is not None
-    assert rate(found.best) == pytest.approx(max(map(rate, sure or tried)), rel=0.01)
+    fastest = max(map(rate, sure or tried))
+    ranked = [answer for answer in found.ranked if answer.memory.fits_surely or not sure]
+    assert max(map(rate, ranked)) == pytest.approx(fastest, rel=0.01)
+    assert rate(found.best) >= (1 - NOISE) * fastest  # the simplest of what is as fast
 
 
 def test_what_is_ranked_fits_and_sure_things_come_first_then_the_fastest() -> None:
     found = search(request("llama3-70b", 64))
     assert found.ranked
     assert all(answer.memory.fits for answer in found.ranked)
-    keys = [(not answer.memory.fits_surely, -rate(answer)) for answer in found.ranked]
+    keys = [(not answer.memory.fits_surely, -rate(answer)) for answer in found.ranked[1:]]  # behind the simplest
     assert keys == sorted(keys)
 
 
@@ -353,13 +356,20 @@ def test_a_named_plan_that_its_host_cannot_hold_does_not_fit(strategy: str, limi
     assert not search(replace(asked, **{limit: least - 1e9})).ranked
 
 
-def test_without_a_known_peak_the_fewest_bytes_sent_come_first() -> None:
+def test_without_a_known_peak_the_least_computed_twice_and_the_fewest_bytes_sent_come_first() -> None:
     found = search(request(gpu="my accelerator", memory_bytes=200e9, per_node=8))
     assert found.ranked
     assert all(answer.time is None and answer.no_time for answer in found.ranked)
     sure = [answer for answer in found.ranked if answer.memory.fits_surely]
-    sent = [answer.traffic.total_bytes / (answer.setup.global_batch * answer.setup.sequence) for answer in sure]
+    sent = [
+        (
+            CHECKPOINTING.index(answer.setup.checkpointing),
+            answer.traffic.total_bytes / (answer.setup.global_batch * answer.setup.sequence),
+        )
+        for answer in sure
+    ]
     assert sent == sorted(sent)
+    assert sure[0].setup.micro_batch == max(one.setup.micro_batch for one in sure if not sent[sure.index(one)][0])
 
 
 # -- sizing ------------------------------------------------------------------------------------------------------

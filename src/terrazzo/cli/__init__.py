@@ -20,6 +20,7 @@ from terrazzo.cli.checkpoint.commands import checkpoint
 from terrazzo.cli.config.commands import config
 from terrazzo.cli.init.command import init
 from terrazzo.cli.plan.command import plan
+from terrazzo.cli.plan.values import meant_option
 from terrazzo.cli.profile import profile
 from terrazzo.cli.report import report
 from terrazzo.cli.run import SETTINGS, run
@@ -64,7 +65,7 @@ app.command(cls=answering(in_the_file))(init)
 app.command(cls=answering(as_setting), epilog=f"Exit codes: {exit_codes_text()}.")(train)
 app.command(context_settings=SETTINGS, cls=answering(of_torchrun))(run)
 app.command(context_settings=SETTINGS, cls=Verb)(profile)
-app.command(cls=answering(as_setting))(plan)
+app.command(cls=answering(meant_option))(plan)
 app.command(cls=Verb)(verdict)
 app.command(cls=Verb)(report)
 app.command(cls=Verb)(watch)

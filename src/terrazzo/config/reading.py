@@ -66,7 +66,7 @@ def config_from_dict(raw: dict[str, Any], origin: str = "config") -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        lines = [_sentence(dict(detail)) for detail in error.errors()]
+        lines = _sentences([dict(detail) for detail in error.errors()])
     listed = "\n".join(f"  - {line}" for line in lines)
     text = f"{origin}: {lines[0]}" if len(lines) == 1 else f"{origin} has {len(lines)} problems:\n{listed}"
     raise BadInput(without_passwords(text))
@@ -177,6 +177,23 @@ def _is_range(key: str, text: str) -> bool:
     return key == "launch.ranks" and RANGE.fullmatch(text.strip()) is not None
 
 
+def _sentences(errors: Sequence[dict[str, Any]]) -> list[str]:
+    """One for each key: of one that takes several kinds of values pydantic has an error for each kind."""
+    by_key: dict[str, list[dict[str, Any]]] = {}
+    for error in errors:
+        place = error["loc"]
+        whole = [each for depth in range(1, len(place)) if (each := _dotted(place[:depth])) in KEYS]
+        by_key.setdefault(whole[0] if whole else _dotted(place), []).append(error)
+    lines: list[str] = []
+    for key, found in by_key.items():
+        if len(found) > 1 and all(error["input"] == found[0]["input"] for error in found):
+            kinds = " or ".join(_expected(error["type"], error.get("ctx", {})) for error in found)
+            lines.append(f"{key} is {_shown(found[0]['input'])}, expected {kinds}{_or_null(key)}.")
+        else:
+            lines += map(_sentence, found)
+    return lines
+
+
 def _sentence(error: dict[str, Any], subject: str = "") -> str:
     """One pydantic error in plain words: key, or `subject` in its place, what was found, what was expected."""
     where = _dotted(error["loc"])
@@ -227,6 +244,8 @@ def _expected(kind: str, context: dict[str, Any]) -> str:
     if kind in BOUNDS:
         limit, comparison = BOUNDS[kind]
         return f"a number {comparison} {context[limit]:g}"
+    if kind == "literal_error":
+        return " or ".join(re.findall(r"'([^']*)'", context["expected"]))
     return "a finite number" if kind == "finite_number" else KINDS.get(kind.split("_")[0], "another value")
 
 

@@ -249,9 +249,9 @@ class TrainConfig(Section):
     @classmethod
     def _known_mode(cls, value: str) -> str:
         if not re.fullmatch(r"none|full|selective|selective_half|every_[1-9][0-9]{0,8}", value):
-            raise ValueError(
-                f"'{value}' is not one of none, full, selective, selective_half, every_N (such as every_2)"
-            )
+            modes = ("none", "full", "selective", "selective_half", "every_N")
+            near = did_you_mean(value, modes)
+            raise ValueError(f"'{value}' is not one of {', '.join(modes)} (such as every_2).{near}".rstrip("."))
         return value
 
     @property

@@ -11,8 +11,8 @@ from typing import Any
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput, did_you_mean
-from terrazzo.planner.assemble import Estimate, estimate
-from terrazzo.planner.choice.edits import edit_that_fits
+from terrazzo.planner.assemble import Edit, Estimate, estimate
+from terrazzo.planner.choice.edits import cost_of, edits_that_fit, no_edit
 from terrazzo.planner.choice.frontier import Frontier, nearest, noted
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
@@ -51,11 +51,11 @@ def ask(request: Request, framework: Framework = TERRAZZO, *, fewest: bool = Fal
         _check_open(request)
         sizing = min_gpus(request, framework=framework)
         _check_steps(request, sizing)
-        answer = _of_search(request, sizing.answer or sizing.steps[-1], sizing)
+        answer = _of_search(request, sizing.answer or sizing.steps[-1], framework, sizing)
     elif _names_one(request):
         answer = Answer(_one(request), _estimate_here)
     else:
-        answer = _of_search(request, compare(request, framework))
+        answer = _of_search(request, compare(request, framework), framework)
     return in_framework(answer, framework)
 
 
@@ -111,14 +111,39 @@ def _one(request: Request) -> Estimate:
             "Leave it out, leave the strategy open, or give a range of GPUs such as 8..64."
         )
     found = _estimate_here(build_setup(request))
-    edit: tuple[str, ...] = ()
-    if found.memory.fits is False:
-        edit = (edit_that_fits(request, found, lambda changed: _estimate_here(build_setup(changed))),)
-    return replace(found, notes=(*edit, *assumptions(request, found.setup), *found.notes))
+    notes = (*assumptions(request, found.setup), *found.notes)
+    if found.memory.fits is not False:
+        return replace(found, notes=notes)
+    edits = edits_that_fit(request, found, lambda changed: _estimate_here(build_setup(changed)))
+    return replace(found, edits=edits, notes=notes if edits else (no_edit(found.setup), *notes))
 
 
-def _of_search(request: Request, found: Frontier, sizing: Sizing | None = None) -> Answer:
-    return Answer(noted(request, found.best or nearest(found, _estimate_here)), _estimate_here, found, sizing)
+def _of_search(request: Request, found: Frontier, framework: Framework, sizing: Sizing | None = None) -> Answer:
+    best = found.best or nearest(found, _estimate_here)
+    if found.best is None and sizing is None:
+        best = replace(best, edits=_wider(request, best, framework))
+    return Answer(noted(request, best), _estimate_here, found, sizing)
+
+
+def _wider(request: Request, best: Estimate, framework: Framework) -> tuple[Edit, ...]:
+    """Where a search finds nothing: what it finds with offload, with more kinds of parallelism, on more GPUs."""
+    edits = []
+    more = [best.setup.cluster.count << power for power in range(1, 5)] if isinstance(request.gpus, int) else []
+    kinds: list[list[tuple[str, Request]]] = [
+        [] if request.offload or request.plan else [("--offload any", replace(request, offload=True))],
+        [] if request.parallel else [("--parallel", replace(request, parallel=True))],
+        [(f"--gpus {count}", replace(request, gpus=count)) for count in more],
+    ]
+    for kind in kinds:
+        for options, changed in kind:
+            try:
+                found = search(changed, _calibration_of(changed), framework).best
+            except BadInput:  # such as a batch that does not factor on so many ranks
+                continue
+            if found is not None:
+                edits.append(Edit(options, found, cost_of(found, best)))
+                break
+    return tuple(edits)
 
 
 def _estimate_here(setup: Setup) -> Estimate:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from terrazzo.cli.init.questions import DECODER, Machine, Model
-from terrazzo.cli.plan.files import model_text, write_model
+from terrazzo.cli.plan.files import commented, model_text, write_model
 from terrazzo.cli.shared.terminal import say
 from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, counted
@@ -26,7 +23,6 @@ from terrazzo.train.settings.command import program
 
 __all__ = ["write"]
 
-WIDTH = 110
 MODES = ("none", "selective", "full")
 LARGEST_UNTIMED = 8
 """Sequences of a micro-batch where no speed is known; more would only take memory."""
@@ -102,8 +98,7 @@ def _best(found: Frontier, answers: Mapping[str, Any]) -> Estimate:
 def _precision(machine: Machine) -> str:
     if machine.on_cpu:
         return "fp32"
-    formats = machine.cluster.device.peak_flops
-    return "fp16" if "fp16" in formats and "bf16" not in formats else "bf16"
+    return "fp16" if machine.cluster.device.lacks("bf16") else "bf16"
 
 
 def _checked(config: Config, files: TrainFiles, ranks: int) -> list[str]:
@@ -230,9 +225,4 @@ def _text(document: Mapping[str, Any], reasons: Mapping[str, list[str]], file: P
         "",
         f"    terrazzo train {shown}",
     ]
-    parts = ["\n".join(f"# {line}".rstrip() for line in head) + "\n"]
-    for name, section in document.items():
-        lines = [textwrap.wrap(reason, WIDTH, break_on_hyphens=False) for reason in reasons.get(name, [])]
-        comment = [f"# {line}" for wrapped in lines for line in wrapped]
-        parts.append("\n".join([*comment, yaml.safe_dump({name: section}, sort_keys=False)]))
-    return "\n".join(parts)
+    return commented(document, {"": head, **reasons})

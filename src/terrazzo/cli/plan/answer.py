@@ -9,22 +9,26 @@ import shlex
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from terrazzo.cli.plan.files import check_files, emit
+from terrazzo.cli.plan.files import check_files, emit, emitted, unfilled
 from terrazzo.cli.plan.options import OPTIONS
 from terrazzo.config import Config, load_config
 from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Estimate, Framework, Request, runnable
-from terrazzo.planner.api import ask, in_framework
+from terrazzo.planner.api import ask, compare, in_framework
+from terrazzo.planner.model.loading import preset_name
+from terrazzo.planner.model.presets import PRESETS
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.report.bare import BareAnswer
 from terrazzo.planner.report.explain import explain, explained
+from terrazzo.planner.report.page import save_page
 from terrazzo.planner.report.picture import save_picture
 from terrazzo.planner.report.terminal import show_bars
-from terrazzo.planner.setup.checks import check_number
 from terrazzo.planner.setup.request import build_cluster
 from terrazzo.planner.text.blocks import TextBlock, TextLine, show
 from terrazzo.train.settings.command import program
@@ -43,7 +47,7 @@ def run(asked: OptionValues, given: Collection[str]) -> None:
     Args:
         given: names of the arguments that were written, and not left at their defaults.
     """
-    check_files(asked["emit"], asked["picture"])
+    check_files(asked["emit"], asked["picture"], asked["html"])
     source = _source(asked)
     _refuse_options(source, asked, given)
     framework = Framework.parse(asked["framework"])
@@ -73,8 +77,12 @@ def _answer(source: str, asked: OptionValues, framework: Framework, config: Conf
 
 
 def _of_model(asked: OptionValues, framework: Framework) -> Answer:
-    request = replace(_request(asked), as_megatron=framework.name == "megatron")
+    request = _model_request(asked)
     return ask(request, framework, fewest=asked["min_gpus"] or (request.gpus is None and request.strategy is None))
+
+
+def _model_request(asked: OptionValues) -> Request:
+    return replace(_request(asked), as_megatron=Framework.parse(asked["framework"]).name == "megatron")
 
 
 def _of_count(asked: OptionValues) -> BareAnswer:
@@ -84,7 +92,8 @@ def _of_count(asked: OptionValues) -> BareAnswer:
     precision = "zero" if asked["precision"] is None else asked["precision"]
     request = _request({**asked, "model": _count(asked["params"]), "precision": precision})
     if not isinstance(request.gpus, int):
-        raise BadInput("--params needs one number of ranks: --world 256.")
+        given = "none was given" if request.gpus is None else f"--gpus is {request.gpus!r}"
+        raise BadInput(f"--params needs one number of ranks, and {given}: write --world 256.")
     machine = request.gpu is not None or request.memory_bytes is not None
     return BareAnswer(request, build_cluster(request).device.memory_bytes if machine else None)
 
@@ -93,7 +102,6 @@ def _request(asked: OptionValues) -> Request:
     fields = {option.field: asked[option.argument] for option in _OPTIONS if option.field}
     for option in _OPTIONS:
         if option.unit is not None and (value := asked[option.argument]) is not None:
-            check_number(option.flag, value)
             fields[option.field] = value * option.unit
     fields["strategy"], fields["offload"] = _strategy(asked["strategy"], asked["offload"])
     return Request(**fields, sequence_parallel=not asked["no_sequence_parallel"])
@@ -140,7 +148,17 @@ def _source(asked: OptionValues) -> str:
     if len(named) != 1:
         found = " and ".join(named) + " were given" if named else "No model was given"
         raise BadInput(f"{found}: give CONFIG, --model NAME or --params COUNT, and only one of them.")
+    _check_config(asked["config"])
     return named[0]
+
+
+def _check_config(path: Path | None) -> None:
+    """Raises `BadInput` for the name of a model in the place of a file."""
+    if path is None or path.suffix or path.exists():
+        return
+    meant = str(path) if preset_name(str(path)) else next(iter(get_close_matches(str(path), PRESETS, n=1)), "")
+    if meant:
+        raise BadInput(f"There is no file '{path}', and a model is named by an option: write --model {meant}.")
 
 
 def _refuse_options(source: str, asked: OptionValues, given: Collection[str]) -> None:
@@ -169,8 +187,19 @@ def _write(answer: Answer | BareAnswer, asked: OptionValues) -> None:
             emit(_best(answer), asked["model"], asked["emit"])
         if asked["picture"] is not None:
             save_picture(answer.chart(), asked["picture"])
+        if asked["html"] is not None and isinstance(answer, Answer):
+            _write_page(answer, asked)
     except OSError as error:
         raise BadInput(f"'{error.filename}' cannot be written: {error.strerror}.") from error
+
+
+def _write_page(answer: Answer, asked: OptionValues) -> None:
+    """With all plans that are possible, also where one was named."""
+    request, frontier = _model_request(asked), answer.frontier
+    if frontier is None:
+        opened = replace(request, strategy=None, micro_batch=None, checkpointing=None)
+        frontier = compare(opened, Framework.parse(asked["framework"]))
+    save_page(answer.best, request, frontier, answer.estimate, asked["html"])
 
 
 def _print(answer: Answer | BareAnswer, asked: OptionValues, config: Config | None) -> None:
@@ -191,13 +220,18 @@ def _how_to_run(answer: Answer, asked: OptionValues, config: Config | None) -> l
         ranks = _ranks(answer, asked["gpus"], config)
         command = shlex.join(["train", str(asked["config"]), *(asked["overrides"] or []), *ranks])
         return [TextLine(f"\nTo run it: {start} {command}", copied=True)]
-    if asked["emit"] is not None:
-        written = str(asked["emit"])
-        return [TextLine(f"\nwritten: {written}. To run it: {start} train {shlex.quote(written)}", copied=True)]
-    if config is not None or not here:
+    if config is not None or not (here or asked["emit"]):
         return []
-    command = shlex.join([*sys.argv[1:], "--emit", "plan.yaml"])
-    return [TextLine(f"\nTo run it: {program()} {command} && {start} train plan.yaml", copied=True)]
+    path = asked["emit"] or Path("plan.yaml")
+    try:
+        left = unfilled(emitted(answer.best, asked["model"], path))
+    except BadInput:  # a model that `terrazzo train` cannot build
+        return []
+    train = " ".join([f"{start} train {shlex.quote(str(path))}", *(f"{key}=..." for key in left)])
+    if asked["emit"] is not None:
+        return [TextLine(f"\nwritten: {path}. To run it: {train}", copied=True)]
+    command = shlex.join([*sys.argv[1:], "--emit", str(path)])
+    return [TextLine(f"\nTo run it: {program()} {command} && {train}", copied=True)]
 
 
 def _ranks(answer: Answer, gpus: str | None, config: Config) -> list[str]:

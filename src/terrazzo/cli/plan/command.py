@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from terrazzo.cli.plan.options import OPTIONS, PlanOption
+from terrazzo.cli.plan.values import read_values
 
 __all__ = ["plan"]
 
@@ -36,6 +37,7 @@ def plan(invocation: typer.Context, **asked: Any) -> None:
 
     terrazzo plan examples/quickstart.yaml plan.name=zero1
     """
+    asked = read_values(asked)
     from terrazzo.cli.plan.answer import run  # imports the planner and the trainer, which --help can do without
 
     sources = {name: invocation.get_parameter_source(name) for name in asked}
@@ -54,8 +56,9 @@ def _parameters() -> Iterator[Parameter]:
 
 def _parameter(option: PlanOption, panel: str) -> Parameter:
     is_switch = option.kind is bool and "/" not in option.names[0]
-    default = False if is_switch else option.default
-    kind: Any = option.kind if default is not None else option.kind | None
+    default = False if is_switch else None if option.is_number else option.default
+    read_as: Any = str if option.is_number else option.kind
+    kind: Any = read_as if default is not None else read_as | None
     shown = typer.Option(
         *option.names, help=option.help, metavar=option.metavar, rich_help_panel=panel, show_default=False
     )

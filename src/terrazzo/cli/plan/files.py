@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,21 @@ import yaml
 
 from terrazzo.errors import BadInput
 from terrazzo.planner import Estimate
-from terrazzo.planner.choice.emit import train_config
+from terrazzo.planner.choice.emit import TrainFiles, train_config
 from terrazzo.planner.report.picture import SUFFIXES
-from terrazzo.planner.text.words import verdict
+from terrazzo.planner.text.words import parameters_text, verdict
+from terrazzo.words import FILL_IN
 
-__all__ = ["check_files", "emit", "model_text", "write_model"]
+__all__ = ["check_files", "commented", "emit", "emitted", "model_text", "unfilled", "write_model"]
+
+WIDTH = 110
+EMITTED = (".yaml", ".yml", ".json")
 
 
-def check_files(emitted: Path | None, picture: Path | None) -> None:
+def check_files(emitted: Path | None, picture: Path | None, page: Path | None) -> None:
     """Refuse names that cannot be written. Raises: `BadInput`."""
-    for option, path, suffixes in (("--emit", emitted, (".yaml", ".yml", ".json")), ("--picture", picture, SUFFIXES)):
+    named = (("--emit", emitted, EMITTED), ("--picture", picture, SUFFIXES), ("--html", page, (".html", ".htm")))
+    for option, path, suffixes in named:
         if path is None:
             continue
         if path.suffix.lower() not in suffixes:
@@ -41,13 +48,68 @@ def emit(estimate: Estimate, model: str, path: Path) -> None:
     """
     if estimate.memory.fits is False:
         raise BadInput(f"--emit: nothing is written, because the plan {verdict(estimate.memory)}.")
-    folder = path.with_suffix("")
-    files = train_config(estimate.setup, model, folder)
+    files = emitted(estimate, model, path)
     if files.model_config is not None:
-        write_model(files.model_config, folder / "config.json", "--emit")
+        write_model(files.model_config, path.with_suffix("") / "config.json", "--emit")
     as_json = path.suffix.lower() == ".json"
-    text = json.dumps(files.config, indent=2) + "\n" if as_json else yaml.safe_dump(files.config, sort_keys=False)
+    text = json.dumps(files.config, indent=2) + "\n" if as_json else commented(files.config, _comments(estimate, files))
     path.write_text(text, encoding="utf-8")
+
+
+def emitted(estimate: Estimate, model: str, path: Path) -> TrainFiles:
+    """What `emit` writes: the model's own weights where they are there, and `FILL_IN` for what is unknown of its data.
+
+    Raises: `BadInput` where this version cannot run the plan, or cannot build the model.
+    """
+    files = train_config(estimate.setup, model, path.with_suffix(""))
+    section, config = dict(files.config["model"]), dict(files.config)
+    if "path" in section:
+        has_weights = any(Path(section["path"]).glob("*.safetensors"))
+        section["weights"] = "pretrained" if has_weights else "random"
+    data = {"source": FILL_IN, "tokenizer": FILL_IN, **config.pop("data", {})}
+    config.pop("model")
+    return replace(files, config={"model": section, "data": data, **config})
+
+
+def unfilled(files: TrainFiles) -> list[str]:
+    """Keys that are left to the user."""
+    return [f"data.{key}" for key, value in files.config["data"].items() if value == FILL_IN]
+
+
+def commented(document: Mapping[str, Any], comments: Mapping[str, Sequence[str]]) -> str:
+    """Sections as YAML, each below its comments; those of no section, under the empty name, come first."""
+    parts = ["".join(f"# {line}".rstrip() + "\n" for line in comments.get("", ()))]
+    for name, section in document.items():
+        lines = [line for text in comments.get(name, ()) for line in textwrap.wrap(text, WIDTH, break_on_hyphens=False)]
+        parts.append("\n".join([*(f"# {line}" for line in lines), yaml.safe_dump({name: section}, sort_keys=False)]))
+    return "\n".join(parts)
+
+
+def _comments(estimate: Estimate, files: TrainFiles) -> dict[str, list[str]]:
+    """What each section is, and what of it its user has to say."""
+    setup, section = estimate.setup, files.config["model"]
+    size, folder = parameters_text(setup.model), section.get("path")
+    if section.get("weights") == "pretrained":
+        begins = f"{size}, which begin as the weights in '{folder}'."
+    else:
+        begins = f"{size}, which begin as random numbers: a model that is trained from its start."
+        if folder is not None:
+            begins += f" To go on from its weights: put its *.safetensors into '{folder}', and weights: pretrained."
+    data = "Your text: a file, a folder, a glob or a URL."
+    if files.config["data"]["tokenizer"] == FILL_IN:
+        data += " tokenizer: the folder of the model's Hugging Face tokenizer (tokenizer.json), or bytes."
+    left = f" Fill in {' and '.join(unfilled(files))}: a run does not start before." if unfilled(files) else ""
+    return {
+        "": [
+            "Written by `terrazzo plan --emit`; docs/reference/train-config.md has every key.",
+            f"{setup.cluster.count} x {setup.cluster.device.name}: {verdict(estimate.memory)}.",
+        ],
+        "model": [begins],
+        "data": [data + left],
+        "batch": [f"{setup.global_batch * setup.sequence:,} tokens in a step."],
+        "optimizer": ["lr is 3.0e-4 unless you say otherwise; the planner knows of none."],
+        "train": ["steps: 1000 unless you say otherwise."],
+    }
 
 
 def model_text(config: Mapping[str, Any]) -> str:

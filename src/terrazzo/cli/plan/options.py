@@ -51,6 +51,11 @@ class PlanOption:
         return self.names[0].partition("/")[0]
 
     @cached_property
+    def is_number(self) -> bool:
+        """Whether the value is a number, which is read from text so that a wrong one has an answer."""
+        return self.kind in (int, float)
+
+    @cached_property
     def argument(self) -> str:
         """The name of the parameter by which the command gets the value."""
         return self.flag.removeprefix("--").replace("-", "_")
@@ -142,7 +147,7 @@ _TRAINING = (
     ),
     PlanOption(
         "--precision NAME",
-        "bf16 (default), bf16-pure, fp16, fp32, fp8, fp8-rowwise, fsdp2, zero",
+        "bf16 (default; fp16 before Ampere), bf16-pure, fp16, fp32, fp8, fp8-rowwise, fsdp2, zero",
         "precision",
         beside=PARAMS,
     ),
@@ -160,9 +165,9 @@ _TRAINING = (
     PlanOption("--compile", "blocks go through torch.compile", "compile", bool),
     PlanOption(
         "--attention KIND",
-        "flash (default), the faster cudnn and flash3 of Hopper and later, the older triton, or math: scores are kept",
+        "flash (default), the faster cudnn and flash3 of Hopper and later, the older triton, or math: scores are kept "
+        "(default where they have a soft cap)",
         "attention",
-        default="flash",
     ),
     PlanOption(
         "--loss KIND",
@@ -232,6 +237,11 @@ _OUTPUT = (
         "draw memory by strategy, and a pipeline's step; .png or .svg",
         kind=Path,
         beside=CONFIG | PARAMS,
+    ),
+    PlanOption(
+        "--html FILE",
+        "write a page that draws all plans, and what changes with micro-batch, sequence, checkpointing and GPUs; .html",
+        kind=Path,
     ),
     PlanOption(
         "--calibrate",

@@ -1,71 +1,173 @@
-"""Of a plan that does not fit: the edit that changes the least of it, and with which it fits."""
+"""Of a plan that does not fit: the edits that change the least of it and with which it does, each of them planned."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
-from terrazzo.planner.assemble import Estimate
+from terrazzo.planner.assemble import Edit, Estimate
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.words import room_text
 
-__all__ = ["edit_that_fits"]
+__all__ = ["cost_of", "edits_that_fit", "no_edit"]
 
 MOST = 1024
 """GPUs that are tried, by doubling."""
 
+SHOWN = 3
+SHARES = (0.75, 0.5, 0.25)
+"""Of states in host memory, what is tried where that is too small for all of them."""
 
-def edit_that_fits(request: Request, found: Estimate, estimate: Callable[[Request], Estimate]) -> str:
-    """A sentence with the options that make `found`, which `request` means and which does not fit, fit.
+TIERS = ("cpu", "cpu-all", "nvme", "nvme-all")
+ChangedRequest = tuple[str, Request]
+"""Options, and the request with them."""
 
-    What costs little comes first: selective checkpointing, smaller micro-batches, full checkpointing, both, more GPUs.
-    The first of these is named with which it surely fits, or else as expected.
+
+def edits_that_fit(request: Request, found: Estimate, estimate: Callable[[Request], Estimate]) -> tuple[Edit, ...]:
+    """Up to three ways of changing `found`, which `request` means and which does not fit, so that it fits.
+
+    Of each kind of change the smallest is taken with which it surely fits, or else as expected: more recomputed,
+    smaller micro-batches, a loss without all logits, states elsewhere, or these together, and more GPUs.
+    The fastest comes first, and those with more GPUs last.
     """
-    expected = ""
-    for options, changed in _edits(request, found.setup):
-        try:
-            other = estimate(changed)
-        except BadInput:  # such as a batch that does not factor on so many ranks
-            continue
-        if not other.memory.fits or any(each.severity == "refuse" for each in other.objections):
-            continue
-        said = f"with {options}: {room_text(other.memory.rooms[0])} expected."
-        if other.memory.fits_surely:
-            return f"It fits {said}"
-        expected = expected or f"It fits, but not surely, {said}"
-    if expected:
-        return expected
-    tried = "smaller micro-batch, activation checkpointing or " if found.setup.model.computes else ""
+    kinds = [*_alone(request, found.setup)]
+    edits = [edit for kind in kinds if (edit := _first(kind, found, estimate))]
+    if not any(edit.estimate.memory.fits_surely for edit in edits):
+        together = [edit for kind in _together(request, found.setup) if (edit := _first(kind, found, estimate))]
+        edits += [edit for edit in together if edit.estimate.memory.fits_surely or not edits]
+    larger = _first(_larger(request, found.setup), found, estimate)
+    edits.sort(key=_order)
+    return (*edits[: SHOWN - 1], larger) if larger else tuple(edits[:SHOWN])
+
+
+def no_edit(setup: Setup) -> str:
+    """What to do where no edit helps."""
+    tried = "smaller micro-batch, activation checkpointing, offload or " if setup.model.computes else ""
     return (
         f"No {tried}number of GPUs up to {MOST} that was tried makes it fit: leave --strategy out, which compares all"
         " of them, with --offload any if states may leave the device."
     )
 
 
-def _edits(request: Request, setup: Setup) -> Iterator[tuple[str, Request]]:
-    """Options, and the request with them, what changes the least first."""
-    least, words = request, ""
+def cost_of(edited: Estimate, found: Estimate) -> str:
+    """What a change takes, against a plan as it would run if there were room for it."""
+    costs = []
+    if edited.time and found.time:
+        change = edited.time.tokens_per_s_per_gpu / found.time.tokens_per_s_per_gpu - 1
+        costs.append("as fast" if abs(change) < 0.005 else f"{change:+.0%} tokens/s per GPU")
+    factor = edited.setup.cluster.count / found.setup.cluster.count
+    if factor != 1:
+        costs.append(f"{factor:g} times the GPUs")
+    batch = edited.setup.global_batch / found.setup.global_batch
+    if batch != 1:
+        costs.append(f"{batch:g} times the sequences in a step")
+    for room in edited.memory.rooms[1:]:
+        kind = {"host": "host memory", "disk": "disk"}[room.name]
+        known = "" if room.capacity is not None else ", if it has as much"
+        costs.append(f"{room.expected / 2**30:,.0f} GiB of {kind} on each host{known}")
+    return ", ".join(costs)
+
+
+def _first(changes: Iterator[ChangedRequest], found: Estimate, estimate: Callable[[Request], Estimate]) -> Edit | None:
+    """The first with which it surely fits, or else as expected."""
+    expected: Edit | None = None
+    for options, changed in changes:
+        try:
+            other = estimate(changed)
+        except BadInput:  # such as a batch that does not factor on so many ranks
+            continue
+        if not other.memory.fits or any(each.severity == "refuse" for each in other.objections):
+            continue
+        edit = Edit(options, other, cost_of(other, found))
+        if other.memory.fits_surely:
+            return edit
+        expected = expected or edit
+    return expected
+
+
+def _order(edit: Edit) -> tuple[float, ...]:
+    time = edit.estimate.time
+    unsure = float(edit.estimate.memory.fits_surely is False)
+    return (unsure, -time.tokens_per_s_per_gpu if time else edit.estimate.memory.device_bytes)
+
+
+def _alone(request: Request, setup: Setup) -> Iterator[Iterator[ChangedRequest]]:
+    """Changes of one kind, what changes the least first."""
     if setup.model.computes:
-        sizes = [setup.micro_batch >> shift for shift in range(1, setup.micro_batch.bit_length())]
-        if setup.checkpointing == "none":
-            yield "--ac selective", replace(request, checkpointing="selective")
-        for size in sizes:
-            yield f"--micro-batch {size}", replace(request, micro_batch=size)
-        if setup.checkpointing != "full" or setup.every > 1:
-            least, words = replace(request, checkpointing="full"), "--ac full"
-            yield words, least
-        for size in sizes:
-            least, both = replace(least, micro_batch=size), f"{words} --micro-batch {size}".strip()
-            if words:
-                yield both, least
-        words = f"{words} --micro-batch 1".strip() if sizes else words
-    yield from _larger(request, "", setup.cluster.count)
+        yield _recomputing(request, setup)
+        yield _smaller(request, setup)
+        if request.loss is None and setup.loss == "full":
+            yield iter([("--loss chunked", replace(request, loss="chunked"))])
+    yield _elsewhere(request, setup)
+
+
+def _recomputing(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
+    modes = {"none": ("selective", "full"), "selective_half": ("full",), "selective": ("full",)}
+    for mode in modes.get(setup.checkpointing, ("full",) if setup.every > 1 else ()):
+        yield f"--ac {mode}", replace(request, checkpointing=mode)
+
+
+def _smaller(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
+    for shift in range(1, setup.micro_batch.bit_length()):
+        size = setup.micro_batch >> shift
+        yield f"--micro-batch {size}", replace(request, micro_batch=size)
+
+
+def _elsewhere(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
+    """States in host memory or on disks; of a plan that has them there already, fewer of them, or back."""
+    base, at, tier = setup.plan.name.partition("@")
+    tiers = [tier for tier in TIERS if setup.cluster.device.kind != "cpu" or tier.startswith("nvme")]
+    if at and ":" not in tier:
+        shares = [f"{tier}:{share}" for share in SHARES]
+        tiers = [*shares, *tiers[tiers.index(tier) + 1 :]] if tier in tiers else shares
+    elif at:
+        tiers = []
+    for name in tiers:
+        try:
+            plan = Plan.named(f"{base}@{name}")
+        except BadInput:  # one of the user's own, or states that stay where they are
+            continue
+        yield f"--offload {name}", replace(request, strategy=plan)
+    if at:
+        try:
+            yield f"--strategy {base}, without offload", replace(request, strategy=Plan.named(base))
+        except BadInput:
+            return
+
+
+def _together(request: Request, setup: Setup) -> Iterator[Iterator[ChangedRequest]]:
+    """Smaller micro-batches that are recomputed, more of it or less, and the least of all with states elsewhere."""
+    if not setup.model.computes:
+        return
+    for mode in ("full", "selective")[: 2 if setup.checkpointing == "none" else 1]:
+        yield _leaner(request, setup, mode)
+    words, least = _leanest(request, setup)
     if words:
-        yield from _larger(least, f"{words} ", setup.cluster.count)
+        yield ((f"{words} {options}", changed) for options, changed in _elsewhere(least, setup))
 
 
-def _larger(request: Request, words: str, count: int) -> Iterator[tuple[str, Request]]:
-    while (count := 2 * count) <= MOST:
-        yield f"{words}--gpus {count}", replace(request, gpus=count)
+def _leaner(request: Request, setup: Setup, mode: str) -> Iterator[ChangedRequest]:
+    if setup.checkpointing != "full" or setup.every > 1:
+        for options, changed in _smaller(replace(request, checkpointing=mode), setup):
+            yield f"--ac {mode} {options}", changed
+
+
+def _leanest(request: Request, setup: Setup) -> ChangedRequest:
+    words = []
+    if setup.model.computes and (setup.checkpointing != "full" or setup.every > 1):
+        request, words = replace(request, checkpointing="full"), ["--ac full"]
+    if setup.model.computes and setup.micro_batch > 1:
+        request = replace(request, micro_batch=1)
+        words.append("--micro-batch 1")
+    return " ".join(words), request
+
+
+def _larger(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
+    """More GPUs, as it is, and with the least memory that it may take."""
+    words, least = _leanest(request, setup)
+    for prefix, base in {"": request, f"{words} ".lstrip(): least}.items():
+        count = setup.cluster.count
+        while (count := 2 * count) <= MOST:
+            yield f"{prefix}--gpus {count}", replace(base, gpus=count)

@@ -20,6 +20,7 @@ __all__ = ["NO_MESH", "ROWS", "Frontier", "Refusal", "nearest", "noted"]
 NO_MESH = "No mesh of these GPUs is worth trying for this model; name a --strategy, or leave --tp and --pp open."
 FIRST = {"throughput": "the fastest", "gpus": "what takes the fewest GPUs", "cost": "the cheapest token"}
 """By `request.rank`."""
+UNTIMED = "what computes least twice, and then sends the fewest bytes per token,"
 ROWS = 12
 """Of a table on screen; the JSON has all."""
 
@@ -141,11 +142,12 @@ def _ranking(frontier: Frontier) -> list[TextBlock]:
         blocks.append(_ranked(leaders[:ROWS]))
         counts = f"{frontier.considered:,} plans compared, {len(frontier.ranked):,} fit."
         timed = any(found.time is not None for found in leaders)
-        first = FIRST[frontier.request.rank] if timed else "what sends the fewest bytes per token"
+        first = FIRST[frontier.request.rank] if timed else UNTIMED
         blocks.append(
             TextLine(f"{counts} What fits surely (its upper bound too) stands before what fits as expected", "dim")
         )
-        blocks.append(TextLine(f"(yes); among these {first} is first.", "dim"))
+        simple = ", of what is as fast within 3 % the simplest" if timed else ""
+        blocks.append(TextLine(f"(yes); among these {first} is first{simple}.", "dim"))
     return blocks + _refusals(frontier)
 
 

@@ -11,6 +11,7 @@ from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 from terrazzo.planner.assemble import Estimate, assemble, memory_under
 from terrazzo.planner.choice.candidates import (
+    CHECKPOINTING,
     OFFLOADED,
     asked_of,
     meshes,
@@ -35,6 +36,9 @@ from terrazzo.planner.timing.bubble import idle_share
 from terrazzo.planner.timing.calibration import Calibration
 
 __all__ = ["search", "spread"]
+
+NOISE = 0.03
+"""Of tokens per second: plans whose predictions differ by less count as equally fast."""
 
 VARIED = 8
 """Of what was found on one number of devices, the best ones of which other schedules and shard groups are tried."""
@@ -61,7 +65,7 @@ def search(request: Request, calibration: Calibration | None = None, framework: 
         found.try_all(tuple(meshes(replace(request, gpus=count))))
     if not found.considered:
         check(build_setup(replace(request, gpus=counts[0])))  # says why no mesh is possible
-    ranked = tuple(sorted(found.fitting, key=_rank(request)))
+    ranked = _simplest_first(sorted(found.fitting, key=_rank(request)))
     return Frontier(asked, ranked, _pareto(ranked), found.refused(), found.considered)
 
 
@@ -217,12 +221,15 @@ def _too_large(setup: Setup, memory: MemoryFigures) -> str:
     """Why a setup does not fit on the device, its host or its disks; empty where it does."""
     if memory.fits is not False:
         return ""
-    full = next(room for room in memory.rooms if room.capacity is not None and room.expected > room.capacity)
+    rooms = [room for room in memory.rooms if room.capacity is not None and room.expected > room.capacity]
+    full = max(rooms, key=lambda room: room.expected / (room.capacity or 1))
     numbers = f"{_gib(full.expected)} of {_gib(full.capacity or 0)} GiB"
     if full.name != "device":
-        place = {"host": "host memory", "disk": "disks"}[full.name]
-        return f"the {place} of each host would hold {numbers}."
-    largest, mode = max(memory.terms, key=lambda term: term.value), setup.checkpointing
+        place, kept = {"host": ("host memory", memory.host), "disk": ("disks", memory.disk)}[full.name]
+        most = max(kept, key=lambda term: term.value)
+        held = f"{_gib(memory.ranks_per_host * most.value)} {LABELS.get(most.name, most.name)}"
+        return f"the {place} of each host would hold {numbers}, of which {held}."
+    largest, mode = max(memory.near_terms, key=lambda term: term.value), setup.checkpointing
     with_mode = "" if mode == "none" else f" and {mode} activation checkpointing"
     return (
         f"with micro-batch {setup.micro_batch}{with_mode}, {numbers} are expected, of which {_gib(largest.value)} "
@@ -239,14 +246,16 @@ def _gib(value: float) -> str:
 
 
 def _rank(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
-    """The key to sort by: what surely fits comes first. Where no time is known, the fewest bytes per token win."""
+    """The key to sort by: what surely fits comes first. Where no time is known, what computes least a second time, and
+    of that what sends the fewest bytes per token.
+    """
 
     def key(found: Estimate) -> tuple[float, ...]:
         count, memory = found.setup.cluster.count, found.memory.allocated_bytes
         unsure = float(found.memory.fits_surely is False)
         if found.time is None:
             tokens = found.setup.global_batch * found.setup.sequence or 1
-            return (unsure, found.traffic.total_bytes * count / tokens, memory)
+            return (unsure, _again(found.setup), found.traffic.total_bytes * count / tokens, memory)
         per_gpu = found.time.tokens_per_s_per_gpu
         if request.rank == "gpus":
             return (unsure, count, -per_gpu, memory)
@@ -255,6 +264,38 @@ def _rank(request: Request) -> Callable[[Estimate], tuple[float, ...]]:
         return (unsure, -per_gpu * count, memory)
 
     return key
+
+
+def _simplest_first(ranked: list[Estimate]) -> tuple[Estimate, ...]:
+    """Of what is on as many devices and as fast as the first, within what predictions can tell apart, the simplest."""
+    if not ranked or ranked[0].time is None:
+        return tuple(ranked)
+    first = ranked[0]
+    alike = [
+        found
+        for found in ranked
+        if found.setup.cluster.count == first.setup.cluster.count
+        and found.memory.fits_surely == first.memory.fits_surely
+        and _tokens_per_s(found) >= (1 - NOISE) * _tokens_per_s(first)
+    ]
+    simplest = min(alike, key=_complexity)
+    return (simplest, *(found for found in ranked if found is not simplest))
+
+
+def _complexity(found: Estimate) -> tuple[int, ...]:
+    """What there is to set up and to understand of a plan: states elsewhere, kinds of parallelism, groups of ranks,
+    schedules, and activations that are computed twice.
+    """
+    setup, mesh = found.setup, found.setup.mesh
+    axes = sum(size > 1 for size in (mesh.tp, mesh.pp, mesh.cp, mesh.ep))
+    offloaded = any(place.offloaded for place in setup.plan.places().values())
+    schedule = mesh.pp > 1 and (setup.pipeline != "1f1b" or setup.virtual_stages > 1)
+    return (offloaded, axes, setup.plan.groups, schedule, _again(setup))
+
+
+def _again(setup: Setup) -> int:
+    """How much is computed a second time, as a place in the order of modes."""
+    return CHECKPOINTING.index(setup.checkpointing) if setup.checkpointing in CHECKPOINTING else 1
 
 
 def _pareto(ranked: tuple[Estimate, ...]) -> tuple[Estimate, ...]:

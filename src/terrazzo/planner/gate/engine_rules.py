@@ -194,11 +194,20 @@ ENGINE_RULES = (
         "attention that keeps its scores",
         ("terrazzo",),
         "planned",
-        lambda setup, _: setup.attention == "math",
+        lambda setup, _: setup.attention == "math" and not setup.model.soft_caps,
         "`terrazzo train` takes torch's scaled_dot_product_attention, which keeps no scores where a fused kernel "
         "serves.",
         "Plan with attention flash, or shard a model of your own with tz.shard.",
         "terrazzo.train.model; torch.nn.functional.scaled_dot_product_attention",
+    ),
+    Rule(
+        "kernel with a soft cap",
+        ("terrazzo",),
+        "planned",
+        lambda setup, _: setup.attention != "math" and setup.model.soft_caps,
+        lambda it: f"{it.model} caps its scores, which `terrazzo train` computes eagerly and keeps.",
+        "Leave the attention open, or take a kernel with a soft cap in a loop of your own.",
+        "transformers: attn_implementation eager where a model does not support sdpa (Gemma-2)",
     ),
     Rule(
         "model in one unit",

@@ -29,12 +29,6 @@ def whole_model(setup: Setup, framework: Framework) -> bool:
     return one and zero_stage(setup) == 3 and setup.mesh.data_ranks > 1
 
 
-def _lacks(setup: Setup, matmul: str) -> bool:
-    """Whether the device is a known GPU without that format."""
-    device = setup.cluster.device
-    return device.kind == "cuda" and bool(device.peak_flops) and matmul not in device.peak_flops
-
-
 def _crosses(setup: Setup, group: int) -> bool:
     """Whether `group` neighbouring ranks are on more than one scale-up domain."""
     device = setup.cluster.device
@@ -61,7 +55,7 @@ RULES = (
         "fp8 without the hardware",
         (),
         "refuse",
-        lambda setup, _: setup.matmul == "fp8" and _lacks(setup, "fp8"),
+        lambda setup, _: setup.matmul == "fp8" and setup.cluster.device.lacks("fp8"),
         lambda it: f"{it.device} has no fp8 matrix units; they came with Ada and Hopper.",
         "Use precision bf16 (fp16 before Ampere).",
         "NVIDIA H100 and L4 data sheets; the table of devices",
@@ -70,7 +64,7 @@ RULES = (
         "bf16 without the hardware",
         (),
         "warn",
-        lambda setup, _: setup.matmul == "bf16" and _lacks(setup, "bf16"),
+        lambda setup, _: setup.matmul == "bf16" and setup.cluster.device.lacks("bf16"),
         lambda it: f"{it.device} has no bf16 matrix units: torch emulates bf16 at a fraction of the fp16 rate.",
         "Use precision fp16, which scales the loss.",
         "NVIDIA V100 and T4 data sheets; torch.cuda.is_bf16_supported(including_emulation=False)",
@@ -88,7 +82,7 @@ RULES = (
         "flash attention before Ampere",
         (),
         "warn",
-        lambda setup, _: setup.attention != "math" and setup.cluster.device.kind == "cuda" and _lacks(setup, "bf16"),
+        lambda setup, _: setup.attention != "math" and setup.cluster.device.lacks("bf16"),
         lambda it: (
             f"FlashAttention-2 needs Ampere; on {it.device} torch takes its memory-efficient kernel, which is slower."
         ),

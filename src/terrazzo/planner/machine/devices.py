@@ -44,6 +44,7 @@ class Device:
             usual time for each.
         unit_s, stage_s: host time around each gather and each sum of a unit's states, and each message between stages.
         cores: of a host on whose CPUs ranks compute; more of them than cores take turns. None: each has its own.
+        capability: NVIDIA's compute capability, such as 8.0; below 8 there are no bf16 units.
         source: where the figures are from.
     """
 
@@ -69,8 +70,17 @@ class Device:
     stage_s: float = 0.0
     hop_s: float | None = None
     cores: int | None = None
+    capability: float | None = None
     source: str = ""
     notes: str = ""
+
+    def lacks(self, form: str) -> bool:
+        """Whether it is a GPU that is known to have no matrix units for a format, such as `bf16`."""
+        if self.kind != "cuda":
+            return False
+        if form == "bf16" and self.capability is not None:
+            return self.capability < 8
+        return bool(self.peak_flops) and form not in self.peak_flops
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,8 @@ def this_machine() -> Cluster:
     try:
         known = device(found.name)
     except BadInput:
-        known = Device(found.name, source="this machine")
+        amd = getattr(found, "gcnArchName", "").startswith("gfx")
+        known = Device(found.name, capability=None if amd else found.major + found.minor / 10, source="this machine")
     count = gpus.count()
     here = replace(known, memory_bytes=found.total_memory, per_node=count)
     return Cluster(here, count, host_memory_bytes=_host_memory_bytes())
@@ -199,6 +210,7 @@ def _device(row: Mapping[str, str]) -> Device:
         notes = "; ".join([*([notes] if notes else []), "memory as torch sees it not known: 98 % of the nominal GB"])
     return Device(
         name=row["name"],
+        capability=None if row["compute_capability"].startswith("gfx") else float(row["compute_capability"]),
         peak_flops=by_format({name: f"{name}_dense_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "tf32")})
         | by_format({"fp32": "fp32_vector_tflops"}),
         matmul_flops=by_format({name: f"mamf_{name}_tflops" for name in ("bf16", "fp16", "fp8")}),

@@ -189,7 +189,7 @@ def _norm(local: _Local, block: BlockShape) -> float:
         return width * item
     if block.torch_norm:
         return width * (2 * FP32_BYTES if local.cpu else item)
-    return width * (FP32_BYTES + item)
+    return width * (2 * FP32_BYTES if block.wide_norm else FP32_BYTES + item)
 
 
 def _attention(block: BlockShape) -> float:
@@ -202,7 +202,8 @@ def _attention(block: BlockShape) -> float:
 def _scores(local: _Local, block: BlockShape) -> float:
     """Bytes of what math attention keeps of its scores: their softmax in fp32, and as cast for the next product.
 
-    With dropout, as in arXiv 2205.05198: softmax, mask and result in 16 bits.
+    With dropout, as in arXiv 2205.05198: softmax, mask and result in 16 bits. A soft cap keeps its tanh. All scores
+    are there, those outside of a window masked.
     """
     if not local.math:
         return 0.0
@@ -211,8 +212,8 @@ def _scores(local: _Local, block: BlockShape) -> float:
         per_score = 2 * item + 1
     else:
         per_score = FP32_BYTES + item if item < FP32_BYTES else item
-    attended = min(local.sequence, block.window or local.sequence)
-    return local.tokens * attended * block.heads * per_score / local.heads_tp(block)
+    per_score += item if block.soft_cap else 0
+    return local.tokens * local.sequence * block.heads * per_score / local.heads_tp(block)
 
 
 def _mlp(local: _Local, block: BlockShape) -> float:
@@ -333,6 +334,7 @@ def head_activations(setup: Setup) -> HeadActivations:
     logits = tokens * setup.model.logits / parts
     copied, plain = item + FP32_BYTES, max(item + 2 * FP32_BYTES, 3 * FP32_BYTES)
     usual = plain if setup.loss == "full" else copied
+    inputs += logits * item if setup.model.capped else 0.0  # the tanh of a soft cap
     return HeadActivations(
         loss=inputs + logits * usual,
         loss_upper=inputs + logits * (2 * item + 3 * FP32_BYTES if setup.loss == "full" else copied),

@@ -23,6 +23,8 @@ __all__ = ["closed_form", "family_name", "merged", "shape_of_config", "units_of_
 
 Sizes = Mapping[str, int]
 
+WIDE_NORMS = ("gemma", "gemma2", "gemma3_text")
+
 
 def closed_form(values: Mapping[str, Any]) -> Architecture | None:
     """The family that describes all tensors of this config, or None when the model must be built to know them."""
@@ -51,7 +53,9 @@ def shape_of_config(values: Mapping[str, Any], name: str) -> ModelShape:
     """
     fields, sizes = _read(values, name)
     tied, units = fields.flag("tied"), (_root(fields, sizes), *merged(_layers(fields, sizes)))
-    return ModelShape(name, units, sizes["vocab"], tied, sizes["positions"] or None, family=family_name(values))
+    capped = fields.soft_cap("final_logit_softcapping")
+    positions = sizes["positions"] or None
+    return ModelShape(name, units, sizes["vocab"], tied, positions, family=family_name(values), capped=capped)
 
 
 def units_of_config(values: Mapping[str, Any], name: str) -> list[UnitShape]:
@@ -274,6 +278,8 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None) -> Bl
         kv_latent=sizes["kv_latent"],
         torch_norm=family.torch_norm,
         plain_gelu=fields.plain_gelu(),
+        wide_norm=family_name(fields.values) in WIDE_NORMS,
+        soft_cap=fields.soft_cap("attn_logit_softcapping"),
         whole_attention=_is_put_together(family.attention),
         whole_mlp=_is_put_together(family.mlp) and not sparse,
     )

@@ -79,7 +79,9 @@ class BlockShape:
         latent: channels of the compressed keys and values and of the compressed queries (MLA), 0 without; `kv_latent`
             of the keys and values alone.
         torch_norm: norms are torch's own modules, one kernel on CUDA, instead of explicit fp32 arithmetic.
+        wide_norm: norms multiply by their weights in fp32 too, as Gemma's.
         plain_gelu: the MLP's nonlinearity is a tanh GELU in plain operators, as GPT-2's in transformers (`gelu_new`).
+        soft_cap: scores are kept within a cap by tanh, as Gemma-2's: torch's fused kernels have none.
         whole_attention, whole_mlp: tensor-parallel ranks put the outputs of its first matrices together, and compute
             alike up to its last.
     """
@@ -102,6 +104,8 @@ class BlockShape:
     kv_latent: int = 0
     torch_norm: bool = False
     plain_gelu: bool = False
+    soft_cap: bool = False
+    wide_norm: bool = False
     whole_attention: bool = False
     whole_mlp: bool = False
 
@@ -151,6 +155,7 @@ class ModelShape:
         vocab: size of the vocabulary; 0 for a bare number of parameters, of which only states can be said.
         tied: the head is the embedding matrix, which then is one tensor of role `embedding`.
         outputs: of the head for each token, where these are not the vocabulary's logits.
+        capped: logits are kept within a cap by tanh.
         family: `model_type` of its config; empty where it has none.
         positions: longest sequence, None where nothing limits it.
         bare: a number of parameters alone: nothing is padded, and nothing but states can be said.
@@ -164,6 +169,7 @@ class ModelShape:
     bare: bool = False
     outputs: int | None = None
     family: str = ""
+    capped: bool = False
 
     @property
     def logits(self) -> int:
@@ -183,6 +189,11 @@ class ModelShape:
     def computes(self) -> bool:
         """Whether it is known what every block computes, and so what a step takes beside states."""
         return bool(self.blocks) and all(unit.block for unit in self.blocks)
+
+    @cached_property
+    def soft_caps(self) -> bool:
+        """Whether attention caps its scores, in any block."""
+        return any(unit.block is not None and unit.block.soft_cap for unit in self.blocks)
 
     @cached_property
     def layers(self) -> int:

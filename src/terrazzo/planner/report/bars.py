@@ -11,7 +11,7 @@ from terrazzo.planner.figures import MemoryFigures
 from terrazzo.planner.text.words import ByteUnit, axes_text, parameters_text, precision_name, units
 from terrazzo.planner.timing.timeline import Timeline, pipeline_step
 
-__all__ = ["KINDS", "Chart", "MemoryBar", "MemoryKind", "chart_of"]
+__all__ = ["KINDS", "Chart", "MemoryBar", "MemoryKind", "chart_of", "parts_of"]
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,14 @@ def _bar(estimate: Estimate, chosen: Estimate) -> MemoryBar:
     memory = estimate.memory
     return MemoryBar(
         label=estimate.setup.plan.name,
-        parts=_parts(memory),
+        parts=parts_of(memory),
         upper=memory.upper_bytes,
         chosen=estimate.setup == chosen.setup,
     )
 
 
-def _parts(memory: MemoryFigures) -> dict[str, float]:
+def parts_of(memory: MemoryFigures) -> dict[str, float]:
+    """What the device holds, in bytes by name of a kind."""
     parts = dict.fromkeys((kind.name for kind in KINDS), 0.0)
     for term in memory.terms:
         parts[kind_of(term.name).name] += term.value

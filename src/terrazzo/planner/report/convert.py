@@ -10,6 +10,7 @@ from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.report.schema import (
     CollectiveReport,
+    EditRow,
     FindingReport,
     FrontierRow,
     MemoryReport,
@@ -21,7 +22,7 @@ from terrazzo.planner.report.schema import (
     TrafficReport,
 )
 from terrazzo.planner.setup.setup import Setup
-from terrazzo.planner.text.words import checkpointing_text, mesh_sizes, precision_name
+from terrazzo.planner.text.words import blocker, checkpointing_text, mesh_sizes, precision_name
 
 __all__ = ["frontier_row", "report_of"]
 
@@ -39,6 +40,8 @@ def report_of(estimate: Estimate) -> PlanReport:
         no_time=estimate.no_time,
         traffic=_traffic(estimate.traffic),
         warnings=estimate.notes,
+        blocker=blocker(memory),
+        edits=tuple(EditRow.of(edit, plan=frontier_row(edit.estimate)) for edit in estimate.edits),
         findings=tuple(map(FindingReport.of, estimate.objections)),
     )
 

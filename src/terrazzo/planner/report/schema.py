@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 __all__ = [
     "CollectiveReport",
+    "EditRow",
     "ExplainedReport",
     "ExplainedTerm",
     "FindingReport",
@@ -200,6 +201,14 @@ class FrontierRow(_Model):
     bound_by: str | None
 
 
+class EditRow(_Model):
+    """A change with which what does not fit does, as it was planned."""
+
+    options: str = Field(description="to add to the command")
+    cost: str = Field(description="what that takes, against the plan without it if there were room")
+    plan: FrontierRow = Field(description="what it is then")
+
+
 class RefusedRow(_Model):
     """Plans of one strategy on one number of GPUs that do not run, and why the nearest of them does not."""
 
@@ -250,6 +259,8 @@ class PlanReport(_Model):
     fits_surely: bool | None = Field(
         description="whether the upper bounds fit, 2 % to spare; null too where activations are not counted"
     )
+    blocker: str = Field("", description="which state or buffer on which place is in the way; empty where it fits")
+    edits: tuple[EditRow, ...] = Field((), description="of what does not fit, the nearest changes with which it does")
     limiting_rank: str = Field(description="which rank is fullest, when, and why")
     time: TimeReport | None = Field(description="null where nothing can be said")
     no_time: str = Field(description="why not")

@@ -37,6 +37,16 @@ CHOICES: Mapping[str, Any] = {
 """Fields by what they hold: whole numbers, numbers, how small these may be if not only above 0, yes or no, names, and
 one of a few words."""
 
+ALSO_CALLED = {
+    "attention": {"sdpa": "flash", "eager": "math", "flash2": "flash", "flash_attention_2": "flash",
+                  "flash_attention_3": "flash3", "fa2": "flash", "fa3": "flash3"},
+    "pipeline": {"zb": "zero_bubble", "zb-h1": "zero_bubble", "interleaved": "1f1b"},
+    "rank": {"speed": "throughput", "fastest": "throughput", "cheapest": "cost", "price": "cost", "fewest": "gpus"},
+    "loss": {"cross_entropy": "full", "linear_cross_entropy": "chunked", "cce": "chunked", "liger": "chunked"},
+    "context": {"all_gather": "gather", "allgather": "gather", "a2a": "ulysses", "p2p": "ring"},
+}  # fmt: skip
+"""What else a choice is called by other tools, for the error that names it."""
+
 OTHER_KINDS: Mapping[str, type] = {"strategy": Plan, "gpu": Device}
 """What a name may be given as, too."""
 
@@ -88,7 +98,8 @@ def _check_name(name: str, value: object) -> None:
 
 def _check_choice(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        near = did_you_mean(str(value), known)
+        other = ALSO_CALLED.get(name, {}).get(str(value).lower())
+        near = f" Did you mean '{other}'?" if other else did_you_mean(str(value).lower(), known)
         raise BadInput(f"{name} is {value!r}; it is one of {', '.join(known)}.{near}")
 
 

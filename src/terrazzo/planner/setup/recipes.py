@@ -44,6 +44,8 @@ STRATEGIES = (*PLANS, *_SYNONYMS)
 """Names of plans that `strategy` knows, each of which may have an offload."""
 
 CHECKPOINTING = ("none", "selective", "selective_half", "full", "every_N")
+_MODES = {"true": "full", "on": "full", "false": "none", "off": "none", "op": "selective_half", "sac": "selective"}
+"""What else people call these."""
 
 
 def strategy(name: str) -> Plan:
@@ -55,9 +57,8 @@ def strategy(name: str) -> Plan:
     base = base.replace("-", "_")
     base = _SYNONYMS.get(base, base)
     if base not in PLANS:
-        raise BadInput(
-            f"There is no strategy {base!r}.{did_you_mean(base, STRATEGIES)} Strategies are {', '.join(STRATEGIES)}."
-        )
+        near = did_you_mean(base.replace("_", ""), STRATEGIES) or did_you_mean(base, STRATEGIES)
+        raise BadInput(f"There is no strategy {name!r}.{near} Strategies are {', '.join(STRATEGIES)}.")
     return Plan.named(f"{base}{at}{offload}")
 
 
@@ -84,12 +85,14 @@ def _key(name: str) -> str:
 
 def checkpointing(name: str) -> tuple[Checkpointing, int]:
     """Mode and `every` of a name of `CHECKPOINTING`. Raises: `BadInput` with the nearest name."""
-    if match := re.fullmatch(r"every_([1-9][0-9]{0,8})", name):
+    key = name.strip().lower().replace("-", "_")
+    if match := re.fullmatch(r"every_([1-9][0-9]{0,8})", key):
         return "full", int(match[1])
     for mode in get_args(Checkpointing):
-        if name == mode:
+        if key == mode:
             return mode, 1
+    near = f" Did you mean '{_MODES[key]}'?" if key in _MODES else did_you_mean(key, CHECKPOINTING)
     raise BadInput(
-        f"There is no activation checkpointing {name!r}.{did_you_mean(name, CHECKPOINTING)} "
+        f"There is no activation checkpointing {name!r}.{near} "
         "Use none, selective, selective_half, full, or every_N for one block in N, such as every_2."
     )

@@ -20,6 +20,7 @@ from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup import recipes
 from terrazzo.planner.setup.arguments import checked
 from terrazzo.planner.setup.checks import check_number
+from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import optimizer
 from terrazzo.planner.setup.setup import AttentionKernel, Kernel, Loss, PipelineOrder, Ranking, Setup
 
@@ -59,7 +60,9 @@ class Request:
             vocabulary, as in `terrazzo train`; `fused` as in Megatron-core.
         checkpointing: of activations: `none` (default), `selective`, `selective_half`, `full`, `every_N`.
         optimizer_kernel: `fused`, `foreach` or `loop`, by default what the engine takes: `fused` for Adam and AdamW.
-        precision, optimizer: names in `recipes` and `optimizers`, by default `bf16` and `adamw`.
+        precision, optimizer: names in `recipes` and `optimizers`, by default `adamw`, and `bf16`, or `fp16` on a GPU
+            without bf16.
+        attention: `flash` by default, or `math` of a model whose scores have a soft cap.
         dp_replicate: groups of the hybrid strategies; by default one shard group per host.
         context: how ranks along cp compute attention together: `gather` (default), `ulysses` or `ring`.
         memory_bytes, per_node, peak_flops, memory_bandwidth, scaleup_bandwidth, internode_bandwidth, pcie_bandwidth: in
@@ -99,7 +102,7 @@ class Request:
     pipeline: PipelineOrder | None = None
     sequence_parallel: bool = True
     compile: bool = False
-    attention: AttentionKernel = "flash"
+    attention: AttentionKernel | None = None
     loss: Loss | None = None
     prefetch: int = 1
     accumulate_locally: bool | None = None
@@ -144,16 +147,12 @@ def build_setup(request: Request) -> Setup:
     model, cluster = shape_of(request.model), build_cluster(request)
     plan = request.plan or recipes.strategy(STRATEGY)
     mesh = _mesh(request, cluster, plan)
-    precision, matmul = recipes.precision(request.precision or PRECISION)
+    named = precision_of(request, cluster.device)
+    precision, matmul = recipes.precision(named)
     mode, every = recipes.checkpointing(request.checkpointing or "none")
     micro_batch, megatron = request.micro_batch or 1, request.as_megatron
     recipe = optimizer(request.optimizer or OPTIMIZER)
     precision = precision if recipe.form is None else replace(precision, moments=recipe.form)
-    if request.attention in ("cudnn", "flash3") and not cluster.device.wide_warps:
-        raise BadInput(
-            f"attention {request.attention} is made for Hopper and later, whose instructions {cluster.device.name} has "
-            "not. Use flash."
-        )
     return Setup(
         model=model,
         cluster=cluster,
@@ -164,12 +163,12 @@ def build_setup(request: Request) -> Setup:
         micro_batches=_micro_batches(request, mesh, micro_batch),
         precision=precision,
         matmul=matmul,
-        row_scales=recipes.has_row_scales(request.precision or PRECISION),
+        row_scales=recipes.has_row_scales(named),
         optimizer=recipe,
         checkpointing=mode,
         every=every,
         compile=request.compile,
-        attention=request.attention,
+        attention=attention_of(request.attention, model, cluster.device),
         loss=request.loss or _loss(model, mesh, megatron),
         prefetch=request.prefetch,
         accumulate_locally=not plan.grad.axes if request.accumulate_locally is None else request.accumulate_locally,
@@ -180,6 +179,11 @@ def build_setup(request: Request) -> Setup:
         as_megatron=megatron,
         optimizer_kernel=request.optimizer_kernel,
     )
+
+
+def precision_of(request: Request, device: Device) -> str:
+    """The one that was named, or the default on that device."""
+    return request.precision or ("fp16" if device.lacks("bf16") else PRECISION)
 
 
 def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
@@ -193,6 +197,16 @@ def assumptions(request: Request, setup: Setup) -> tuple[str, ...]:
         notes.append(f"No sequence length was given: {setup.sequence} tokens are assumed (--seq).")
     if chosen := _defaults(request, setup):
         notes.append(f"Assumed where nothing was said: {', '.join(chosen)}.")
+    if request.precision is None and precision_of(request, setup.cluster.device) != PRECISION:
+        notes.append(
+            f"{setup.cluster.device.name} has no bf16 units, which came with Ampere: fp16 is chosen, with a loss "
+            "scale; fp32 needs none (--precision)."
+        )
+    if request.attention is None and setup.attention == "math":
+        notes.append(
+            f"{setup.model.name} caps its attention scores, which torch's fused kernels cannot: eager attention is "
+            "counted, which keeps them all (--attention flash for a kernel with a soft cap)."
+        )
     if request.micro_batches is None and request.global_batch is None and setup.mesh.pp > 1:
         notes.append(
             f"No batch was given: {setup.micro_batches} micro-batches per step, {MICRO_BATCHES_PER_STAGE} for each of "
@@ -211,7 +225,7 @@ def _defaults(request: Request, setup: Setup) -> list[str]:
     """Of the choices that have a name, those that were left open, each with the option that makes it."""
     choices: list[tuple[object, str]] = [
         (request.strategy, f"{setup.plan.name} (--strategy)"),
-        (request.precision, f"{PRECISION} (--precision)"),
+        (request.precision, f"{precision_of(request, setup.cluster.device)} (--precision)"),
         (request.optimizer, f"{OPTIMIZER} (--optimizer)"),
     ]
     if setup.model.layers:

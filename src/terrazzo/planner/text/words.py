@@ -15,6 +15,7 @@ __all__ = [
     "LABELS",
     "ByteUnit",
     "axes_text",
+    "blocker",
     "bytes_text",
     "checkpointing_text",
     "count_text",
@@ -154,6 +155,27 @@ def verdict(memory: MemoryFigures) -> str:
     if memory.uncounted:
         return f"states fit, activations come on top: {numbers}"
     return f"fits: {numbers}" if memory.fits_surely else f"fits, but not surely: {numbers}"
+
+
+def blocker(memory: MemoryFigures) -> str:
+    """Which state or buffer on which place is in the way of a plan, in one sentence; empty where it fits."""
+    full = [room for room in memory.rooms if room.capacity is not None and room.expected > room.capacity]
+    if not full:
+        return ""
+    room = max(full, key=lambda room: room.expected / (room.capacity or 1))
+    ranks = 1 if room.name == "device" else memory.ranks_per_host
+    kept = {"device": memory.terms, "host": memory.host, "disk": memory.disk}[room.name]
+    offloaded = memory.host if room.name == "device" and memory.on_host else ()
+    largest = max((*kept, *offloaded), key=lambda term: term.value)
+    others = max(0.0, room.expected - ranks * largest.value)
+    label, held = LABELS.get(largest.name, largest.name), bytes_text(ranks * largest.value)
+    where = {"device": "the device", "host": "each host's memory", "disk": "each host's disks"}[room.name]
+    kind = "offloaded to this same memory" if largest in offloaded else f"on {where}"
+    ranks_text = f" of its {ranks} ranks" if ranks > 1 else ""
+    return (
+        f"in the way: {label}{ranks_text}, {held} {kind}, which has {bytes_text(room.capacity or 0)}; all else there "
+        f"takes {bytes_text(others)}"
+    )
 
 
 PLACES = {"device": "", "host": " for the memory of a host", "disk": " for the disks of a host"}

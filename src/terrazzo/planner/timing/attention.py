@@ -39,8 +39,9 @@ HEAD, WIDEST, ROUNDING = 20, 128, 32
 FORWARD_SHARE = 2 / 7
 """Of fused attention's work: two products forward, five backward with the scores once more (arXiv 2205.14135)."""
 
-SCORE_BYTES = 28
-"""Read and written per score, forward and backward, by a fused softmax with dropout in 16 bits between two products."""
+SCORE_BYTES, CAP_BYTES = 28, 16
+"""Read and written per score, forward and backward, by a fused softmax with dropout in 16 bits between two products,
+and by the three operators of a soft cap."""
 
 QUERY_BYTES, KEY_BYTES = 36, 10
 """Read and written for each element of the queries and of the keys or values of a tile, where attention is computed
@@ -49,8 +50,8 @@ tile by tile: its outputs, in 16 bits, are weighted in fp32 and added to the oth
 
 
 def attended(setup: Setup, block: BlockShape) -> int:
-    """Tokens that one looks back on, itself included."""
-    return min(setup.sequence, block.window or setup.sequence)
+    """Tokens that one looks back on, itself included; kept scores are of the whole sequence, be they masked."""
+    return setup.sequence if setup.attention == "math" else min(setup.sequence, block.window or setup.sequence)
 
 
 def attention_seconds(setup: Setup, block: BlockShape) -> float:
@@ -70,7 +71,8 @@ def attention_flops(setup: Setup, block: BlockShape) -> float:
 
 def attention_bytes(setup: Setup, block: BlockShape) -> float:
     """Read and written beside the products: scores, if they are, and what puts tiles of shared sequences together."""
-    scores = _tokens(setup) * attended(setup, block) * _heads(setup, block) * SCORE_BYTES
+    per_score = SCORE_BYTES + (CAP_BYTES if block.soft_cap else 0)
+    scores = _tokens(setup) * attended(setup, block) * _heads(setup, block) * per_score
     return (scores if setup.attention == "math" else 0.0) + _tile_bytes(setup, block)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from terrazzo.config import Config
+from terrazzo.config import Config, flatten
 from terrazzo.engine import check_narrow
 from terrazzo.errors import BadInput, listed
 from terrazzo.parallel.pipeline.schedules import actions_of
@@ -32,6 +32,7 @@ from terrazzo.train.settings.plan import (
     mesh_shape,
     micro_batches_per_rank,
 )
+from terrazzo.words import FILL_IN
 
 __all__ = ["check"]
 
@@ -41,6 +42,7 @@ def check(config: Config, world_size: int) -> list[str]:
 
     Returns lines for the header of the run: what in `config` does nothing, and what the planner has to say.
     """
+    _check_filled_in(config)
     build_plan(config)
     precision = build_precision(config)
     build_offload(config)
@@ -63,6 +65,15 @@ def check(config: Config, world_size: int) -> list[str]:
     local = check_local(config, world_size)
     notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config)), *filling, *local]
     return [*notes, *check_plan(config, world_size)]
+
+
+def _check_filled_in(config: Config) -> None:
+    """Raises `BadInput` for what a written configuration leaves to its user."""
+    if left := [key for key, text in flatten(config).items() if text == f'"{FILL_IN}"']:
+        raise BadInput(
+            f"{' and '.join(left)} {'are' if len(left) > 1 else 'is'} still {FILL_IN}. Name them in the file, or behind"
+            f" it: {' '.join(f'{key}=...' for key in left)}."
+        )
 
 
 def _filling_notes(config: Config, world_size: int) -> list[str]:

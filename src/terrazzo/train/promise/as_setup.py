@@ -13,6 +13,7 @@ from terrazzo.planner import Cluster, Device, Mesh, ModelShape, Setup, model_sha
 from terrazzo.planner.machine.devices import cpu_host, this_machine
 from terrazzo.planner.model.closed_form import merged
 from terrazzo.planner.model.shapes import BlockShape, UnitShape
+from terrazzo.planner.setup.kernels import attention_of
 from terrazzo.planner.setup.optimizers import OPTIMIZERS, OptimizerRecipe
 from terrazzo.planner.setup.setup import Loss
 from terrazzo.planner.timing.compute import repeated_flops_per_token
@@ -65,6 +66,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         checkpointing=mode,
         every=every,
         compile=config.train.compile,
+        attention=attention_of(None, shape, found.device),
         context=config.parallel.context.mode,
         balance=config.parallel.context.balance,
         sequence_parallel=config.parallel.tensor.sequence,

@@ -1,0 +1,164 @@
+"""`python -m benchmarks.planner.resident`: small runs on CPUs, their peak resident memory against the bound.
+
+Configurations are random, from a seed: sizes of the decoder, rows, checkpointing, optimizers, precisions, plans. Each
+run is `terrazzo train` in fresh processes; what a rank had resident at most (`VmHWM`) is held against what the planner
+promises it will take at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from terrazzo.config import Config, config_from_dict
+
+__all__ = ["Measured", "configuration", "measure", "table"]
+
+MIB = 2**20
+STEPS = 3
+MOST_FLOPS = 4e10
+"""Of a step on one rank, so that a run takes seconds."""
+
+_RUN = """
+import sys
+from pathlib import Path
+from terrazzo.train.run import train_as_rank
+try:
+    train_as_rank(Path(sys.argv[1]), [])
+finally:
+    status = Path("/proc/self/status").read_text()
+    Path(sys.argv[2]).write_text(status.partition("VmHWM:")[2].split()[0])
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run: bytes that were promised of a rank, expected and at most, and the most that one had resident."""
+
+    row: int
+    what: str
+    expected: float
+    upper: float
+    resident: float
+
+
+def configuration(row: int, seed: int = 0) -> dict[str, Any]:
+    """The `row`-th random configuration."""
+    draw = random.Random(f"{seed}/{row}")
+    while True:
+        heads = draw.choice((2, 4, 8))
+        dim = heads * draw.choice((16, 32, 64))
+        model = {
+            "dim": dim,
+            "layers": draw.randint(1, 10),
+            "heads": heads,
+            "vocab_size": draw.choice((512, 4096, 16384, 50304)),
+        }
+        model |= {"kv_heads": draw.choice((heads, heads // 2)), "tie_embeddings": draw.random() < 0.5}
+        sequence, micro_batch = draw.choice((64, 128, 256, 512)), draw.choice((1, 2, 4, 8))
+        numel = 12 * dim * dim * model["layers"] + dim * model["vocab_size"]
+        if 6 * numel * sequence * micro_batch < MOST_FLOPS:
+            break
+    ranks, parts = draw.choice((1, 1, 1, 2)), draw.choice((1, 1, 2))
+    optimizer = draw.choice(({"name": "AdamW"}, {"name": "AdamW"}, {"name": "SGD"}, {"name": "Lion"}, {"name": "Muon"}))
+    return {
+        "model": model,
+        "data": {"max_bytes": 1_000_000},
+        "plan": {"name": draw.choice(("zero0", "zero1", "zero2", "zero3"))},
+        "precision": {"name": draw.choice(("fp32", "fp32", "bf16"))},
+        "batch": {"global_batch": ranks * parts * micro_batch, "micro_batch": micro_batch, "sequence_length": sequence},
+        "optimizer": optimizer,
+        "train": {
+            "steps": STEPS,
+            "activation_checkpointing": draw.choice(("none", "none", "selective", "full", "every_2")),
+            "eval_batches": 1,
+            "sample_tokens": 4,
+        },
+        "launch": {"ranks": ranks, "device": "cpu"},
+    }
+
+
+def measure(row: int, seed: int = 0) -> Measured:
+    """Plan and run one configuration."""
+    from terrazzo.train.promise.planned import planned
+
+    document = configuration(row, seed)
+    ranks = document["launch"]["ranks"]
+    room = planned(config_from_dict(document), ranks).memory.rooms[0]
+    with tempfile.TemporaryDirectory(prefix="terrazzo-resident-") as folder:
+        document["log"] = {"folder": f"{folder}/run"}
+        document["checkpoint"] = {"folder": f"{folder}/checkpoints"}
+        path = Path(folder, "train.json")
+        path.write_text(json.dumps(document))
+        resident = max(_run(path, ranks))
+    return Measured(row, _what(config_from_dict(document)), room.expected, room.upper, resident)
+
+
+def _run(path: Path, ranks: int) -> list[int]:
+    """Peak resident bytes of each rank."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RUN, str(path), str(path.with_name(f"rank{rank}"))],
+            env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    for rank in started:
+        _, said = rank.communicate()
+        if rank.returncode:
+            raise RuntimeError(said[-2000:])
+    return [int(path.with_name(f"rank{rank}").read_text()) * 1024 for rank in range(ranks)]
+
+
+def _what(config: Config) -> str:
+    model, batch = config.model, config.batch
+    return (
+        f"{model.layers} x {model.dim}, {model.vocab_size} words{', tied' if model.tie_embeddings else ''}; "
+        f"{batch.micro_batch} x {batch.sequence_length} of {batch.global_batch}; {config.plan.name} on "
+        f"{config.launch.ranks}, {config.precision.name}, {config.optimizer.name}, "
+        f"{config.train.activation_checkpointing}"
+    )
+
+
+def table(found: Sequence[Measured]) -> str:
+    """In Markdown, what comes nearest its bound first."""
+    lines = ["| row | run | expected MiB | at most | resident | of the bound |", "|--:|---|--:|--:|--:|--:|"]
+    for each in sorted(found, key=lambda each: each.upper / each.resident):
+        amounts = " | ".join(f"{value / MIB:,.0f}" for value in (each.expected, each.upper, each.resident))
+        lines.append(f"| {each.row} | {each.what} | {amounts} | {each.resident / each.upper:.0%} |")
+    above = sum(each.resident > each.upper for each in found)
+    return "\n".join([*lines, "", f"{above} of {len(found)} runs had more resident than their bound."])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default="0:30", help="which of the random configurations; default 0:30")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    first, last = map(int, asked.rows.split(":"))
+    found = []
+    for row in range(first, last):
+        found.append(measure(row, asked.seed))
+        print(table(found[-1:]).splitlines()[2], file=sys.stderr, flush=True)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Values of `terrazzo plan` as people write them, and options by the names that other tools have for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from terrazzo.cli.plan.options import OPTIONS, PlanOption
+from terrazzo.cli.shared.verb import as_setting
+from terrazzo.errors import BadInput, did_you_mean
+
+__all__ = ["meant_option", "read_values"]
+
+OTHER_NAMES = {
+    "--model": "preset name model-name model-path model-id hf hf-model checkpoint",
+    "--gpu": "device hardware gpu-type gpu-name accelerator",
+    "--gpus": "ranks num-gpus n-gpus ngpus num-devices devices world-size nproc-per-node num-processes",
+    "--per-node": "gpus-per-node nproc",
+    "--memory-gb": "memory gpu-memory vram mem",
+    "--price": "cost price-per-hour usd-per-hour",
+    "--seq": "sequence sequence-length seq-len seq-length context-length max-length max-seq-len block-size",
+    "--micro-batch": "batch-size mbs micro-batch-size per-device-train-batch-size",
+    "--micro-batches": "accumulation grad-accum gradient-accumulation gradient-accumulation-steps accumulate",
+    "--global-batch": "gbs global-batch-size batch train-batch-size",
+    "--ac": "checkpointing activation-checkpointing gradient-checkpointing recompute remat",
+    "--precision": "dtype mixed-precision bf16 fp16",
+    "--optimizer": "optim",
+    "--strategy": "plan zero stage zero-stage sharding sharding-strategy fsdp",
+    "--tp": "tensor-parallel tensor-parallel-size tensor-model-parallel-size",
+    "--pp": "pipeline-parallel pipeline-parallel-size pipeline-model-parallel-size stages",
+    "--cp": "context-parallel context-parallel-size sequence-parallel-size",
+    "--ep": "expert-parallel expert-parallel-size experts",
+    "--emit": "output out write o config save",
+    "--picture": "plot figure image svg png",
+}
+"""What else an option is called, here or by other tools."""
+
+_OPTIONS = [option for options in OPTIONS.values() for option in options]
+_KNOWN = {known.removeprefix("--"): option for option in _OPTIONS for name in option.names for known in name.split("/")}
+_OTHERS = {other: _KNOWN[flag.removeprefix("--")] for flag, names in OTHER_NAMES.items() for other in names.split()}
+_NUMBER = re.compile(r"[^0-9.+-]*([+-]?[0-9]+(?:[,_][0-9]{3})*(?:\.[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
+_UNITS = {"GB": " of GB (1e9 bytes)", "W": " of watts", "MS": " of milliseconds"} | {
+    unit: f" of {unit}" for unit in ("TFLOP/S", "TB/S", "GB/S")
+}
+LONGEST = 20
+_SIZES = {"k": 1024, "ki": 1024, "m": 1024**2, "mi": 1024**2}
+
+
+def read_values(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with numbers in place of their text. Raises: `BadInput` for what is none, before any work."""
+    read = {option.argument: _read(option, asked[option.argument]) for option in _OPTIONS if option.is_number}
+    return {**asked, **read}
+
+
+def meant_option(option: str, value: str, words: list[str]) -> str | None:
+    """Which option of `terrazzo plan` an unknown one means, by the names that other tools have; beside a file, which
+    setting.
+    """
+    name = option.lstrip("-").replace("_", "-").lower()
+    meant = _OTHERS.get(name)
+    setting = as_setting(option, value, words) if meant is None or meant.beside else None
+    if setting:  # beside a file most are
+        return setting
+    if meant is not None:
+        return f"write {_written(meant, value)}: {meant.help}."
+    near = did_you_mean(name, [*_KNOWN, *_OTHERS]).removeprefix(" Did you mean '").removesuffix("'?")
+    if not near:
+        return "`terrazzo plan --help` lists them all."
+    meant = _KNOWN.get(near) or _OTHERS[near]
+    return f"did you mean {_written(meant, value)}?"
+
+
+def _written(option: PlanOption, value: str) -> str:
+    return " ".join(filter(None, [option.flag, option.metavar and (value or option.metavar)]))
+
+
+def _read(option: PlanOption, text: str | None) -> float | None:
+    if text is None:
+        return option.default
+    whole = option.kind is int
+    try:
+        value: float = int(text) if whole else float(text)
+    except ValueError:
+        kind = "a whole number" if whole else "a number"
+        unit = _UNITS.get(option.metavar or "", "")
+        raise BadInput(
+            f"{option.flag} is {_short(text)}, expected {kind}{unit}: {option.help}.{_edit(option, text)}"
+        ) from None
+    from terrazzo.planner.setup.arguments import LEAST  # the planner, which --help does without
+    from terrazzo.planner.setup.checks import check_number
+
+    least = LEAST.get(option.field)  # of bytes 1, which is no bound for GB
+    least = None if least and option.unit is not None else least
+    check_number(option.flag, value, whole=whole, least=least)
+    return value
+
+
+def _edit(option: PlanOption, text: str) -> str:
+    """The number that is in it, such as 80 of `80GB` and 8192 of `8k`."""
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or len(text) > LONGEST:
+        return ""
+    number, letters = float(match[1].replace(",", "").replace("_", "")), match[2].lower()
+    if option.metavar == "TOKENS" and letters in _SIZES:
+        return f" Write {number * _SIZES[letters]:.0f}."
+    if option.kind is int and number != int(number):
+        return f" Write {int(number)} or {int(number) + 1}."
+    if letters in ("", (option.metavar or "").lower(), "g", "w", "gib", "tb") and option.metavar != "TOKENS":
+        return f" Write {number:g}." if letters not in ("gib", "tb") else ""
+    return f" Write {number:g}." if not letters else ""
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")

@@ -1,0 +1,112 @@
+"""What does not fit: the true blocker is named, and the edits that are listed were planned and fit."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from terrazzo.planner import Request, build_setup, estimate
+from terrazzo.planner.api import ask
+from terrazzo.planner.assemble import Edit
+
+H100 = Request("llama3-8b", 8, gpu="h100", strategy="zero3", sequence=8192)
+
+
+def changed(request: Request, options: str) -> Request:
+    """The request with options of the command line, which are read here apart from the code that wrote them."""
+    words = options.split()
+    fields = {"--ac": "checkpointing", "--micro-batch": "micro_batch", "--gpus": "gpus", "--loss": "loss"}
+    for flag, value in itertools.batched(words, 2):
+        if flag == "--offload":
+            assert request.plan is not None
+            request = replace(request, strategy=f"{request.plan.name.partition('@')[0]}@{value}")
+        else:
+            request = replace(request, **{fields[flag]: int(value) if value.isdigit() else value})
+    return request
+
+
+CASES = {
+    "activations": replace(H100, micro_batch=2),
+    "too large batch": replace(H100, micro_batch=16, checkpointing="full"),
+    "states": replace(H100, model="llama3-70b", checkpointing="full"),
+    "one card": replace(H100, gpus=1, gpu="rtx4090", sequence=2048),
+    "host memory": replace(H100, model="llama3-70b", strategy="zero3@cpu", host_memory_bytes=600e9, sequence=2048),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_edit_that_is_listed_fits_and_costs_what_it_says(name: str) -> None:
+    found = ask(CASES[name]).best
+    assert found.memory.fits is False
+    assert 1 <= len(found.edits) <= 3
+    for edit in found.edits:
+        if "without" in edit.options:
+            continue
+        again = estimate(build_setup(changed(CASES[name], edit.options)))
+        assert again.memory.fits
+        assert again.memory.rooms == edit.estimate.memory.rooms
+        _check_cost(edit, found.time and found.time.tokens_per_s_per_gpu)
+
+
+def _check_cost(edit: Edit, before: float | None) -> None:
+    after = edit.estimate.time
+    if before and after and abs(after.tokens_per_s_per_gpu / before - 1) > 0.01:
+        assert f"{after.tokens_per_s_per_gpu / before - 1:+.0%}" in edit.cost
+    if "--gpus" in edit.options:
+        assert "times the GPUs" in edit.cost
+    if "--offload cpu" in edit.options:
+        assert "GiB of host memory on each host" in edit.cost
+
+
+def test_kinds_of_edits_are_listed_and_more_gpus_come_last() -> None:
+    options = [edit.options for edit in ask(CASES["activations"]).best.edits]
+    assert len(options) == 3
+    assert options[-1].startswith("--gpus") or "--gpus" in options[-1] or "--micro-batch 1" in options
+    speeds = [edit.estimate.time.tokens_per_s_per_gpu for edit in ask(CASES["activations"]).best.edits[:2]]  # type: ignore[union-attr]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_a_smaller_micro_batch_and_offload_are_among_the_edits() -> None:
+    kinds = {edit.options.split()[0] for case in CASES.values() for edit in ask(case).best.edits}
+    assert {"--ac", "--micro-batch", "--gpus", "--offload"} <= kinds
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("activations", "in the way: activations, "),
+        ("states", "in the way: "),
+        ("host memory", "in the way: optimizer moments of its 8 ranks, 525.7 GiB on each host's memory, which has"),
+    ],
+)
+def test_the_blocker_is_the_place_that_lacks_and_what_fills_it(case: str, said: str) -> None:
+    found = ask(CASES[case]).best
+    text = str(found)
+    assert said in text, text.splitlines()[:4]
+    assert text.splitlines()[1].startswith("in the way: ")
+
+
+def test_on_a_cpu_offloaded_states_fill_the_same_memory() -> None:
+    """Where they, and not activations, are the most of it."""
+    asked = Request("llama3-8b", 1, gpu="cpu", strategy="zero3@cpu", sequence=128, memory_bytes=32e9, precision="fp32")
+    lines = str(ask(asked).best).splitlines()
+    assert lines[1].startswith(
+        "in the way: optimizer moments, 59.8 GiB offloaded to this same memory, which has 29.8 GiB"
+    )
+
+
+def test_a_search_that_finds_nothing_says_what_a_wider_one_finds() -> None:
+    found = ask(Request("llama3-70b", 8, gpu="h100", sequence=4096, host_memory_bytes=2e12)).best
+    assert found.memory.fits is False
+    options = [edit.options for edit in found.edits]
+    assert options[0] == "--offload any"
+    assert options[-1] == "--gpus 32"
+    assert all(edit.estimate.memory.fits for edit in found.edits)
+
+
+def test_what_fits_has_neither_blocker_nor_edits() -> None:
+    found = ask(replace(H100, checkpointing="full")).best
+    assert not found.edits
+    assert "in the way" not in str(found)

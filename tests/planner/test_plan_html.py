@@ -1,0 +1,100 @@
+"""The page of a plan: one file that loads nothing, and figures that are the planner's own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from terrazzo.files import GIB
+from terrazzo.planner import Request, build_setup, estimate
+from terrazzo.planner.api import ask, compare
+from terrazzo.planner.report.page import page
+
+ASKED = Request("llama3.2-1b", 8, gpu="h100", strategy="zero3", sequence=2048, micro_batch=2, price_per_hour=2.5)
+
+
+@pytest.fixture(scope="module")
+def written() -> str:
+    opened = replace(ASKED, strategy=None, micro_batch=None)
+    return page(ask(ASKED).best, ASKED, compare(opened), lambda setup: estimate(setup))
+
+
+def data_of(text: str) -> Any:
+    match = re.search(r"const PLAN = (\{.*\});\n", text)
+    assert match is not None
+    return json.loads(match[1])
+
+
+def test_it_is_one_file_that_loads_nothing(written: str) -> None:
+    assert "/*PLAN*/" not in written
+    loads = re.findall(r"<(?:link|img|iframe|script[^>]*src)|@import|url\(|fetch\(|XMLHttpRequest|import\(", written)
+    assert not loads
+    assert re.findall(r"https?://[^\s\"']+", written) == ["http://www.w3.org/2000/svg"]
+
+
+def test_every_place_of_the_sliders_is_what_the_planner_says(written: str) -> None:
+    data = data_of(written)
+    sizes = [len(slider["values"]) for slider in data["sliders"]]
+    names = ["micro_batch", "sequence", "checkpointing", "gpus"]
+    total = 1
+    for size in sizes:
+        total *= size
+    assert len(data["grid"]) == total
+    for index in (0, total // 3, total // 2, total - 1):
+        at, rest = [], index
+        for size in reversed(sizes):
+            rest, place = divmod(rest, size)
+            at.append(place)
+        values = {
+            name: slider["values"][place]
+            for name, slider, place in zip(names, data["sliders"], reversed(at), strict=True)
+        }
+        found = estimate(build_setup(replace(ASKED, **values)))
+        shown = data["grid"][index]
+        assert shown["gib"] == pytest.approx(found.memory.device_bytes / GIB, rel=1e-4)
+        assert sum(shown["parts"]) == pytest.approx(shown["gib"], rel=1e-3)
+        assert found.time is not None
+        assert shown["speed"] == pytest.approx(found.time.tokens_per_s_per_gpu, rel=1e-4)
+        assert shown["gpus"] == values["gpus"]
+
+
+def test_it_opens_with_the_plan_and_has_every_candidate(written: str) -> None:
+    data, found = data_of(written), ask(ASKED).best
+    index = 0
+    for slider in data["sliders"]:
+        index = index * len(slider["values"]) + slider["start"]
+    assert data["grid"][index]["gib"] == pytest.approx(found.memory.device_bytes / GIB, rel=1e-4)
+    frontier = compare(replace(ASKED, strategy=None, micro_batch=None))
+    assert len(data["plans"]) == len(frontier.ranked)
+    assert sum(plan["pareto"] for plan in data["plans"]) == len(frontier.pareto)
+    assert data["price"] == 2.5
+    assert data["tokens"].startswith("24.7")  # 20 for each of 1.24 B parameters
+
+
+def test_what_cannot_be_says_why() -> None:
+    asked = replace(ASKED, global_batch=16, micro_batch=1)
+    data = data_of(page(ask(asked).best, asked, None, lambda setup: estimate(setup)))
+    problems = [cell["problem"] for cell in data["grid"] if "problem" in cell]
+    assert any("global batch of 16" in problem for problem in problems)
+    assert any("problem" not in cell for cell in data["grid"])
+
+
+def test_text_of_a_strangers_config_cannot_end_the_script() -> None:
+    found = ask(ASKED).best
+    model = replace(found.setup.model, name="</script><script>alert(1)</script>")
+    odd = replace(found, setup=replace(found.setup, model=model))
+    text = page(odd, ASKED, None, lambda setup: estimate(setup))
+    assert text.count("</script>") == 1
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_the_script_is_well_formed(written: str) -> None:
+    script = written.partition("<script>")[2].partition("</script>")[0]
+    done = subprocess.run(["node", "--check", "-"], input=script, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
