@@ -15,12 +15,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from terrazzo.config import Config, config_from_dict
+from terrazzo.errors import BadInput
 
 __all__ = ["Measured", "configuration", "measure", "table"]
 
@@ -29,16 +31,9 @@ STEPS = 3
 MOST_FLOPS = 4e10
 """Of a step on one rank, so that a run takes seconds."""
 
-_RUN = """
-import sys
-from pathlib import Path
-from terrazzo.train.run import train_as_rank
-try:
-    train_as_rank(Path(sys.argv[1]), [])
-finally:
-    status = Path("/proc/self/status").read_text()
-    Path(sys.argv[2]).write_text(status.partition("VmHWM:")[2].split()[0])
-"""
+_RUN = "import sys, pathlib; from terrazzo.train.run import train_as_rank; train_as_rank(pathlib.Path(sys.argv[1]), [])"
+LOOK_S = 0.01
+"""Between looks at a rank's peak, which only grows."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ def _run(path: Path, ranks: int) -> list[int]:
     group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", _RUN, str(path), str(path.with_name(f"rank{rank}"))],
+            [sys.executable, "-c", _RUN, str(path)],
             env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -120,11 +115,24 @@ def _run(path: Path, ranks: int) -> list[int]:
         )
         for rank in range(ranks)
     ]
+    peaks = [0] * ranks
+    while any(rank.poll() is None for rank in started):
+        peaks = [max(peak, _peak_bytes(rank.pid)) for peak, rank in zip(peaks, started, strict=True)]
+        time.sleep(LOOK_S)
     for rank in started:
         _, said = rank.communicate()
         if rank.returncode:
             raise RuntimeError(said[-2000:])
-    return [int(path.with_name(f"rank{rank}").read_text()) * 1024 for rank in range(ranks)]
+    return peaks
+
+
+def _peak_bytes(process: int) -> int:
+    """`VmHWM`; 0 of a process that has ended."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def _what(config: Config) -> str:
@@ -155,7 +163,11 @@ def main() -> None:
     first, last = map(int, asked.rows.split(":"))
     found = []
     for row in range(first, last):
-        found.append(measure(row, asked.seed))
+        try:
+            found.append(measure(row, asked.seed))
+        except (BadInput, RuntimeError) as error:  # which is no word about memory
+            print(f"row {row} did not run: {error}", file=sys.stderr)
+            continue
         print(table(found[-1:]).splitlines()[2], file=sys.stderr, flush=True)
     print(table(found))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from terrazzo.engine import Plan
@@ -38,7 +38,7 @@ def edits_that_fit(request: Request, found: Estimate, estimate: Callable[[Reques
         together = [edit for kind in _together(request, found.setup) if (edit := _first(kind, found, estimate))]
         edits += [edit for edit in together if edit.estimate.memory.fits_surely or not edits]
     larger = _first(_larger(request, found.setup), found, estimate)
-    edits.sort(key=_order)
+    edits = sorted((edit for edit in edits if not _beaten(edit, edits)), key=_order)
     return (*edits[: SHOWN - 1], larger) if larger else tuple(edits[:SHOWN])
 
 
@@ -91,6 +91,18 @@ def _order(edit: Edit) -> tuple[float, ...]:
     time = edit.estimate.time
     unsure = float(edit.estimate.memory.fits_surely is False)
     return (unsure, -time.tokens_per_s_per_gpu if time else edit.estimate.memory.device_bytes)
+
+
+def _beaten(edit: Edit, edits: Sequence[Edit]) -> bool:
+    """Whether it only fits as expected, and another that surely does is as fast."""
+    if edit.estimate.memory.fits_surely is not False:
+        return False
+    sure = [other.estimate for other in edits if other.estimate.memory.fits_surely]
+    return any(_speed(other) >= _speed(edit.estimate) for other in sure)
+
+
+def _speed(found: Estimate) -> float:
+    return found.time.tokens_per_s_per_gpu if found.time else 0.0
 
 
 def _alone(request: Request, setup: Setup) -> Iterator[Iterator[ChangedRequest]]:

@@ -86,7 +86,8 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
         "plans": [_plan(each) | {"pareto": id(each) in pareto} for each in plans],
         "best": next((index for index, each in enumerate(plans) if each.setup == setup), None),
         "considered": frontier.considered if frontier else 1,
-        "refused": [[each.strategy, each.reason] for each in frontier.refused] if frontier else [],
+        "refused": _refused(frontier) if frontier else [],
+        "edits": [[each.options, _figures(each.estimate), each.cost] for each in best.edits],
         "tokens": count_text(TOKENS_PER_PARAMETER * setup.model.numel).replace(" ", ""),
         "price": request.price_per_hour,
     }
@@ -132,6 +133,16 @@ def _varied(
         return _figures(estimate(build_setup(replace(asked, **changes))))
     except BadInput as error:
         return {"problem": str(error)}
+
+
+def _refused(frontier: Frontier) -> list[list[str]]:
+    """Each reason once, behind the strategies that it is about."""
+    reasons: dict[str, list[str]] = {}
+    for each in frontier.refused:
+        names = reasons.setdefault(each.reason.removeprefix(f"{each.strategy} "), [])
+        if each.strategy not in names:
+            names.append(each.strategy)
+    return [[", ".join(names), reason] for reason, names in reasons.items()]
 
 
 def _plan(found: Estimate) -> dict[str, Any]:

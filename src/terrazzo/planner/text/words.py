@@ -169,6 +169,13 @@ def blocker(memory: MemoryFigures) -> str:
     largest = max((*kept, *offloaded), key=lambda term: term.value)
     others = max(0.0, room.expected - ranks * largest.value)
     label, held = LABELS.get(largest.name, largest.name), bytes_text(ranks * largest.value)
+    states = [term for term in (*kept, *offloaded) if term.name in STATES]
+    if room.name == "device" and sum(term.value for term in states) > (room.capacity or 0):
+        named = ", ".join(f"{bytes_text(term.value)} {LABELS.get(term.name, term.name)}" for term in states)
+        return (
+            f"in the way: model states alone, {bytes_text(sum(term.value for term in states))} on the device, which "
+            f"has {bytes_text(room.capacity or 0)}: {named}"
+        )
     where = {"device": "the device", "host": "each host's memory", "disk": "each host's disks"}[room.name]
     kind = "offloaded to this same memory" if largest in offloaded else f"on {where}"
     ranks_text = f" of its {ranks} ranks" if ranks > 1 else ""
@@ -178,6 +185,7 @@ def blocker(memory: MemoryFigures) -> str:
     )
 
 
+STATES = ("weights", "master", "moments", "gradients")
 PLACES = {"device": "", "host": " for the memory of a host", "disk": " for the disks of a host"}
 
 
