@@ -115,6 +115,12 @@ def test_options_of_other_tools_are_answered_with_this_ones(arguments: str, writ
     assert written in said
 
 
+@pytest.mark.parametrize("source", [["examples/quickstart.yaml"], ["--params", "7e9", "--gpus", "8"]])
+def test_a_page_is_of_a_named_model(source: list[str]) -> None:
+    assert "named with --model" in refusal(*source, "--html", "a.html")
+    assert ".html" in refusal(*PLAN, "--html", "a.txt")
+
+
 @pytest.mark.parametrize(("given", "meant"), [("llama3-8b", "llama3-8b"), ("lama3-8b", "llama3-8b")])
 def test_a_model_in_the_place_of_a_file_is_named_by_an_option(given: str, meant: str) -> None:
     assert refusal(given, "--gpus", "8").endswith(f"write --model {meant}.")

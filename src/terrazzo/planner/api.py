@@ -127,7 +127,7 @@ def _of_search(request: Request, found: Frontier, framework: Framework, sizing: 
 
 def _wider(request: Request, best: Estimate, framework: Framework) -> tuple[Edit, ...]:
     """Where a search finds nothing: what it finds with offload, with more kinds of parallelism, on more GPUs."""
-    edits = []
+    edits: list[Edit] = []
     more = [best.setup.cluster.count << power for power in range(1, 5)] if isinstance(request.gpus, int) else []
     kinds: list[list[tuple[str, Request]]] = [
         [] if request.offload or request.plan else [("--offload any", replace(request, offload=True))],

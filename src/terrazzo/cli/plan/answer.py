@@ -156,7 +156,7 @@ def _check_config(path: Path | None) -> None:
     """Raises `BadInput` for the name of a model in the place of a file."""
     if path is None or path.suffix or path.exists():
         return
-    meant = str(path) if preset_name(str(path)) else next(iter(get_close_matches(str(path), PRESETS, n=1)), "")
+    meant = str(path) if preset_name(str(path)) else next(iter(get_close_matches(str(path), list(PRESETS), n=1)), "")
     if meant:
         raise BadInput(f"There is no file '{path}', and a model is named by an option: write --model {meant}.")
 
@@ -176,6 +176,8 @@ def _refuse_options(source: str, asked: OptionValues, given: Collection[str]) ->
         )
     if asked["emit"] is not None and source != "--model":
         raise BadInput("--emit writes the configuration of a model that is planned with --model.")
+    if asked["html"] is not None and source != "--model":
+        raise BadInput("--html draws the plans of a model that is named with --model.")
 
 
 # -- the outputs ---------------------------------------------------------------------------------------------------

@@ -242,6 +242,7 @@ _OUTPUT = (
         "--html FILE",
         "write a page that draws all plans, and what changes with micro-batch, sequence, checkpointing and GPUs; .html",
         kind=Path,
+        beside=CONFIG | PARAMS,
     ),
     PlanOption(
         "--calibrate",

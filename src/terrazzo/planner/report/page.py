@@ -99,7 +99,9 @@ def page(best: Estimate, request: Request, frontier: Frontier | None, estimate: 
 def _sliders(asked: Request, setup: Setup) -> list[_Slider]:
     count, sequence = setup.cluster.count, setup.sequence
     modes = (*CHECKPOINTING, *({asked.checkpointing or "none"} - set(CHECKPOINTING)))
-    made = [("GPUs", "gpus", _times(count, COUNTS, setup.mesh.world_size // setup.mesh.batch_ranks))]
+    made: list[tuple[str, str, tuple[Any, ...]]] = [
+        ("GPUs", "gpus", _times(count, COUNTS, setup.mesh.world_size // setup.mesh.batch_ranks))
+    ]
     if setup.model.computes:
         sizes = tuple(sorted({*MICRO_BATCHES, setup.micro_batch}))
         made = [

@@ -169,12 +169,12 @@ def blocker(memory: MemoryFigures) -> str:
     largest = max((*kept, *offloaded), key=lambda term: term.value)
     others = max(0.0, room.expected - ranks * largest.value)
     label, held = LABELS.get(largest.name, largest.name), bytes_text(ranks * largest.value)
-    states = [term for term in (*kept, *offloaded) if term.name in STATES]
-    if room.name == "device" and sum(term.value for term in states) > (room.capacity or 0):
-        named = ", ".join(f"{bytes_text(term.value)} {LABELS.get(term.name, term.name)}" for term in states)
+    states = {name: sum(term.value for term in (*kept, *offloaded) if term.name == name) for name in STATES}
+    if room.name == "device" and (total := sum(states.values())) > (room.capacity or 0):
+        named = [f"{bytes_text(value)} {LABELS.get(name, name)}" for name, value in states.items() if value]
         return (
-            f"in the way: model states alone, {bytes_text(sum(term.value for term in states))} on the device, which "
-            f"has {bytes_text(room.capacity or 0)}: {named}"
+            f"in the way: model states alone, {bytes_text(total)} on the device, which has "
+            f"{bytes_text(room.capacity or 0)}: {', '.join(named)}"
         )
     where = {"device": "the device", "host": "each host's memory", "disk": "each host's disks"}[room.name]
     kind = "offloaded to this same memory" if largest in offloaded else f"on {where}"
