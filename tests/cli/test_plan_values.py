@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
@@ -113,6 +115,22 @@ def test_options_of_other_tools_are_answered_with_this_ones(arguments: str, writ
     said = refusal(*arguments.split())
     assert "is no option of `terrazzo plan`" in said
     assert written in said
+
+
+def test_a_configuration_that_does_not_fit_is_given_settings_with_which_it_does() -> None:
+    """They are written behind the file, and tried again here."""
+    big = ["examples/quickstart.yaml", "model.dim=2048", "model.layers=24", "model.heads=16", "batch.micro_batch=16"]
+    big += ["batch.global_batch=128", "batch.sequence_length=2048", "precision=bf16"]
+    machine = ["--gpu", "h100-sxm", "--gpus", "8", "--json"]
+    found = json.loads(CliRunner().invoke(cli.app, ["plan", *big, *machine]).stdout)
+    assert found["fits"] is False
+    assert found["blocker"].startswith("in the way: activations")
+    options = [edit["options"] for edit in found["edits"]]
+    assert any(each.startswith(("train.activation_checkpointing=", "batch.micro_batch=")) for each in options)
+    for each in options:
+        if "--gpus" not in each:
+            again = json.loads(CliRunner().invoke(cli.app, ["plan", *big, *each.split(), *machine]).stdout)
+            assert again["fits"] is True
 
 
 @pytest.mark.parametrize("source", [["examples/quickstart.yaml"], ["--params", "7e9", "--gpus", "8"]])

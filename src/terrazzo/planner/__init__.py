@@ -33,7 +33,7 @@ Open to other packages:
 """
 
 from terrazzo.planner.api import ask, compare, plan
-from terrazzo.planner.assemble import Estimate, estimate
+from terrazzo.planner.assemble import Edit, Estimate, estimate
 from terrazzo.planner.choice.frontier import Frontier
 from terrazzo.planner.choice.search import search
 from terrazzo.planner.choice.sizing import Sizing, min_gpus
@@ -51,6 +51,7 @@ from terrazzo.planner.setup.setup import Setup
 __all__ = [
     "Cluster",
     "Device",
+    "Edit",
     "Estimate",
     "Framework",
     "Frontier",

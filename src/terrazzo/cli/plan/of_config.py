@@ -6,14 +6,16 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 
-from terrazzo.config import Config, MeshConfig, PlanConfig
+from terrazzo.config import Config, MeshConfig, PlanConfig, load_config
 from terrazzo.errors import BadInput, TerrazzoError, printable
-from terrazzo.planner import Cluster, Estimate, Request, Setup
+from terrazzo.planner import Cluster, Edit, Estimate, Request, Setup
+from terrazzo.planner.choice.edits import Kinds, best_edits
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import build_cluster
@@ -42,7 +44,44 @@ def of_config(config: Config, asked: OptionValues, machines: Request) -> Answer:
         return planned(config.model_copy(update={"plan": plan}), ranks, cluster)
 
     found = planned(config, ranks, cluster)
-    return Answer(replace(found, notes=(*found.notes, *notes)), under)
+    edits: tuple[Edit, ...] = ()
+    if found.memory.fits is False:
+
+        def edited(change: ChangedSettings) -> Estimate:
+            changed = load_config(asked["config"], [*(asked["overrides"] or []), *change.overrides])
+            return planned(changed, change.ranks, cluster)
+
+        edits = best_edits(_kinds(config, found.setup, ranks), found, edited)
+    return Answer(replace(found, edits=edits, notes=(*found.notes, *notes)), under)
+
+
+class ChangedSettings(NamedTuple):
+    """What a configuration is planned with: settings behind the file, and a number of ranks."""
+
+    overrides: tuple[str, ...]
+    ranks: int
+
+
+def _kinds(config: Config, setup: Setup, ranks: int) -> Kinds[ChangedSettings]:
+    """Settings that take less memory, as they are written behind the file."""
+
+    def settings(*overrides: str) -> tuple[str, ChangedSettings]:
+        return " ".join(overrides), ChangedSettings(overrides, ranks)
+
+    mode, every = config.train.checkpointing
+    more = {"none": ("selective", "full"), "full": ("full",) if every > 1 else ()}.get(mode, ("full",))
+    modes = [f"train.activation_checkpointing={each}" for each in more]
+    batch = config.batch.micro_batch
+    sizes = [f"batch.micro_batch={batch >> shift}" for shift in range(1, batch.bit_length())]
+    name = "" if "@" in setup.plan.name or setup.cluster.device.kind == "cpu" else setup.plan.name
+    tiers = [f"plan={name}@{tier}" for tier in ("cpu", "cpu-all")] if name else []
+    loss = ["objective.loss=chunked"] if setup.loss == "full" else []
+    counts = [ranks << power for power in range(1, 6)]
+    return Kinds(
+        [map(settings, each) for each in (modes, sizes, loss, tiers)],
+        [(settings(*both) for both in product(modes[-1:], sizes))],
+        ((f"--gpus {count}", ChangedSettings((), count)) for count in counts),
+    )
 
 
 def _calibrated(path: Path, overrides: list[str]) -> str:

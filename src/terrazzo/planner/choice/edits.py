@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from terrazzo.engine import Plan
 from terrazzo.errors import BadInput
@@ -11,7 +12,9 @@ from terrazzo.planner.assemble import Edit, Estimate
 from terrazzo.planner.setup.request import Request
 from terrazzo.planner.setup.setup import Setup
 
-__all__ = ["cost_of", "edits_that_fit", "no_edit"]
+__all__ = ["Kinds", "best_edits", "cost_of", "edits_that_fit", "no_edit"]
+
+T = TypeVar("T")
 
 MOST = 1024
 """GPUs that are tried, by doubling."""
@@ -32,12 +35,32 @@ def edits_that_fit(request: Request, found: Estimate, estimate: Callable[[Reques
     smaller micro-batches, a loss without all logits, states elsewhere, or these together, and more GPUs.
     The fastest comes first, and those with more GPUs last.
     """
-    kinds = [*_alone(request, found.setup)]
-    edits = [edit for kind in kinds if (edit := _first(kind, found, estimate))]
+    setup = found.setup
+    kinds = Kinds(_alone(request, setup), _together(request, setup), _larger(request, setup))
+    return best_edits(kinds, found, estimate)
+
+
+@dataclass(frozen=True)
+class Kinds(Generic[T]):
+    """Changes of a plan by kind, of each what changes the least first: options, and what is planned with them.
+
+    Attributes:
+        alone: each of which may be enough; together: which are tried where none of those surely is.
+        larger: more GPUs.
+    """
+
+    alone: Iterable[Iterator[tuple[str, T]]]
+    together: Iterable[Iterator[tuple[str, T]]]
+    larger: Iterator[tuple[str, T]]
+
+
+def best_edits(kinds: Kinds[T], found: Estimate, estimate: Callable[[T], Estimate]) -> tuple[Edit, ...]:
+    """Of each kind the first that fits, the fastest of them and one with more GPUs."""
+    edits = [edit for kind in kinds.alone if (edit := _first(kind, found, estimate))]
     if not any(edit.estimate.memory.fits_surely for edit in edits):
-        together = [edit for kind in _together(request, found.setup) if (edit := _first(kind, found, estimate))]
+        together = [edit for kind in kinds.together if (edit := _first(kind, found, estimate))]
         edits += [edit for edit in together if edit.estimate.memory.fits_surely or not edits]
-    larger = _first(_larger(request, found.setup), found, estimate)
+    larger = _first(kinds.larger, found, estimate)
     edits = sorted((edit for edit in edits if not _beaten(edit, edits)), key=_order)
     return (*edits[: SHOWN - 1], larger) if larger else tuple(edits[:SHOWN])
 
@@ -70,7 +93,7 @@ def cost_of(edited: Estimate, found: Estimate) -> str:
     return ", ".join(costs)
 
 
-def _first(changes: Iterator[ChangedRequest], found: Estimate, estimate: Callable[[Request], Estimate]) -> Edit | None:
+def _first(changes: Iterator[tuple[str, T]], found: Estimate, estimate: Callable[[T], Estimate]) -> Edit | None:
     """The first with which it surely fits, or else as expected."""
     expected: Edit | None = None
     for options, changed in changes:
