@@ -119,8 +119,8 @@ def test_options_of_other_tools_are_answered_with_this_ones(arguments: str, writ
 
 def test_a_configuration_that_does_not_fit_is_given_settings_with_which_it_does() -> None:
     """They are written behind the file, and tried again here."""
-    big = ["examples/quickstart.yaml", "model.dim=2048", "model.layers=24", "model.heads=16", "batch.micro_batch=16"]
-    big += ["batch.global_batch=128", "batch.sequence_length=2048", "precision=bf16"]
+    big = ["examples/quickstart.yaml", "model.dim=2048", "model.layers=24", "model.heads=16", "batch.micro_batch=64"]
+    big += ["batch.global_batch=512", "batch.sequence_length=2048", "precision=bf16"]
     machine = ["--gpu", "h100-sxm", "--gpus", "8", "--json"]
     found = json.loads(CliRunner().invoke(cli.app, ["plan", *big, *machine]).stdout)
     assert found["fits"] is False

@@ -77,7 +77,8 @@ def _written(option: PlanOption, value: str) -> str:
 
 def _read(option: PlanOption, text: str | None) -> float | None:
     if text is None:
-        return option.default
+        default: float | None = option.default
+        return default
     whole = option.kind is int
     try:
         value: float = int(text) if whole else float(text)

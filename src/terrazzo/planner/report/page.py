@@ -110,7 +110,7 @@ def _sliders(asked: Request, setup: Setup) -> list[_Slider]:
             ("activation checkpointing", "checkpointing", modes),
             *made,
         ]
-    own = {"gpus": count, "micro_batch": setup.micro_batch, "sequence": sequence}
+    own: dict[str, Any] = {"gpus": count, "micro_batch": setup.micro_batch, "sequence": sequence}
     own |= {"checkpointing": asked.checkpointing}
     return [_Slider(name, field, values, values.index(own[field])) for name, field, values in made]
 
