@@ -15,7 +15,7 @@ import torch.distributed as dist
 from terrazzo.errors import TerrazzoError
 from terrazzo.exchange import gather_json, together
 
-__all__ = ["Hosts", "listening", "own_address"]
+__all__ = ["Hosts", "open_listener", "own_address"]
 
 T = TypeVar("T")
 
@@ -65,8 +65,8 @@ class Hosts:
         return together(lambda: work() if self.is_first else None, failed)
 
 
-def listening() -> socket.socket:
-    """A socket on which this host hears others."""
+def open_listener() -> socket.socket:
+    """A socket that listens for connections of other hosts, at any free port."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):  # the kernel has it, and no interface
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)

@@ -29,9 +29,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 class WardenUnderTest:
     """A warden's side of the network, with one rank that waits for the other's."""
 
-    def __init__(self, number: int, ears: list[socket.socket], ranks: Ranks) -> None:
-        places = [RunMachine("ab"[each], "127.0.0.1", ears[each].getsockname()[1], [each]) for each in range(2)]
-        self.number, self.links = number, WardenLinks(places, number, "key", ears[number])
+    def __init__(self, number: int, listeners: list[socket.socket], ranks: Ranks) -> None:
+        places = [RunMachine("ab"[each], "127.0.0.1", listeners[each].getsockname()[1], [each]) for each in range(2)]
+        self.number, self.links = number, WardenLinks(places, number, "key", listeners[number])
         self.others, self.progress = OtherMachines(self.links, Patience(0.5, 600)), RankProgress()
         self.progress.take(ranks.tails[number].table, ranks.tails[number].flight().records)
         self.progress_of = {0: RankProgress(), 1: RankProgress(), number: self.progress}
@@ -50,11 +50,11 @@ class WardenUnderTest:
 
 @pytest.fixture
 def machines(quick: None) -> Iterator[list[WardenUnderTest]]:
-    ranks, ears = Ranks(2), [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ranks, listeners = Ranks(2), [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     ranks.step()
     ranks.wait(0)
     ranks.wait(1)
-    made = [WardenUnderTest(number, ears, ranks) for number in range(2)]
+    made = [WardenUnderTest(number, listeners, ranks) for number in range(2)]
     deadline = time.monotonic() + 20
     while [each for each in made if each.look() or each.links.report_of(1 - each.number) is None]:
         assert time.monotonic() < deadline
@@ -109,7 +109,7 @@ def test_strangers_are_not_listened_to(machines: list[WardenUnderTest]) -> None:
     facts = json.dumps(
         {"machine": 1, "now": 0, "message": {"ranks": {}, "leaves": "stall", "stall": ["lost", [], "no"]}}
     )
-    with socket.create_connection(one.links._ears.getsockname()) as stranger:
+    with socket.create_connection(one.links._listener.getsockname()) as stranger:
         stranger.sendall(f"other\n{facts}\n".encode())
         assert stranger.recv(1) == b"", "it is hung up on"
     assert one.look() is None
@@ -134,16 +134,16 @@ def test_a_machine_that_was_reached_and_never_heard_is_cut_off_where_its_kernel_
         return connect(place, timeout_s)
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
-    ranks, ears = Ranks(2), socket.create_server(("127.0.0.1", 0))
+    ranks, listener = Ranks(2), socket.create_server(("127.0.0.1", 0))
     gone = socket.create_server(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in (ears, gone)]
+    ports = [each.getsockname()[1] for each in (listener, gone)]
     places = [RunMachine("a", "127.0.0.1", ports[0], [0]), RunMachine("b", address, ports[1], [1])]
     gone.close()
     ranks.step()
     ranks.wait(0)
     progress = RankProgress()
     progress.take(ranks.tails[0].table, ranks.tails[0].flight().records)
-    others = OtherMachines(WardenLinks(places, 0, "key", ears, reached), Patience(0.5, 600))
+    others = OtherMachines(WardenLinks(places, 0, "key", listener, reached), Patience(0.5, 600))
     deadline, found = time.monotonic() + (20 if cut else 1.0), None
     while found is None and time.monotonic() < deadline:
         assert others.any_silent(print)

@@ -28,7 +28,7 @@ from terrazzo.errors import (
     SwapFailed,
 )
 from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUPTED, PREEMPTED, reason_of
-from terrazzo.telemetry.log.exit_note import leave_exit
+from terrazzo.telemetry.log.exit_note import overrule_exit
 from terrazzo.train.launch import preemption, rank_process
 from terrazzo.train.launch.launcher_pipe import REPORT
 from terrazzo.train.launch.notices import Ended
@@ -351,5 +351,5 @@ def test_a_launcher_knows_of_ranks_that_say_nothing(
 ) -> None:
     if there is not None:
         (tmp_path / "exit.json").write_text(json.dumps(there))
-    leave_exit(tmp_path, ended.note, replace=True)
+    overrule_exit(tmp_path, ended.note)
     assert note_in(tmp_path) == noted

@@ -25,7 +25,7 @@ from terrazzo.train.launch.launcher import environment_of
 from terrazzo.train.launch.launcher_pipe import Failure, first_failure
 from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks
 from terrazzo.train.launch.machine import ranks_to_start, resolve_device, set_threads
-from terrazzo.train.launch.outcome import _report
+from terrazzo.train.launch.outcome import RanksAtEnd, report_end
 from terrazzo.train.launch.process_group import _agree_on_device, join
 from tests.helpers import programs
 from tests.helpers.threads import run_in_threads
@@ -248,7 +248,7 @@ WORDS = {
 def test_a_death_and_a_failure_are_both_said_the_first_one_last(
     ranks: list[Any], said: list[str], code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _report(ranks).code == code
+    assert report_end(RanksAtEnd(ranks)).code == code
     assert capsys.readouterr().err.strip() == "\n\n".join(WORDS[name] for name in said)
 
 
@@ -258,7 +258,7 @@ def test_the_sentence_behind_a_traceback_has_where_that_rank_was(capsys: pytest.
         Ended(0, 1, failure, 101 * S, at=", in phase forward of step 9"),
         Ended(1, -15, ended_by_us=True),
     ]
-    _report(ranks)
+    report_end(RanksAtEnd(ranks))
     assert capsys.readouterr().err.endswith("\n\nRank 0 failed first, in phase forward of step 9: ValueError: no\n")
 
 
@@ -273,7 +273,7 @@ def test_the_kernels_count_says_whether_memory_ran_out(
     oom_kills: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks: list[Any] = [CAUSE, Ended(1, -9, ended_ns=98 * S)]
-    assert _report(ranks, oom_kills=oom_kills).code == 1
+    assert report_end(RanksAtEnd(ranks, oom_kills=oom_kills)).code == 1
     assert f"Rank 1 was ended by SIGKILL ({said});" in capsys.readouterr().err
 
 

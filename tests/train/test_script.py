@@ -22,7 +22,7 @@ from terrazzo.train.launch import launcher
 from terrazzo.train.launch import script as launching
 from terrazzo.train.launch.labelled_output import LabelledOutput
 from terrazzo.train.launch.launcher_pipe import REPORT, Failure
-from terrazzo.train.launch.outcome import _report
+from terrazzo.train.launch.outcome import RanksAtEnd, report_end
 from tests.train.test_launch import Ended, S
 
 STARTED = [
@@ -170,15 +170,15 @@ def test_a_stop_that_was_asked_for_is_no_failure(capsys: pytest.CaptureFixture[s
     interrupted = Failure(0, 100 * S, 130, "KeyboardInterrupt")
     follows = Failure(1, 101 * S, 1, "RuntimeError: Connection closed by peer")
     ranks: list[Any] = [Ended(0, -2, interrupted, 101 * S), Ended(1, 1, follows, 102 * S)]
-    assert _report(ranks, asked=signal.SIGINT).code == 130
+    assert report_end(RanksAtEnd(ranks, asked=signal.SIGINT)).code == 130
     assert capsys.readouterr().err == "Stopped by SIGINT; all ranks have ended.\n"
     killed: list[Any] = [Ended(0, -15, ended_ns=S), Ended(1, -15, ended_ns=S)]
-    assert _report(killed, asked=signal.SIGTERM).code == 143
+    assert report_end(RanksAtEnd(killed, asked=signal.SIGTERM)).code == 143
     saved: list[Any] = [Ended(0, 75), Ended(1, 75)]
-    assert _report(saved, asked=signal.SIGTERM).code == 75
+    assert report_end(RanksAtEnd(saved, asked=signal.SIGTERM)).code == 75
     assert capsys.readouterr().err.count("\n") == 1
     broken: list[Any] = [Ended(0, 1, Failure(0, 99 * S, 1, "OSError: disk full"), 101 * S), Ended(1, -2)]
-    assert _report(broken, asked=signal.SIGINT).code == 1
+    assert report_end(RanksAtEnd(broken, asked=signal.SIGINT)).code == 1
     assert "OSError: disk full" in capsys.readouterr().err
 
 
@@ -213,7 +213,7 @@ def test_a_script_that_is_ended_at_once_is_said_to_be(
 
 def test_a_rank_that_ends_without_a_word_is_named_with_its_code(capsys: pytest.CaptureFixture[str]) -> None:
     ranks: list[Any] = [Ended(0, -9, ended_ns=9 * S, ended_by_us=True), Ended(1, 7, ended_ns=S)]
-    assert _report(ranks).code == 7
+    assert report_end(RanksAtEnd(ranks)).code == 7
     assert capsys.readouterr().err == "Rank 1 ended with exit code 7; the other ranks were stopped.\n"
 
 

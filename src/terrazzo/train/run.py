@@ -16,7 +16,7 @@ from terrazzo.errors import BadInput, TerrazzoError, counted
 from terrazzo.exchange import on_first, together
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import RunConsole
-from terrazzo.telemetry.log.exit_note import forget_exit, leave_exit
+from terrazzo.telemetry.log.exit_note import forget_exit, overrule_exit
 from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.telemetry.watchdog.recording import black_box
 from terrazzo.telemetry.watchdog.watchdog import Patience
@@ -65,7 +65,7 @@ def start_training(config: Config, path: Path, overrides: list[str]) -> int:
         _ASKED,
         lambda: _cut_short(config, command),
         asked_early=_ASKED_EARLY,
-        ended=lambda ended: leave_exit(config.log.folder, ended.note, replace=True),
+        ended=lambda ended: overrule_exit(config.log.folder, ended.note),
         again=lambda: forget_exit(config.log.folder),
     )
     words = ["-m", "terrazzo", "train", str(path), *overrides]

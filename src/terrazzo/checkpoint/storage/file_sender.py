@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from terrazzo.callers import answer_each
 from terrazzo.checkpoint.format.manifest import FILE_NAME, MANIFEST, SEAL
 from terrazzo.checkpoint.storage.local import LocalFolder
 from terrazzo.checkpoint.storage.store import step_of
+from terrazzo.socket_server import serve
 
 __all__ = ["ANSWER_S", "LONGEST_LINE", "FileSender", "SenderAddress"]
 
@@ -47,7 +47,7 @@ class FileSender:
     def __init__(self, root: Path, key: str, listener: socket.socket) -> None:
         self._root, self._key, self._listener = root, key, listener
         self._receivers, self._expected, self._changed = 0, "", threading.Condition()
-        answer_each(listener, self._serve)
+        serve(listener, self._handle)
 
     def expect(self, name: str) -> None:
         """A receiver is to come for the checkpoint of that name, and `close` waits for it; empty: none is to come.
@@ -65,7 +65,7 @@ class FileSender:
             self._listener.shutdown(socket.SHUT_RDWR)  # a thread that accepts does not notice `close`
         self._listener.close()
 
-    def _serve(self, receiver: socket.socket) -> None:
+    def _handle(self, receiver: socket.socket) -> None:
         lines, names = receiver.makefile("rb"), set[str]()
         receiver.settimeout(ANSWER_S)
         if not hmac.compare_digest(lines.readline(len(self._key) + 1).strip(), self._key.encode()):

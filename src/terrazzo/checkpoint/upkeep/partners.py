@@ -30,7 +30,7 @@ from terrazzo.checkpoint.upkeep.partner_copy import PartnerCopy, file_problem
 from terrazzo.checkpoint.upkeep.series import complete_checkpoints
 from terrazzo.errors import SaveFailed, TerrazzoError
 from terrazzo.exchange import gather_json, patiently
-from terrazzo.hosts import Hosts, listening, own_address
+from terrazzo.hosts import Hosts, open_listener, own_address
 
 __all__ = ["CopyResult", "Partners"]
 
@@ -71,7 +71,7 @@ class Partners:
     def __init__(self, root: str, label: str, hosts: Hosts, *, copies: bool = True) -> None:
         self._root, self._label, self._hosts, self.copies = Path(root), label, hosts, copies
         self.damaged: dict[str, str] = {}
-        key, listener = secrets.token_hex(16), listening() if hosts.is_first else None
+        key, listener = secrets.token_hex(16), open_listener() if hosts.is_first else None
         of_ranks = gather_json(None if listener is None else [own_address(), listener.getsockname()[1], key])
         self._addresses = [SenderAddress(*of_ranks[ranks[0]]) for ranks in hosts.ranks]
         self._sender = None if listener is None else FileSender(self._root, key, listener)

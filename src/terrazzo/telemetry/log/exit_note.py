@@ -1,13 +1,17 @@
 """How a run has ended, as `exit.json` in its folder: for those who get another exit code than the run's own.
 
 torchrun makes 1 of every code, and a queue may tell none. The note is of the newest end; while a run goes on there is
-none.
+none. Processes of two kinds write it:
+
+    leave_exit      a rank, as it ends: what has failed first counts, so a note that is there stays
+    overrule_exit   whoever looks after ranks, a launcher or a warden, which know of them what no rank does
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +19,7 @@ from terrazzo.exit_codes import EXIT_CODES
 from terrazzo.files import replace_file
 from terrazzo.telemetry.log.run_folder import RunFolder
 
-__all__ = ["ExitNote", "exit_of", "forget_exit", "leave_exit", "note_of_code"]
+__all__ = ["ExitNote", "exit_of", "forget_exit", "leave_exit", "note_of_code", "overrule_exit"]
 
 
 class ExitNote(NamedTuple):
@@ -43,18 +47,24 @@ def note_of_code(code: int, step: int | None) -> ExitNote:
     return ExitNote(code, row.reason, row.meaning, None, step)
 
 
-def leave_exit(folder: Path, note: ExitNote, *, replace: bool = False) -> None:
-    """Write the note, all at once. What has failed first counts: a note that is there already stays.
+def leave_exit(folder: Path, note: ExitNote) -> None:
+    """Write the note of a rank that ends, unless there is one. Nothing is raised: it has said why it ends."""
+    if not os.path.exists(RunFolder(folder).exit_note):
+        _write(folder, note)
 
-    With `replace`, for whoever looks after ranks, a note stays only if it has the same code and rank: that rank has
-    said more. Nothing is raised: whoever calls this is about to end, and has said why.
-    """
-    target = RunFolder(folder).exit_note
+
+def overrule_exit(folder: Path, note: ExitNote) -> None:
+    """Write the note of whoever looks after ranks, unless there is one of the same code and rank, which says more."""
+    earlier = exit_of(folder)
+    if earlier is None or (earlier.code, earlier.rank) != (note.code, note.rank):
+        _write(folder, note)
+
+
+def _write(folder: Path, note: ExitNote) -> None:
+    """All at once."""
     with contextlib.suppress(OSError):
-        earlier = exit_of(folder)
-        same = earlier is not None and (earlier.code, earlier.rank) == (note.code, note.rank)
-        if not target.exists() or (replace and not same):
-            replace_file(target, json.dumps(note._asdict()) + "\n", sync=False)  # a path in it may be no UTF-8
+        text = json.dumps(note._asdict()) + "\n"  # a path in it may be no UTF-8
+        replace_file(RunFolder(folder).exit_note, text, sync=False)
 
 
 def exit_of(folder: Path) -> ExitNote | None:

@@ -14,7 +14,7 @@ from terrazzo.engine.runtime.system import text_of
 from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry.flight.ring import EventKind, Flight
 from terrazzo.telemetry.flight.spans import Names
-from terrazzo.telemetry.log.exit_note import ExitNote, leave_exit
+from terrazzo.telemetry.log.exit_note import ExitNote, overrule_exit
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.watchdog.recording import Recording
 from terrazzo.telemetry.watchdog.stall import Stall
@@ -50,7 +50,7 @@ def keep_evidence(suspects: Sequence[Suspect], stall: Stall, code: int = STALLED
     if table is None:
         return ""
     step = next((each.recording.step for each in suspects if each.rank == (stall.rank or 0)), None)
-    leave_exit(Path(table["folder"]), ExitNote(code, stall.cause, stall.text, stall.rank, step), replace=True)
+    overrule_exit(Path(table["folder"]), ExitNote(code, stall.cause, stall.text, stall.rank, step))
     _await([each.recording for each in suspects if each.ask()])
     target = RunFolder(Path(table["folder"])).stall
     try:

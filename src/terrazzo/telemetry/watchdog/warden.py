@@ -59,7 +59,7 @@ class _WatchedRank:
         self.rank, self.pid, self._birth = int(description["rank"]), int(description["pid"]), description["birth"]
         self._signalled = bool(description["signalled"])
         opened = [self._open(description[name], mode) for name, mode in _MODES.items()]
-        self._mouth = opened.pop()
+        self._commands = opened.pop()
         self.recording = Recording((opened[0], opened[1]))
         self._watch = -1
         with contextlib.suppress(OSError, AttributeError):  # not everywhere
@@ -94,7 +94,7 @@ class _WatchedRank:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, ASK)
         else:
-            self._say(ASKED)
+            self._command(ASKED)
         return True
 
     def facts(self) -> dict[str, Any]:
@@ -108,19 +108,19 @@ class _WatchedRank:
 
     def end(self, why: str) -> None:
         """Have it end by itself, with the exit code that says so."""
-        self._say(END + why.encode())
+        self._command(END + why.encode())
 
     def kill(self) -> None:
         if not self.is_gone:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def _say(self, what: bytes) -> None:
+    def _command(self, what: bytes) -> None:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._mouth, what)
+            os.write(self._commands, what)
 
 
-_MODES = {"ring": os.O_RDONLY, "threads": os.O_RDONLY, "mouth": os.O_WRONLY | os.O_NONBLOCK}
+_MODES = {"ring": os.O_RDONLY, "threads": os.O_RDONLY, "commands": os.O_WRONLY | os.O_NONBLOCK}
 
 
 class Warden:
@@ -248,9 +248,9 @@ def _main() -> None:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a run that is over before it was looked after
         links = None
         if "places" in task:
-            ears = socket.socket(fileno=task["ears"])
+            listener = socket.socket(fileno=task["listener"])
             places = [RunMachine(*each) for each in task["places"]]
-            links = WardenLinks(places, task["own"], task["key"], ears, task.get("reached", ()))
+            links = WardenLinks(places, task["own"], task["key"], listener, task.get("reached", ()))
         Warden(task["ranks"], Patience(*task["patience"]), links).run()
 
 

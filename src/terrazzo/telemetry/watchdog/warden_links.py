@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from terrazzo.callers import answer_each
+from terrazzo.socket_server import serve
 
 __all__ = ["SILENT_S", "Report", "RunMachine", "WardenLinks", "reached_of"]
 
@@ -72,7 +72,7 @@ class WardenLinks:
         places: of all machines, the same on each.
         own: this one's number among them.
         key: that all wardens of the run have.
-        ears: a socket that listens.
+        listener: a socket that listens.
         reached: machines that could be connected to before.
 
     Attributes:
@@ -80,17 +80,17 @@ class WardenLinks:
     """
 
     def __init__(
-        self, places: Sequence[RunMachine], own: int, key: str, ears: socket.socket, reached: Collection[int] = ()
+        self, places: Sequence[RunMachine], own: int, key: str, listener: socket.socket, reached: Collection[int] = ()
     ) -> None:
         self.others = {number: place for number, place in enumerate(places) if number != own}
-        self._own, self._key, self._ears = own, key, ears
+        self._own, self._key, self._listener = own, key, listener
         self._reports: dict[int, Report] = {}
         self._message = ""
         self._ended = threading.Event()
         self._began = time.monotonic_ns()
         self._answered = dict.fromkeys(reached, self._began)  # when the kernel of each has last done so
         self._speaking = [self._thread(self._speak, number, place) for number, place in self.others.items()]
-        answer_each(ears, self._listen)
+        serve(listener, self._listen)
 
     def _thread(self, work: Callable[..., None], *arguments: Any) -> threading.Thread:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
@@ -154,7 +154,7 @@ class WardenLinks:
         deadline = time.monotonic() + _PATIENCE_S
         for thread in self._speaking:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._ears.close()
+        self._listener.close()
 
     def _speak(self, number: int, place: RunMachine) -> None:
         while not self._ended.is_set():
@@ -168,13 +168,13 @@ class WardenLinks:
 
     def _speak_to(self, number: int, place: RunMachine) -> None:
         ended = False
-        with socket.create_connection((place.address, place.port), _PATIENCE_S) as mouth:
+        with socket.create_connection((place.address, place.port), _PATIENCE_S) as connection:
             self._has_answered(number)
             while not ended:
                 ended = self._ended.is_set()
-                mouth.sendall(lines := self._lines())
+                connection.sendall(lines := self._lines())
                 self._ended.wait(_EVERY_S)
-                if lines and not _on_their_way(mouth):
+                if lines and not _unacknowledged_bytes(connection):
                     self._has_answered(number)
 
     def _has_answered(self, number: int) -> None:
@@ -182,6 +182,6 @@ class WardenLinks:
             self._answered[number] = time.monotonic_ns()
 
 
-def _on_their_way(mouth: socket.socket) -> int:
+def _unacknowledged_bytes(connection: socket.socket) -> int:
     """Bytes that the other side's kernel has not said to have."""
-    return int(struct.unpack("i", fcntl.ioctl(mouth, termios.TIOCOUTQ, struct.pack("i", 0)))[0])
+    return int(struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, struct.pack("i", 0)))[0])

@@ -28,7 +28,7 @@ from terrazzo.ending import Ending, start_thread
 from terrazzo.engine.runtime.system import birth_of, boot_id
 from terrazzo.exchange import gather_json
 from terrazzo.exit_codes import STALLED
-from terrazzo.hosts import listening, own_address
+from terrazzo.hosts import open_listener, own_address
 from terrazzo.telemetry.flight.folder import BlackBox
 from terrazzo.telemetry.flight.recorder import Recorded
 from terrazzo.telemetry.watchdog.rank_progress import LEFT
@@ -66,22 +66,22 @@ def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
     rank = box.recorder.table["rank"]
     ranks = [{"rank": rank, **each} for rank, each in enumerate(everyone) if each["machine"] == here.machine]
     starts = ranks[0]["rank"] == rank
-    task, ears = {"ranks": ranks, "patience": patience}, None
+    task, listener = {"ranks": ranks, "patience": patience}, None
     if len(machines) > 1:
-        ears = listening() if starts else None
-        task |= _links_task(everyone, machines, ears)
-    start = functools.partial(_start, task, ears) if starts else None
-    reach = functools.partial(_reach, task) if ears is not None else None
+        listener = open_listener() if starts else None
+        task |= _links_task(everyone, machines, listener)
+    start = functools.partial(_start, task, listener) if starts else None
+    reach = functools.partial(_reach, task) if listener is not None else None
     soon_s = min(_SOONEST_S, patience.stall_s / 4)
     start_thread("terrazzo-ward", functools.partial(_listen, here, (reach, start), soon_s), here.leave)
     return Ending(box, functools.partial(_leave, here, box.recorder))
 
 
 def _links_task(
-    everyone: Sequence[Mapping[str, Any]], machines: Sequence[str], ears: socket.socket | None
+    everyone: Sequence[Mapping[str, Any]], machines: Sequence[str], listener: socket.socket | None
 ) -> dict[str, Any]:
     """Where wardens find each other, and the key that they know each other by. Collective."""
-    own = None if ears is None else [own_address(), ears.getsockname()[1], secrets.token_hex(16)]
+    own = None if listener is None else [own_address(), listener.getsockname()[1], secrets.token_hex(16)]
     found = gather_json(own)
     places = []
     for machine in machines:
@@ -92,11 +92,11 @@ def _links_task(
 
 
 class _OwnSide:
-    """What a rank has for its warden: a pipe to hear it on, and memory for where its threads are."""
+    """What a rank has for its warden: a pipe for its commands, and memory for where its threads are."""
 
     def __init__(self) -> None:
         self.machine, self._lock, self._open = _machine(), threading.Lock(), True
-        self.ears, self._mouth = os.pipe()
+        self.commands, self._command_writer = os.pipe()
         self._threads = threads_memory()
         self._signalled = signal.getsignal(ASK) is signal.SIG_DFL  # a script may have a use of its own for it
         if self._signalled:
@@ -105,7 +105,7 @@ class _OwnSide:
     def description(self, ring: int) -> dict[str, Any]:
         """How another process of this machine finds what is here."""
         found = {}
-        for name, number in (("ring", ring), ("threads", self._threads), ("mouth", self._mouth)):
+        for name, number in (("ring", ring), ("threads", self._threads), ("commands", self._command_writer)):
             status = os.fstat(number)
             found[name] = [number, status.st_dev, status.st_ino]
         about = {"machine": self.machine, "host": platform.node(), "pid": os.getpid(), "birth": birth_of(os.getpid())}
@@ -117,14 +117,14 @@ class _OwnSide:
     def leave(self) -> None:
         with self._lock:
             if self._open:
-                os.write(self._mouth, _LEAVE)
+                os.write(self._command_writer, _LEAVE)
 
     def close(self) -> None:
         with self._lock:
             self._open = False
             if self._signalled:
                 faulthandler.unregister(ASK)
-            for number in (self.ears, self._mouth, self._threads):
+            for number in (self.commands, self._command_writer, self._threads):
                 os.close(number)
 
 
@@ -145,24 +145,24 @@ def _reach(task: dict[str, Any]) -> None:
     task["reached"] = list(reached_of([RunMachine(*each) for each in task["places"]], task["own"]))
 
 
-def _start(task: Mapping[str, Any], ears: socket.socket | None) -> None:
+def _start(task: Mapping[str, Any], listener: socket.socket | None) -> None:
     """The warden: not in the session of this process, with which it would be ended."""
     environment = os.environ | {
-        TASK: json.dumps({**task, "ears": -1 if ears is None else ears.fileno()}),
+        TASK: json.dumps({**task, "listener": -1 if listener is None else listener.fileno()}),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
     command, nothing = [sys.executable, "-P", "-m", _MODULE], subprocess.DEVNULL
-    keep = () if ears is None else (ears.fileno(),)
+    keep = () if listener is None else (listener.fileno(),)
     with contextlib.suppress(OSError):  # no more processes, or no memory: the run goes on, and nobody looks
         _started.append(
             subprocess.Popen(
                 command, stdin=nothing, stdout=nothing, env=environment, start_new_session=True, pass_fds=keep
             )
         )
-    if ears is not None:
-        ears.close()
+    if listener is not None:
+        listener.close()
 
 
 def _listen(here: _OwnSide, begins: Sequence[Callable[[], None] | None], soon_s: float) -> None:
@@ -176,13 +176,13 @@ def _listen(here: _OwnSide, begins: Sequence[Callable[[], None] | None], soon_s:
         at_once()
     if start is not None:
         waiting = select.poll()
-        waiting.register(here.ears, select.POLLIN)
+        waiting.register(here.commands, select.POLLIN)
         if not waiting.poll(soon_s * 1e3):
             start()
-    while (word := os.read(here.ears, 1)) == ASKED:
+    while (word := os.read(here.commands, 1)) == ASKED:
         here.show_threads()
     if word == END:
-        _end(os.read(here.ears, 1 << 16).decode())
+        _end(os.read(here.commands, 1 << 16).decode())
     here.close()
 
 

@@ -16,7 +16,7 @@ from terrazzo.telemetry.watchdog.evidence import keep_evidence
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.launch.local_ranks import LocalRanks
 from terrazzo.train.launch.notices import Ended, Notices, say_now
-from terrazzo.train.launch.outcome import tell_outcome
+from terrazzo.train.launch.outcome import RanksAtEnd, report_end
 from terrazzo.train.launch.restarts import Restarts, Start
 from terrazzo.train.launch.stop_signals import Signals
 
@@ -88,10 +88,13 @@ def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None, claimed: 
     """
     with ranks as started:
         stopped_by = started.wait(signals, lambda: _say_asked(started, notices))
-        kept = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
-    ended = tell_outcome(started, stopped_by, kept, next(iter(signals.received), None), notices)
+        evidence = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
+    asked = next(iter(signals.received), None)
+    oom_kills = started.oom_kills
+    end = RanksAtEnd(started.ranks, asked, stopped_by, started.stall, evidence, oom_kills, notices)
+    ended = report_end(end)
     claimed = claimed or any(rank.claimed for rank in started.ranks)
-    if notices is not None and claimed:
+    if notices is not None and claimed and started.stall is None:  # the note of a stall is kept with its evidence
         notices.ended(ended)
     return ended, claimed
 

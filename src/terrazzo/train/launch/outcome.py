@@ -1,86 +1,167 @@
-"""How ranks that were started together have ended: what failed first is said once, last, with its exit code."""
+"""How ranks that were started together have ended: which of a few causes it was, what is said of it, the exit code.
+
+`CAUSES` is the table, in the order in which they are looked for. What failed first is said last, where whoever looks at
+the end of a long output finds it.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALLED
+from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.train.launch.launcher_pipe import Failure, first_failure
-from terrazzo.train.launch.local_ranks import LocalRank, LocalRanks
+from terrazzo.train.launch.local_ranks import LocalRank
 from terrazzo.train.launch.notices import Ended, Notices, say_now
 
-__all__ = ["tell_outcome"]
+__all__ = ["RanksAtEnd", "report_end"]
 
 _SEEN_LATE_NS = 200_000_000
 """By how much a death may be seen too late. The others' errors, of connections to the dead, come as soon as it."""
 _KILL_SEEN_LATE_NS = 2_000_000_000
 """The same of a SIGKILL: no rank ends so because another has failed, and a busy machine lets the launcher wait."""
-_REST = "; the other ranks were stopped."
+_OTHERS_STOPPED = "; the other ranks were stopped."
 
 
-def tell_outcome(
-    started: LocalRanks, stopped_by: int | None, kept: str, asked: int | None, notices: Notices | None
-) -> Ended:
-    """How ranks have ended, once that is said."""
-    if (stall := started.stall) is not None:
-        print(f"{stall.text}\nAll ranks were ended. {kept}".rstrip(), file=sys.stderr)
-        lasts = any(rank.code is None for rank in started.ranks)
-        return Ended(STALLED, stall.text, lasts, rank=stall.rank, reason=stall.cause)
-    if stopped_by is None:
-        return _report(started.ranks, asked, started.oom_kills)
-    if notices is not None:
-        begun = any(rank.begun for rank in started.ranks)
-        say_now(notices.cut_short() if begun else notices.unbegun)
-    return Ended(128 + stopped_by)
+@dataclass(frozen=True)
+class RanksAtEnd:
+    """What is known of ranks once all have ended.
 
-
-def _report(ranks: Sequence[LocalRank], asked: int | None = None, oom_kills: int | None = None) -> Ended:
-    """Say what ended the run, what came first last; how it has ended.
-
-    Args:
+    Attributes:
         asked: the signal that was passed on to all ranks: that they died of it is no failure.
+        ended_by: the signal that had all of them ended at once.
+        stall: why they stood still, and `evidence` where that is kept, in a sentence.
         oom_kills: how many processes the kernel has ended meanwhile for want of memory, if that is known.
+        notices: what is said of a run that was ended at once.
     """
-    first = first_failure(rank.failure for rank in ranks)
-    silent = first_failure(_silent(rank, asked, oom_kills) for rank in ranks)
-    if asked is not None and silent is None and (first is None or first.exit_code == INTERRUPTED):
-        return Ended(_stopped(ranks, asked))
-    if first is None and silent is None:
-        return Ended(
-            max((rank.code for rank in ranks if rank.code is not None and not rank.ended_by_us), default=FAILED)
-        )
-    if first is None or (silent is not None and silent.time_ns < first.time_ns):
-        assert silent is not None
-        if first is not None:
-            print(f"Rank {first.rank} failed as well:\n{first.text}\n", file=sys.stderr)
-        print(silent.text, file=sys.stderr)
-        ended = _ended_by(silent, silent.text.removesuffix(_REST), ranks)
-        return ended._replace(reason="killed") if (ranks[silent.rank].code or 0) < 0 else ended
-    if silent is not None:
-        print(f"{silent.text}\n", file=sys.stderr)
-    if first.exit_code == BAD_INPUT:
-        print(first.text, file=sys.stderr)
-    else:
-        print(f"Rank {first.rank} failed first:\n{first.text}", file=sys.stderr)
-    for rank in ranks:
-        if rank.stopped:
-            print(f"\n{_stopped_rank(rank)}", file=sys.stderr)
+
+    ranks: Sequence[LocalRank]
+    asked: int | None = None
+    ended_by: int | None = None
+    stall: Stall | None = None
+    evidence: str = ""
+    oom_kills: int | None = None
+    notices: Notices | None = None
+
+    @cached_property
+    def reported(self) -> Failure | None:
+        """The first failure that a rank has reported itself."""
+        return first_failure(rank.failure for rank in self.ranks)
+
+    @cached_property
+    def unreported(self) -> Failure | None:
+        """The first rank that has ended without a word: killed, or with an exit code alone."""
+        return first_failure(_unreported(rank, self.asked, self.oom_kills) for rank in self.ranks)
+
+    @property
+    def any_is_left(self) -> bool:
+        """Whether the system does not let go of one, which still has its device and its files."""
+        return any(rank.code is None for rank in self.ranks)
+
+    def ended_by_failure(self, failure: Failure, why: str, reason: str = "") -> Ended:
+        """The end of a run whose first failure this is; `why` in a line."""
+        rank = self.ranks[failure.rank]
+        unbegun = None if rank.at else failure.rank
+        lasts = failure.lasts or self.any_is_left
+        return Ended(failure.exit_code, why, lasts, unbegun, failure.rank, rank.step, reason)
+
+
+def report_end(end: RanksAtEnd) -> Ended:
+    """Say what ended the run; how it has ended."""
+    return next(ended for cause in CAUSES if (ended := cause(end)) is not None)
+
+
+# -- causes: each says what there is to say and returns how the run has ended, or None where it is another -------------
+
+
+def _stood_still(end: RanksAtEnd) -> Ended | None:
+    if (stall := end.stall) is None:
+        return None
+    _say(f"{stall.text}\nAll ranks were ended. {end.evidence}".rstrip())
+    step = end.ranks[stall.rank or 0].step
+    return Ended(STALLED, stall.text, end.any_is_left, rank=stall.rank, step=step, reason=stall.cause)
+
+
+def _ended_at_once(end: RanksAtEnd) -> Ended | None:
+    if end.ended_by is None:
+        return None
+    if end.notices is not None:
+        begun = any(rank.begun for rank in end.ranks)
+        say_now(end.notices.cut_short() if begun else end.notices.unbegun)
+    return Ended(128 + end.ended_by)
+
+
+def _stopped_as_asked(end: RanksAtEnd) -> Ended | None:
+    """All have ended as they were asked to: with codes of their own, else by the signal."""
+    if end.asked is None or end.unreported is not None:
+        return None
+    if end.reported is not None and end.reported.exit_code != INTERRUPTED:
+        return None
+    if all(rank.code is not None and rank.code >= 0 and rank.failure is None for rank in end.ranks):
+        return Ended(max(rank.code or 0 for rank in end.ranks))
+    _say(f"Stopped by {signal.Signals(end.asked).name}; all ranks have ended.")
+    return Ended(128 + end.asked)
+
+
+def _ended_well(end: RanksAtEnd) -> Ended | None:
+    if end.reported is not None or end.unreported is not None:
+        return None
+    codes = [rank.code for rank in end.ranks if rank.code is not None and not rank.ended_by_us]
+    return Ended(max(codes, default=FAILED))
+
+
+def _died_first(end: RanksAtEnd) -> Ended | None:
+    """A rank ended without a word, before any had reported a failure: those come of it."""
+    dead, follows = end.unreported, end.reported
+    if dead is None or (follows is not None and follows.time_ns <= dead.time_ns):
+        return None
+    if follows is not None:
+        _say(f"Rank {follows.rank} failed as well:\n{follows.text}\n")
+    _say(dead.text)
+    was_killed = (end.ranks[dead.rank].code or 0) < 0
+    return end.ended_by_failure(dead, dead.text.removesuffix(_OTHERS_STOPPED), "killed" if was_killed else "")
+
+
+def _failed_first(end: RanksAtEnd) -> Ended | None:
+    """A rank reported its failure; others may have died of it, or were stopped when it waited for them."""
+    first = end.reported
+    if first is None:
+        return None
+    if end.unreported is not None:
+        _say(f"{end.unreported.text}\n")
+    _say(first.text if first.exit_code == BAD_INPUT else f"Rank {first.rank} failed first:\n{first.text}")
+    stopped = [rank for rank in end.ranks if rank.stopped]
+    for rank in stopped:
+        _say(f"\n{_of_stopped(rank)}")
     *trace, why = first.text.splitlines()
-    if trace and not any(rank.stopped for rank in ranks):  # whoever looks at the end of a long output finds it there
-        print(f"\nRank {first.rank} failed first{ranks[first.rank].at}: {why}", file=sys.stderr)
-    return _ended_by(first, f"rank {first.rank} failed: {why}", ranks)
+    if trace and not stopped:
+        _say(f"\nRank {first.rank} failed first{end.ranks[first.rank].at}: {why}")
+    return end.ended_by_failure(first, f"rank {first.rank} failed: {why}")
 
 
-def _ended_by(failure: Failure, why: str, ranks: Sequence[LocalRank]) -> Ended:
-    """What the system does not let go of still has its device and its files."""
-    lasts, begun = failure.lasts or any(rank.code is None for rank in ranks), ranks[failure.rank].at
-    step = ranks[failure.rank].step
-    return Ended(failure.exit_code, why, lasts, None if begun else failure.rank, failure.rank, step)
+CAUSES: Sequence[Callable[[RanksAtEnd], Ended | None]] = (
+    _stood_still,
+    _ended_at_once,
+    _stopped_as_asked,
+    _ended_well,
+    _died_first,
+    _failed_first,
+)
+"""Why a run has ended: the first that applies."""
 
 
-def _stopped_rank(rank: LocalRank) -> str:
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _of_stopped(rank: LocalRank) -> str:
     """What stood still was there before what has waited for it failed, so this is said after that."""
     return (
         f"Rank {rank.rank} (process {rank.pid}) was stopped by a signal when that happened (SIGSTOP, Ctrl-Z or a"
@@ -89,29 +170,20 @@ def _stopped_rank(rank: LocalRank) -> str:
     )
 
 
-def _stopped(ranks: Sequence[LocalRank], asked: int) -> int:
-    """The exit code of ranks that have ended as they were asked to: their own, where they have one."""
-    died = [rank.rank for rank in ranks if rank.code is None or rank.code < 0 or rank.failure is not None]
-    if not died:
-        return max(rank.code or 0 for rank in ranks)
-    print(f"Stopped by {signal.Signals(asked).name}; all ranks have ended.", file=sys.stderr)
-    return 128 + asked
-
-
-def _silent(rank: LocalRank, asked: int | None, oom_kills: int | None) -> Failure | None:
+def _unreported(rank: LocalRank, asked: int | None, oom_kills: int | None) -> Failure | None:
     """How a rank ended without a word, and when at the earliest; None if it did not, was asked to, or ended well."""
     if rank.code in (None, 0, PREEMPTED) or rank.ended_by_us or rank.failure is not None:
         return None
     if rank.code > 0:
-        said = f"Rank {rank.rank} ended with exit code {rank.code}{_REST}"
-        return Failure(rank.rank, (rank.ended_ns or 0) - _SEEN_LATE_NS, rank.code, said)
+        text = f"Rank {rank.rank} ended with exit code {rank.code}{_OTHERS_STOPPED}"
+        return Failure(rank.rank, (rank.ended_ns or 0) - _SEEN_LATE_NS, rank.code, text)
     if asked is not None and rank.code == -asked:
         return None
     name = signal.Signals(-rank.code).name
     hint = _who_kills(oom_kills) if name == "SIGKILL" else ""
-    said = f"Rank {rank.rank} was ended by {name}{hint}{rank.at}{_REST}"
+    text = f"Rank {rank.rank} was ended by {name}{hint}{rank.at}{_OTHERS_STOPPED}"
     late_ns = _KILL_SEEN_LATE_NS if name == "SIGKILL" else _SEEN_LATE_NS
-    return Failure(rank.rank, (rank.ended_ns or 0) - late_ns, FAILED, said)
+    return Failure(rank.rank, (rank.ended_ns or 0) - late_ns, FAILED, text)
 
 
 def _who_kills(oom_kills: int | None) -> str:

@@ -1,0 +1,45 @@
+"""Connections to a listening socket: each is handled in a thread of its own, until the socket is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["serve"]
+
+_RETRY_S = 0.1
+"""Until the next connection is accepted where the system could not have one now."""
+
+
+def serve(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
+    """Begin to accept connections, and to close each when `handle` has ended, whatever it raises.
+
+    A client that has gone again, or no descriptor or thread to be had, is not the end of it: others connect later.
+    """
+    _start_thread(_accept, listener, handle)
+
+
+def _start_thread(work: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=work, args=arguments, daemon=True).start()
+
+
+def _accept(listener: socket.socket, handle: Callable[[socket.socket], None]) -> None:
+    while listener.fileno() != -1:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # closed, or not
+            time.sleep(_RETRY_S)
+            continue
+        try:
+            _start_thread(_handle, connection, handle)
+        except RuntimeError:  # no thread
+            connection.close()
+            time.sleep(_RETRY_S)
+
+
+def _handle(connection: socket.socket, handle: Callable[[socket.socket], None]) -> None:
+    with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a stranger, or it has gone
+        handle(connection)
