@@ -39,8 +39,8 @@ from terrazzo.planner.timing.measured import fitted_pace
 from terrazzo.planner.timing.step import BAND, time_of
 from terrazzo.train.calibration.calibrate import calibrate, record_of
 from terrazzo.train.calibration.trial import Trial
-from terrazzo.train.promise.as_setup import setup_of
-from terrazzo.train.promise.planned import planned
+from terrazzo.train.planning.as_setup import setup_of
+from terrazzo.train.planning.planned import planned
 from tests.helpers import programs
 
 HOST = Device("a host", kind="cpu", memory_bytes=2**33, per_node=1)
@@ -320,7 +320,7 @@ def test_steps_on_a_device_with_figures_give_a_pace(
     monkeypatch: pytest.MonkeyPatch, times: tuple[float, float], run_known: bool
 ) -> None:
     """Steps that no pace explains, shorter than what they send takes, calibrate nothing."""
-    monkeypatch.setattr("terrazzo.train.promise.as_setup.machine_of", lambda *_: Cluster(device("h100"), 2))
+    monkeypatch.setattr("terrazzo.train.planning.as_setup.machine_of", lambda *_: Cluster(device("h100"), 2))
     monkeypatch.setattr("terrazzo.train.calibration.calibrate.processor", lambda kind: "H100")
     settings: dict[str, Any] = {**TINY, "precision": "bf16"}
     config = config_from_dict(settings)

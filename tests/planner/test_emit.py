@@ -21,9 +21,9 @@ from terrazzo.planner.setup.request import Request, build_setup
 from terrazzo.planner.traffic.volumes import traffic_of
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.planning.as_setup import optimizer_recipe, setup_of
 from terrazzo.train.preflight.offload_room import check_folders
 from terrazzo.train.preflight.shared_axes import check_axes
-from terrazzo.train.promise.as_setup import optimizer_recipe, setup_of
 from terrazzo.train.settings.folders import swap_folders
 from terrazzo.train.settings.optimizer import check_settings
 from terrazzo.train.settings.plan import build_plan, build_precision

@@ -13,8 +13,8 @@ from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.memory.overheads import WORKSPACE_BYTES
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.memory.trace import traced_activations, traced_update
-from terrazzo.train.promise.as_setup import setup_of
-from terrazzo.train.promise.planned import planned, traced_memory
+from terrazzo.train.planning.as_setup import setup_of
+from terrazzo.train.planning.planned import planned, traced_memory
 from tests.engine.toys import Net, loss_of
 from tests.helpers.cover import mostly_long
 from tests.helpers.fake import fake_group

@@ -22,7 +22,7 @@ from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
 from terrazzo.telemetry.shown.bounds import BOUNDS
 from terrazzo.telemetry.shown.tables import tables_of
 from terrazzo.telemetry.steps.step_recorder import CAUSES
-from terrazzo.train.look import look
+from terrazzo.train.planning import run_review
 from tests.helpers.processes import Pool
 from tests.telemetry.test_steps import trained
 
@@ -136,7 +136,7 @@ def test_micro_batches_that_would_be_empty_in_part_are_not_proposed(tmp_path: Pa
         (tmp_path / "config.json").write_text(json.dumps(config))
         line = record(10, gathered(0.4), late=[0.0] * 4)
         (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-        assert ("batch.micro_batch=8" in str(look.Look(tmp_path).verdict())) is proposed
+        assert ("batch.micro_batch=8" in str(run_review.RunReview(tmp_path).verdict())) is proposed
 
 
 def test_replicas_of_shards_share_the_batch_between_all_of_them() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import terrazzo.train.promise.planned  # noqa: F401  # a function of this name hides the module
+import terrazzo.train.planning.planned  # noqa: F401  # a function of this name hides the module
 
-PLANNED = sys.modules["terrazzo.train.promise.planned"]
+PLANNED = sys.modules["terrazzo.train.planning.planned"]
 ELSEWHERE = ("checkpoint", "data", "guard", "log", "schedule")
 """Sections that a micro-batch does not depend on, but for whether documents are apart."""
 _traced: dict[tuple[Any, ...], Any] = {}

@@ -14,8 +14,8 @@ from terrazzo.errors import BadInput
 from terrazzo.nn.float8_linear import FLOAT8
 from terrazzo.train.model.linears import try_linears
 from terrazzo.train.model.prepare import prepare_model
+from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight.shared_axes import check_axes
-from terrazzo.train.promise.as_setup import setup_of
 from tests.train.test_session import config_in, trained
 
 MODEL = {"dim": 32, "layers": 2, "heads": 2, "ffn_dim": 48, "tie_embeddings": False}

@@ -16,8 +16,8 @@ from terrazzo.errors import BadInput
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.loop import TrainingLoop
+from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight import check
-from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.session.build_session import _division_notes, open_session
 from terrazzo.train.settings.optimizer import build_optimizer, check_names
 from tests.helpers.threads import run_in_threads

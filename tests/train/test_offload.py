@@ -25,14 +25,14 @@ from terrazzo.telemetry.steps import memory
 from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.loop import TrainingLoop
+from terrazzo.train.planning.as_setup import setup_of
+from terrazzo.train.planning.planned import planned
+from terrazzo.train.planning.summary import bytes_line, summary_lines
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight import device_memory as fit
 from terrazzo.train.preflight import offload_room as offload
 from terrazzo.train.preflight.device_memory import check_plan
 from terrazzo.train.preflight.offload_room import check_folders, host_lacks_room, offload_notes
-from terrazzo.train.promise.as_setup import setup_of
-from terrazzo.train.promise.planned import planned
-from terrazzo.train.promise.summary import bytes_line, summary_lines
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.settings.folders import make_swap_folders, swap_folders
 from terrazzo.train.settings.plan import build_offload, build_plan

@@ -32,14 +32,14 @@ from terrazzo.planner.model.modules import shape_of_module
 from terrazzo.telemetry import available_host_bytes, resident_bytes
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import decoder_config, prepare_model
+from terrazzo.train.planning import as_setup as planning
+from terrazzo.train.planning import planned as promise
+from terrazzo.train.planning import summary
+from terrazzo.train.planning.as_setup import executed_share, setup_of
+from terrazzo.train.planning.planned import planned, traced_memory
+from terrazzo.train.planning.summary import Pace, summary_lines, utilised
 from terrazzo.train.preflight import device_memory as fit
 from terrazzo.train.preflight.device_memory import check_plan
-from terrazzo.train.promise import as_setup as planning
-from terrazzo.train.promise import planned as promise
-from terrazzo.train.promise import summary
-from terrazzo.train.promise.as_setup import executed_share, setup_of
-from terrazzo.train.promise.planned import planned, traced_memory
-from terrazzo.train.promise.summary import Pace, summary_lines, utilised
 from terrazzo.train.report import step_metrics
 from terrazzo.train.run import start_training
 from tests.helpers import programs

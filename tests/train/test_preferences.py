@@ -25,9 +25,9 @@ from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.objectives import CLASSES, DPO, objective_of
 from terrazzo.train.model.reward import build_reward_model, with_score
+from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight import check
 from terrazzo.train.preflight.idle_settings import idle_notes
-from terrazzo.train.promise.as_setup import setup_of
 from terrazzo.train.session.build_session import open_session
 from tests.helpers.chat import CHATML, save_tokenizer, turns, write_records
 from tests.helpers.threads import run_in_threads

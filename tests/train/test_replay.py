@@ -29,9 +29,9 @@ from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
-from terrazzo.train.replay.disagreement import RankAnswer, finding_of
-from terrazzo.train.replay.replay import Replay
 from terrazzo.train.session.build_session import open_session
+from terrazzo.train.steps.disagreement import RankAnswer, finding_of
+from terrazzo.train.steps.replay import Replay
 from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
 from tests.helpers.threads import run_in_threads

@@ -205,7 +205,7 @@ def lora_run(values: dict[str, Any], start: Path) -> tuple[list[int], list[float
     from terrazzo.engine import engine_of
     from terrazzo.integrations.peft import save_adapter
     from terrazzo.planner.memory.peak import memory_of
-    from terrazzo.train.promise.as_setup import setup_of
+    from terrazzo.train.planning.as_setup import setup_of
 
     config = config_from_dict(values)
     check(config, 2)

@@ -43,8 +43,8 @@ INNER_LAYERS = {
     ),
     "telemetry": ("log", "steps", "flight", "shown", "watchdog", "outside", CORE, ""),
     "train": (
-        *("settings", "launch", "data", "model", "checkpoints", "session", "promise", "preflight", "steps", "replay"),
-        *("look", "report", "calibration", CORE, ""),
+        *("settings", "launch", "data", "model", "checkpoints", "session", "planning", "preflight", "steps"),
+        *("report", "calibration", CORE, ""),
     ),
 }
 

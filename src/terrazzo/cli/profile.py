@@ -47,7 +47,10 @@ def _said(folder: Path, steps: int, code: int) -> list[str]:
             *([] if code else [_UNSEEN]),
         ]
     from terrazzo.errors import counted
-    from terrazzo.train.look.look import Look  # it imports torch and the trainer
+    from terrazzo.train.planning.run_review import RunReview  # it imports torch and the trainer
     from terrazzo.train.settings.command import program
 
-    return [str(Look(folder).verdict()), f"{counted(steps, 'step')} seen; {program()} verdict|watch|report {folder}"]
+    return [
+        str(RunReview(folder).verdict()),
+        f"{counted(steps, 'step')} seen; {program()} verdict|watch|report {folder}",
+    ]

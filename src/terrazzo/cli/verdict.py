@@ -14,17 +14,17 @@ def verdict(run: RunArgument, as_json: AsJsonOption = False) -> None:
     """
     from terrazzo.cli.shared.terminal import columns, say, say_json
     from terrazzo.errors import BadInput
-    from terrazzo.train.look.look import Look  # the trainer, which other verbs do without
+    from terrazzo.train.planning.run_review import RunReview  # the trainer, which other verbs do without
 
-    look = Look(run)
-    found, sizing = look.verdict(), look.sizing()
+    review = RunReview(run)
+    found, sizing = review.verdict(), review.sizing()
     if found is None:
         raise BadInput(f"'{run}' has no record of a step yet: wait for its first log step, or lower log.every.")
     if as_json:
         say_json(found.as_dict() | {"sizing": None if sizing is None else sizing._asdict()})
         return
     say(str(found), "bold")
-    for table in look.tables():
+    for table in review.tables():
         say(f"\n{table.title}\n{columns([table.head, *table.rows], '<' + '>' * (len(table.head) - 1))}")
     if sizing is not None:
         say(f"\n{sizing.sentence}")

@@ -133,9 +133,9 @@ def _shown(
 
 
 def _verdict(run: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
-    from terrazzo.train.look.look import Look
+    from terrazzo.train.planning.run_review import RunReview
 
-    found = Look(run, lines).verdict() if lines else None
+    found = RunReview(run, lines).verdict() if lines else None
     return None if found is None else str(found)
 
 

@@ -1,25 +1,34 @@
 """`terrazzo train`: data, model, schedule and loop of a sharded training run.
 
-A run from its start to its end: run refuses (preflight), starts or joins ranks (launch), opens a session and has the
-loop go through its steps; report says what comes of them. Each folder imports from those before it in this list, and
-none from `run` and `loop`, which bring them together:
+To understand a run, read these in turn; the rest is what they call:
 
-    settings     what a configuration is to torch, to `tz.shard` and to a shell
-    launch       processes: how ranks are started, meet, stop and fail
-    data         from sources to batches
-    model        what is trained, and what it learns
-    checkpoints  what is saved, kept, gone on from and exported
-    session      a run in memory, opened or taken up
-    promise      what the planner says of it, and what was measured beside
-    preflight    what is refused before anything is started
-    steps        an optimizer step, what is done about it, and what is measured between steps
-    replay       whether ranks compute the same of the same data
-    look         a run looked at from outside
-    report       what a run says
-    calibration  a few steps of a run, measured for the planner
+    run                    from the arguments to the exit code: refuse, start ranks, open a session, train
+    session.build_session  how model, data, optimizer and checkpoints become a `Session`
+    loop                   what happens in each step and between two: `TrainingLoop`
+    steps.step             forward, backward and update
+    checkpoints.keeper     when a checkpoint counts as saved, and where a run goes on from
+
+Each folder imports from those before it in this list, and none from `run` and `loop`, which bring them together:
+
+    before there are ranks
+        settings     what a configuration is to torch, to `tz.shard` and to a shell
+        launch       processes: how ranks are started, meet, stop and fail
+    what a run is made of
+        data         from sources to batches
+        model        what is trained, and what it learns
+        checkpoints  what is saved, kept, gone on from and exported
+        session      a run in memory, opened or taken up
+    what is known of it
+        planning     what the planner says of it, before, during and after
+        preflight    what is refused before anything is started
+    while it goes on
+        steps        an optimizer step, what is done about it, and what is checked between steps
+        report       what a run says
+    beside it
+        calibration  a few steps, measured for the planner
 
 Open to other packages, which is to say to the command line:
 
-    calibration, checkpoints.export, data.sources, launch, look, preflight   what it runs, and asks for
-    promise, run, settings.command                                           the same
+    calibration, checkpoints.export, data.sources, launch, planning, preflight   what it runs, and asks for
+    run, settings.command                                                        the same
 """

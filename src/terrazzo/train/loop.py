@@ -15,7 +15,6 @@ from terrazzo.train.checkpoints.export import export
 from terrazzo.train.checkpoints.keeper import refuse_lost
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.model.experts import balance_experts, forget_load
-from terrazzo.train.replay.replica_checks import ReplicaChecks
 from terrazzo.train.report import LogWindow, RunReport
 from terrazzo.train.session.dpo_reference import is_known
 from terrazzo.train.session.session import Session
@@ -23,6 +22,7 @@ from terrazzo.train.settings.command import Command
 from terrazzo.train.steps.cadence import Cadence
 from terrazzo.train.steps.evaluate import evaluate, sample_text
 from terrazzo.train.steps.judge import StepJudge
+from terrazzo.train.steps.replica_checks import ReplicaChecks
 from terrazzo.train.steps.step import backward_on, update
 
 __all__ = ["TrainingLoop"]

@@ -15,7 +15,7 @@ from terrazzo.planner.model.loading import preset_name
 from terrazzo.planner.model.presets import PRESETS
 from terrazzo.planner.setup.request import LIMIT
 from terrazzo.train.data.sources import find_files
-from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.planning.as_setup import setup_of
 
 __all__ = ["DECODER", "QUESTIONS", "Machine", "Model", "Question"]
 

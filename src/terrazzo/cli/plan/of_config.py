@@ -21,7 +21,7 @@ from terrazzo.planner.report.answer import Answer
 from terrazzo.planner.setup.request import build_cluster
 from terrazzo.train.calibration.calibrate import calibrate
 from terrazzo.train.launch.machine import ranks_to_start
-from terrazzo.train.promise.planned import planned
+from terrazzo.train.planning.planned import planned
 
 __all__ = ["of_config"]
 

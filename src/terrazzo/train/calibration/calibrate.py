@@ -20,9 +20,9 @@ from terrazzo.tether import tethered
 from terrazzo.train.calibration.trial import Trial
 from terrazzo.train.launch.machine import ranks_to_start
 from terrazzo.train.launch.scratch_folder import ScratchFolder
+from terrazzo.train.planning.as_setup import setup_of
+from terrazzo.train.planning.planned import planned
 from terrazzo.train.preflight import check
-from terrazzo.train.promise.as_setup import setup_of
-from terrazzo.train.promise.planned import planned
 from terrazzo.train.settings.folders import make_swap_folders
 
 __all__ = ["calibrate", "record_of"]

@@ -21,9 +21,9 @@ from terrazzo.planner.model.closed_form import closed_form
 from terrazzo.telemetry import allowed_bytes, available_host_bytes
 from terrazzo.train.launch.machine import ranks_here, resolve_device
 from terrazzo.train.model.huggingface import read_config
+from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.preflight.local_checkpoints import local_room
 from terrazzo.train.preflight.offload_room import host_lacks_room, offload_notes
-from terrazzo.train.promise.as_setup import setup_of
 
 __all__ = ["Available", "available", "check_plan"]
 

@@ -17,9 +17,9 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import counted
 from terrazzo.telemetry import duration, restart_text
 from terrazzo.telemetry.log.run_folder import RunFolder
-from terrazzo.train.look.look import Look
 from terrazzo.train.model.objectives import Validation
-from terrazzo.train.promise.summary import Pace, bytes_line, summarize
+from terrazzo.train.planning.run_review import RunReview
+from terrazzo.train.planning.summary import Pace, bytes_line, summarize
 from terrazzo.train.report.files import Files
 from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.report.run_screen import Voice
@@ -155,7 +155,7 @@ class RunReport:
             self._say_nothing_left()
             return
         session, pace = self._session, self._pace
-        verdict = Look(session.config.log.folder).verdict()
+        verdict = RunReview(session.config.log.folder).verdict()
         if verdict is not None:
             self._files.log("verdict", verdict.as_dict())
         summary = summarize(session, self._traffic, pace, self._peak_bytes, self._gauge.peak_flops)

@@ -11,8 +11,8 @@ from terrazzo.engine.runtime import device as devices
 from terrazzo.planner.machine.devices import this_machine
 from terrazzo.telemetry import StepMetrics
 from terrazzo.train.model.expert_load import Load, counters_of
-from terrazzo.train.promise.as_setup import executed_share, matmul_format
-from terrazzo.train.promise.summary import utilised
+from terrazzo.train.planning.as_setup import executed_share, matmul_format
+from terrazzo.train.planning.summary import utilised
 from terrazzo.train.session.session import Session
 
 __all__ = ["Gauge", "StepsMeasured"]

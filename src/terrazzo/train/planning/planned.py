@@ -28,7 +28,7 @@ from terrazzo.train.model.huggingface import one_sequence_per_row
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import plan_of, vocabulary_apart
 from terrazzo.train.model.prepare import prepare_model
-from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.planning.as_setup import setup_of
 from terrazzo.train.settings.optimizer import construct
 
 __all__ = ["exchanges_of", "planned", "traced_memory"]

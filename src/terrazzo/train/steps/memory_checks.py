@@ -10,10 +10,10 @@ from terrazzo.errors import CopiesDiffer, Corrupted, counted, listed
 from terrazzo.exchange import gather_json
 from terrazzo.train.session.session import Session
 
-__all__ = ["MemoryLooks"]
+__all__ = ["MemoryChecks"]
 
 
-class MemoryLooks:
+class MemoryChecks:
     """One unit's states behind an update, and again before the next; and its gathered weights, on all ranks.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.engine import engine_of
 from terrazzo.planner import Estimate
 from terrazzo.planner.traffic.volumes import expected_rows_bytes
-from terrazzo.train.promise.planned import exchanges_of, planned
+from terrazzo.train.planning.planned import exchanges_of, planned
 from terrazzo.train.session.session import Session
 
 __all__ = ["Pace", "bytes_line", "summarize", "summary_lines", "utilised"]

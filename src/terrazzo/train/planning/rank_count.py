@@ -13,7 +13,7 @@ from terrazzo.errors import BadInput, counted
 from terrazzo.planner import Estimate, Setup, estimate
 from terrazzo.planner.timing.calibration import find_calibration
 from terrazzo.telemetry import Table, of_newest_start
-from terrazzo.train.promise.as_setup import setup_of
+from terrazzo.train.planning.as_setup import setup_of
 
 __all__ = ["RankCount", "sizing_of"]
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from terrazzo.checkpoint import check_replicas, latest
 from terrazzo.engine import engine_of
 from terrazzo.errors import Corrupted, counted, listed
-from terrazzo.train.replay.memory import MemoryLooks
-from terrazzo.train.replay.replay import Replay
 from terrazzo.train.session.session import Session
+from terrazzo.train.steps.memory_checks import MemoryChecks
+from terrazzo.train.steps.replay import Replay
 
 __all__ = ["ReplicaChecks"]
 
@@ -24,7 +24,7 @@ class ReplicaChecks:
     def __init__(self, session: Session) -> None:
         guard, before = session.config.guard, session.keeper.sure_step or 0
         self._session, self._replay = session, Replay(session)
-        self._memory = MemoryLooks(session, guard.memory_every)
+        self._memory = MemoryChecks(session, guard.memory_every)
         self._replicas_every = session.config.train.check_replicas_every
         every = {"replicas": self._replicas_every, "replay": guard.replay_every, "memory": guard.memory_every}
         # the step up to which each has found nothing

@@ -1,4 +1,4 @@
-"""A look at a run by what is in its folder, while it goes on or when it has ended: its verdict, and its page."""
+"""A run reviewed by what is in its folder, while it goes on or when it has ended: its verdict, and its page."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from terrazzo.telemetry import (
     verdict_of,
 )
 from terrazzo.telemetry.log.run_folder import RunFolder
-from terrazzo.train.look.rank_count import RankCount, sizing_of
-from terrazzo.train.promise.as_setup import setup_of
-from terrazzo.train.promise.summary import summary_lines
+from terrazzo.train.planning.as_setup import setup_of
+from terrazzo.train.planning.rank_count import RankCount, sizing_of
+from terrazzo.train.planning.summary import summary_lines
 from terrazzo.train.settings.plan import empty_rows
 
-__all__ = ["Look"]
+__all__ = ["RunReview"]
 
 Lines = Sequence[Mapping[str, Any]]
 
 
-class Look:
+class RunReview:
     """What a run's folder says of it, read once.
 
     Args:
@@ -109,7 +109,7 @@ class Look:
             BadInput: no run is there, or the page cannot be written.
         """
         verdict, sizing, tables = self.verdict(), self.sizing(), self._units()
-        other = None if against is None else Look(against)
+        other = None if against is None else RunReview(against)
         details = {VERDICT: str(verdict)} if verdict is not None else {}
         if sizing is not None:
             details["How many ranks"] = sizing.sentence
@@ -129,9 +129,9 @@ class Look:
             raise BadInput(f"'{path}' cannot be written ({why}): free it, or copy the run.") from error
         return path
 
-    def _compared(self, other: Look) -> dict[str, str]:
+    def _compared(self, other: RunReview) -> dict[str, str]:
         """What the other run says of itself, and settings that differ."""
-        settings, verdict = [look._folder.settings() for look in (self, other)], other.verdict()
+        settings, verdict = [review._folder.settings() for review in (self, other)], other.verdict()
         found = {f"{VERDICT} of {other.run}": str(verdict)} if verdict is not None else {}
         if None not in settings:
             one, theirs = (flatten(each or {}) for each in settings)
