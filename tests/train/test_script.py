@@ -193,7 +193,8 @@ def test_a_script_that_is_ended_at_once_is_said_to_be(
     begun: bool, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Ranks(contextlib.nullcontext[Any]):
-        stall = None
+        stall = oom_kills = None
+        are_training = False
 
         def __init__(self, count: int, *_: object, **__: object) -> None:
             self.enter_result = self

@@ -62,8 +62,8 @@ def start_training(config: Config, path: Path, overrides: list[str]) -> int:
         os.environ.update(ALONE, MASTER_ADDR="localhost", MASTER_PORT="0")
         train_as_rank(path, overrides, command)
     notices = Notices(
-        _ASKED,
-        lambda: _cut_short(config, command),
+        asked=_ASKED,
+        cut_short=lambda: _cut_short(config, command),
         asked_early=_ASKED_EARLY,
         ended=lambda ended: overrule_exit(config.log.folder, ended.note),
         again=lambda: forget_exit(config.log.folder),

@@ -16,7 +16,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Description, Setting, inactive, settings, shown
 from terrazzo.dialects.core.dialect import Writing
-from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind
+from terrazzo.dialects.core.key_verdict import KeyVerdict, VerdictKind, worst
 from terrazzo.dialects.core.meaning import idle
 from terrazzo.dialects.core.reader import split
 
@@ -102,9 +102,10 @@ class Draft:
         return True
 
     def _say(self, paths: str | Iterable[str], kind: VerdictKind, key: str, why: str) -> None:
+        """The gravest verdict on a setting stands, in whatever order they come; of equal ones the last."""
         for path in [paths] if isinstance(paths, str) else paths:
-            setting = self.description[path]
-            if setting.is_set:
+            setting, before = self.description[path], self._verdicts.get(path)
+            if setting.is_set and (before is None or worst([before.kind, kind]) == kind):
                 self._verdicts[path] = KeyVerdict(path, setting.value, kind, key, why)
 
     # -- the end ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting, SettingOrigin, SettingsByKey, build
 from terrazzo.dialects.core.dialect import ConfigDocument, Reading
-from terrazzo.dialects.core.key_verdict import KeyVerdict, Loss, VerdictKind
+from terrazzo.dialects.core.key_verdict import KeyVerdict, Loss, VerdictKind, worst
 from terrazzo.dialects.core.keys import LIST, MISSING, ONE_OF, SWITCH, TEXT, Key, Type, number, row_of, whole, words
 from terrazzo.errors import did_you_mean
 
@@ -177,8 +177,9 @@ class Reader:
     # -- verdicts --------------------------------------------------------------------------------------------------
 
     def say(self, key: str, kind: VerdictKind, why: str = "", target: str = "") -> None:
-        """What became of a key; a later word replaces an earlier one."""
-        if key in self.flat:
+        """What became of a key: the gravest verdict stands, in whatever order they come; of equal ones the last."""
+        before = self.verdicts.get(key)
+        if key in self.flat and (before is None or worst([before.kind, kind]) == kind):
             self.verdicts[key] = KeyVerdict(key, self.flat[key], kind, target, why)
 
     def refuse(self, key: str, why: str) -> None:

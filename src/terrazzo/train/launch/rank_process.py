@@ -141,7 +141,7 @@ def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
 
 
 def _tell(failure: Failure, error: BaseException) -> None:
-    """Through the reporter, or on screen where that fails: the process ends here, and nobody else can say it."""
+    """Through the reporter, or on screen where that fails: this process ends here, and nobody else can say it."""
     try:
         _reporter.fail(failure, error)
     except BaseException:

@@ -1,0 +1,41 @@
+"""A document read key by key: what becomes of a key does not depend on the order in which its parts are looked at."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.key_verdict import VerdictKind
+from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.registry import dialect
+
+WORDS: list[tuple[VerdictKind, VerdictKind]] = [("refused", "applied"), ("lossy", "renamed"), ("renamed", "applied")]
+
+
+@pytest.mark.parametrize(("graver", "milder"), WORDS)
+def test_the_gravest_verdict_on_a_key_stands(graver: VerdictKind, milder: VerdictKind) -> None:
+    for kinds in itertools.permutations((graver, milder)):
+        reader = Reader({"key": 1}, "a library")
+        for kind in kinds:
+            reader.say("key", kind, f"it is {kind}")
+        assert (reader.verdicts["key"].kind, reader.verdicts["key"].why) == (graver, f"it is {graver}")
+
+
+def test_the_gravest_verdict_on_a_setting_stands() -> None:
+    said = dialect("terrazzo").read({"train": {"steps": 3}}).description
+    for refused_first in (True, False):
+        draft = Draft(said, "a library", "another")
+        if refused_first:
+            draft.refuse("schedule.total_steps", "no")
+        draft.put("schedule.total_steps", "steps", 3)
+        if not refused_first:
+            draft.refuse("schedule.total_steps", "no")
+        (verdict,) = [each for each in draft.finish().verdicts if each.key == "schedule.total_steps"]
+        assert verdict.kind == "refused"
+
+
+def test_a_wrong_value_is_refused_though_its_key_is_kept() -> None:
+    (verdict,) = dialect("trainer").read({"num_train_epochs": "many"}).verdicts
+    assert verdict.kind == "refused" and "'many'" in verdict.why
