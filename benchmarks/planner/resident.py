@@ -85,7 +85,7 @@ def configuration(row: int, seed: int = 0) -> dict[str, Any]:
 
 def measure(row: int, seed: int = 0) -> Measured:
     """Plan and run one configuration."""
-    from terrazzo.train.promise.planned import planned
+    from terrazzo.train.planning.planned import planned
 
     document = configuration(row, seed)
     ranks = document["launch"]["ranks"]
