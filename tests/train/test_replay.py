@@ -21,7 +21,7 @@ from terrazzo.checkpoint import complete_checkpoints, latest, open_source
 from terrazzo.config import config_from_dict
 from terrazzo.engine import engine_of
 from terrazzo.engine.buckets.full import FullWeights
-from terrazzo.engine.states import held
+from terrazzo.engine.states import unit_snapshot
 from terrazzo.engine.states.pieces import held_pieces
 from terrazzo.errors import BadInput, Corrupted
 from terrazzo.train.data import Cursor
@@ -267,10 +267,10 @@ def test_weights_that_a_rank_has_gathered_otherwise_are_found(tmp_path: Path, mo
 def test_every_bit_counts_in_what_stands_for_a_state(dtype: torch.dtype, start: int) -> None:
     """At the edges too, which do not fill eight bytes."""
     part = torch.arange(20).to(dtype)[start : start + 11]
-    before, raw = held._sum(part), part.view(torch.uint8)
+    before, raw = unit_snapshot._sum(part), part.view(torch.uint8)
     for place in range(raw.numel()):
         for bit in range(8):
             raw[place] ^= 1 << bit
-            assert held._sum(part) != before
+            assert unit_snapshot._sum(part) != before
             raw[place] ^= 1 << bit
-    assert held._sum(part) == before
+    assert unit_snapshot._sum(part) == before

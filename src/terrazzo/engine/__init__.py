@@ -105,13 +105,13 @@ from terrazzo.engine.sharding.checks import check_narrow
 from terrazzo.engine.sharding.forwards import checkpoint_activations, compile_units
 from terrazzo.engine.sharding.shard import clip_grad_norm_, estimate, gathered, shard
 from terrazzo.engine.states.ema import EMA
-from terrazzo.engine.states.held import HeldUnit
 from terrazzo.engine.states.listing import Listed, listing
 from terrazzo.engine.states.model_state import ModelState, ParameterInfo
 from terrazzo.engine.states.optimizer_states import OptimizerStates
 from terrazzo.engine.states.pieces import Piece
 from terrazzo.engine.states.restore import Read
 from terrazzo.engine.states.state_dict import whole_state_dict
+from terrazzo.engine.states.unit_snapshot import UnitSnapshot
 from terrazzo.engine.states.whole import collect_buffers, whole_weights
 
 __all__ = [
@@ -127,7 +127,6 @@ __all__ = [
     "Box",
     "Engine",
     "Family",
-    "HeldUnit",
     "Listed",
     "LossScaling",
     "MemoryBill",
@@ -150,6 +149,7 @@ __all__ = [
     "Stages",
     "StateFormat",
     "Traffic",
+    "UnitSnapshot",
     "Units",
     "UnusedGradients",
     "Zeros",

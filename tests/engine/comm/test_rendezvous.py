@@ -95,7 +95,7 @@ while True:
 
 @pytest.fixture
 def flood() -> Iterator[None]:
-    """Another process, of another user where the tests may do so, keeps the queue before every door full."""
+    """Another process, of another user where the tests may do so, keeps the queue before every listener full."""
     with subprocess.Popen([sys.executable, "-c", FLOOD], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -117,11 +117,11 @@ def test_a_flood_of_strangers_does_not_stop_a_start() -> None:
     assert [set(near) for near in found] == everybody(3)
 
 
-def knock(door: rendezvous.Door, times: int, message: bytes = b"") -> list[Any]:
+def knock(listener: rendezvous.Listener, times: int, message: bytes = b"") -> list[Any]:
     lines = []
     for _ in range(times):
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.connect(rendezvous._name(door.address))
+        line.connect(rendezvous._name(listener.address))
         if message:
             line.send(message)
         lines.append(line)
@@ -135,13 +135,13 @@ def knock(door: rendezvous.Door, times: int, message: bytes = b"") -> list[Any]:
 def test_strangers_that_say_nothing_or_nonsense_are_not_waited_for(message: bytes) -> None:
     lines: list[Any] = []
 
-    class Watched(rendezvous.Door):
+    class Watched(rendezvous.Listener):
         def __init__(self) -> None:
             super().__init__()
             lines.extend(knock(self, 300, message))
 
     started = time.monotonic()
-    with patch.object(peers, "Door", Watched):
+    with patch.object(peers, "Listener", Watched):
         found = Ranks(3).find()
     assert [set(near) for near in found] == everybody(3)
     assert time.monotonic() - started < 60
@@ -153,13 +153,13 @@ def test_who_knows_the_key_must_still_make_sense() -> None:
     """A rank that names a kind that there is not, or calls twice, is hung up on."""
     lines: list[Any] = []
 
-    class Watched(rendezvous.Door):
+    class Watched(rendezvous.Listener):
         def __init__(self) -> None:
             super().__init__()
             for number in (-1, 7):
                 lines.extend(knock(self, 1, rendezvous._HELLO.pack(self.address.key, 0, number, 0, 0)))
 
-    with patch.object(peers, "Door", Watched):
+    with patch.object(peers, "Listener", Watched):
         assert [set(near) for near in Ranks(3).find()] == everybody(3)
     for line in lines:
         line.close()
@@ -194,11 +194,11 @@ def test_who_cannot_be_read_is_left_out_on_both_sides() -> None:
     refused: dict[str, int] = {}
     met = rendezvous.connect
 
-    def meet(rank: int, door: Any, others: Any, kinds: Any, probe: Any, patience_s: float) -> Any:
+    def meet(rank: int, listener: Any, others: Any, kinds: Any, probe: Any, patience_s: float) -> Any:
         reading.rank = rank
         if rank == 0:
             refused["value"] = probe[1]
-        return met(rank, door, others, kinds, probe, patience_s)
+        return met(rank, listener, others, kinds, probe, patience_s)
 
     with patch.object(peers, "_reads", reads), patch.object(peers, "connect", meet):
         found = Ranks(3).find()

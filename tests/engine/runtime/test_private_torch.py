@@ -13,7 +13,7 @@ from terrazzo.engine.runtime import callers, private_torch
 
 def test_what_is_not_there_is_named_with_the_version_of_torch() -> None:
     with pytest.raises(ImportError, match=rf"'_gone' of torch._C.* torch {re.escape(torch.__version__)} .*2\.11"):
-        private_torch.found(torch, "_C", "_gone", "more")
+        private_torch.lookup(torch, "_C", "_gone", "more")
     with pytest.raises(ImportError, match=rf"'nobody' in Module\._call_impl.* torch {re.escape(torch.__version__)}"):
         callers._code_of(nn.Module._call_impl, "nobody")
 

@@ -40,7 +40,7 @@ def map_tensors(
     """The structure of `output` with its tensors changed.
 
     Args:
-        closed: told of each other leaf that cannot be opened; it stays as it is.
+        closed: called with each other leaf that cannot be opened; it stays as it is.
     """
 
     def changed(leaf: Any) -> Any:

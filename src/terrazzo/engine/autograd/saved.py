@@ -29,7 +29,7 @@ class SavedWeights:
 
     Args:
         storages: that gathered weights lie in.
-        use: told of a unit whose weights are about to be read; returns when they are there.
+        use: called with a unit whose weights are about to be read; returns when they are there.
     """
 
     def __init__(self, storages: Storages, use: Callable[[int], None]) -> None:

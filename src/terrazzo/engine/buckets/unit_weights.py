@@ -41,7 +41,7 @@ class UnitWeights:
         self._gathering: list[Transfer[object]] = []
         self._publishing: Transfer[None] | None = None
         self._updates: list[Job] = []  # the one under way, or none; a list, which a chain can empty without these
-        self._once_here: Callable[[], None] | None = None
+        self._when_present: Callable[[], None] | None = None
 
     @property
     def transient(self) -> bool:
@@ -95,13 +95,13 @@ class UnitWeights:
         self._gathering = []
         for bucket in self._buckets:
             bucket.full.install()
-        if self._once_here is not None:
-            call, self._once_here = self._once_here, None
+        if self._when_present is not None:
+            call, self._when_present = self._when_present, None
             call()
 
-    def tell_once_here(self, call: Callable[[], None] | None) -> None:
+    def call_when_present(self, call: Callable[[], None] | None) -> None:
         """Call `call`, once, when full weights can be read the next time; None: call nothing."""
-        self._once_here = call
+        self._when_present = call
 
     def begin_update(self, update: Job) -> None:
         """Note that master weights change until `update` has ended: weights at rest wait for that."""

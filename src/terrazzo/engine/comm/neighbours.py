@@ -28,7 +28,7 @@ from torch import Tensor
 
 from terrazzo.ending import Ending, leaves_to_parent
 from terrazzo.engine.comm.label import RUN_THE_SAME, Label
-from terrazzo.engine.comm.rendezvous import Address, Door, Met, connect
+from terrazzo.engine.comm.rendezvous import Address, Listener, Met, connect
 from terrazzo.engine.runtime.system import is_stopped
 
 __all__ = ["Memory", "Neighbour", "find_neighbours"]
@@ -228,7 +228,7 @@ def find_neighbours(
 ) -> dict[int, Neighbour]:
     """Those ranks of a group that can read this one's memory and whose memory it can read; collective.
 
-    All ranks are told machines and doors, three numbers each. The rest passes between ranks of one machine, but for a
+    All ranks exchange machine and address, three numbers each. The rest passes between ranks of one machine, but for a
     last word about who can read whom there. Two ranks that do not get connected, for whatever reason, use sockets.
 
     Args:
@@ -239,17 +239,17 @@ def find_neighbours(
         names: what errors call each rank; "rank 0" and so on by default.
     """
     machine = _machine()
-    door = _open_door() if machine else None
-    with contextlib.nullcontext() if door is None else _permission.held():
-        address = door.address if door is not None else (0, 0)
-        rows = all_gather(torch.tensor([machine if door else 0, *address])).tolist()
+    listener = _listen() if machine else None
+    with contextlib.nullcontext() if listener is None else _permission.held():
+        address = listener.address if listener is not None else (0, 0)
+        rows = all_gather(torch.tensor([machine if listener else 0, *address])).tolist()
         on_machine = [other for other, row in enumerate(rows) if row[0] and row[0] == rows[rank][0]]
         met: dict[int, Met] = {}
         secret = torch.tensor([int.from_bytes(os.urandom(7), "little")])
-        if door is not None:
+        if listener is not None:
             others = {other: Address(*rows[other][1:]) for other in on_machine if other != rank}
             probe = secret.data_ptr(), int(secret)
-            met = connect(rank, door, others, kinds, probe, min(timeout_s / 4, _PATIENCE_S))
+            met = connect(rank, listener, others, kinds, probe, min(timeout_s / 4, _PATIENCE_S))
         reads = {
             other for other, there in met.items() if _reads(Memory(there.pid, there.probe.address), there.probe.value)
         }
@@ -289,9 +289,9 @@ def _readers(
     return {other for other in same_machine if words_of_ranks[other][word] >> bit & 1}
 
 
-def _open_door() -> Door | None:
+def _listen() -> Listener | None:
     try:
-        return Door()
+        return Listener()
     except OSError:
         return None
 

@@ -24,7 +24,7 @@ class Phases:
     Attributes:
         seconds: by phase, of those that have ended.
         waited: of these, that the host stood waiting for other ranks.
-        recorder: who hears of each as it begins.
+        recorder: called as each begins.
     """
 
     def __init__(self, traffic: Traffic) -> None:

@@ -1,4 +1,4 @@
-"""Who hears what the engine does while it does it, such as a flight recorder. The engine itself writes nothing down."""
+"""What the engine reports to as it runs, such as a flight recorder. The engine itself writes nothing down."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How ranks of one machine get connected: each opens a door, a Unix socket, and calls at those of later ranks.
+"""How ranks of one machine get connected: each listens on a Unix socket and connects to those of later ranks.
 
-The name of a door can be read by every local user. So calls are tried again while others fill the queue, callers that
+The name of a socket can be read by every local user. So calls are tried again while others fill the queue, callers that
 are of another user or lack the key are sent away, and nobody is waited for while there is something else to do. What is
 not connected in time is left out; nothing here aborts a start.
 """
@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Address", "Door", "Met", "connect"]
+__all__ = ["Address", "Listener", "Met", "connect"]
 
 _HELLO, _WELCOME = struct.Struct("<5q"), struct.Struct("<2q")
 _QUEUE = 1024
-"""Callers that may wait before a door; the system may allow fewer."""
+"""Callers that may wait in its queue; the system may allow fewer."""
 _MOST_SILENT = 256
 """Callers that have not said who they are; the oldest goes for a further one."""
 _AT_ONCE = 64
@@ -31,7 +31,7 @@ _RETRY_S = 0.002
 
 
 class Address(NamedTuple):
-    """Where a rank is to be found: the number in its door's name, which is public, and the key, which is not."""
+    """Where a rank is to be found: the number in its listener's name, which is public, and the key, which is not."""
 
     number: int
     key: int
@@ -57,8 +57,8 @@ class Met:
             line.close()
 
 
-class Door:
-    """A socket that ranks of this machine can call at, in Linux's abstract namespace: no file, and gone with it.
+class Listener:
+    """A socket that ranks of this machine can connect to, in Linux's abstract namespace: no file, and gone with it.
 
     Raises:
         OSError: where the system does not allow it.
@@ -78,13 +78,13 @@ class Door:
 
 def connect(
     rank: int,
-    door: Door,
+    listener: Listener,
     others: Mapping[int, Address],
     kinds: Sequence[str],
     probe: tuple[int, int],
     patience_s: float,
 ) -> dict[int, Met]:
-    """Connect with the ranks `others` of this machine, all of which do the same; the door is closed then.
+    """Connect with the ranks `others` of this machine, all of which do the same; the listener is closed then.
 
     Args:
         rank: of this process.
@@ -95,7 +95,7 @@ def connect(
     Returns:
         Those with which every line was established, as far as this rank knows: the other one may have given up.
     """
-    meeting = _Meeting(rank, door, others, kinds, Probe(*probe))
+    meeting = _Meeting(rank, listener, others, kinds, Probe(*probe))
     try:
         meeting.go_on(time.monotonic() + patience_s)
     finally:
@@ -107,16 +107,16 @@ class _Meeting:
     """One rank's part of `connect`: whom it still has to call, and how many calls it still expects."""
 
     def __init__(
-        self, rank: int, door: Door, others: Mapping[int, Address], kinds: Sequence[str], probe: Probe
+        self, rank: int, listener: Listener, others: Mapping[int, Address], kinds: Sequence[str], probe: Probe
     ) -> None:
-        self.rank, self.door, self.others, self.kinds, self.probe = rank, door, others, kinds, probe
+        self.rank, self.listener, self.others, self.kinds, self.probe = rank, listener, others, kinds, probe
         self.met = {other: Met() for other in others}
         self._to_call = {(other, kind) for other in others if other > rank for kind in kinds}
         self._called: dict[socket.socket, tuple[int, str]] = {}
         self._silent: dict[socket.socket, None] = {}
         self._expected = sum(other < rank for other in others) * len(kinds)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(door.socket, selectors.EVENT_READ)
+        self._selector.register(listener.socket, selectors.EVENT_READ)
 
     def go_on(self, deadline: float) -> None:
         while (self._to_call or self._called or self._expected) and (left_s := deadline - time.monotonic()) > 0:
@@ -125,7 +125,7 @@ class _Meeting:
             for key, _ in self._selector.select(min(left_s, _RETRY_S) if self._to_call else left_s):
                 line = key.fileobj
                 assert isinstance(line, socket.socket)
-                if line is self.door.socket:
+                if line is self.listener.socket:
                     self._let_in()
                 elif line in self._called:
                     self._hear_welcome(line)
@@ -134,7 +134,7 @@ class _Meeting:
 
     def close(self) -> None:
         self._selector.close()
-        for line in [self.door.socket, *self._called, *self._silent]:
+        for line in [self.listener.socket, *self._called, *self._silent]:
             line.close()
         for met in self.met.values():
             if len(met.lines) < len(self.kinds):
@@ -148,10 +148,10 @@ class _Meeting:
         try:
             line.connect(_name(self.others[other]))
             line.send(_HELLO.pack(self.others[other].key, self.rank, self.kinds.index(kind), *self.probe))
-        except BlockingIOError:  # the queue before the door is full
+        except BlockingIOError:  # the queue before the listener is full
             line.close()
             return
-        except OSError:  # the door is closed: the other one has given up
+        except OSError:  # the listener is closed: the other one has given up
             line.close()
             self._to_call.discard((other, kind))
             return
@@ -173,7 +173,7 @@ class _Meeting:
     def _let_in(self) -> None:
         for _ in range(_AT_ONCE):
             try:
-                line = self.door.socket.accept()[0]
+                line = self.listener.socket.accept()[0]
             except OSError:  # nobody is there any more, or too many files are open
                 return
             if not _is_own_user(line):
@@ -195,7 +195,7 @@ class _Meeting:
         message = self._hear(line)
         if len(message) == _HELLO.size:
             key, other, number, *probe = _HELLO.unpack(message)
-            known = key == self.door.address.key and other in self.others and other < self.rank
+            known = key == self.listener.address.key and other in self.others and other < self.rank
             kind = self.kinds[number] if 0 <= number < len(self.kinds) else None
             if known and kind is not None and kind not in self.met[other].lines:
                 with contextlib.suppress(OSError):

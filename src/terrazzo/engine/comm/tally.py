@@ -19,7 +19,7 @@ class Tally:
         traffic: what this rank has sent.
         ledger: transient memory held.
         phases: where the training loop is.
-        recorder: who hears of all of it as it happens.
+        recorder: called with all of it as it happens.
     """
 
     traffic: Traffic = field(default_factory=Traffic)
@@ -30,10 +30,10 @@ class Tally:
     def __post_init__(self) -> None:
         self.phases = Phases(self.traffic)
 
-    def tell(self, recorder: Recorder) -> None:
-        """Have `recorder` hear of what is done from now on."""
+    def set_recorder(self, recorder: Recorder) -> None:
+        """Report to `recorder` what is done from now on."""
         self.recorder = self.phases.recorder = recorder
-        self.traffic.tell(recorder)
+        self.traffic.set_recorder(recorder)
 
     def reset(self) -> None:
         """Count from now on."""

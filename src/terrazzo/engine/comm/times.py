@@ -43,7 +43,7 @@ class Times:
         late_s: of `exposed_s` while not all other ranks were there.
         ever_s: as `exposed_s`, from the start: `clear` leaves it.
         ordinal: of the newest, counted from 1 on; likewise.
-        recorder, track: who hears of them, and by which number it knows them.
+        recorder, track: called with them, and the number by which it knows them.
     """
 
     count: int = 0
@@ -63,8 +63,8 @@ class Times:
         self.ordinal += count
         self.recorder.issued(self.track, self.ordinal, label, sent_bytes)
 
-    def tell(self, recorder: Recorder, track: int) -> None:
-        """Have `recorder` hear of them from now on, by the number `track`."""
+    def set_recorder(self, recorder: Recorder, track: int) -> None:
+        """Report them to `recorder` from now on, by the number `track`."""
         self.recorder, self.track = recorder, track
 
     def waited(self, start: float, end: float, moments: Moments | None = None) -> None:

@@ -40,29 +40,29 @@ class Traffic:
         """Where waits for exchanges of that kind along that axis are counted."""
         if (times := self.times.get((axis, kind))) is None:
             times = self.times[axis, kind] = Times()
-            self._tell(axis, kind, times)
+            self._set_recorder(axis, kind, times)
         return times
 
     def count_along(self, along: Mapping[str, Traffic]) -> None:
         """Count what modules exchange of activations too: where each axis counts it."""
         self.along |= along
 
-    def tell(self, recorder: Recorder, activations_along: str | None = None) -> None:
-        """Have `recorder` hear of what is exchanged from now on.
+    def set_recorder(self, recorder: Recorder, activations_along: str | None = None) -> None:
+        """Report to `recorder` what is exchanged from now on.
 
         Args:
             activations_along: the axis, where this counts what modules exchange.
         """
         self._recorder, self._activations_along = recorder, activations_along
         for (axis, kind), times in self.times.items():
-            self._tell(axis, kind, times)
+            self._set_recorder(axis, kind, times)
         for axis, each in self.along.items():
-            each.tell(recorder, axis)
+            each.set_recorder(recorder, axis)
 
-    def _tell(self, axis: str, kind: str, times: Times) -> None:
+    def _set_recorder(self, axis: str, kind: str, times: Times) -> None:
         along = self._activations_along
         track = self._recorder.track(axis if along is None else along, kind, along is not None)
-        times.tell(self._recorder, track)
+        times.set_recorder(self._recorder, track)
 
     def reset(self) -> None:
         self.count.clear()

@@ -1,4 +1,4 @@
-"""Modules that exchange rows with other ranks in the middle of a pass: they are told where this rank is."""
+"""Modules that exchange rows with other ranks in the middle of a pass: they are given where this rank is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _ExpertRanks(Protocol):
     """
 
     def join(self, units: tuple[str, ...]) -> None:
-        """Be told the names of a model's units."""
+        """Keep the names of a model's units."""
 
     def meet_before(self, label: Label) -> None:
         """Meet before what `label` says is waited for. Collective.

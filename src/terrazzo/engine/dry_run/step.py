@@ -195,7 +195,7 @@ class CountingUnit:
         self._filled_numel = 0
 
     def expect_in_turn(self, buckets: Sequence[Bucket], is_around: bool) -> None:
-        """Be told of the parameters in its buckets, whose gradients come one after the other.
+        """Expect the gradients of the parameters in its buckets, one after the other.
 
         Of what several modules share, with the one that is registered first: the others have run backward by then.
 

@@ -22,7 +22,7 @@ __all__ = ["ModelGradients"]
 
 @dataclass(frozen=True)
 class ModelGradients:
-    """The gradients of one model's trainable buckets, and who has to be told where they change.
+    """The gradients of one model's trainable buckets, and what follows them where they change.
 
     Attributes:
         drivers: of the model's optimizers, as there are at the time.

@@ -38,7 +38,7 @@ __all__ = ["Disk", "DiskTraffic", "Pending", "page_aligned"]
 class DiskTraffic:
     """Bytes moved, and seconds of wall time with at least one such transfer in flight.
 
-    `recorder` hears of each block.
+    `recorder` is called with each block.
     """
 
     read_bytes: int = 0

@@ -33,7 +33,7 @@ __all__ = ["Steps", "Store"]
 
 @dataclass
 class Steps:
-    """What updates on the CPU have done: elements stepped and the seconds it took; `recorder` hears of each."""
+    """What updates on the CPU have done: elements stepped and the seconds it took; `recorder` is called with each."""
 
     numel: int = 0
     seconds: float = 0.0
@@ -143,8 +143,8 @@ class Store:
             return []
         return [self.host(padded_bytes(cell_bytes)) for _ in range(staging_count(self.settings))]
 
-    def tell(self, recorder: Recorder) -> None:
-        """Have `recorder` hear of updates, and of what is read from files and written to them."""
+    def set_recorder(self, recorder: Recorder) -> None:
+        """Report to `recorder` updates, and what is read from files and written to them."""
         self.steps.recorder = recorder
         if self.drive is not None:
             self.drive.disk.traffic.recorder = recorder

@@ -45,7 +45,7 @@ class _Task:
         segments: all of the cell.
         due: those of them that are stepped, and whether they have a gradient; the others are left alone.
         mark: the point of computation from which on the weights may be changed.
-        done: told once the unit's last task is carried out.
+        done: ends once the unit's last task is carried out.
     """
 
     bucket: Bucket

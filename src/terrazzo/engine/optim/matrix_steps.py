@@ -37,7 +37,7 @@ class MatrixAxis(Protocol):
 
 
 @dataclass
-class _Held:
+class _MatrixBuffers:
     """What this rank has of some matrices on their way, and the memory that it takes."""
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class _Held:
 _ExchangeAlong = Callable[[MatrixAxis], Moves[None]]
 
 
-def _carried_out(held: _Held, exchange: AxisExchange, keep: bool, along: MatrixAxis) -> Moves[None]:
+def _exchange_parts(buffers: _MatrixBuffers, exchange: AxisExchange, keep: bool, along: MatrixAxis) -> Moves[None]:
     """Carry out one exchange.
 
     Args:
@@ -84,20 +84,20 @@ def _carried_out(held: _Held, exchange: AxisExchange, keep: bool, along: MatrixA
     """
     sides = exchange.sent, exchange.received
     sent, received = ([part for parts in side for part in parts] for side in sides)
-    outgoing = torch.cat([held.of(part) for part in sent]) if sent else _room(held, 0)
-    incoming = _room(held, sum(part.range.numel for part in received))
-    with held.ledger.holding(outgoing.nbytes + incoming.nbytes):
+    outgoing = torch.cat([buffers.of(part) for part in sent]) if sent else _room(buffers, 0)
+    incoming = _room(buffers, sum(part.range.numel for part in received))
+    with buffers.ledger.holding(outgoing.nbytes + incoming.nbytes):
         for matrix in {part.matrix for part in sent} if not keep else ():
-            held.drop(matrix)
+            buffers.drop(matrix)
         numels = [[sum(part.range.numel for part in parts) for parts in side] for side in sides]
         yield from along.all_to_all(outgoing, numels[0], incoming, numels[1])
-        held.widen(received)
+        buffers.widen(received)
         for part, values in zip(received, incoming.split([part.range.numel for part in received]), strict=True):
-            held.of(part).copy_(values)
+            buffers.of(part).copy_(values)
 
 
-def _room(held: _Held, numel: int) -> Tensor:
-    return torch.empty(numel, dtype=held.dtype, device=held.device)
+def _room(buffers: _MatrixBuffers, numel: int) -> Tensor:
+    return torch.empty(numel, dtype=buffers.dtype, device=buffers.device)
 
 
 class _Crossing:
@@ -123,46 +123,46 @@ class _Crossing:
             self.home_numels[other] += matrix.boxes[other].local_numel
 
 
-def _joined(held: _Held, owners: Owners, among: Sequence[Matrix], along: MatrixAxis) -> Moves[None]:
+def _gather_cut(buffers: _MatrixBuffers, owners: Owners, among: Sequence[Matrix], along: MatrixAxis) -> Moves[None]:
     """Bring the parts that ranks along `tp` have of matrices to the owners, which then have all of each."""
     crossing = _Crossing(owners, among)
-    outgoing = _together(held, [held.parts[matrix][1] for matrix, _ in crossing.away])
-    incoming = _room(held, sum(crossing.home_numels))
-    with held.ledger.holding(outgoing.nbytes + incoming.nbytes):
+    outgoing = _concatenated(buffers, [buffers.parts[matrix][1] for matrix, _ in crossing.away])
+    incoming = _room(buffers, sum(crossing.home_numels))
+    with buffers.ledger.holding(outgoing.nbytes + incoming.nbytes):
         for matrix, _ in crossing.away:
-            held.drop(matrix)
+            buffers.drop(matrix)
         yield from along.all_to_all(outgoing, crossing.away_numels, incoming, crossing.home_numels)
         values = incoming.split([matrix.boxes[other].local_numel for matrix, other in crossing.home])
         parts = dict(zip(crossing.home, values, strict=True))
         for matrix in crossing.own:
-            parts[matrix, crossing.rank] = held.parts[matrix][1]
-            full = _room(held, math.prod(matrix.shape))
+            parts[matrix, crossing.rank] = buffers.parts[matrix][1]
+            full = _room(buffers, math.prod(matrix.shape))
             for other, box in enumerate(matrix.boxes):
                 box.put(parts[matrix, other].view(box.local_shape), full.view(matrix.shape))
-            held.put(MatrixPart(matrix, matrix.whole), full)
+            buffers.put(MatrixPart(matrix, matrix.whole), full)
 
 
-def _parted(held: _Held, owners: Owners, among: Sequence[Matrix], along: MatrixAxis) -> Moves[None]:
+def _scatter_cut(buffers: _MatrixBuffers, owners: Owners, among: Sequence[Matrix], along: MatrixAxis) -> Moves[None]:
     """Bring what owners have of matrices to the ranks along `tp`, its part to each."""
     crossing = _Crossing(owners, among)
     parts = {
-        (matrix, other): box.of(held.parts[matrix][1].view(matrix.shape)).reshape(-1)
+        (matrix, other): box.of(buffers.parts[matrix][1].view(matrix.shape)).reshape(-1)
         for matrix in crossing.own
         for other, box in enumerate(matrix.boxes)
     }
-    outgoing = _together(held, [parts[matrix, other] for matrix, other in crossing.home])
-    incoming = _room(held, sum(crossing.away_numels))
-    with held.ledger.holding(outgoing.nbytes + incoming.nbytes):
+    outgoing = _concatenated(buffers, [parts[matrix, other] for matrix, other in crossing.home])
+    incoming = _room(buffers, sum(crossing.away_numels))
+    with buffers.ledger.holding(outgoing.nbytes + incoming.nbytes):
         for matrix in crossing.own:
-            held.put(MatrixPart(matrix, matrix.range), parts[matrix, crossing.rank])
+            buffers.put(MatrixPart(matrix, matrix.range), parts[matrix, crossing.rank])
         yield from along.all_to_all(outgoing, crossing.home_numels, incoming, crossing.away_numels)
         values = incoming.split([matrix.range.numel for matrix, _ in crossing.away])
         for (matrix, _), own in zip(crossing.away, values, strict=True):
-            held.put(MatrixPart(matrix, matrix.range), own.clone())
+            buffers.put(MatrixPart(matrix, matrix.range), own.clone())
 
 
-def _together(held: _Held, values: Sequence[Tensor]) -> Tensor:
-    return torch.cat([each.reshape(-1) for each in values]) if values else _room(held, 0)
+def _concatenated(buffers: _MatrixBuffers, values: Sequence[Tensor]) -> Tensor:
+    return torch.cat([each.reshape(-1) for each in values]) if values else _room(buffers, 0)
 
 
 class MatrixSteps:
@@ -207,32 +207,34 @@ class MatrixSteps:
         finished: Mapping[Bucket, SummedGradient],
     ) -> None:
         axes, label = owners.axes, Label(Purpose.MATRICES)
-        held = _Held(optimizer.wire, axes.device, axes.tally.ledger)
+        buffers = _MatrixBuffers(optimizer.wire, axes.device, axes.tally.ledger)
         parts = [(matrix, segment) for matrix in due if (segment := _segment_of(matrix, owners, own)) is not None]
         by_segment: dict[Segment, list[Matrix]] = {}
         for matrix, segment in parts:
             by_segment.setdefault(segment, []).append(matrix)
         for segment, matrices in by_segment.items():
             segment.take_gradient(finished)
-            self._prepare(optimizer, segment, [*filter(owners.sends, matrices)], held)
+            self._prepare(optimizer, segment, [*filter(owners.sends, matrices)], buffers)
 
         def carry(axis: str, moves: _ExchangeAlong) -> None:
             Transfer(moves(axes.along(axis)), label).finish()
 
-        _update(owners, due, held, carry, lambda matrix: self._whole(optimizer, matrix, held))
+        _update(owners, due, buffers, carry, lambda matrix: self._whole(optimizer, matrix, buffers))
         for matrix, segment in parts:
             part = MatrixPart(matrix, owners.held(matrix))
             values = segment.parameter.detach()[part.range.within(segment.range)]
-            optimizer.apply(self._groups[segment.group], values, held.of(part), matrix.shape)
+            optimizer.apply(self._groups[segment.group], values, buffers.of(part), matrix.shape)
         for matrix in due:
-            held.drop(matrix)
+            buffers.drop(matrix)
 
-    def _prepare(self, optimizer: MatrixOptimizer, segment: Segment, matrices: Sequence[Matrix], held: _Held) -> None:
-        """Change the states of a segment with a gradient, and hold what owners of `matrices` are to have of it."""
+    def _prepare(
+        self, optimizer: MatrixOptimizer, segment: Segment, matrices: Sequence[Matrix], buffers: _MatrixBuffers
+    ) -> None:
+        """Change the states of a segment with a gradient, and buffer what owners of `matrices` are to have of it."""
         parameter = segment.parameter
         assert parameter.grad is not None
         needs, states = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes), SegmentStates(segment)
-        with held.ledger.holding(needs.prepare_bytes(parameter.numel(), segment.bucket.precision)):
+        with buffers.ledger.holding(needs.prepare_bytes(parameter.numel(), segment.bucket.precision)):
             kept = optimizer.state.get(parameter) or {}
             loaded = {key: states.load(key, value, parameter) for key, value in kept.items()}
             update = optimizer.prepare(self._groups[segment.group], loaded, parameter.grad)
@@ -240,19 +242,19 @@ class MatrixSteps:
             parameter.grad = None
             for matrix in matrices:
                 part = matrix.range.intersect(segment.range)
-                held.put(MatrixPart(matrix, part), update[part.within(segment.range)].clone())
+                buffers.put(MatrixPart(matrix, part), update[part.within(segment.range)].clone())
 
-    def _whole(self, optimizer: MatrixOptimizer, matrix: Matrix, held: _Held) -> Tensor:
+    def _whole(self, optimizer: MatrixOptimizer, matrix: Matrix, buffers: _MatrixBuffers) -> Tensor:
         group = self._groups[matrix.bucket.members[matrix.number].group]
-        with held.ledger.holding(optimizer.workspace_bytes(matrix.shape)):
-            values = held.of(MatrixPart(matrix, matrix.whole)).view(matrix.shape)
+        with buffers.ledger.holding(optimizer.workspace_bytes(matrix.shape)):
+            values = buffers.of(MatrixPart(matrix, matrix.whole)).view(matrix.shape)
             return optimizer.whole(group, values).reshape(-1)
 
 
 def _update(
     owners: Owners,
     due: Sequence[Matrix],
-    held: _Held,
+    buffers: _MatrixBuffers,
     carry: Callable[[str, _ExchangeAlong], None],
     whole: Callable[[Matrix], Tensor],
 ) -> None:
@@ -262,15 +264,15 @@ def _update(
         carry: exchanges along an axis.
     """
     for exchange in owners.gathers(due):
-        carry(exchange.axis, partial(_carried_out, held, exchange, False))
+        carry(exchange.axis, partial(_exchange_parts, buffers, exchange, False))
     for axis in owners.cut:
-        carry(axis, partial(_joined, held, owners, due))
+        carry(axis, partial(_gather_cut, buffers, owners, due))
     for matrix in filter(owners.is_here, due):
-        held.put(MatrixPart(matrix, matrix.whole), whole(matrix))
+        buffers.put(MatrixPart(matrix, matrix.whole), whole(matrix))
     for axis in owners.cut:
-        carry(axis, partial(_parted, held, owners, due))
+        carry(axis, partial(_scatter_cut, buffers, owners, due))
     for exchange in owners.returns(due):
-        carry(exchange.axis, partial(_carried_out, held, exchange, True))
+        carry(exchange.axis, partial(_exchange_parts, buffers, exchange, True))
 
 
 class _CountingAxis:
@@ -299,7 +301,7 @@ def dry_run_matrices(
     groups = {number: each.matrices for number, each in enumerate(templates) if each.matrices is not None}
     for owners in owners_of(buckets, groups.keys()):
         needs = groups[owners.group]
-        held = _Held(needs.wire, torch.device("meta"), tally.ledger)
+        buffers = _MatrixBuffers(needs.wire, torch.device("meta"), tally.ledger)
         due = list(owners.matrices)
         for bucket in {matrix.bucket: None for matrix in due}:
             for first, last in runs(bucket):
@@ -308,19 +310,19 @@ def dry_run_matrices(
                     with tally.ledger.holding(needs.prepare_bytes(own.numel, bucket.precision)):
                         for matrix in (each for each in due if each.bucket is bucket and first <= each.number < last):
                             if owners.sends(matrix) and (part := owners.held(matrix)).numel:
-                                held.put(MatrixPart(matrix, part), _room(held, part.numel))
+                                buffers.put(MatrixPart(matrix, part), _room(buffers, part.numel))
 
         def carry(axis: str, moves: _ExchangeAlong) -> None:
             for _ in moves(_CountingAxis(tally.traffic if traffic_along is None else traffic_along(axis))):
                 pass
 
-        def whole(matrix: Matrix, held: _Held = held, needs: MatrixNeeds = needs) -> Tensor:
+        def whole(matrix: Matrix, buffers: _MatrixBuffers = buffers, needs: MatrixNeeds = needs) -> Tensor:
             with tally.ledger.holding(needs.workspace_bytes(matrix.shape)):
-                return _room(held, matrix.whole.numel)
+                return _room(buffers, matrix.whole.numel)
 
-        _update(owners, due, held, carry, whole)
+        _update(owners, due, buffers, carry, whole)
         for matrix in due:
-            held.drop(matrix)
+            buffers.drop(matrix)
 
 
 def _is_due(matrix: Matrix) -> bool:

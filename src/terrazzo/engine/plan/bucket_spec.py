@@ -51,7 +51,7 @@ class Pass(enum.Enum):
     ADDS = "added to what is on this rank, and no more"
     REDUCES = "summed over ranks, to the plan's `grad` place"
     FINISHES = "summed over ranks and divided: the step's last micro-batch"
-    DROPS = "told of, unit by unit, on this rank, and forgotten: a backward that no step uses"
+    DROPS = "reported, unit by unit, on this rank, and forgotten: a backward that no step uses"
 
 
 class Axis(Protocol):

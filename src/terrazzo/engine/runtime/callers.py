@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from terrazzo.engine.runtime.private_torch import found
+from terrazzo.engine.runtime.private_torch import lookup
 
 __all__ = ["calling_module", "calls_of", "is_inside_own_step"]
 
@@ -78,7 +78,7 @@ def _code_of(function: Any, *names: str) -> CodeType:
     return code
 
 
-_CALL = _code_of(found(nn.Module, "_call_impl"), "self", "inner")
+_CALL = _code_of(lookup(nn.Module, "_call_impl"), "self", "inner")
 """What runs a module's forward."""
-_STEP = _code_of(found(Optimizer, "profile_hook_step")(lambda: None), "args")
+_STEP = _code_of(lookup(Optimizer, "profile_hook_step")(lambda: None), "args")
 """What runs an optimizer's step, and the hooks around it."""

@@ -22,8 +22,8 @@ __all__ = [
     "FOREACH",
     "SavedHooks",
     "as_class",
-    "found",
     "graph_task",
+    "lookup",
     "plainly",
     "queue_callback",
     "set_versions",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-def found(place: Any, *path: str) -> Any:
+def lookup(place: Any, *path: str) -> Any:
     """What torch has there under these names, one inside of the other.
 
     Raises:
@@ -56,23 +56,23 @@ def found(place: Any, *path: str) -> Any:
 
 _NONE = object()
 
-plainly: Any = found(torch, "_C", "DisableTorchFunctionSubclass")
+plainly: Any = lookup(torch, "_C", "DisableTorchFunctionSubclass")
 """Inside `with plainly():` no subclass is asked what a function makes of it: parameters at rest answer in Python."""
-tensor_data: Any = found(torch, "_C", "TensorBase", "data")
+tensor_data: Any = lookup(torch, "_C", "TensorBase", "data")
 """Torch's own property `data` of a tensor."""
-as_class: Callable[..., Any] = found(Tensor, "_make_subclass")
+as_class: Callable[..., Any] = lookup(Tensor, "_make_subclass")
 """A tensor as one of a subclass: `as_class(kind, tensor, requires_grad)`."""
-graph_task: Callable[[], int] = found(torch, "_C", "_current_graph_task_id")
+graph_task: Callable[[], int] = lookup(torch, "_C", "_current_graph_task_id")
 """The number of the backward that has called what runs now on this thread; -1 outside."""
-will_run: Callable[[Any], bool] = found(torch, "_C", "_will_engine_execute_node")
+will_run: Callable[[Any], bool] = lookup(torch, "_C", "_will_engine_execute_node")
 """Whether the backward that is under way comes to a node of the graph. Raises: `RuntimeError` for the node at a leaf of
 which `torch.autograd.grad` wants the gradient."""
-queue_callback: Callable[[Callable[[], Any]], None] = found(
+queue_callback: Callable[[Callable[[], Any]], None] = lookup(
     torch.autograd, "Variable", "_execution_engine", "queue_callback"
 )
 """Have something called when the backward that is under way has ended."""
 
-set_versions: Callable[[Sequence[Tensor], Sequence[int]], None] = found(
+set_versions: Callable[[Sequence[Tensor], Sequence[int]], None] = lookup(
     torch, "_C", "_autograd", "_unsafe_set_version_counter"
 )
 """Set the `_version` of each of these tensors."""
@@ -85,23 +85,23 @@ _LISTS = (
     "_foreach_clamp_min_",
     "_foreach_clamp_max_",
 )
-FOREACH: dict[str, Any] = {name.partition("each_")[2]: found(torch, name) for name in _LISTS}
+FOREACH: dict[str, Any] = {name.partition("each_")[2]: lookup(torch, name) for name in _LISTS}
 """What torch's own clipping and optimizers call on lists of gradients."""
 
 
 class SavedHooks:
     """The default hooks for what autograd keeps for backward, of this thread."""
 
-    _autograd = found(torch, "_C", "_autograd")
-    are_on: Callable[[], bool] = staticmethod(found(_autograd, "_saved_tensors_hooks_is_enabled"))
-    push: Callable[..., None] = staticmethod(found(_autograd, "_push_saved_tensors_default_hooks"))
-    pop: Callable[[], None] = staticmethod(found(_autograd, "_pop_saved_tensors_default_hooks"))
-    top: Callable[[bool], Any] = staticmethod(found(_autograd, "_top_saved_tensors_default_hooks"))
+    _autograd = lookup(torch, "_C", "_autograd")
+    are_on: Callable[[], bool] = staticmethod(lookup(_autograd, "_saved_tensors_hooks_is_enabled"))
+    push: Callable[..., None] = staticmethod(lookup(_autograd, "_push_saved_tensors_default_hooks"))
+    pop: Callable[[], None] = staticmethod(lookup(_autograd, "_pop_saved_tensors_default_hooks"))
+    top: Callable[[bool], Any] = staticmethod(lookup(_autograd, "_top_saved_tensors_default_hooks"))
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same, out of graphs of torch's compiler; the first time that takes seconds to load."""
-    wrapped: Callable[..., Any] = found(torch, "_dynamo", "disable")(function)
+    wrapped: Callable[..., Any] = lookup(torch, "_dynamo", "disable")(function)
     return wrapped
 
 
@@ -116,16 +116,16 @@ def _check_attributes() -> None:
         (ProcessGroup, ("_get_backend",)),
     ):
         for name in names:
-            found(place, name)
+            lookup(place, name)
     modules = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks")
     hooks = ("_forward_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
     module = nn.Module()
     for name in (*modules, *hooks):
-        found(module, name)
+        lookup(module, name)
     steps = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     loads = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
     for name in (*steps, *loads):
-        found(SimpleNamespace(**Optimizer.__annotations__), name)  # making one loads the compiler, which takes seconds
+        lookup(SimpleNamespace(**Optimizer.__annotations__), name)  # making one loads the compiler, which takes seconds
 
 
 _check_attributes()

@@ -39,14 +39,14 @@ class Reductions:
         self._on_dropped: Callable[[int], None] = lambda unit: None
         self._sums: list[_Sum] = []
 
-    def tell_finished(self, call: Callable[[int], None]) -> None:
+    def on_finished(self, call: Callable[[int], None]) -> None:
         """Call `call` with the index of each unit behind the sum that finishes its gradients.
 
         A gradient that comes late is summed by itself, and `call` is called for its unit once more in the same step.
         """
         self._on_finished = call
 
-    def tell_dropped(self, call: Callable[[int], None]) -> None:
+    def on_dropped(self, call: Callable[[int], None]) -> None:
         """Call `call` with the index of each unit whose gradients are complete, in backwards that no step uses."""
         self._on_dropped = call
 
@@ -73,7 +73,7 @@ class Reductions:
 
     def _drop_done(self) -> None:
         for each in self._sums:
-            self._tell(each)
+            self._report(each)
         self._sums = [each for each in self._sums if not each.transfer.done]
 
     def start(self, unit: Runnable, label: Label) -> None:
@@ -92,10 +92,10 @@ class Reductions:
         """Return once all sums have ended, oldest first."""
         for each in self._sums:
             each.transfer.finish()
-            self._tell(each)
+            self._report(each)
         self._sums.clear()
 
-    def _tell(self, each: _Sum) -> None:
+    def _report(self, each: _Sum) -> None:
         if each.last and each.transfer.done:
             self._on_finished(each.unit)
 

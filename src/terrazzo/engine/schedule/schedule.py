@@ -82,13 +82,13 @@ class Schedule:
 
     def on_finished(self, call: Callable[[int], None]) -> None:
         """Have `call` called with the index of each unit whose gradients are finished."""
-        self._reductions.tell_finished(call)
+        self._reductions.on_finished(call)
 
     @contextlib.contextmanager
     def dropping(self, call: Callable[[int], None]) -> Iterator[None]:
         """No step uses backwards inside: call `call` with each unit whose gradients are complete, to forget them."""
         before = self.this_pass
-        self._reductions.tell_dropped(call)
+        self._reductions.on_dropped(call)
         self.set_pass(Pass.DROPS)
         try:
             yield

@@ -1,7 +1,17 @@
 """The state of a sharded model: made, set, and given back whole.
 
-Read model_state, with pieces and restore, what there is to save and how it comes back; listing, what of that other
-stages of a pipeline have; whole, state_dict and optimizer_states, what is put together as plain PyTorch has it; ema, a
-moving average; held, whether what is at rest stays as it was; and materialize, which gives a model from the meta device
-its first values.
+It leaves and enters in two forms. Pieces are this rank's runs of elements of single parameters, under the parameters'
+own names: nothing is exchanged, and nothing of the plan is in them. State dicts are whole tensors, as plain PyTorch has
+them, put together one bucket after the other on all ranks.
+
+    who asks                                          goes through                      modules
+    terrazzo.checkpoint saves                         ModelState.pieces                 pieces
+    terrazzo.checkpoint loads                         ModelState.restore                restore
+    model.state_dict(), tz.full_state_dict(model)     whole_state_dict, whole_weights   state_dict, whole
+    model.load_state_dict(state)                      ModelState.load                   model_state
+    optimizer.state_dict(), .load_state_dict(state)   OptimizerStates                   optimizer_states, whole, restore
+    tz.shard, of a model on the meta device           materialize, unit by unit         materialize
+
+Read model_state, with pieces and restore; listing, what of that other stages of a pipeline have; whole, state_dict and
+optimizer_states; ema, a moving average; unit_snapshot, whether what is at rest stays as it was; and materialize.
 """

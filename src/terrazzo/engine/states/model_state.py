@@ -135,7 +135,7 @@ class ModelState:
         yield from copied_pieces(self._engine.buckets(), self._engine.drivers.stepping())
 
     def restore(self, read: Read, with_optimizer: bool = True, as_one: AllOrNone | None = None) -> None:
-        """Set the weights, and unless told otherwise the optimizers' state, from `read`. Collective.
+        """Set the weights, and by default the optimizers' state, from `read`. Collective.
 
         Args:
             read: may come from any plan and number of ranks.

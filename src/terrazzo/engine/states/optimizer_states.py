@@ -159,7 +159,7 @@ class OptimizerStates:
         self.engine.catch_up()
         all_or_none(self.engine.axes, lambda: require_known_states([self._driver]))
         fixed = self._fixed()
-        first = self._first() if begun and not fixed else {}
+        first = self._initial() if begun and not fixed else {}
         for unit in self.engine.units:
             for bucket in (bucket for bucket in unit.trainable() if bucket in self._driver.buckets):
                 named = {n: i for n, (b, i) in self._places.items() if b is bucket and (first or n in fixed)}
@@ -295,7 +295,7 @@ class OptimizerStates:
         rows_agreed = zip(self._places, agreed, strict=True)
         return {name: list(_unpacked(self._kept(name), row[1:])) for name, row in rows_agreed if row[0] == 0}
 
-    def _first(self) -> dict[int, States]:
+    def _initial(self) -> dict[int, States]:
         """What is kept after a step on a zero gradient, by param group; the same for each element."""
         alone = bare_copy(self._optimizer)
         alone.state = defaultdict(dict)

@@ -63,9 +63,9 @@ class Context:
         self.chunks = Chunks(self._ranks.size, _one_of("context balance", balance, BALANCES))
         self.rank, self.size, self._tp = self._ranks.rank, self._ranks.size, tp
         self._is_split = True
-        self._last: tuple[weakref.ref[Tensor], tuple[object, ...], AttentionMask] | None = None
-        self._placed: tuple[weakref.ref[Tensor], int, Tensor] | None = None
-        self._first: tuple[int, str] | None = None  # what `split` was given first, in a number and in words
+        self._last_mask: tuple[weakref.ref[Tensor], tuple[object, ...], AttentionMask] | None = None
+        self._placed_positions: tuple[weakref.ref[Tensor], int, Tensor] | None = None
+        self._first_inputs: tuple[int, str] | None = None  # what `split` was given first, in a number and in words
         self._is_compared = self.on_paper
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -81,8 +81,8 @@ class Context:
         Raises:
             BadInput: T does not divide into chunks.
         """
-        if self._first is None and not self._is_compared:
-            self._first = fingerprint_of(whole), inputs_as_text(whole)
+        if self._first_inputs is None and not self._is_compared:
+            self._first_inputs = fingerprint_of(whole), inputs_as_text(whole)
         return tuple(self.chunks.split(each, self.rank) for each in whole)
 
     def positions(self, tokens: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Context:
         own = self.chunks.split(positions, self.rank) if self.is_split else positions
         placed = (own.pin_memory() if device.type != "cpu" else own).to(device, non_blocking=True)
         begins = torch.arange(positions.shape[1]) - positions  # anew: a loader may fill the same memory again
-        self._placed = None if placed.is_inference() else (weakref.ref(placed), placed._version, begins)
+        self._placed_positions = None if placed.is_inference() else (weakref.ref(placed), placed._version, begins)
         return placed
 
     @contextlib.contextmanager
@@ -147,12 +147,12 @@ class Context:
         if positions is None or positions.is_inference():  # torch does not count how often that is changed in place
             return self._mask(positions, tokens, window)
         key = (positions._version, tokens, window, self.is_split)
-        if self._last is not None:
-            last, its_key, mask = self._last
+        if self._last_mask is not None:
+            last, its_key, mask = self._last_mask
             if last() is positions and its_key == key:
                 return mask
         mask = self._mask(positions, tokens, window)
-        self._last = (weakref.ref(positions), key, mask)
+        self._last_mask = (weakref.ref(positions), key, mask)
         return mask
 
     def attend(
@@ -191,13 +191,13 @@ class Context:
         """Refuse other sequences on some of the ranks, as the first collective begins."""
         if torch.compiler.is_compiling() or self._is_compared:
             return
-        number, words = self._first or (0, "none by context.split")
+        number, words = self._first_inputs or (0, "none by context.split")
         if not self._ranks.equal(number, device):
             raise RanksApart(
                 f"The ranks along cp were given other sequences (here {words}), and each has a part of the same ones:"
                 f" give all of them the same batches, {DRAWN_BY_DATA_RANK}"
             )
-        self._is_compared, self._first = True, None
+        self._is_compared, self._first_inputs = True, None
 
     def check_heads(self, heads: int) -> None:
         """Refuse query heads, of the whole model, that the ranks do not divide, which `ulysses` needs.
@@ -264,9 +264,9 @@ class Context:
 
     def _known(self, positions: Tensor | None) -> Tensor | None:
         """Where documents begin, in host memory, of positions that are from `place` and unchanged."""
-        if self._placed is None or positions is None or positions.is_inference():
+        if self._placed_positions is None or positions is None or positions.is_inference():
             return None
-        placed, version, begins = self._placed
+        placed, version, begins = self._placed_positions
         if placed() is not positions or version != positions._version:
             return None
         return begins if self.mode == "ulysses" or not self.is_split else self.chunks.split(begins, self.rank)

@@ -25,11 +25,11 @@ from terrazzo.parallel.tensor.same_inputs import watch_alike
 from terrazzo.parallel.tensor.sequence_split import SequenceSplit, split_between
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, SplitSequence, Style
 
-__all__ = ["Cuts", "cut_matrices"]
+__all__ = ["TensorCuts", "cut_matrices"]
 
 
 @dataclass
-class Cuts:
+class TensorCuts:
     """What a plan changes of one model.
 
     Attributes:
@@ -62,7 +62,7 @@ class Cuts:
         """Whether sequences are split around a module."""
         return self.split and self.inside(name, SplitSequence)
 
-    def of_this_rank(self) -> Cuts:
+    def of_this_rank(self) -> TensorCuts:
         """The cuts in the stages that this rank runs; all of them where the model has no stages."""
         if (stages := stages_of(self.model)) is None:
             return self
@@ -85,7 +85,7 @@ class Cuts:
         return list(by_stage.values())
 
 
-def cut_matrices(cuts: Cuts) -> None:
+def cut_matrices(cuts: TensorCuts) -> None:
     """Cut the matrices of a model in place; of a model in stages those of this rank. Collective along `tp`."""
     own = cuts.of_this_rank()
     _replace_parameters(own)
@@ -94,7 +94,7 @@ def cut_matrices(cuts: Cuts) -> None:
     SHARES_MATRICES.leave(cuts.model, cuts.ranks)
 
 
-def _replace_parameters(cuts: Cuts) -> None:
+def _replace_parameters(cuts: TensorCuts) -> None:
     """Leave the records on modules, and replace cut parameters by this rank's parts. Ties are kept."""
     real: list[Tensor] = [parameter for parameter in cuts.model.parameters() if not parameter.is_meta]
     if real:
@@ -111,7 +111,7 @@ def _replace_parameters(cuts: Cuts) -> None:
         module._parameters[attribute] = replaced[whole]
 
 
-def _add_exchanges(cuts: Cuts) -> None:
+def _add_exchanges(cuts: TensorCuts) -> None:
     """Have modules exchange what they compute with the other ranks."""
     split = SequenceSplit(cuts.ranks)
     runs = cuts.runs_split()
@@ -144,7 +144,7 @@ def _add_exchanges(cuts: Cuts) -> None:
     _watch_whole_uses(cuts)
 
 
-def _watch_random_numbers(cuts: Cuts, in_parts: Sequence[nn.Module]) -> None:
+def _watch_random_numbers(cuts: TensorCuts, in_parts: Sequence[nn.Module]) -> None:
     """Compare what ranks are given, and have them drop other activations in modules that see parts, `in_parts`."""
     drops = has_dropout(cuts.model)
     watch_alike(cuts.model, cuts.ranks, drops)
@@ -152,7 +152,7 @@ def _watch_random_numbers(cuts: Cuts, in_parts: Sequence[nn.Module]) -> None:
         fork_dropout(module, cuts.ranks.rank)
 
 
-def _watch_whole_uses(cuts: Cuts) -> None:
+def _watch_whole_uses(cuts: TensorCuts) -> None:
     """Have code refused that would take a part of a parameter, or of a gradient, for the whole."""
     cut: dict[str, list[str]] = {}
     for (name, attribute), record in cuts.records.items():
@@ -167,7 +167,7 @@ def _watch_whole_uses(cuts: Cuts) -> None:
         watch_gradient_parts(cuts.model, _gradient_parts(cuts))
 
 
-def _gradient_parts(cuts: Cuts) -> GradientParts:
+def _gradient_parts(cuts: TensorCuts) -> GradientParts:
     parts = GradientParts()
     for name, _, style in cuts.named(Enter, Column, Row, Embedding, Logits):
         if isinstance(style, Enter) or (isinstance(style, Column | Logits) and not cuts.inside(name, Enter)):

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from terrazzo.errors import BadInput, listed
-from terrazzo.parallel.tensor.apply_plan import Cuts
+from terrazzo.parallel.tensor.apply_plan import TensorCuts
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Logits, Row, Style, Uncut
 
 __all__ = ["check_regions"]
 
 
-def check_regions(cuts: Cuts) -> None:
+def check_regions(cuts: TensorCuts) -> None:
     """Refuse plans by which sums would be missing, or that split sequences where positions are mixed.
 
     Raises:
@@ -24,7 +24,7 @@ def check_regions(cuts: Cuts) -> None:
     _check_split(cuts)
 
 
-def _check_entered(cuts: Cuts) -> None:
+def _check_entered(cuts: TensorCuts) -> None:
     """Check the modules of style `enter`."""
     for name, _, _ in cuts.named(Enter):
         inner = [style for each, style in cuts.styles.items() if each.startswith(f"{name}.")]
@@ -44,7 +44,7 @@ def _check_entered(cuts: Cuts) -> None:
             )
 
 
-def _check_between(cuts: Cuts) -> None:
+def _check_between(cuts: TensorCuts) -> None:
     """Check matrices outside of `enter`: parameters between a column and a row see other activations on each rank."""
     outside = [
         (name, style)
@@ -78,7 +78,7 @@ def _around(row: str, columns: Sequence[str]) -> str:
     return next((name for name in names if any(column.startswith(f"{name}.") for column in columns)), "")
 
 
-def _check_split(cuts: Cuts) -> None:
+def _check_split(cuts: TensorCuts) -> None:
     """Check the modules in which sequences are split."""
     for name, _, style in cuts.named(Column, Row, Embedding, Logits):
         if not cuts.splits(name) or cuts.inside(name, Enter):

@@ -19,7 +19,7 @@ from terrazzo.parallel.local_parameters import check_replaceable
 from terrazzo.parallel.peft_adapters import with_adapters
 from terrazzo.parallel.sharing_rules import shares_heads, shares_key_heads
 from terrazzo.parallel.tensor.activation_exchanges import TensorRanks, runs_of
-from terrazzo.parallel.tensor.apply_plan import Cuts
+from terrazzo.parallel.tensor.apply_plan import TensorCuts
 from terrazzo.parallel.tensor.float8_scales import check_scales
 from terrazzo.parallel.tensor.plan_rules import check_regions
 from terrazzo.parallel.tensor.styles import Column, Embedding, Enter, Row, Style, Uncut, style_named
@@ -30,7 +30,7 @@ TensorPlan = Mapping[str, Style | str]
 """Globs over names of modules, a `*` within one level, to styles."""
 
 
-def cuts_of(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool) -> Cuts:
+def cuts_of(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bool) -> TensorCuts:
     """What a plan changes of `model`, which stays as it is.
 
     Args:
@@ -39,7 +39,7 @@ def cuts_of(model: nn.Module, ranks: TensorRanks, plan: TensorPlan, sequence: bo
     Raises:
         BadInput: a plan that does not fit the model.
     """
-    cuts = Cuts(model, ranks, _resolved(model, plan), sequence)
+    cuts = TensorCuts(model, ranks, _resolved(model, plan), sequence)
     _read_cuts(cuts)
     check_scales(model, cuts.records, cuts.rows)
     check_regions(cuts)
@@ -87,7 +87,7 @@ def _resolved(model: nn.Module, plan: TensorPlan) -> dict[str, Style]:
 # -- which part is whose ---------------------------------------------------------------------------------------
 
 
-def _read_cuts(cuts: Cuts) -> None:
+def _read_cuts(cuts: TensorCuts) -> None:
     """Record the parts of all matrices that are cut.
 
     Raises:
@@ -121,7 +121,7 @@ def _has_torchs_forward(module: nn.Module) -> bool:
     return type(module).forward in (nn.Linear.forward, Float8Linear.forward) and "forward" not in vars(module)
 
 
-def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> None:
+def _read_column(cuts: TensorCuts, name: str, module: nn.Linear, style: Column) -> None:
     numel, size = module.weight.shape[0], cuts.ranks.size
     parts = style.parts or (numel,)
     heads = style.heads if isinstance(style.heads, tuple) else (style.heads,) * len(parts)
@@ -160,13 +160,13 @@ def _read_column(cuts: Cuts, name: str, module: nn.Linear, style: Column) -> Non
             cuts.records[name, attribute] = _cut(cuts, parameter, 0, runs)
 
 
-def _cut(cuts: Cuts, parameter: Tensor, dim: int, runs: Sequence[Sequence[tuple[int, int]]]) -> Record:
+def _cut(cuts: TensorCuts, parameter: Tensor, dim: int, runs: Sequence[Sequence[tuple[int, int]]]) -> Record:
     """The record of a parameter of which each rank has some half-open intervals of one dim, `runs` by rank."""
     boxes = tuple(Box.cut(parameter.shape, dim, run) for run in runs)
     return Record(Family.DENSE, boxes[cuts.ranks.rank], boxes=boxes)
 
 
-def _parts(cuts: Cuts, name: str, numel: int, what: str) -> Sequence[tuple[int, int]]:
+def _parts(cuts: TensorCuts, name: str, numel: int, what: str) -> Sequence[tuple[int, int]]:
     """Each rank's half-open interval of `numel` things. Lengths may differ by one."""
     if numel < cuts.ranks.size:
         raise BadInput(f"{name!r} has {numel} {what}, fewer than tp {cuts.ranks.size}: give its name no style.")
@@ -181,7 +181,7 @@ def _check_embedding(name: str, module: nn.Embedding) -> None:
         )
 
 
-def _record_uncut(cuts: Cuts) -> None:
+def _record_uncut(cuts: TensorCuts) -> None:
     """Record for every other parameter whether all ranks compute its gradient, or a part each."""
     by_parameter: dict[nn.Parameter, tuple[str, Record]] = {}
     for name, module in cuts.model.named_modules(remove_duplicate=False):
@@ -195,7 +195,7 @@ def _record_uncut(cuts: Cuts) -> None:
                 )
 
 
-def _uncut(cuts: Cuts, name: str, attribute: str, parameter: nn.Parameter) -> Record:
+def _uncut(cuts: TensorCuts, name: str, attribute: str, parameter: nn.Parameter) -> Record:
     """The record of a parameter that all ranks have whole. Gradients are summed where ranks see other activations."""
     style = cuts.styles.get(name)
     after_sum = style.after_sum if isinstance(style, Uncut) else attribute == "bias" and isinstance(style, Row)

@@ -80,8 +80,8 @@ class Recorded(Recorder):
             groups |= {axis: dist.get_process_group_ranks(axes.along(axis).group) for axis in ("edp", "ep")}
         self.tell(units=[unit.name for unit in engine.units], groups=self._table["groups"] | groups, **more)
         self._ledger = engine.tally.ledger
-        engine.tally.tell(self)
-        engine.store.tell(self)
+        engine.tally.set_recorder(self)
+        engine.store.set_recorder(self)
 
     def tell(self, **more: Any) -> None:
         """Put these into the table."""

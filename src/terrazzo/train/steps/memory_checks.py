@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from terrazzo.engine import HeldUnit, engine_of
+from terrazzo.engine import UnitSnapshot, engine_of
 from terrazzo.errors import CopiesDiffer, Corrupted, counted, listed
 from terrazzo.exchange import gather_json
 from terrazzo.train.session.session import Session
@@ -27,14 +27,14 @@ class MemoryChecks:
         self._session, self._every = session, every
         self._engine = engine_of(session.model)
         self.rotation = (every or 0) * len(self._engine.units)
-        self._held: HeldUnit | None = None
+        self._held: UnitSnapshot | None = None
 
     def begin(self) -> None:
         """A step begins."""
         step = self._session.step + 1
         self._held = None
         if self._every is not None and step % self._every == 0:
-            self._held = HeldUnit(self._engine, step // self._every % len(self._engine.units))
+            self._held = UnitSnapshot(self._engine, step // self._every % len(self._engine.units))
 
     @property
     def due(self) -> bool:

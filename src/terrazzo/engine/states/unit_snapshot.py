@@ -1,4 +1,4 @@
-"""What one rank holds of one unit, looked at twice: at rest nothing changes by itself."""
+"""A snapshot of what one rank holds of one unit, compared later: at rest nothing changes by itself."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from terrazzo.engine.model.engine import Engine
 from terrazzo.engine.states.pieces import Piece, held_pieces
 
-__all__ = ["HeldUnit"]
+__all__ = ["UnitSnapshot"]
 
 
-class HeldUnit:
+class UnitSnapshot:
     """The states of a unit as they are now, behind an update and before the next forward.
 
     Sums of bit patterns stand for them: quicker to take than a checksum, and any one bit that flips changes them.
@@ -27,7 +27,7 @@ class HeldUnit:
         self.title = self._unit.title
         self._gathered: list[Tensor] = []
         self._before = [(piece, _sum(piece.tensor)) for piece in self._pieces()]
-        self._unit.weights.tell_once_here(self._look_at_gathered)
+        self._unit.weights.call_when_present(self._look_at_gathered)
 
     def _pieces(self) -> Iterator[Piece]:
         return held_pieces(self._unit.buckets, self._engine.drivers.stepping())
@@ -47,7 +47,7 @@ class HeldUnit:
 
     def gathered(self) -> list[int]:
         """Of the full weights at their first use since: equal on ranks along data axes. Empty where there was none."""
-        self._unit.weights.tell_once_here(None)
+        self._unit.weights.call_when_present(None)
         return torch.stack(self._gathered).tolist() if self._gathered else []
 
 
