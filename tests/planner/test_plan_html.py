@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,7 +95,10 @@ def test_text_of_a_strangers_config_cannot_end_the_script() -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
-def test_the_script_is_well_formed(written: str) -> None:
-    script = written.partition("<script>")[2].partition("</script>")[0]
-    done = subprocess.run(["node", "--check", "-"], input=script, text=True, capture_output=True, check=False)
+def test_every_place_and_every_plan_is_drawn(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    path.write_text(written, encoding="utf-8")
+    script = Path(__file__).with_name("page_document.js")
+    done = subprocess.run(["node", str(script), str(path)], text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == len(data_of(written)["grid"])
