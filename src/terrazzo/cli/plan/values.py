@@ -44,7 +44,7 @@ _UNITS = {"GB": " of GB (1e9 bytes)", "W": " of watts", "MS": " of milliseconds"
     unit: f" of {unit}" for unit in ("TFLOP/S", "TB/S", "GB/S")
 }
 LONGEST = 20
-_SIZES = {"k": 1024, "ki": 1024, "m": 1024**2, "mi": 1024**2}
+_SIZES = {"": 1, "k": 1024, "ki": 1024, "m": 1024**2, "mi": 1024**2}
 
 
 def read_values(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def meant_option(option: str, value: str, words: list[str]) -> str | None:
     """
     name = option.lstrip("-").replace("_", "-").lower()
     meant = _OTHERS.get(name)
-    setting = as_setting(option, value, words) if meant is None or meant.beside else None
-    if setting:  # beside a file most are
+    written = name in OTHER_NAMES["--emit"].split()  # a file behind it is no configuration that is planned
+    if not written and (setting := as_setting(option, value, words)):
         return setting
     if meant is not None:
         return f"write {_written(meant, value)}: {meant.help}."
@@ -102,14 +102,14 @@ def _edit(option: PlanOption, text: str) -> str:
     match = _NUMBER.fullmatch(text.strip())
     if match is None or len(text) > LONGEST:
         return ""
-    number, letters = float(match[1].replace(",", "").replace("_", "")), match[2].lower()
-    if option.metavar == "TOKENS" and letters in _SIZES:
-        return f" Write {number * _SIZES[letters]:.0f}."
+    unit = match[2].lower()
+    scales = _SIZES if option.metavar == "TOKENS" else {"": 1, (option.metavar or "").lower(): 1}
+    if unit not in scales:
+        return ""
+    number = scales[unit] * float(match[1].replace(",", "").replace("_", ""))
     if option.kind is int and number != int(number):
         return f" Write {int(number)} or {int(number) + 1}."
-    if letters in ("", (option.metavar or "").lower(), "g", "w", "gib", "tb") and option.metavar != "TOKENS":
-        return f" Write {number:g}." if letters not in ("gib", "tb") else ""
-    return f" Write {number:g}." if not letters else ""
+    return f" Write {number:.12g}."
 
 
 def _short(text: str) -> str:
