@@ -1,0 +1,108 @@
+"""The ten questions of the guide: the commands that it gives, and the arithmetic that it does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from terrazzo import cli
+
+PAGE = Path(__file__).parents[2] / "docs/guides/planning-questions.md"
+COMMANDS = re.findall(r"^\*\*\d+\. .*?\*\* `terrazzo (.+)`$", PAGE.read_text(), re.MULTILINE)
+EIGHT, SEVENTY, LAYERS, WIDTH, VOCABULARY = 8_030_261_248, 70_553_706_496, 32, 4_096, 128_256
+ROOT = 2 * VOCABULARY * WIDTH + WIDTH
+"""Parameters of the embedding, the head and the last norm."""
+CARD = 79.11 * 2**30
+Answer = dict[str, Any]
+
+
+def term(answer: Answer, name: str, where: str = "breakdown") -> float:
+    values: list[float] = [each["value"] for each in answer["memory"][where] if each["name"] == name]
+    assert len(values) == 1, name
+    return values[0]
+
+
+def sent(answer: Answer, name: str) -> float:
+    (gb,) = (each["gb"] for each in answer["traffic"]["collectives"] if each["name"] == name)
+    return float(gb) * 1e9
+
+
+def states_of_eight(answer: Answer) -> None:
+    assert answer["plans"][0]["per_rank"]["states_gb"] * 1e9 == pytest.approx(18 * EIGHT)
+    assert 18 * EIGHT > CARD and not answer["plans"][0]["fits"]
+
+
+def fewest(answer: Answer) -> None:
+    assert answer["sizing"]["states_floor_gpus"] == ceil(16 * SEVENTY / CARD) == 14
+    assert answer["setup"]["gpus"] == 32 and answer["fits_surely"]
+
+
+def gathered_again(answer: Answer) -> None:
+    assert sent(answer, "all_gather weights") == (4 * EIGHT - 2 * ROOT) * 7 / 8
+    assert sent(answer, "reduce_scatter gradients") == 4 * EIGHT * 7 / 8
+    more = (2 * EIGHT - 2 * ROOT) * 7 / 8
+    assert more == pytest.approx(12.2e9, rel=5e-3)
+
+
+def logits(answer: Answer) -> None:
+    assert term(answer, "logits") == 8_192 * VOCABULARY * 12 + 8_192 * WIDTH * 8
+
+
+def block_inputs(answer: Answer) -> None:
+    assert term(answer, "activations") == LAYERS * 8_192 * WIDTH * 2
+
+
+def moments(answer: Answer) -> None:
+    assert term(answer, "moments") == pytest.approx(EIGHT * (2 + 2 * 4 / 256) / 8, rel=1e-6)
+
+
+def host(answer: Answer) -> None:
+    by_hand = {"gradients": 4, "master": 4, "moments": 8}
+    assert {name: term(answer, name, "host") for name in by_hand} == {
+        name: SEVENTY * count / 8 for name, count in by_hand.items()
+    }
+    assert answer["memory"]["hosts"][0]["expected_gib"] * 2**30 == pytest.approx(16 * SEVENTY, rel=1e-3)
+
+
+def cost(answer: Answer) -> None:
+    flops = 6 * (EIGHT - VOCABULARY * WIDTH) + 12 * LAYERS * WIDTH * 8_192
+    rate = answer["time"]["mfu"] * 989.4e12 / flops
+    assert answer["time"]["tokens_per_s_per_gpu"] == pytest.approx(rate, rel=1e-3)
+    assert answer["time"]["cost_per_million_tokens"] == pytest.approx(1e6 / rate / 3600 * 2.5, rel=1e-3)
+
+
+def bubble(answer: Answer) -> None:
+    assert answer["time"]["terms"]["pipeline bubble"] / answer["time"]["step_s"] == pytest.approx(3 / 19, rel=0.02)
+
+
+def between_hosts(answer: Answer) -> None:
+    assert answer["traffic"]["links_gb"]["internode"] * 1e9 == 2 * 7 / 8 * 4 * EIGHT / 8
+
+
+CHECKS: list[Callable[[Answer], None]] = [
+    states_of_eight,
+    fewest,
+    gathered_again,
+    logits,
+    block_inputs,
+    moments,
+    host,
+    cost,
+    bubble,
+    between_hosts,
+]
+
+
+@pytest.mark.parametrize(("command", "check"), [*zip(COMMANDS, CHECKS, strict=True)])
+def test_a_question_is_answered_as_by_hand(command: str, check: Callable[[Answer], None]) -> None:
+    done = CliRunner().invoke(cli.app, [*shlex.split(command), "--json"])
+    assert done.exit_code == 0, done.output
+    check(json.loads(done.stdout))
