@@ -131,8 +131,8 @@ class OptimizerDriver:
     def state_bytes(self) -> int:
         """What the optimizer itself keeps on the device, as it lies in memory; not what is the bucket's."""
         on_device = [segment.parameter for segment in self.segments if not segment.bucket.updated_off_device]
-        kept = [value for parameter in on_device for value in self.optimizer.state.get(parameter, {}).values()]
-        return sum(value.nbytes for value in kept if isinstance(value, Tensor) and not value.is_meta)
+        states = [value for parameter in on_device for value in self.optimizer.state.get(parameter, {}).values()]
+        return sum(value.nbytes for value in states if isinstance(value, Tensor) and not value.is_meta)
 
     def retire(self) -> None:
         """Drive no longer, and let go of the model; nothing may be under way."""

@@ -197,15 +197,15 @@ def owners_of(buckets: Sequence[Bucket], groups: Collection[int]) -> list[Owners
     alike: dict[tuple[object, ...], list[Bucket]] = {}
     for bucket in buckets:
         alike.setdefault((bucket.optim_axes, tuple(bucket.sharding.ranks)), []).append(bucket)
-    for kept in alike.values():
-        sizes = {axis: along.size for axis, along in kept[0].sharding.ranks.items()}
+    for among in alike.values():
+        sizes = {axis: along.size for axis, along in among[0].sharding.ranks.items()}
         load, batch = list[int](), list[Matrix]()
-        for bucket in kept:
+        for bucket in among:
             batch += _matrices(bucket, groups)
             if batch and not load:
                 sizes |= {CUT: len(batch[0].boxes)} if batch[0].boxes else {}
                 load = [0] * math.prod(sizes.values())
-            if batch and (len(batch) >= len(load) or bucket is kept[-1]):
+            if batch and (len(batch) >= len(load) or bucket is among[-1]):
                 owners.append(_shared_out(batch, load, sizes))
                 batch = []
     return owners

@@ -235,8 +235,8 @@ class MatrixSteps:
         assert parameter.grad is not None
         needs, states = MatrixNeeds(optimizer.wire, optimizer.workspace_bytes), SegmentStates(segment)
         with buffers.ledger.holding(needs.prepare_bytes(parameter.numel(), segment.bucket.precision)):
-            kept = optimizer.state.get(parameter) or {}
-            loaded = {key: states.load(key, value, parameter) for key, value in kept.items()}
+            state = optimizer.state.get(parameter) or {}
+            loaded = {key: states.load(key, value, parameter) for key, value in state.items()}
             update = optimizer.prepare(self._groups[segment.group], loaded, parameter.grad)
             optimizer.state[parameter] = {key: states.store(key, value) for key, value in loaded.items()}
             parameter.grad = None

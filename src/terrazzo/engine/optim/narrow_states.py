@@ -30,8 +30,8 @@ class NarrowStates:
         """Update `parameter`, the segment's values, and what is kept, in fp32 and tile by tile."""
         segment = self.segment
         states = {key: state for key, state in segment.bucket.moments.items() if isinstance(state, NarrowState)}
-        kept = stepper.state.get(segment.parameter) or {}
-        others = {key: value for key, value in kept.items() if key not in states}
+        known = stepper.state.get(segment.parameter) or {}
+        others = {key: value for key, value in known.items() if key not in states}
         after: dict[str, Any] = {}
         unforeseen: dict[str, list[Tensor]] = defaultdict(list)  # such as a momentum that was 0 at first: in fp32
         values, gradient = parameter.detach(), parameter.grad
@@ -41,7 +41,7 @@ class NarrowStates:
             if gradient is not None:
                 part.grad = gradient[within].float()
             own = {k: v[within] if segment.keeps_per_element(k, v) else v for k, v in others.items()}
-            decoded = {key: state.decoded(self.codes(state, tile)) for key, state in states.items() if key in kept}
+            decoded = {key: state.decoded(self.codes(state, tile)) for key, state in states.items() if key in known}
             after = stepper.step(segment.group, part, {**frozen(own), **decoded})
             part.grad = None  # a copy, perhaps, which need not stay while states are encoded
             if part.data_ptr() != values[within].data_ptr():

@@ -41,10 +41,10 @@ class OptimizerProbe:
     def __init__(self, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> None:
         self.optimizer, self.group, self.device = optimizer, group, device
         self.number = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
-        self._kept_for, self._kept = _with_state(optimizer, group)
+        self._stateful, self._state = _with_state(optimizer, group)
         self._is_torchs = is_torchs(optimizer)
-        self._begins_with = {} if self._is_torchs else self._kept
-        self.numel = min(_NUMEL, self._kept_for.numel()) if self._begins_with and self._kept_for is not None else _NUMEL
+        self._begins_with = {} if self._is_torchs else self._state
+        self.numel = min(_NUMEL, self._stateful.numel()) if self._begins_with and self._stateful is not None else _NUMEL
 
     def begun(self) -> dict[str, Any]:
         """The states that it begins with, flat where there is a value for each element; each time in new memory."""
@@ -53,7 +53,7 @@ class OptimizerProbe:
     def _part(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return frozen(value)
-        per_element = self._kept_for is not None and value.shape == self._kept_for.shape
+        per_element = self._stateful is not None and value.shape == self._stateful.shape
         return (value.flatten()[: self.numel] if per_element else value).to(self.device, copy=True)
 
     def per_element(self, value: Any) -> bool:
@@ -69,9 +69,9 @@ class OptimizerProbe:
         tensor = nn.Parameter(torch.zeros(self.numel, device=self.device))
         tensor.grad = torch.zeros_like(tensor)
         if is_matrix_group(self.optimizer, self.group):
-            kept = self.begun()
-            self.optimizer.prepare(self.group, kept, tensor.grad)
-            return kept
+            state = self.begun()
+            self.optimizer.prepare(self.group, state, tensor.grad)
+            return state
         with nullcontext() if self._is_torchs else self.undrawn():
             return Stepper(self.optimizer).step(self.number, tensor, self.begun())
 
@@ -82,10 +82,10 @@ class OptimizerProbe:
         which is not on the mesh's device yet: a fused kernel reads `step` there, so its place is that of a step.
         """
         template = stepped = Template.of(self.step_on_zeros(), torch.Size([self.numel]))
-        if self._kept_for is not None:
-            kept = Template.of(self._kept, self._kept_for.shape)
+        if self._stateful is not None:
+            known = Template.of(self._state, self._stateful.shape)
             template = Template(
-                {key: replace(spec, device=stepped.get(key, spec).device) for key, spec in kept.items()}
+                {key: replace(spec, device=stepped.get(key, spec).device) for key, spec in known.items()}
             )
         if is_matrix_group(self.optimizer, self.group):
             template.matrices = MatrixNeeds(self.optimizer.wire, self.optimizer.workspace_bytes)

@@ -92,16 +92,16 @@ class Segment:
             return StateIn8Bits.of(numel, precision.shown_moments, key)
         return StateOnDrive.of(numel, precision.shown_moments, key) if self.parameter.is_meta else None
 
-    def adopt_states(self, kept: Mapping[str, Any]) -> None:
+    def adopt_states(self, state: Mapping[str, Any]) -> None:
         """Copy what a user has put in the place of states away from the device to where those rest.
 
         Args:
-            kept: by the optimizer for this segment; no update of it may be under way.
+            state: `optimizer.state` of this segment; no update of it may be under way.
         """
-        for key, state in self.bucket.moments.items():
-            value = kept.get(key)
+        for key, at_rest in self.bucket.moments.items():
+            value = state.get(key)
             if isinstance(value, Tensor) and not isinstance(value, StatePlaceholder):
-                with state.opened(self.range, "change") as data:
+                with at_rest.opened(self.range, "change") as data:
                     if data.data_ptr() != value.data_ptr():
                         data.copy_(value.detach())
 

@@ -25,8 +25,8 @@ class SegmentStates:
     def step(self, stepper: Stepper, parameter: nn.Parameter) -> None:
         """Update `parameter`, the segment's values, and what is kept; of that, nothing where the step raises."""
         segment = self.segment
-        kept = stepper.state.get(segment.parameter) or {}
-        before = {key: self.load(key, value, parameter) for key, value in kept.items()}
+        state = stepper.state.get(segment.parameter) or {}
+        before = {key: self.load(key, value, parameter) for key, value in state.items()}
         if after := stepper.step(segment.group, parameter, before):
             stepper.state[segment.parameter] = {key: self.store(key, value) for key, value in after.items()}
 

@@ -96,14 +96,14 @@ class Template(dict[str, StateSpec]):
         return isinstance(value, Tensor) and value.shape == shape
 
     @classmethod
-    def of(cls, kept: Mapping[str, Any], shape: torch.Size) -> Self:
-        """Of what is `kept` for a tensor of `shape`."""
+    def of(cls, state: Mapping[str, Any], shape: torch.Size) -> Self:
+        """Of the `state` that an optimizer has for a tensor of `shape`."""
         return cls(
             {
                 key: StateSpec(value.shape == shape, tuple(value.shape), value.dtype, value.device)
                 if isinstance(value, Tensor)
                 else StateSpec(per_element=False, kind=type(value))
-                for key, value in kept.items()
+                for key, value in state.items()
             }
         )
 

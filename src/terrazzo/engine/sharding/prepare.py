@@ -73,8 +73,8 @@ class Options:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What this rank was told, checked as far as it can be alone."""
+class _ShardArguments:
+    """The arguments on this rank, read, and checked as far as one rank can."""
 
     plan: Plan
     precision: Precision
@@ -113,18 +113,19 @@ def prepare(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, option
     check_mesh(mesh, axes)
     check_versions(axes)
     all_or_none(axes, functools.partial(_check_model, model, mesh))
-    asked = all_or_none(axes, functools.partial(_read, model, optimizer, plan, options, axes))
-    facts = {"plan": str(asked.plan), "precision": repr(asked.precision), "prefetch": options.prefetch}
+    arguments = all_or_none(axes, functools.partial(_read, model, optimizer, plan, options, axes))
+    facts = {"plan": str(arguments.plan), "precision": repr(arguments.precision), "prefetch": options.prefetch}
     facts |= {"offload step": options.offload.step, "offload block_mib": options.offload.block_mib}
-    facts["optimizer"] = [optimizer_facts(each) for each in asked.optimizers]
-    compiled = [each.name for each in asked.specs if compilation_of(each.module) is not None]  # they reduce otherwise
-    own: dict[str, object] = {"parameters": model_facts(asked.specs), "compiled units": compiled}
-    own["optimizer state"] = [state_facts(each) for each in asked.optimizers]
-    check_agreement(axes, {**facts, **own})
+    facts["optimizer"] = [optimizer_facts(each) for each in arguments.optimizers]
+    # Units that are compiled reduce at other points of a step.
+    compiled = [each.name for each in arguments.specs if compilation_of(each.module) is not None]
+    of_stage: dict[str, object] = {"parameters": model_facts(arguments.specs), "compiled units": compiled}
+    of_stage["optimizer state"] = [state_facts(each) for each in arguments.optimizers]
+    check_agreement(axes, {**facts, **of_stage})
     check_agreement(axes, facts, along=axes.stages)
-    check_parts([member for spec in asked.specs for member in spec.members], axes)
-    sharding = ShardingSpec(axes, asked.plan, asked.precision)
-    return all_or_none(axes, lambda: _plan(asked, options, sharding, tally))
+    check_parts([member for spec in arguments.specs for member in spec.members], axes)
+    sharding = ShardingSpec(axes, arguments.plan, arguments.precision)
+    return all_or_none(axes, lambda: _plan(arguments, options, sharding, tally))
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -134,7 +135,9 @@ def _check_model(model: nn.Module, mesh: DeviceMesh) -> None:
     check_experts_shared(model, mesh)
 
 
-def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: Options, axes: Axes) -> _Asked:
+def _read(
+    model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options: Options, axes: Axes
+) -> _ShardArguments:
     if not isinstance(options.prefetch, int) or options.prefetch < 0:
         raise BadInput(f"prefetch is {options.prefetch!r}; it counts units gathered ahead: give an int, 0 or more.")
     if not isinstance(options.offload, Offload):
@@ -156,7 +159,7 @@ def _read(model: nn.Module, optimizer: OptimizerLike, plan: Plan | str, options:
     specs = [spec for spec in drawn if spec.members]
     check_initializable(model)
     built = _build_optimizers(model, optimizer, specs, axes.device)
-    return _Asked(plan, precision, specs, drawn, why, built, bool(offloading_of(model)))
+    return _ShardArguments(plan, precision, specs, drawn, why, built, bool(offloading_of(model)))
 
 
 def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
@@ -167,19 +170,19 @@ def _note_stages(model: nn.Module, members: Iterable[Member]) -> None:
             member.assign_stages(holders if len(holders) > 1 else ())
 
 
-def _plan(asked: _Asked, options: Options, sharding: ShardingSpec, tally: Tally) -> Prepared:
-    axes, built = sharding.axes, asked.optimizers
+def _plan(arguments: _ShardArguments, options: Options, sharding: ShardingSpec, tally: Tally) -> Prepared:
+    axes, built = sharding.axes, arguments.optimizers
     owners = [number for number, each in enumerate(built) for _ in each.param_groups]
-    planned = _plan_units(asked.specs, sharding, tally.ledger, owners)
+    planned = _plan_units(arguments.specs, sharding, tally.ledger, owners)
     check_graphs(planned, axes.device)
-    check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, asked.precision, options.offload)
-    warn_of_unused(asked.plan, options.offload, asked.offloads_activations)
+    check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, arguments.precision, options.offload)
+    warn_of_unused(arguments.plan, options.offload, arguments.offloads_activations)
     trainable = [bucket for unit in planned for bucket in unit.trainable()]
-    check_several(len(built), trainable, asked.precision)
-    check_narrow(map(type, built), asked.precision)
+    check_several(len(built), trainable, arguments.precision)
+    check_narrow(map(type, built), arguments.precision)
     templates = [OptimizerProbe(each, group, axes.device).template() for each in built for group in each.param_groups]
     check_matrices(trainable, templates, built)
-    return Prepared(asked.plan, sharding, tally, planned, asked.drawn, asked.why, built, templates)
+    return Prepared(arguments.plan, sharding, tally, planned, arguments.drawn, arguments.why, built, templates)
 
 
 def _one_of(kind: type[N], value: N | str | torch.dtype, argument: str) -> N:
