@@ -56,13 +56,10 @@ def test_defaults_moved(version: str, clip: float | None, pinned: bool) -> None:
 @pytest.mark.parametrize("key", sorted(REMOVED))
 def test_removed_keys_are_explained_and_their_file_is_refused(key: str) -> None:
     section, _, name = key.rpartition(".")
+    value = 4 if name == "mics_shard_size" else True
     document: dict[str, Any] = {
         **SIZE,
-        **(
-            {section: {"stage": 3, name: 4 if name == "mics_shard_size" else True}}
-            if section
-            else {key: {"enabled": True}}
-        ),
+        **({section: {"stage": 3, name: value}} if section else {key: {"enabled": True}}),
     }
     if key in ("sparse_gradients", "graph_harvesting"):
         document[key] = True

@@ -78,10 +78,12 @@ def test_autocast_and_batches_and_schedules_are_accelerates(two_processes: Pool)
 def _fp16() -> tuple[float, int, bool]:
     """What the drop-in asks for under fp16, in autocast by hand: on a CPU Accelerate itself does not enter it."""
     import terrazzo as tz
-    from terrazzo.integrations.accelerate.asked import Asked
+    from terrazzo.integrations.accelerate.requested_setup import RequestedSetup
     from terrazzo.integrations.shared.engine_setup import TerrazzoArguments
 
-    precision = Asked({"mixed_precision": "fp16"}, TerrazzoArguments(), False).setup(torch.device("cuda"), 1).precision
+    precision = (
+        RequestedSetup({"mixed_precision": "fp16"}, TerrazzoArguments(), False).setup(torch.device("cuda"), 1).precision
+    )
     model, plain = small_model(), small_model()
     optimizer, its = (torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (model, plain))
     model, optimizer = tz.shard(model, optimizer, "zero2", precision=precision)

@@ -2,7 +2,7 @@
 
 Open to other packages:
 
-    accelerate.launched, deepspeed.keys   what doors for these libraries read besides a file
+    accelerate.launched, deepspeed.keys   what integrations of these libraries read besides a file
     core, registry, verbs                 as below
 
 Each folder imports from those before it in this list:

@@ -77,12 +77,12 @@ def take(
     together(lambda: check_optimizers(model, optimizer), BadInput)
     collect_buffers(model)
     listed = listing(model)
-    held = _held(model, with_optimizer=optimizer is not None)
+    owned = _owned_entries(model, with_optimizer=optimizer is not None)
     nonce = gather_json(os.urandom(4).hex())[0]
     is_first = dist.get_rank() == 0
 
     def describe() -> dict[str, Any] | None:
-        _check_dtypes([entry for entry, _ in held])
+        _check_dtypes([entry for entry, _ in owned])
         if not is_first:
             return None
         groups = _optimizer(model, listed) if optimizer is not None else None
@@ -95,11 +95,11 @@ def take(
         nonce=nonce,
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        entries=arrange([entry for entry, _ in held]),
+        entries=arrange([entry for entry, _ in owned]),
         alone={"rng": capture_rng()},
         common=together(describe, BadInput),
     )
-    return Snapshot(job, {entry.key: read for entry, read in held})
+    return Snapshot(job, {entry.key: read for entry, read in owned})
 
 
 def _check(path: str | os.PathLike[str], extra: dict[str, Any], run: str) -> None:
@@ -118,9 +118,9 @@ def _check_dtypes(entries: list[Entry]) -> None:
             )
 
 
-def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Entry, Callable[[], Tensor]]]:
+def _owned_entries(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Entry, Callable[[], Tensor]]]:
     """Everything of the training state that this rank writes; of all ranks together each element comes once."""
-    held = [(_entry(piece), piece.read) for piece in ModelState(model).pieces(with_optimizer)]
+    owned = [(_entry(piece), piece.read) for piece in ModelState(model).pieces(with_optimizer)]
     whole: dict[tuple[str, str], Tensor] = {}
     if dist.get_rank() == 0:  # ranks may update buffers each for itself, and those of one module belong together
         whole |= {(buffer.name, BUFFER): buffer.tensor for buffer in persistent_buffers(model)}
@@ -128,7 +128,7 @@ def _held(model: torch.nn.Module, with_optimizer: bool) -> list[tuple[Entry, Cal
     if axes.is_first(axes.every):  # of those that have the same stage
         none = [kept for kept in ModelState(model).parameters() if not kept.numel]
         whole |= {(kept.name, WEIGHT): torch.empty(kept.shape, dtype=kept.dtype) for kept in none}
-    return held + [_whole(name, kind, tensor.detach()) for (name, kind), tensor in whole.items()]
+    return owned + [_whole(name, kind, tensor.detach()) for (name, kind), tensor in whole.items()]
 
 
 def _entry(piece: Piece) -> Entry:

@@ -196,7 +196,7 @@ class Reader:
         self._extras = [extra for extra in self._extras if extra.key != key]
         self._extras.append(Extra(key, value, why, loss="harmless"))
 
-    def kept(self) -> frozenset[str]:
+    def kept_keys(self) -> frozenset[str]:
         """Keys of which a value is kept."""
         return frozenset(extra.key for extra in self._extras)
 

@@ -45,7 +45,7 @@ def _normal(document: ConfigDocument) -> dict[str, Any]:
 
 def _keep_spelling(reader: Reader) -> None:
     """What was taken comes back as it stood, if this dialect is written again."""
-    kept = reader.kept()
+    kept = reader.kept_keys()
     for key, verdict in reader.verdicts.items():
         if verdict.kind != "refused" and key not in kept:
             reader.keep_as(key, reader.flat[key])

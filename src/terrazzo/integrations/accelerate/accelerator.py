@@ -23,8 +23,8 @@ from terrazzo.engine import Offload, Plan, Precision, Units, accumulate, attach,
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.integrations.accelerate import checkpoints
-from terrazzo.integrations.accelerate.asked import Asked, hidden
 from terrazzo.integrations.accelerate.optimizer import SteppedOptimizer, is_sharded
+from terrazzo.integrations.accelerate.requested_setup import RequestedSetup, hidden
 from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments
 from terrazzo.integrations.shared.owners import owner_of
 
@@ -62,8 +62,8 @@ class Accelerator(accelerate.Accelerator):
     ) -> None:
         given = inspect.signature(super().__init__).bind(*positional, **arguments).arguments
         words = TerrazzoArguments(plan, precision, units, offload=offload)
-        self._asked, self.setup = Asked(given, words, setup is not None), setup
-        if self._asked.deepspeed:
+        self._requested, self.setup = RequestedSetup(given, words, setup is not None), setup
+        if self._requested.deepspeed:
             given["mixed_precision"] = "no"
         if not torch.accelerator.is_available() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             given["cpu"] = True  # else Accelerate starts one lone training on each rank
@@ -76,7 +76,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _set_up(self, model: nn.Module | None = None) -> EngineSetup:
         """What the engine is told of a model, or of a model in fp32; with clipping and accumulation noted here."""
-        setup = self.setup or self._asked.setup(self.device, dist.get_world_size(), model)
+        setup = self.setup or self._requested.setup(self.device, dist.get_world_size(), model)
         if setup.mesh is None:  # not by what the group could do: `cpu=True` holds beside a GPU
             setup = setup.over(mesh=data_mesh(self.device.type, dist.get_world_size()))
         if setup.autocast is not None and not self.native_amp:

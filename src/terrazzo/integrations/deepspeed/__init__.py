@@ -1,4 +1,4 @@
-"""DeepSpeed's front door on Terrazzo's engine: `import terrazzo.integrations.deepspeed as deepspeed`.
+"""DeepSpeed's interface on Terrazzo's engine: `import terrazzo.integrations.deepspeed as deepspeed`.
 
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds.json", ...)
 

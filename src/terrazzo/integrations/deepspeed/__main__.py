@@ -1,4 +1,4 @@
-"""Run an unmodified DeepSpeed script on this door.
+"""Run an unmodified DeepSpeed script on this integration.
 
     torchrun --nproc-per-node 2 -m terrazzo.integrations.deepspeed script.py --its arguments
     torchrun --nproc-per-node 2 -m terrazzo.integrations.deepspeed -m package.module --its arguments
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from terrazzo.errors import TerrazzoError
-from terrazzo.integrations import deepspeed as door
+from terrazzo.integrations import deepspeed as replacement
 from terrazzo.integrations.deepspeed.absent import AbsentName
 
 __all__ = ["main"]
@@ -51,17 +51,17 @@ def main(arguments: list[str]) -> int:
 
 
 def _stand_in() -> None:
-    """Have every later import of `deepspeed` find this door. What the door does not have is refused when it is used."""
-    sys.modules["deepspeed"] = door
-    for module in pkgutil.walk_packages(door.__path__, f"{door.__name__}."):
+    """Have every later import of `deepspeed` find this package. What that does not have is refused when it is used."""
+    sys.modules["deepspeed"] = replacement
+    for module in pkgutil.walk_packages(replacement.__path__, f"{replacement.__name__}."):
         if not module.name.endswith("__main__"):
-            name = module.name.replace(door.__name__, "deepspeed", 1)
+            name = module.name.replace(replacement.__name__, "deepspeed", 1)
             sys.modules[name] = importlib.import_module(module.name)
     sys.meta_path.insert(0, _AbsentFinder())
 
 
 class _AbsentFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `deepspeed.X` for what the door does not have."""
+    """Finds `deepspeed.X` for what the integration does not have."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""What DeepSpeed has and this door has not: it can be imported and passed around, and is refused when it is used.
+"""What DeepSpeed has and Terrazzo has not: it can be imported and passed around, and is refused when it is used.
 
 Scripts import mixture-of-experts layers, pipelines and inference engines that a run then never touches.
 """
@@ -52,5 +52,5 @@ class AbsentName(ModuleType):
     def _refuse(self) -> NoReturn:
         parts = self.__name__.split(".")
         instead = next((_INSTEAD[part] for part in parts if part in _INSTEAD), "")
-        why = f"Terrazzo has no {instead}" if instead else "this door does not have it"
+        why = f"Terrazzo has no {instead}" if instead else "this integration does not have it"
         raise BadInput(f"{self.__name__} is used, but {why}. Remove it, or run the script with DeepSpeed itself.")

@@ -98,7 +98,9 @@ def _check_arguments(model: Any, mpu: Any, mesh_param: Any) -> None:
     if not isinstance(model, nn.Module):
         raise BadInput(f"initialize(model=...) is {type(model).__name__}; pass the torch.nn.Module to train.")
     if mesh_param is not None:
-        raise BadInput("initialize(mesh_param=...) asks for sequence parallelism; this door trains data-parallel only.")
+        raise BadInput(
+            "initialize(mesh_param=...) asks for sequence parallelism; this integration trains data-parallel only."
+        )
     for name in ("model", "tensor_model", "pipeline_model"):
         size = getattr(mpu, f"get_{name}_parallel_world_size", lambda: 1)()
         if size > 1:
@@ -146,7 +148,7 @@ def _optimizer(given: Any, parameters: Any, configuration: Configuration) -> Opt
 def _check_schedule(configuration: Configuration) -> None:
     name = configuration.get("scheduler.type")
     if name is not None and name not in SCHEDULES:
-        raise BadInput(f"scheduler.type is {name!r}; this door has {', '.join(SCHEDULES)}.")
+        raise BadInput(f"scheduler.type is {name!r}; this integration has {', '.join(SCHEDULES)}.")
 
 
 def _scheduler(given: Any, optimizer: Optimizer | None, configuration: Configuration) -> Any:

@@ -79,7 +79,7 @@ class Checkpoints:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load `load_dir/tag`, saved by this door, or by DeepSpeed itself on any number of ranks. Collective.
+        """Load `load_dir/tag`, saved by this integration, or by DeepSpeed itself on any number of ranks. Collective.
 
         Args:
             tag: default: what `load_dir/latest` names; without that file nothing is loaded.

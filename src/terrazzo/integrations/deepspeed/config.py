@@ -34,9 +34,9 @@ _OWN = (
     "zero_optimization.compute_grad_norm",
     "zero_optimization.load_from_fp32_weights",
 )
-"""Keys without a neutral meaning that this door honours, or that have their effect here anyway."""
+"""Keys without a neutral meaning that this integration honours, or that have their effect here anyway."""
 _BUILT_HERE = ("optimizer.", "scheduler.")
-"""Sections from which this door builds objects by itself, whatever the neutral description makes of them."""
+"""Sections from which this integration builds objects by itself, whatever the neutral description makes of them."""
 _UNMANAGED = (
     "managed_gradient_accumulation is false, so that reduction waits for step(). Terrazzo reduces in the last "
     "micro-batch's backward, and has to know which one it is: remove the key, and say "
@@ -130,7 +130,7 @@ def _without_activations(description: Description) -> tuple[Description, list[st
         return description, []
     key = description[_OFFLOADED_ACTIVATIONS].key
     changed = description.replace({_OFFLOADED_ACTIVATIONS: Setting(False, "derived", key)})
-    return changed, [f"{key}: it is for deepspeed.checkpointing, which this door has not"]
+    return changed, [f"{key}: it is for deepspeed.checkpointing, which this integration has not"]
 
 
 def _lost(description: Description) -> list[str]:

@@ -32,7 +32,7 @@ def build_optimizer(name: str, params: Mapping[str, Any], parameters: Any) -> Op
     """
     if name not in _KNOWN:
         raise BadInput(
-            f"optimizer.type is {name}. This door builds {', '.join(sorted(_KNOWN))}; pass another one, that updates "
+            f"optimizer.type is {name}. Terrazzo builds {', '.join(sorted(_KNOWN))}; pass another one, that updates "
             "each element from its own values alone, as initialize(optimizer=...)."
         )
     arguments: dict[str, Any] = dict(params)

@@ -63,7 +63,7 @@ class ShardedStrategy(_Base):
         timeout: timedelta | None = default_pg_timeout,
         **lightning: Any,
     ) -> None:
-        self._asked = Precision.named(precision) if isinstance(precision, str | torch.dtype) else precision
+        self._requested = Precision.named(precision) if isinstance(precision, str | torch.dtype) else precision
         super().__init__(**lightning)
         self._plan = Plan.named(plan) if isinstance(plan, str) else plan
         self._units = tuple(units) if units is not None else None
@@ -130,7 +130,7 @@ class ShardedStrategy(_Base):
     def _setup(self) -> EngineSetup:
         return EngineSetup(
             plan=self._plan,
-            precision=self._asked or Precision(),
+            precision=self._requested or Precision(),
             mesh=self._mesh(),
             units=self._units,  # type: ignore[arg-type]  # classes do as well
             prefetch=self._prefetch,

@@ -1,4 +1,4 @@
-"""What every door asks of the engine, and does to a model before it shards it."""
+"""What every integration asks of the engine, and does to a model before it shards it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EngineSetup:
     Attributes:
         plan, precision, units, prefetch, offload: as for `tz.shard`.
         mesh: of all ranks; None where there is no process group.
-        autocast: dtype of torch.autocast, which the door enters around the model's forward; None for none.
+        autocast: dtype of torch.autocast, which the integration enters around the model's forward; None for none.
         clip: largest global gradient norm; None for no clipping.
         accumulation: micro-batches per optimizer step.
         activation_checkpointing: of the units.

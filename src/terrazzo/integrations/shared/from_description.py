@@ -46,7 +46,7 @@ def setup_for(description: Description, device: torch.device, loaded: torch.dtyp
         device: of this rank.
         loaded: the model's dtype, which stacks that say no dtype leave as it is.
 
-    Raises: `BadInput` for what a door cannot do, `Misuse` without a process group where the mesh needs one.
+    Raises: `BadInput` for what an integration cannot do, `Misuse` without a process group where the mesh needs one.
     """
     _check_extras(description)
     _check_units(description)
@@ -161,7 +161,7 @@ def _mesh(description: Description, device: torch.device) -> DeviceMesh | None:
     for axis, meaning in _AXES.items():
         if (degree := description.value(f"mesh.{axis}") or 1) != 1:
             raise BadInput(
-                f"{_name(description, f'mesh.{axis}')} asks for {meaning} of degree {degree}; this door trains "
+                f"{_name(description, f'mesh.{axis}')} asks for {meaning} of degree {degree}; this integration trains "
                 "data-parallel only. Set it to 1."
             )
     if not (dist.is_available() and dist.is_initialized()):

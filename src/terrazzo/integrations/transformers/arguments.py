@@ -78,7 +78,7 @@ def _check_deepspeed(document: Mapping[str, Any], context: ReadingContext) -> No
 
 
 def check(args: transformers.TrainingArguments, model: nn.Module) -> torch.dtype:
-    """The dtype of what is trained. Raises: `BadInput` for what the Trainer can do and this door cannot."""
+    """The dtype of what is trained. Raises: `BadInput` for what the Trainer can do and this integration cannot."""
     told = int(os.environ.get("WORLD_SIZE", "1"))
     problems = {
         "one process with several GPUs (DataParallel): start one process per GPU with torchrun": args.n_gpu > 1,

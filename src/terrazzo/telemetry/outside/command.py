@@ -118,7 +118,7 @@ class _Sentinel:
             signal.signal(each, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
-    def was_told(self) -> bool:
+    def had_signal(self) -> bool:
         """Whether the group has had a signal since the last call."""
         try:
             self._process.wait(_SENTINEL_S)
@@ -155,7 +155,7 @@ def _run(command: Sequence[str], variables: dict[str, str], meanwhile: Callable[
                 info = signal.sigtimedwait(_ASKED | {signal.SIGCHLD}, _EVERY_S)
                 if info is None:
                     meanwhile()
-                elif info.si_signo != signal.SIGCHLD and not sentinel.was_told() and info.si_code <= _FROM_PROCESS:
+                elif info.si_signo != signal.SIGCHLD and not sentinel.had_signal() and info.si_code <= _FROM_PROCESS:
                     child.send_signal(info.si_signo)
         while signal.sigtimedwait(_ASKED, 0) is not None:  # a second Ctrl-C was meant for a script that has ended
             pass

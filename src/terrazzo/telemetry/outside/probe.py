@@ -51,14 +51,14 @@ class ScriptProbe:
         self._file: Any = None
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._inside = threading.local()
-        self._phase, self._since, self._held = "other", _now(), False
+        self._phase, self._since, self._in_phase = "other", _now(), False
         self._seconds, self._waited = defaultdict[str, int](int), defaultdict[str, int](int)
         self._waits: list[list[Any]] = []
         self._works: dict[int, list[Any]] = {}
         self._ordinals = defaultdict[str, int](int)
         self._step, self._looks, self._empty, self._backwards = 0, 0, 0, 0
         self._first: int | None = None
-        self._told: dict[str, Any] = {}
+        self._written_facts: dict[str, Any] = {}
         self._engines: dict[int, Any] = {}
         self._sharded: Any = None
         self._ends: dict[int, int] = {}
@@ -72,7 +72,7 @@ class ScriptProbe:
 
     def turn(self, phase: str) -> None:
         """The phase before has ended, but inside of `during`."""
-        if self.is_main and not self._held:
+        if self.is_main and not self._in_phase:
             self._turn(phase)
 
     def _turn(self, phase: str) -> None:
@@ -83,18 +83,18 @@ class ScriptProbe:
     @contextmanager
     def during(self, phase: str, then: str | None = None) -> Iterator[None]:
         """What is inside is of this phase, whatever is called there; then the one before goes on, or `then`."""
-        if not self.is_main or self._held:
+        if not self.is_main or self._in_phase:
             yield
             return
         before = self._phase
         self._turn(phase)
-        self._held = True
+        self._in_phase = True
         sharded = self._sharded is not None and phase in ("input", "save")
         try:
             with self._sharded.phases.during(phase) if sharded else nullcontext():
                 yield
         finally:
-            self._held = False
+            self._in_phase = False
             self._turn(then or before)
 
     @contextmanager
@@ -107,7 +107,7 @@ class ScriptProbe:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """What lies between the last batch and this is the forward; without a batch, all since the last step."""
-        if self.is_main and not self._held and self._phase == "other":
+        if self.is_main and not self._in_phase and self._phase == "other":
             self._phase = "forward"
         self._backwards += self.is_main
         self._look()
@@ -183,7 +183,7 @@ class ScriptProbe:
         """It has ended; of several optimizers the first one ends the step."""
         self._look()
         self.turn("other")
-        if self.is_main and id(optimizer) == self._first and not self._held:
+        if self.is_main and id(optimizer) == self._first and not self._in_phase:
             self._end_step(optimizer)
 
     def _look(self) -> None:
@@ -244,9 +244,9 @@ class ScriptProbe:
             self._put({"begins": about})
             fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
             self.facts["fsdp"] = fsdp is not None and any(issubclass(type(each), fsdp) for each in gc.get_objects())
-        if self._told != self.facts:
-            self._told = dict(self.facts)
-            self._put({"facts": self._told})
+        if self._written_facts != self.facts:
+            self._written_facts = dict(self.facts)
+            self._put({"facts": self._written_facts})
         self._put(line)
 
     def _put(self, line: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ class Watchdog:
         self._slept_s, self._is_said = self._system.slept_s(), False
         self._stopped_since: dict[int, int] = {}
         self._newest = 0
-        self._held: set[int] = set()  # ranks that have waited for a drive since the newest record
+        self._waited_for_drive: set[int] = set()  # ranks that have waited for a drive since the newest record
         self._used: tuple[int, dict[int, float]] | None = None
         self._stops = RepeatedStops(ranks)
 
@@ -114,22 +114,22 @@ class Watchdog:
             self._armed = now
             self._stops.forget()
         states = self._states()
-        if held_up := self._held_up(states):
+        if is_excused := self._is_excused(states):
             self._stops.forget()
-        self._tell_of_stops(states)
+        self._report_stops(states)
         newest = max(self._armed, *(progress.newest for progress in self.progress_of.values()))
         if newest > self._newest:
             self._newest, self._used, self._is_said = newest, None, False
-            self._held.clear()
+            self._waited_for_drive.clear()
             self._stopped_since.clear()
             return None
-        if held_up:
+        if is_excused:
             self._armed = now
             return None
         if self._used is None:  # nothing has happened for a moment: from now on, what processors are had counts
             self._used = (now, self._processors())
         else:
-            self._held |= {rank for rank, pid in self._pids.items() if self._system.waits_for_drive(pid)}
+            self._waited_for_drive |= {rank for rank, pid in self._pids.items() if self._system.waits_for_drive(pid)}
         if (stopped := self._stopped(now, states)) is not None:
             return stopped
         if now - newest < self._limit_s(states) * 1e9:
@@ -158,7 +158,7 @@ class Watchdog:
         there = {rank: progress for rank, progress in self.progress_of.items() if not progress.has_left}
         return find_stall(there or self.progress_of, facts, now, own_loop=self._patience.own_loop)
 
-    def _tell_of_stops(self, states: Mapping[int, str]) -> None:
+    def _report_stops(self, states: Mapping[int, str]) -> None:
         """Say which ranks are stopped again and again; only of ranks at their steps, for which others wait."""
         at_steps = [rank for rank, progress in self.progress_of.items() if progress.steps and not progress.has_left]
         for rank, share in self._stops.look({rank: states[rank] for rank in at_steps}):
@@ -177,7 +177,7 @@ class Watchdog:
         before, self._slept_s = self._slept_s, self._system.slept_s()
         return self._slept_s - before > 1.0
 
-    def _held_up(self, states: Mapping[int, str]) -> bool:
+    def _is_excused(self, states: Mapping[int, str]) -> bool:
         """Whether it is no wonder that nothing happens: all are stopped, or a debugger has one."""
         return all(state in ("T", "t") for state in states.values()) or any(
             map(self._system.traced, self._pids.values())
@@ -216,6 +216,6 @@ class Watchdog:
         since, before = self._used or (now, used)
         wanted_s = _BUSY * (now - since) / 1e9
         return {
-            rank: Fact(state, state == "R" or used[rank] - before[rank] > wanted_s, rank in self._held)
+            rank: Fact(state, state == "R" or used[rank] - before[rank] > wanted_s, rank in self._waited_for_drive)
             for rank, state in states.items()
         }

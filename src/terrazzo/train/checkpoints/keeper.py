@@ -66,7 +66,7 @@ class Keeper:
         self._saver: Saver | None = None
         self._begun_step = self._complete_step = 0
         self.sure_step: int | None = None
-        self._found: Mapping[str, CheckpointFolder] | None = None
+        self._local_folders: Mapping[str, CheckpointFolder] | None = None
         who = f"process {os.getpid()} on {platform.node()}, since {datetime.now(UTC).isoformat(timespec='seconds')}"
         self._claim = together(lambda: checkpoint.claim(self.folder, who) if self.is_first else None, Misuse)
 
@@ -75,8 +75,8 @@ class Keeper:
 
         The next `resume` takes these.
         """
-        self._found = self._local.find(on_first(lambda: checkpoint.latest(self.folder)))
-        return self._found
+        self._local_folders = self._local.find(on_first(lambda: checkpoint.latest(self.folder)))
+        return self._local_folders
 
     def extra_of(self, path: str) -> dict[str, Any]:
         """The extra values of a durable checkpoint, or of one of those that `find_local` has found.
@@ -84,7 +84,7 @@ class Keeper:
         Raises:
             TerrazzoError: it cannot be read.
         """
-        local = (self._found or {}).get(path)
+        local = (self._local_folders or {}).get(path)
         return checkpoint.open_source(path).extra if local is None else Checkpoint(local).extra
 
     def resume(self, model: nn.Module, optimizer: Any, needed: Collection[str]) -> Resumed:
@@ -96,7 +96,7 @@ class Keeper:
         Raises:
             BadInput: there is none any more, or it does not fit, or it is not one of a run.
         """
-        local, self._found = self.find_local() if self._found is None else self._found, None
+        local, self._local_folders = self.find_local() if self._local_folders is None else self._local_folders, None
         with saying_what_differs(self._config, self.folder):
             resumed = checkpoint.load_newest(self.folder, model, optimizer, cast=self._settings.cast, besides=local)
         if resumed is None:  # nothing else has given the model its weights
@@ -136,10 +136,10 @@ class Keeper:
         self._prune()
         return path
 
-    def disown(self) -> None:
+    def begin_new_run(self) -> None:
         """A new run begins: no checkpoint that is here is its own. Collective."""
-        self._found = None  # what there was then says nothing of what this run will have saved
-        self._local.disown()
+        self._local_folders = None  # what there was then says nothing of what this run will have saved
+        self._local.begin_new_run()
 
     def local_due(self, step: int) -> bool:
         """Whether a local checkpoint is to be taken after a step."""

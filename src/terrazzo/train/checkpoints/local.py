@@ -173,17 +173,17 @@ class LocalCheckpoints:
         stay = {self._newest, self._copied}
         self._hosts.on_firsts(lambda: local_folder.remove_complete_but(folder, stay), SaveFailed)
         if path is not None and self._copied != self._newest:
-            self._hosts.on_firsts(lambda: local_folder.make_own(folder), SaveFailed)
+            self._hosts.on_firsts(lambda: local_folder.make_private(folder), SaveFailed)
             self._files.begin_missing_copies(path)
 
     def clear(self) -> None:
         """Remove all, and the folders."""
         self._cancel_copies()
         if (folder := self._folder) is not None:
-            self._hosts.on_firsts(lambda: local_folder.remove_own(folder), SaveFailed)
+            self._hosts.on_firsts(lambda: local_folder.remove_private(folder), SaveFailed)
         self._newest = self._copied = None
 
-    def disown(self) -> None:
+    def begin_new_run(self) -> None:
         """Remove all, and the note of whose they are: a run begins that has none yet."""
         self.clear()
         on_first(lambda: local_folder.forget_run(self._config))
@@ -201,7 +201,7 @@ class LocalCheckpoints:
     def _prepare(self, folder: str, run: str, path: str, stays: str | None) -> None:
         """Have a folder with what `stays` alone, a note of whose it is, and nothing at `path`."""
         try:
-            local_folder.make_own(folder)
+            local_folder.make_private(folder)
             local_folder.remove_all_but(folder, {stays})
             if run != self._noted and dist.get_rank() == 0:
                 local_folder.note_run(self._config, run)

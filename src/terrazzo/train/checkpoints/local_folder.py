@@ -30,13 +30,13 @@ __all__ = [
     "label",
     "local_checkpoints",
     "local_folder",
-    "make_own",
+    "make_private",
     "newer_checkpoints",
     "note_run",
     "noted_run",
     "remove_all_but",
     "remove_complete_but",
-    "remove_own",
+    "remove_private",
     "seen_as",
     "wanted",
 ]
@@ -119,15 +119,15 @@ def _note(config: Config) -> Path | None:
     return None if "://" in config.checkpoint_folder else Path(config.checkpoint_folder) / ".run"
 
 
-def make_own(folder: str) -> None:
+def make_private(folder: str) -> None:
     """Make it unless it is there. Raises `OSError` unless it is this user's own then."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder, 0o700)
-    if not _is_own(folder):
+    if not _is_private(folder):
         raise PermissionError(errno.EPERM, "it is a link, or others can write to it", folder)
 
 
-def _is_own(folder: str) -> bool:
+def _is_private(folder: str) -> bool:
     """Whether it is there, no link, and nobody else can write to it."""
     try:
         status = os.lstat(folder)
@@ -172,9 +172,9 @@ def remove_complete_but(folder: str, names: Collection[str | None]) -> None:
     _remove([path for path in _complete(folder) if os.path.basename(path) not in names])
 
 
-def remove_own(folder: str) -> None:
+def remove_private(folder: str) -> None:
     """Remove the folder, with all that is in it, where it is this user's own."""
-    _remove([folder] if _is_own(folder) else [])
+    _remove([folder] if _is_private(folder) else [])
 
 
 def _remove(folders: Collection[str]) -> None:
@@ -183,7 +183,7 @@ def _remove(folders: Collection[str]) -> None:
 
 
 def _complete(folder: str) -> list[str]:
-    return checkpoint.complete_checkpoints(folder) if _is_own(folder) else []
+    return checkpoint.complete_checkpoints(folder) if _is_private(folder) else []
 
 
 def _run_of(path: str) -> str:

@@ -49,25 +49,25 @@ class LauncherPipe:
 
     def begun(self) -> None:
         """This rank heeds signals from now on."""
-        self._tell({"begun": True})
+        self._send({"begun": True})
 
     def claimed(self) -> None:
         """The run's folders are its own."""
-        self._tell({"claimed": True})
+        self._send({"claimed": True})
 
     def training(self) -> None:
         """The run is set up, and takes steps."""
-        self._tell({"training": True})
+        self._send({"training": True})
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """This rank ends so."""
-        self._tell({"failure": asdict(failure)})
+        self._send({"failure": asdict(failure)})
 
     def leave(self, code: int) -> None:
         """This rank ends with an exit code."""
         os.close(self._descriptor)
 
-    def _tell(self, value: object) -> None:
+    def _send(self, value: object) -> None:
         left = memoryview(json.dumps(value).encode() + b"\n")
         try:
             while left:

@@ -89,7 +89,7 @@ class LocalRank:
             while data := os.read(self.line, 1 << 16):
                 *lines, self._unread = (self._unread + data).split(b"\n")
                 for line in lines:
-                    self._heard(json.loads(line))
+                    self._take_message(json.loads(line))
             self._note_end()  # sooner than the system has its exit code
             return False
         return True
@@ -144,11 +144,11 @@ class LocalRank:
     def _note_end(self) -> None:
         self.ended_ns = self.ended_ns or time.monotonic_ns()
 
-    def _heard(self, said: dict[str, object]) -> None:
-        self.begun = self.begun or "begun" in said
-        self.claimed = self.claimed or "claimed" in said
-        self.trains = self.trains or "training" in said
-        if isinstance(failure := said.get("failure"), dict):
+    def _take_message(self, message: dict[str, object]) -> None:
+        self.begun = self.begun or "begun" in message
+        self.claimed = self.claimed or "claimed" in message
+        self.trains = self.trains or "training" in message
+        if isinstance(failure := message.get("failure"), dict):
             self.failure = Failure(**failure)
 
 

@@ -81,7 +81,7 @@ class _ToSiblings:
         if is_first:
             print(f"[rank {failure.rank}] {failure.text}", file=sys.stderr)
         if (report := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:  # Slurm has none
-            _tell_torchrun(Path(report), error, failure, is_first=is_first)
+            _report_to_torchrun(Path(report), error, failure, is_first=is_first)
 
     def leave(self, code: int) -> None:
         if code == PREEMPTED:
@@ -132,7 +132,7 @@ def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
         failure = Failure(rank, time.monotonic_ns(), code, _text(error), isinstance(error, _LASTING))
         cause = _cause(error)
         _note_exit(lambda step: ExitNote(code, reason_of(code), cause, rank, step))
-        _tell(failure, error)
+        _report_failure(failure, error)
     finally:
         for last in (lambda: _reporter.leave(code), sys.stdout.flush, sys.stderr.flush):
             with contextlib.suppress(Exception):  # such as a pipe that nobody reads any more
@@ -140,7 +140,7 @@ def run_rank(rank: int, work: Callable[[], int]) -> NoReturn:
         os._exit(code)
 
 
-def _tell(failure: Failure, error: BaseException) -> None:
+def _report_failure(failure: Failure, error: BaseException) -> None:
     """Through the reporter, or on screen where that fails: this process ends here, and nobody else can say it."""
     try:
         _reporter.fail(failure, error)
@@ -201,7 +201,7 @@ def _folder_of_run(shared: Path, rank: int) -> Path:
     return folder
 
 
-def _tell_torchrun(report: Path, error: BaseException, failure: Failure, *, is_first: bool) -> None:
+def _report_to_torchrun(report: Path, error: BaseException, failure: Failure, *, is_first: bool) -> None:
     """Give torchrun's own report the cause.
 
     Of what the user can mend it gets the paragraph from the rank that said it on screen, and no tracebacks: the other

@@ -56,14 +56,14 @@ class StopRequest:
     """That `agreed` sends."""
 
     trains = False
-    _heard: SimpleQueue[int] | None = None
+    _signals: SimpleQueue[int] | None = None
 
     def __init__(self, notices: Notices | None = None) -> None:
         self._requested = False
         self._interrupts = 0
         if notices is not None:
-            self._heard = SimpleQueue()
-            threading.Thread(target=self._say, args=(self._heard, notices), daemon=True).start()
+            self._signals = SimpleQueue()
+            threading.Thread(target=self._say, args=(self._signals, notices), daemon=True).start()
         signal.signal(signal.SIGTERM, self._receive)
         signal.signal(signal.SIGINT, self._receive)
 
@@ -77,16 +77,16 @@ class StopRequest:
         self._requested = True
         if number == signal.SIGINT:
             self._interrupts += 1
-        if self._heard is not None:
-            self._heard.put(self._interrupts)
+        if self._signals is not None:
+            self._signals.put(self._interrupts)
         elif self._interrupts > 1:
             os._exit(INTERRUPTED)
 
-    def _say(self, heard: SimpleQueue[int], notices: Notices) -> None:
+    def _say(self, signals: SimpleQueue[int], notices: Notices) -> None:
         """What the first signal asks for; at the second Ctrl-C what it costs, and the end of this process."""
-        heard.get()
+        signals.get()
         say_now(notices.on_request(trains=self.trains))
-        while heard.get() < 2:
+        while signals.get() < 2:
             pass
         try:
             say_now(notices.cut_short())

@@ -194,7 +194,7 @@ def _fill(session: Session, begin: _BeforeModel) -> None:
         _resume(session)
     else:  # last, so that nothing is lost to a run that cannot start
         on_first(lambda: clear_checkpoints(config), BadInput)
-        session.keeper.disown()
+        session.keeper.begin_new_run()
 
 
 def _resume(session: Session) -> None:

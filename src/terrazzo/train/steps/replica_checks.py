@@ -29,7 +29,7 @@ class ReplicaChecks:
         every = {"replicas": self._replicas_every, "replay": guard.replay_every, "memory": guard.memory_every}
         # the step up to which each has found nothing
         self._clean = {name: before for name, steps in every.items() if steps is not None}
-        self._tell()
+        self._update_sure_step()
 
     def begin_step(self) -> None:
         """A step begins: what is looked at before its update is remembered."""
@@ -39,7 +39,7 @@ class ReplicaChecks:
         """The update of this step is next; raises as `after_step` does. Collective."""
         if self._memory.due:
             self._try(self._memory.check)
-            self._found_nothing("memory", self._session.step - self._memory.rotation)
+            self._note_clean("memory", self._session.step - self._memory.rotation)
 
     def after_step(self) -> None:
         """Do what is due. What was saved since the last time that all was right is put aside, if it is not. Collective.
@@ -54,10 +54,10 @@ class ReplicaChecks:
         with engine_of(session.model).tally.phases.during("evaluate"):
             if replicas:
                 self._try(lambda: check_replicas(session.model))
-                self._found_nothing("replicas", session.step)
+                self._note_clean("replicas", session.step)
             if self._replay.due():
                 self._try(self._replay.check)
-                self._found_nothing("replay", session.step)
+                self._note_clean("replay", session.step)
 
     def _try(self, check: Callable[[], None]) -> None:
         try:
@@ -65,12 +65,12 @@ class ReplicaChecks:
         except Corrupted as error:
             raise type(error)(f"{error} {self._put_aside()}") from None
 
-    def _found_nothing(self, name: str, until: int) -> None:
+    def _note_clean(self, name: str, until: int) -> None:
         self._clean = {each: min(clean, self._session.step) for each, clean in self._clean.items()}  # it may be back
         self._clean[name] = max(until, 0)
-        self._tell()
+        self._update_sure_step()
 
-    def _tell(self) -> None:
+    def _update_sure_step(self) -> None:
         self._session.keeper.sure_step = min(self._clean.values(), default=None)
 
     def _put_aside(self) -> str:

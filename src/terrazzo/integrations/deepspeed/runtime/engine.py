@@ -60,7 +60,7 @@ class DeepSpeedEngine(Answers, Checkpoints, nn.Module):
         except AttributeError:
             model = self.__dict__.get("_modules", {}).get("module")
         if not hasattr(model, name):
-            raise AttributeError(f"This door's engine has no {name!r}, and neither has {type(model).__name__}.")
+            raise AttributeError(f"This integration's engine has no {name!r}, and neither has {type(model).__name__}.")
         return getattr(model, name)
 
     # -- the loop ------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
     @precision.setter
     def precision(self, plugin: Any) -> None:
         if plugin is not None and not isinstance(plugin, FabricPrecision):
-            self._asked = precision_of(plugin, self._asked)
+            self._requested = precision_of(plugin, self._requested)
             plugin = FabricPrecision(plugin.precision)
         self._precision = plugin
 

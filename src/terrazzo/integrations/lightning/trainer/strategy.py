@@ -57,7 +57,7 @@ class TerrazzoStrategy(ShardedStrategy, ParallelStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is not None and not isinstance(plugin, TerrazzoPrecision):
-            self._asked = precision_of(plugin, self._asked)
+            self._requested = precision_of(plugin, self._requested)
             plugin = TerrazzoPrecision(plugin.precision, self)
         self._precision_plugin = plugin
 

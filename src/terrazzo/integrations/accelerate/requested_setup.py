@@ -30,14 +30,14 @@ from terrazzo.errors import BadInput
 from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments, trained_dtypes
 from terrazzo.integrations.shared.from_description import setup_for
 
-__all__ = ["Asked", "hidden"]
+__all__ = ["RequestedSetup", "hidden"]
 
 DEFAULT_PLAN = "zero2"
 """Where nothing names a plan. Weights stay whole, so that what a script for replicas does with them still works."""
 _RECIPES = ("AORecipeKwargs", "TERecipeKwargs", "MSAMPRecipeKwargs", "FP8RecipeKwargs")
 _REFUSED = {
     "megatron_lm_plugin": "it is another engine",
-    "torch_tp_plugin": "it splits tensors, and this door trains data-parallel only",
+    "torch_tp_plugin": "it splits tensors, and this integration trains data-parallel only",
 }
 
 
@@ -52,7 +52,7 @@ def hidden() -> Iterator[None]:
         os.environ.update(kept)
 
 
-class Asked:
+class RequestedSetup:
     """Every setting for the engine, whoever said it.
 
     Args:
@@ -185,7 +185,9 @@ def _one_plugin(given: dict[str, Any]) -> Any:
     found = next((plugin for plugin in plugins if plugin is not None), None)
     if isinstance(found, dict):
         if len(found) != 1:
-            raise BadInput(f"deepspeed_plugin has {len(found)} plugins, and this door takes one: {', '.join(found)}.")
+            raise BadInput(
+                f"deepspeed_plugin has {len(found)} plugins, and this integration takes one: {', '.join(found)}."
+            )
         return next(iter(found.values()))
     return found
 

@@ -27,7 +27,7 @@ from accelerate.utils import (
     TERecipeKwargs,
 )
 
-from terrazzo.integrations.accelerate.asked import Asked, hidden
+from terrazzo.integrations.accelerate.requested_setup import RequestedSetup, hidden
 from terrazzo.integrations.shared.engine_setup import EngineSetup, TerrazzoArguments
 
 CPU = torch.device("cpu")
@@ -41,8 +41,8 @@ def _no_noise() -> Any:
         yield
 
 
-def asked(words: TerrazzoArguments | None = None, alone: bool = False, **given: Any) -> Asked:
-    return Asked(given, words or TerrazzoArguments(), alone)
+def asked(words: TerrazzoArguments | None = None, alone: bool = False, **given: Any) -> RequestedSetup:
+    return RequestedSetup(given, words or TerrazzoArguments(), alone)
 
 
 def as_launched(monkeypatch: pytest.MonkeyPatch, folder: Path, document: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ def test_fp16_scales_as_its_handler_says() -> None:
 
 def test_fp8_is_linear_layers_in_eight_bits_on_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {"mixed_precision": "fp8"}
-    found = Asked(given, TerrazzoArguments(), alone=False)
+    found = RequestedSetup(given, TerrazzoArguments(), alone=False)
     assert given["mixed_precision"] == "bf16"  # what Accelerate's own class is told, which would look for torchao
     assert (found.setup(CPU, 2).float8, asked(mixed_precision="bf16").setup(CPU, 2).float8) == ("tensorwise", None)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
