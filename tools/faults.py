@@ -272,14 +272,14 @@ MUTATIONS = [
     # -- dialects
     Mutation(
         "a default of DeepSpeed's is wrong",
-        "dialects/deepspeed/keys_zero.py",
+        "dialects/formats/deepspeed/keys_zero.py",
         '"stage3_param_persistence_threshold": Key(whole(), 100_000,',
         '"stage3_param_persistence_threshold": Key(whole(), 10_000,',
         "dialects/test_deepspeed.py",
     ),
     Mutation(
         "Adam's betas are swapped",
-        "dialects/trainer/read_loop.py",
+        "dialects/formats/trainer/read_loop.py",
         "derived((first.value, second.value)",
         "derived((second.value, first.value)",
         "dialects/test_trainer.py",

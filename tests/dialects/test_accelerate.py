@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from terrazzo.dialects.accelerate import Accelerate
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
+from terrazzo.dialects.formats.accelerate import Accelerate
 from tests.dialects.peers import assert_lossless, converted, described
 from tests.helpers.launched import launched, plugin
 

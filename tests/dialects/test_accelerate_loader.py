@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from terrazzo.dialects.accelerate import Accelerate
-from terrazzo.dialects.accelerate.keys import SECTIONS, TOP
 from terrazzo.dialects.core.description import PATHS
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import flatten
+from terrazzo.dialects.formats.accelerate import Accelerate
+from terrazzo.dialects.formats.accelerate.keys import SECTIONS, TOP
 from tests.helpers.launched import has_plugin, launched, plugin
 
 DEEPSPEED, DYNAMO, FSDP, PARALLELISM = (

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from terrazzo.dialects.accelerate import Accelerate
 from terrazzo.dialects.core.description import PATHS, Description, inactive
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
+from terrazzo.dialects.formats.accelerate import Accelerate
 from tests.helpers.launched import has_plugin, launched, plugin
 from tests.helpers.neutral import described, descriptions
 

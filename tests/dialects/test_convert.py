@@ -17,8 +17,8 @@ from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.core.meaning import data_ranks, degrees, same
 from terrazzo.dialects.core.reader import Reader, derived, flatten, join, split
+from terrazzo.dialects.formats.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.comments import place, take
 from terrazzo.dialects.verbs.convert import Conversion, convert_reading

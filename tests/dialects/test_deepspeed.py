@@ -11,8 +11,8 @@ import torch
 from terrazzo.dialects.core.description import LOADED, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.deepspeed import DeepSpeed
-from terrazzo.dialects.deepspeed.keys import TABLE
+from terrazzo.dialects.formats.deepspeed import DeepSpeed
+from terrazzo.dialects.formats.deepspeed.keys import TABLE
 from tests.dialects.peers import assert_lossless, converted, nested, verdicts
 
 DIALECT = DeepSpeed()

@@ -17,8 +17,8 @@ from terrazzo.dialects.core.description import PATHS
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.core.keys import ANY, LIST, SWITCH
 from terrazzo.dialects.core.reader import flatten
-from terrazzo.dialects.deepspeed import DeepSpeed
-from terrazzo.dialects.deepspeed.keys import ALIASES, STRICT, TABLE
+from terrazzo.dialects.formats.deepspeed import DeepSpeed
+from terrazzo.dialects.formats.deepspeed.keys import ALIASES, STRICT, TABLE
 
 pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench")
 

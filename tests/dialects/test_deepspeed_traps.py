@@ -11,8 +11,8 @@ import pytest
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.deepspeed import DeepSpeed
-from terrazzo.dialects.deepspeed.versions import REMOVED
+from terrazzo.dialects.formats.deepspeed import DeepSpeed
+from terrazzo.dialects.formats.deepspeed.versions import REMOVED
 
 DIALECT = DeepSpeed()
 SIZE = {"train_micro_batch_size_per_gpu": 1}

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from terrazzo.dialects.core.description import PATHS, Description, inactive
 from terrazzo.dialects.core.dialect import ReadingContext, Writing
-from terrazzo.dialects.deepspeed import DeepSpeed
+from terrazzo.dialects.formats.deepspeed import DeepSpeed
 from tests.helpers.neutral import described, descriptions
 
 DIALECT = DeepSpeed()

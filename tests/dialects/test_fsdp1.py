@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from terrazzo.dialects.core.keys import matches
-from terrazzo.dialects.fsdp1.keys import KEYS
+from terrazzo.dialects.formats.fsdp1.keys import KEYS
 from terrazzo.dialects.registry import dialect
 from tests.dialects.peers import assert_lossless, converted, described, found, inventory, nested, precision, verdicts
 from tests.helpers.fake import fake_group

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Replicate, Shard
 
 from terrazzo.dialects.core.keys import matches
-from terrazzo.dialects.fsdp2.keys import KEYS
+from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.registry import dialect
 from tests.dialects.peers import assert_lossless, converted, described, found, inventory, nested, precision, verdicts
 from tests.helpers.fake import fake_group

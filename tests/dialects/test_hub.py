@@ -15,7 +15,7 @@ from terrazzo.config.files import load
 from terrazzo.dialects.core.description import Description, Setting, build, settings
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import flatten
-from terrazzo.dialects.terrazzo.dialect import Terrazzo
+from terrazzo.dialects.formats.terrazzo.dialect import Terrazzo
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.plan import place

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from terrazzo.dialects.core.keys import matches
-from terrazzo.dialects.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, NAMED, SHARED, TRAINER
-from terrazzo.dialects.lightning.precision import WORDS
-from terrazzo.dialects.lightning.read_strategy import strategy_document
+from terrazzo.dialects.formats.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, NAMED, SHARED, TRAINER
+from terrazzo.dialects.formats.lightning.precision import WORDS
+from terrazzo.dialects.formats.lightning.read_strategy import strategy_document
 from terrazzo.dialects.registry import dialect
 from tests.dialects.peers import assert_lossless, converted, described, found, inventory, precision, verdicts
 

@@ -9,7 +9,7 @@ import pytest
 
 from terrazzo.config import config_from_dict
 from terrazzo.config.arguments import write_arguments
-from terrazzo.dialects.megatron.keys import KEYS, REMOVED, canonical
+from terrazzo.dialects.formats.megatron.keys import KEYS, REMOVED, canonical
 from terrazzo.dialects.verbs.understand import understand
 from terrazzo.engine import LossScaling
 from tests.dialects.peers import assert_lossless, converted, described, found, inventory, precision, verdicts

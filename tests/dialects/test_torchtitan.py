@@ -15,8 +15,8 @@ import pytest
 from terrazzo.dialects.core.description import Setting, build
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import matches
+from terrazzo.dialects.formats.torchtitan.keys import KEYS
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.torchtitan.keys import KEYS
 from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.dialects.verbs.understand import read_document
 from tests.dialects.peers import (

@@ -13,8 +13,8 @@ import pytest
 from terrazzo.dialects.core.description import settings
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.keys import matches
+from terrazzo.dialects.formats.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.trainer.keys import ALIASES, DISTRIBUTED, FIELDS, FSDP_KEYS
 from tests.dialects.peers import (
     assert_lossless,
     converted,

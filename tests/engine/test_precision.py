@@ -11,7 +11,7 @@ import torch
 
 from terrazzo.config import config_from_dict
 from terrazzo.dialects.core.dialect import NO_CONTEXT
-from terrazzo.dialects.terrazzo.read import read
+from terrazzo.dialects.formats.terrazzo.read import read
 from terrazzo.engine.plan.precision import PRECISIONS, LossScaling, Precision
 from terrazzo.errors import BadInput
 from terrazzo.planner.setup.recipes import precision as planned

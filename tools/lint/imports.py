@@ -29,10 +29,7 @@ LAYER_OF = {name: depth for depth, names in enumerate(LAYERS) for name in names}
 CORE = "(core)"
 INNER_LAYERS = {
     "checkpoint": ("format", "storage", CORE, "importers", "saving", "loading", "exporters", "upkeep", ""),
-    "dialects": (
-        *("core", "shared", "deepspeed", "fsdp1", "nested"),
-        *("accelerate", "fsdp2", "lightning", "megatron", "terrazzo", "torchtitan", "trainer", "registry", "verbs", ""),
-    ),
+    "dialects": ("core", "formats", "registry", "verbs", ""),
     "engine": (
         *("runtime", "comm", "mesh", "plan", "buckets", "schedule", "autograd", "consensus", "hooks", "optim"),
         *("offload", "dry_run", "model", "states", "border", "sharding", ""),
@@ -124,21 +121,17 @@ def _check_faces(modules: dict[str, Module]) -> Iterator[Finding]:
                 yield Finding(module.path, line, text)
 
 
-_FOR_ALL = ("core", "shared", "verbs")
-"""Folders of `dialects` that are no dialect."""
-
-
 def _check_dialects(modules: dict[str, Module]) -> Iterator[Finding]:
-    """No dialect imports another: what two share lies in `shared`, and what carries another's document asks
-    `dialects.nested` for it.
+    """No dialect imports another: what two share lies in `formats.shared`, and what carries another's document asks
+    `formats.nested` for it.
     """
-    folders = {name for name, module in modules.items() if module.part == "dialects" and name.count(".") == 2}
-    folders = {name for name in folders if modules[name].is_folder and name.rpartition(".")[2] not in _FOR_ALL}
+    formats = {name for name in modules if name.startswith("terrazzo.dialects.formats.") and name.count(".") == 3}
+    folders = {name for name in formats if modules[name].is_folder and not name.endswith(".shared")}
     for name, module in modules.items():
         own = next((folder for folder in folders if below(name, folder)), None)
         for line, target in imports_of(module, modules) if own else ():
             if not below(target, own) and any(below(target, folder) for folder in folders):
-                text = f"'{target}' is another dialect: move what both need to dialects/shared, or ask dialects.nested"
+                text = f"'{target}' is another dialect: move what both need to formats/shared, or ask formats.nested"
                 yield Finding(module.path, line, text)
 
 

@@ -16,9 +16,9 @@ from terrazzo.dialects.core.description import settings
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.core.keys import Key
 from terrazzo.dialects.core.reader import flatten, split
-from terrazzo.dialects.deepspeed.keys import ALIASES
+from terrazzo.dialects.formats.deepspeed.keys import ALIASES
+from terrazzo.dialects.formats.trainer.keys import ALIASES as FIELDS_OF_BEFORE
 from terrazzo.dialects.registry import dialect
-from terrazzo.dialects.trainer.keys import ALIASES as FIELDS_OF_BEFORE
 from terrazzo.dialects.verbs.convert import convert_reading
 from terrazzo.dialects.verbs.understand import read_document
 from tools.migration.examples import BESIDE, CONCRETE, VALUES

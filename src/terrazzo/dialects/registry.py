@@ -12,15 +12,15 @@ __all__ = ["NAMES", "dialect", "recognise"]
 
 # In the order of recognition: those whose keys are least like another's first.
 _CLASSES = {
-    "accelerate": "terrazzo.dialects.accelerate.Accelerate",
-    "deepspeed": "terrazzo.dialects.deepspeed.DeepSpeed",
-    "torchtitan": "terrazzo.dialects.torchtitan.Torchtitan",
-    "megatron": "terrazzo.dialects.megatron.Megatron",
-    "terrazzo": "terrazzo.dialects.terrazzo.Terrazzo",
-    "lightning": "terrazzo.dialects.lightning.Lightning",
-    "trainer": "terrazzo.dialects.trainer.TrainingArguments",
-    "fsdp2": "terrazzo.dialects.fsdp2.FSDP2",
-    "fsdp1": "terrazzo.dialects.fsdp1.FSDP1",
+    "accelerate": "terrazzo.dialects.formats.accelerate.Accelerate",
+    "deepspeed": "terrazzo.dialects.formats.deepspeed.DeepSpeed",
+    "torchtitan": "terrazzo.dialects.formats.torchtitan.Torchtitan",
+    "megatron": "terrazzo.dialects.formats.megatron.Megatron",
+    "terrazzo": "terrazzo.dialects.formats.terrazzo.Terrazzo",
+    "lightning": "terrazzo.dialects.formats.lightning.Lightning",
+    "trainer": "terrazzo.dialects.formats.trainer.TrainingArguments",
+    "fsdp2": "terrazzo.dialects.formats.fsdp2.FSDP2",
+    "fsdp1": "terrazzo.dialects.formats.fsdp1.FSDP1",
 }
 NAMES = tuple(_CLASSES)
 

@@ -11,7 +11,9 @@ import torch
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs
 from torch import nn
 
-from terrazzo.dialects.accelerate.launched import (
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.formats.accelerate.launched import (
     DYNAMO,
     SWITCHES,
     deepspeed_document,
@@ -21,8 +23,6 @@ from terrazzo.dialects.accelerate.launched import (
     launched,
     parallelism_section,
 )
-from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import LossScaling, Plan, Precision

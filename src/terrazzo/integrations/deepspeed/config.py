@@ -15,7 +15,7 @@ from terrazzo.config.files import Loaded, load
 from terrazzo.dialects.core.description import Description, Setting, settings
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.meaning import extras_by_key
-from terrazzo.dialects.deepspeed.keys import TABLE
+from terrazzo.dialects.formats.deepspeed.keys import TABLE
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, read_document

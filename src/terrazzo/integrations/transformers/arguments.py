@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch import nn
 
-from terrazzo.dialects.accelerate.launched import SWITCHES, dynamo_section, launched
 from terrazzo.dialects.core.description import PATHS, Description
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.meaning import agree
+from terrazzo.dialects.formats.accelerate.launched import SWITCHES, dynamo_section, launched
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import DTYPE_NAMES

@@ -1,5 +1,0 @@
-"""Hugging Face Accelerate's YAML, as `accelerate launch --config_file` reads it."""
-
-from terrazzo.dialects.accelerate.dialect import Accelerate
-
-__all__ = ["Accelerate"]

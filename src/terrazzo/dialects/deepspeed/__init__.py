@@ -1,5 +1,0 @@
-"""DeepSpeed's JSON: read with the defaults of a release, and written for one."""
-
-from terrazzo.dialects.deepspeed.dialect import DeepSpeed
-
-__all__ = ["DeepSpeed"]

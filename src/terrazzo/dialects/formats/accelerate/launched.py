@@ -1,0 +1,216 @@
+"""What a rank has been told, as the document that says the same: the launcher's environment, and plugin objects."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.formats.nested import load_named
+from terrazzo.dialects.formats.shared.accelerate import AXES
+from terrazzo.errors import BadInput
+
+__all__ = [
+    "DYNAMO",
+    "SWITCHES",
+    "deepspeed_document",
+    "deepspeed_file",
+    "dynamo_section",
+    "fsdp_section",
+    "launched",
+    "parallelism_section",
+]
+
+SWITCHES = {
+    "fsdp": "ACCELERATE_USE_FSDP",
+    "deepspeed": "ACCELERATE_USE_DEEPSPEED",
+    "megatron": "ACCELERATE_USE_MEGATRON_LM",
+    "parallelism": "ACCELERATE_USE_PARALLELISM_CONFIG",
+}
+"""The variables that switch an engine on, where they are "true"."""
+DYNAMO = "ACCELERATE_DYNAMO_"
+"""How the variables of torch.compile begin."""
+_PARALLELISM = "parallelism_config_"
+_OTHER_VERSION = {
+    1: ("fsdp_reshard_after_forward",),
+    2: ("fsdp_sharding_strategy", "fsdp_backward_prefetch", "fsdp_forward_prefetch"),
+}
+"""What a version of FSDP passes over; the launcher sets both versions' variables."""
+_DEEPSPEED_NAMES = {
+    "zero3_init": "zero3_init_flag",
+    "config_file": "deepspeed_config_file",
+    "moe_layer_cls_names": "deepspeed_moe_layer_cls_names",
+}
+_BESIDE = {"gradient_clipping": float, "gradient_accumulation_steps": int}
+"""What the launcher says beside DeepSpeed's configuration, which has the same keys."""
+_WRAPS = {"transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "size_based_auto_wrap_policy": "SIZE_BASED_WRAP"}
+
+
+def launched(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The document that `accelerate launch` was given, as far as it switches FSDP, DeepSpeed or a mesh on.
+
+    `distributed_type` is left out where none of them is on; nothing else is then of use.
+    """
+    found: dict[str, Any] = {}
+    on = {name for name, switch in SWITCHES.items() if environment.get(switch, "false").lower() == "true"}
+    if "parallelism" in on:
+        section = _section(environment, "PARALLELISM_CONFIG_", _PARALLELISM)
+        found |= {"distributed_type": "MULTI_GPU", "parallelism_config": section}
+    if "fsdp" in on:
+        found |= {"distributed_type": "FSDP", "fsdp_config": _fsdp(environment)}
+    if "deepspeed" in on:
+        found |= {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed(environment)}
+    if "megatron" in on:
+        found |= {"distributed_type": "MEGATRON_LM"}
+    return found
+
+
+def _section(environment: Mapping[str, str], start: str, prefix: str = "") -> dict[str, Any]:
+    """Variables whose names begin with `start` as keys that begin with `prefix`, their values as in YAML."""
+    found = {name.removeprefix(start).lower(): text for name, text in environment.items() if name.startswith(start)}
+    return {f"{prefix}{name}": yaml.safe_load(text) for name, text in found.items()}
+
+
+def _fsdp(environment: Mapping[str, str]) -> dict[str, Any]:
+    found = _section(environment, "FSDP_", "fsdp_")
+    if classes := found.pop("fsdp_transformer_cls_to_wrap", None):
+        found["fsdp_transformer_layer_cls_to_wrap"] = classes
+    return {name: value for name, value in found.items() if name not in _OTHER_VERSION[found.get("fsdp_version", 1)]}
+
+
+def _deepspeed(environment: Mapping[str, str]) -> dict[str, Any]:
+    said = _section(environment, "ACCELERATE_DEEPSPEED_")
+    found = {_DEEPSPEED_NAMES.get(name, name): value for name, value in said.items()}
+    if found.get("deepspeed_config_file") not in (None, "none"):
+        return {"deepspeed_config_file": found["deepspeed_config_file"]}  # it says all
+    return found | _section(environment, "ACCELERATE_GRADIENT_", "gradient_")
+
+
+def dynamo_section(environment: Mapping[str, str], plugin: Any = None, backend: Any = None) -> dict[str, Any]:
+    """Which compiler, `no` for none, with its options.
+
+    Args:
+        plugin: a `TorchDynamoPlugin`, in place of all else.
+        backend: a `DynamoBackend` or its name, in place of the environment's.
+    """
+    said = _section(environment, DYNAMO)
+    if plugin is not None:
+        said = {"backend": plugin.backend, "mode": plugin.mode}
+        said |= {"use_fullgraph": plugin.fullgraph, "use_dynamic": plugin.dynamic}
+    elif backend is not None:
+        said["backend"] = backend
+    word = str(getattr(said.get("backend"), "value", said.get("backend") or "no")).lower()
+    return {**said, "backend": "no" if word == "false" else word}  # YAML reads NO as false
+
+
+# -- objects ---------------------------------------------------------------------------------------------------------
+
+
+def parallelism_section(config: Any) -> dict[str, Any]:
+    """The `parallelism_config` of a `ParallelismConfig`."""
+    return {f"{_PARALLELISM}{axis}_size": getattr(config, f"{axis}_size") for axis in AXES}
+
+
+def fsdp_section(plugin: Any) -> dict[str, Any]:
+    """The `fsdp_config` of a `FullyShardedDataParallelPlugin`. Raises: `BadInput` for what no configuration can say."""
+    if plugin.mixed_precision_policy is not None:
+        raise BadInput(
+            f"fsdp_plugin.mixed_precision_policy is {plugin.mixed_precision_policy}: say it as mixed_precision='bf16', "
+            "or pass precision=tz.Precision(...) beside the plugin."
+        )
+    offload = getattr(plugin.cpu_offload, "offload_params", type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy")
+    section = {
+        "fsdp_version": plugin.fsdp_version,
+        "fsdp_offload_params": bool(offload),
+        "fsdp_activation_checkpointing": bool(plugin.activation_checkpointing),
+        "fsdp_activation_checkpointing_offload": bool(getattr(plugin, "activation_checkpointing_offload", False)),
+        "fsdp_cpu_ram_efficient_loading": bool(plugin.cpu_ram_efficient_loading),
+        **_wrapping(plugin),
+    }
+    if plugin.ignored_modules is not None:
+        section["fsdp_ignored_modules"] = str(plugin.ignored_modules)
+    if plugin.fsdp_version == 2:
+        return section | {"fsdp_reshard_after_forward": plugin.reshard_after_forward}
+    strategy, ahead = plugin.sharding_strategy or plugin.reshard_after_forward, plugin.backward_prefetch
+    return section | {
+        "fsdp_sharding_strategy": strategy.name.lstrip("_"),
+        "fsdp_backward_prefetch": "NO_PREFETCH" if ahead is None else ahead.name,
+        "fsdp_forward_prefetch": bool(plugin.forward_prefetch),
+        "fsdp_sync_module_states": bool(plugin.sync_module_states),
+        "fsdp_use_orig_params": bool(plugin.use_orig_params),
+    }
+
+
+def _wrapping(plugin: Any) -> dict[str, Any]:
+    """Units, by the names that the plugin's functions stand for."""
+    policy = plugin.auto_wrap_policy
+    if policy is None:
+        return {"fsdp_auto_wrap_policy": "NO_WRAP"}
+    function = policy.func if isinstance(policy, functools.partial) else policy
+    word = _WRAPS.get(getattr(function, "__name__", ""))
+    if word is None:
+        raise BadInput(
+            "fsdp_plugin.auto_wrap_policy is a function of your own: leave it out, and pass the classes of the units "
+            "as Accelerator(units=[...])."
+        )
+    section: dict[str, Any] = {"fsdp_auto_wrap_policy": word}
+    if word == "SIZE_BASED_WRAP":
+        section["fsdp_min_num_params"] = plugin.min_num_params or 1
+    elif plugin.transformer_cls_names_to_wrap:
+        section["fsdp_transformer_layer_cls_to_wrap"] = ",".join(plugin.transformer_cls_names_to_wrap)
+    return section
+
+
+def deepspeed_file(document: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    """The deepspeed_config_file of a launcher's document, as `deepspeed_document` takes a plugin; None without one.
+
+    Raises: `BadInput` for a file that cannot be read, or what the launcher says otherwise than the file.
+    """
+    name = document.get("deepspeed_config", {}).get("deepspeed_config_file")
+    if name is None:
+        return None
+    said, fault = load_named(name, ReadingContext())
+    if fault:
+        raise BadInput(f"deepspeed_config_file: {fault}. Name the file by its absolute path.")
+    beside = {key: environment.get(f"ACCELERATE_{key.upper()}") for key in _BESIDE}
+    for key, kind in _BESIDE.items():
+        told, own = beside[key], said.get(key, "auto")
+        if told not in (None, "auto") and own != "auto" and kind(told) != own:
+            raise BadInput(f"{key} is {told} from the launcher and {own} in '{name}': leave out one of them.")
+        if told not in (None, "auto"):
+            said.setdefault(key, "auto")
+    return SimpleNamespace(deepspeed_config=said, **beside)
+
+
+def deepspeed_document(plugin: Any, mixed: str) -> dict[str, Any]:
+    """The DeepSpeed configuration of a `DeepSpeedPlugin`, with "auto" as Accelerate fills it in.
+
+    Args:
+        mixed: Accelerate's mixed_precision.
+
+    Raises: `BadInput` where both say a precision, and not the same.
+    """
+    document: dict[str, Any] = copy.deepcopy(plugin.deepspeed_config)
+    for half in ("bf16", "fp16"):
+        section = document.get(half)
+        if isinstance(section, dict) and section.get("enabled") == "auto":
+            section["enabled"] = mixed == half
+        elif section is None and mixed == half:
+            document[half] = {"enabled": True}
+        elif (
+            isinstance(section, dict) and bool(section.get("enabled")) != (mixed == half) and mixed in ("bf16", "fp16")
+        ):
+            raise BadInput(
+                f"mixed_precision is {mixed}, and DeepSpeed's configuration has {half}.enabled: "
+                f'{section.get("enabled", False)}: leave mixed_precision out, or write "auto" there.'
+            )
+    for key, kind in _BESIDE.items():
+        value = getattr(plugin, key, None)
+        if document.get(key) == "auto" and value not in (None, "auto"):
+            document[key] = kind(value)
+    return document

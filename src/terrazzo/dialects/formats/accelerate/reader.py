@@ -1,0 +1,70 @@
+"""Accelerate's YAML on its way in: prefixes that may be left out, and keys that fall through in silence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.core.description import Setting
+from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
+from terrazzo.dialects.core.keys import Type, row_of
+from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.formats.accelerate.keys import GHOSTS, KEYS, SECTIONS, TOP, canonical_key
+from terrazzo.errors import did_you_mean
+
+__all__ = ["AccelerateReader"]
+
+
+class AccelerateReader(Reader):
+    """A reader that finds a key with or without its section's prefix.
+
+    Attributes:
+        context: what the document does not say.
+    """
+
+    def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
+        super().__init__(document, "Accelerate", keys=KEYS)
+        self.context = context
+        self.spelling = {canonical_key(key): key for key in self.flat}  # of both spellings the later one holds
+
+    def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
+        found = super()._checked(key, default, kind, null)
+        raw, word = self.raw(key), kind.expected.startswith("one of")  # upper or lower case, or a number
+        if found.origin == "file" and (word or (isinstance(raw, str) and found.value != raw)):
+            self.keep_as(self.spelled(key), raw)
+        return found
+
+    # -- keeping -----------------------------------------------------------------------------------------------------
+
+    def keep_as(self, key: str, value: Any, why: str = "another way to write the same") -> None:
+        """See `Reader.keep_as`. The first word holds."""
+        if all(extra.key != key for extra in self._extras):
+            super().keep_as(key, value, why)
+
+    def keep_rest(self, *, fp8: bool) -> None:
+        """Keep every known key that nobody has read, and explain the others. `fp8`: its section has an effect."""
+        for key in self.unread():
+            name = canonical_key(key)
+            row = row_of(KEYS, name)
+            if self.flat[key] in (None, {}) and (name in KEYS or key in SECTIONS or key == "megatron_lm_config"):
+                self.keep(key, "it says nothing: the default holds", loss="harmless")
+            elif row is not None:
+                lossy = fp8 and row.keep == "lossy"
+                self.keep(key, row.why if lossy else row.meaning, loss="lossy" if lossy else "harmless")
+            else:
+                self.refuse(key, self._stranger(key))
+        for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:
+            self.keep_as(key, None, "it says nothing: the default holds")
+
+    def _stranger(self, key: str) -> str:
+        """What Accelerate does with a key that it does not know."""
+        section, _, last = key.partition(".")
+        if section in (*SECTIONS, "megatron_lm_config") and not last:
+            return f"it is {str(self.flat[key])[:40]!r}, expected a section of keys"
+        if section not in SECTIONS:
+            near = did_you_mean(section, (*TOP, *SECTIONS, "megatron_lm_config"))
+            return f"Accelerate has no '{section}' at the top and refuses the file.{near}"
+        name = canonical_key(key)
+        if name in GHOSTS:
+            return f"nothing reads it: Accelerate drops it without a word. Did you mean '{GHOSTS[name]}'?"
+        near = did_you_mean(name.partition(".")[2], SECTIONS[section])
+        return f"{section} has no '{last}': Accelerate drops it without a word.{near}"

@@ -1,0 +1,111 @@
+"""The keys of `zero_optimization` and of what feeds its NVMe tier."""
+
+from __future__ import annotations
+
+import sys
+
+from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, TEXT, Key, number, section, whole
+from terrazzo.dialects.formats.shared.deepspeed import DEVICE
+
+__all__ = ["ZERO_ROWS"]
+
+_QUANTIZED = "weights or gradients travel in 8 bits, which changes the numbers: switch it off"
+_ZENFLOW = "ZenFlow updates most parameters late, which changes the numbers: use plain offload"
+_ELEMENTS = "counted in elements"
+
+_ZERO = {
+    "stage": Key(whole(0, 3), 0, "0: replicas; 1: splits optimizer state; 2: and gradients; 3: and weights"),
+    "contiguous_gradients": Key(SWITCH, True, "gradients are copied into one buffer as they come", "harmless"),
+    "reduce_scatter": Key(SWITCH, True, "gradients are reduced or reduce-scattered, not all-reduced", "harmless"),
+    "reduce_bucket_size": Key(whole(), 500_000_000, f"gradients reduced at once, {_ELEMENTS}", "harmless"),
+    "use_multi_rank_bucket_allreduce": Key(SWITCH, True, "stages 1, 2: one all-reduce for all ranks", "harmless"),
+    "allgather_partitions": Key(SWITCH, True, "stages 1, 2: all-gather rather than broadcasts", "harmless"),
+    "allgather_bucket_size": Key(whole(), 500_000_000, f"weights gathered at once, {_ELEMENTS}", "harmless"),
+    "overlap_comm": Key(SWITCH, None, "reduction beside backward; null: at stage 3 only", "harmless"),
+    "compute_grad_norm": Key(SWITCH, True, "the global gradient norm is worked out", "harmless"),
+    "load_from_fp32_weights": Key(SWITCH, True, "master weights are loaded from fp32 copies", "lossy"),
+    "elastic_checkpoint": Key(SWITCH, False, "stages 1, 2: optimizer state without padding", "harmless"),
+    "sub_group_size": Key(whole(), 1_000_000_000, f"optimizer tile, {_ELEMENTS}", "harmless"),
+    "ignore_unused_parameters": Key(SWITCH, True, "parameters without a gradient are no error", "harmless"),
+    "legacy_stage1": Key(SWITCH, False, "an older stage 1, which no longer exists", "refused"),
+    "round_robin_gradients": Key(SWITCH, False, "stages 1, 2: gradient copies are spread over ranks", "harmless"),
+    "parameter_alignment": Key(SWITCH, False, "each parameter starts at a multiple of 16 bytes", "harmless"),
+    "zero_hpz_partition_size": Key(whole(), 1, "ranks that share a second copy of the weights for backward (hpZ)"),
+    "zero_quantized_weights": Key(SWITCH, False, "weights are gathered in int8", "refused", _QUANTIZED),
+    "zero_quantized_nontrainable_weights": Key(SWITCH, False, "frozen weights rest in int8", "refused", _QUANTIZED),
+    "zero_quantized_gradients": Key(SWITCH, False, "gradients are reduced in int8", "refused", _QUANTIZED),
+    "memory_efficient_linear": Key(SWITCH, True, "stage 3: linear layers that keep no gathered weight", "harmless"),
+    "pipeline_loading_checkpoint": Key(SWITCH, False, "stage 3: reading and copying overlap on load", "harmless"),
+    "override_module_apply": Key(SWITCH, True, "stage 3: Module.apply gathers weights", "harmless"),
+    "log_trace_cache_warnings": Key(SWITCH, False, "a changed order of modules is logged", "harmless"),
+    "enable_sanity_checks": Key(SWITCH, False, "further checks between ranks", "harmless"),
+    "save_muon_momentum_buffer_in_memory": Key(SWITCH, False, "Muon's momentum stays off NVMe", "harmless"),
+    "stage3_prefetch_bucket_size": Key(whole(), 50_000_000, f"weights gathered ahead, {_ELEMENTS}; 0: none"),
+    "stage3_param_persistence_threshold": Key(whole(), 100_000, "parameters up to this size stay whole", "harmless"),
+    "stage3_model_persistence_threshold": Key(whole(), sys.maxsize, "how much may stay whole in all", "harmless"),
+    "stage3_max_live_parameters": Key(whole(), 1_000_000_000, f"weights gathered at a time, {_ELEMENTS}", "harmless"),
+    "stage3_max_reuse_distance": Key(whole(), 1_000_000_000, "weights used again so soon stay whole", "harmless"),
+    "stage3_gather_16bit_weights_on_model_save": Key(SWITCH, False, "save_16bit_model writes the whole model"),
+    "stage3_module_granularity_threshold": Key(whole(), 0, "finer modules are gathered with their parent", "harmless"),
+    "stage3_use_all_reduce_for_fetch_params": Key(SWITCH, False, "weights are gathered by all-reduce", "harmless"),
+    "stage3_allgather_sequential": Key(SWITCH, False, "weights are gathered one by one", "harmless"),
+    "cpu_offload": Key(SWITCH, None, "old word for offload_optimizer.device 'cpu'"),
+    "cpu_offload_param": Key(SWITCH, None, "old word for offload_param.device 'cpu'"),
+    "cpu_offload_use_pin_memory": Key(SWITCH, None, "old word for pin_memory"),
+}
+_OFFLOAD_PARAM = {
+    "device": Key(DEVICE, "none", "where the weights' shards live: none, cpu, nvme"),
+    "nvme_path": Key(TEXT, None, "folder of the swap files"),
+    "buffer_count": Key(whole(), 5, "staging buffers between NVMe and the device"),
+    "buffer_size": Key(whole(), 100_000_000, f"size of one of them, {_ELEMENTS}", "harmless"),
+    "max_in_cpu": Key(whole(), 1_000_000_000, f"kept in host memory beside NVMe, {_ELEMENTS}", "lossy"),
+    "pin_memory": Key(SWITCH, True, "host memory is page-locked"),
+}
+_OFFLOAD_OPTIMIZER = {
+    "device": Key(DEVICE, "none", "where optimizer state lives: none, cpu, nvme"),
+    "nvme_path": Key(TEXT, None, "folder of the swap files"),
+    "buffer_count": Key(whole(), 4, "staging buffers between NVMe and host"),
+    "pin_memory": Key(SWITCH, True, "host memory is page-locked"),
+    "pipeline_read": Key(SWITCH, False, "the next tile is read during a tile's update", "harmless"),
+    "pipeline_write": Key(SWITCH, False, "the last tile is written during a tile's update", "harmless"),
+    "fast_init": Key(SWITCH, False, "quicker start of NVMe state", "harmless"),
+    "ratio": Key(number(high=1.0), 1.0, "share of the optimizer state on the CPU (stage 3)"),
+    "super_offload": Key(SWITCH, False, "a process of its own runs the CPU step ahead of the checks", "lossy"),
+    "cpuadam_cores_perc": Key(number(), 0.8, "share of the cores for that process", "harmless"),
+}
+_ZENFLOW_ROWS = {
+    "topk_ratio": Key(number(), 0.1, "share of gradients updated at once on the device", "refused", _ZENFLOW),
+    "select_strategy": Key(TEXT, "auto", "auto, step or epoch", "refused", _ZENFLOW),
+    "select_interval": Key(ANY, "auto", "how often that share is chosen anew", "refused", _ZENFLOW),
+    "update_interval": Key(ANY, "auto", "steps between updates of the rest", "refused", _ZENFLOW),
+    "overlap_step": Key(SWITCH, False, "the CPU step runs beside the next forward", "refused", _ZENFLOW),
+    "offload": Key(SWITCH, False, "the selective state is offloaded as well", "refused", _ZENFLOW),
+    "auto_ratio": Key(number(), 0.99, "threshold of the automatic interval", "refused", _ZENFLOW),
+    "full_warm_up_rounds": Key(whole(), 0, "first rounds with plain updates", "refused", _ZENFLOW),
+    "pt_reserved_cores_perc": Key(number(), 0.5, "share of the cores for PyTorch", "harmless"),
+    "steps_per_epoch": Key(whole(), None, "filled in by the engine", "harmless"),
+}
+_WHOLE = "other engines gather whole blocks anyway"
+_LEAF = {
+    "classes": Key(LIST, None, "module classes gathered as one", "harmless", _WHOLE),
+    "names": Key(LIST, (), "module names gathered as one", "harmless", _WHOLE),
+    "name_suffixes": Key(LIST, (), "endings of module names gathered as one", "harmless", _WHOLE),
+}
+_AIO = {
+    "block_size": Key(whole(1), 1_048_576, "bytes of one read or write"),
+    "queue_depth": Key(whole(1), 8, "reads and writes in flight"),
+    "intra_op_parallelism": Key(whole(), 1, "threads per tensor", "harmless"),
+    "single_submit": Key(SWITCH, False, "requests are submitted one by one", "harmless"),
+    "overlap_events": Key(SWITCH, True, "submitting and completing overlap", "harmless"),
+    "use_gds": Key(SWITCH, False, "NVMe straight to the GPU (GPUDirect)", "lossy"),
+}
+
+ZERO_ROWS = {
+    **section("zero_optimization", _ZERO),
+    **section("zero_optimization.offload_param", _OFFLOAD_PARAM),
+    **section("zero_optimization.offload_optimizer", _OFFLOAD_OPTIMIZER),
+    **section("zero_optimization.zenflow", _ZENFLOW_ROWS),
+    **section("zero_optimization.leaf_module", _LEAF),
+    **section("aio", _AIO),
+}
+"""By dotted key."""

@@ -1,0 +1,167 @@
+"""A DeepSpeed document on its way in: other spellings, "auto", removed keys, and what DeepSpeed does with strangers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from terrazzo.dialects.core.description import Setting
+from terrazzo.dialects.core.dialect import ConfigDocument, ReadingContext
+from terrazzo.dialects.core.keys import Key, Type, matches
+from terrazzo.dialects.core.reader import Reader, join
+from terrazzo.dialects.formats.deepspeed.auto import AUTO, LITERAL, Auto, resolve
+from terrazzo.dialects.formats.deepspeed.keys import ALIASES, NULLABLE, PATTERNS, SECTIONS, STRICT, TABLE
+from terrazzo.dialects.formats.deepspeed.versions import CODED, GHOSTS, LAST, REMOVED, default_of
+from terrazzo.errors import did_you_mean
+
+__all__ = ["DeepSpeedReader"]
+
+
+class DeepSpeedReader(Reader):
+    """A reader that knows DeepSpeed's other spellings and Hugging Face's "auto".
+
+    Attributes:
+        context: what the document does not say.
+        version: of DeepSpeed, as numbers.
+    """
+
+    def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
+        super().__init__(document, "DeepSpeed", ("optimizer.params", "scheduler.params"), TABLE)
+        self.context, self.version = context, context.version("deepspeed", LAST)
+        self.flat = _open(self.flat)
+        self.spelling = {ALIASES[key]: key for key in self.flat if key in ALIASES and not self._shadowed(key)}
+
+    def _shadowed(self, alias: str) -> bool:
+        """Whether the document has the same in today's words. Of two names for a section, today's counts alone."""
+        section = next((name for old, name in _SECTIONS.items() if alias.startswith(f"{old}.")), "")
+        return ALIASES[alias] in self.flat or (section != "" and section in self)
+
+    # -- taking a key ----------------------------------------------------------------------------------------------
+
+    def auto(self, key: str) -> Auto | None:
+        """What "auto" stands for, if that is what the document says."""
+        return resolve(key, self.context) if self.raw(key) == AUTO and key not in LITERAL else None
+
+    def default(self, key: str) -> Any:
+        """The default in this version."""
+        return default_of(key, self.version, super().default(key))
+
+    def _checked(self, key: str, default: Any, kind: Type, null: bool) -> Setting[Any]:
+        if (auto := self.auto(key)) is not None:
+            return self._automatic(key, auto, default)
+        found = super()._checked(key, default, kind, null)
+        if self.spelled(key) != key and self.verdicts[self.spelled(key)].kind == "applied":
+            self.say(self.spelled(key), "renamed", f"today's word is {key}")
+        if found.origin == "file" and isinstance(self.raw(key), str) and found.value != self.raw(key):
+            self.keep_as(key, self.raw(key))
+        return found
+
+    def _automatic(self, key: str, auto: Auto, default: Any) -> Setting[Any]:
+        """What "auto" comes to: the rule's value, None where it is open, or the default where DeepSpeed drops it."""
+        name, section = self.spelled(key), key.rpartition(".")[0]
+        if auto.rule:
+            self.say(name, "defaulted", auto.why)
+            return Setting(auto.value, "auto", name)
+        if section in STRICT:
+            shown = "its default" if default is None else f"its default, {default}"
+            self.say(name, "defaulted", f"Hugging Face has no rule for it, and DeepSpeed drops 'auto' for {shown}")
+        else:
+            self.refuse(name, auto.why)
+        return Setting(default, "auto", name)
+
+    # -- keeping a key ---------------------------------------------------------------------------------------------
+
+    def keep_key(self, key: str, row: Key) -> None:
+        """Keep a key that means something to DeepSpeed alone, under today's spelling."""
+        found, name = self.take(key), self.spelled(key)
+        verdict = self.verdicts[name]
+        if verdict.kind == "refused":
+            return
+        same = found.origin == "auto" or self.raw(key) is None or found.value == self.default(key)
+        why = row.why or row.meaning
+        self.keep_as(key, self.raw(key), why)
+        self._extras[-1] = replace(self._extras[-1], loss="harmless" if same else row.keep or "harmless")
+        self.say(name, verdict.kind, verdict.why or ("" if same else why), "" if name == key else key)
+
+    def keep_rest(self) -> None:
+        """Keep every known key that nobody has read; explain what is left."""
+        for key, row in TABLE.items():
+            for name in self._found(key):
+                if name == key:
+                    self.keep_key(name, row)
+                else:
+                    self.keep(name, row.why or row.meaning, loss=row.keep or "lossy")
+        for key in self.unread():
+            if key in SECTIONS and (self.flat[key] == {} or (self.flat[key] is None and key in NULLABLE)):
+                self.keep(key, "it says nothing: the defaults hold", loss="harmless")
+            elif key in SECTIONS:
+                self.refuse(key, f"it is {str(self.flat[key])[:40]!r}, expected a section of keys")
+            elif key.lstrip("_/#") in ("comment", "comments") or key.startswith("_comment"):
+                self.keep(key, "a remark: JSON has no comments", loss="harmless")
+            else:
+                self.refuse(key, self._stranger(key))
+        today = {old: key for key, old in self.spelling.items()}
+        for key in [key for key, value in self.flat.items() if value is None and self.verdicts[key].kind == "applied"]:
+            if all(extra.key != today.get(key, key) for extra in self._extras):
+                self.keep_as(today.get(key, key), None, "it says nothing: the default holds")
+
+    def _found(self, pattern: str) -> list[str]:
+        if pattern in PATTERNS:
+            return [key for key in self.unread() if matches(key, pattern)]
+        name = self.spelled(pattern)
+        return [pattern] if name in self.flat and name not in self.verdicts else []
+
+    def _stranger(self, key: str) -> str:
+        """What DeepSpeed does with a key that it does not know."""
+        if key in ALIASES:
+            return f"it is {ALIASES[key]} by another name, which is there as well: remove one of them"
+        if key in GHOSTS:
+            return GHOSTS[key]
+        if coded := _coded(key):
+            return coded
+        first, _, rest = key.partition(".")
+        section = max((name for name in SECTIONS if key.startswith(f"{name}.")), key=len, default="")
+        if not section:
+            near = did_you_mean(first, TOP)
+            return (
+                f"DeepSpeed has no '{first}' and ignores it without a word{', with all below it' * bool(rest)}.{near}"
+            )
+        siblings = [name for name in (*TABLE, *ALIASES) if name.startswith(f"{section}.")]
+        last = key.removeprefix(f"{section}.")
+        near = did_you_mean(last, [name.removeprefix(f"{section}.") for name in siblings]) or _elsewhere(last)
+        if section in STRICT:
+            return f"{section} has no '{last}': DeepSpeed refuses the file.{near}"
+        return f"{section} has no '{last}': DeepSpeed ignores it without a word.{near}"
+
+
+_SECTIONS = {"bfloat16": "bf16", "tensor_parallel.tensor_parallel": "tensor_parallel.tp"}
+
+TOP = tuple(dict.fromkeys(key.partition(".")[0] for key in (*TABLE, *ALIASES, *REMOVED)))
+"""Keys that may stand at the top."""
+
+
+def _open(flat: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of optimizer and schedule one level deep: what is below an argument is its value."""
+    opened: dict[str, Any] = {}
+    for key, value in flat.items():
+        if key in ("optimizer.params", "scheduler.params") and isinstance(value, Mapping) and value:
+            opened.update({join(key, name): inner for name, inner in value.items()})
+        else:
+            opened[key] = value
+    return opened
+
+
+def _coded(key: str) -> str:
+    """Of an argument that is no key, at the top or in a section of its class: what takes it, and what is here."""
+    section, _, name = key.rpartition(".")
+    if name not in CODED or section not in ("", "moe", "pipeline"):
+        return ""
+    owner, here = CODED[name]
+    instead = f"; a Terrazzo configuration has {here}" if here else ""
+    return f"it is an argument of {owner} in your code, and DeepSpeed ignores it in the file{instead}"
+
+
+def _elsewhere(last: str) -> str:
+    found = [key for key in TABLE if key.rpartition(".")[2] == last]
+    return f" There is a '{found[0]}'." if found else ""

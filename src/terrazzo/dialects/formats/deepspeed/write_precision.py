@@ -1,0 +1,183 @@
+"""Writing dtypes: `bf16`, `fp16` or `torch_autocast`, and what differs from what these bring."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from terrazzo.dialects.core.description import EVERY_DTYPE, LOADED
+from terrazzo.dialects.formats.deepspeed.draft import DeepSpeedDraft
+
+__all__ = ["write_precision"]
+
+_WIRE = ("fp32", "fp16", "bf16")
+_SCALING = "precision.loss_scaling"
+
+
+def write_precision(draft: DeepSpeedDraft, stage: int, optimizer_on_cpu: bool) -> None:
+    """Write the section that gives the compute dtype, then every dtype that it does not bring along."""
+    if not any(draft.is_set(f"precision.{name}") for name in EVERY_DTYPE):
+        return
+    asked = {name: _dtype(draft, name) for name in EVERY_DTYPE}
+    low = asked["compute"] = asked["compute"] or asked["weight"]
+    if draft.value("precision.autocast"):
+        brought = _autocast(draft, asked)
+    elif low in ("bf16", "fp16"):
+        brought = _low(draft, asked, stage, optimizer_on_cpu)
+    else:
+        brought = dict.fromkeys(EVERY_DTYPE, "fp32")
+        _off(draft)
+    _wire(draft, asked, brought, stage)
+    _rest(draft, asked, brought)
+
+
+def _dtype(draft: DeepSpeedDraft, name: str) -> str | None:
+    """The dtype asked for, None where any will do; the load dtype if it is known."""
+    value = draft.value(f"precision.{name}")
+    return draft.context.load_dtype or LOADED if value == LOADED else value
+
+
+def _off(draft: DeepSpeedDraft) -> None:
+    """fp32: give back the switches that stood there."""
+    for key in ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled"):
+        if draft.stood("precision.compute", key):
+            draft.say("precision.compute", key, False)
+
+
+def _autocast(draft: DeepSpeedDraft, asked: dict[str, str | None]) -> dict[str, str]:
+    """fp32 weights under autocast. No safe modules means that gradients travel as they are: in fp32."""
+    low = asked["compute"] or "bf16"
+    draft.put("precision.autocast", "torch_autocast.enabled", True)
+    key = "torch_autocast.dtype"
+    if not draft.own or draft.stood("precision.compute", key):
+        draft.put("precision.compute", key, "bfloat16" if low == "bf16" and not draft.own else _words(draft, key, low))
+    else:
+        draft.implied("precision.compute", key="torch_autocast.enabled")
+    wire = asked["reduce"] or low
+    safe = "torch_autocast.lower_precision_safe_modules"
+    if wire == "fp32" or draft.stood("precision.reduce", safe):
+        draft.put(
+            "precision.reduce", safe, draft.stood_as.get(safe, []), "no module's gradients are reduced in 16 bits"
+        )
+    return {
+        **dict.fromkeys(EVERY_DTYPE, "fp32"),
+        "compute": low,
+        "output": low,
+        "reduce": "fp32" if wire == "fp32" else low,
+    }
+
+
+def _words(draft: DeepSpeedDraft, key: str, dtype: str) -> Any:
+    return draft.stood_as.get(key, dtype)
+
+
+def _low(draft: DeepSpeedDraft, asked: dict[str, str | None], stage: int, on_cpu: bool) -> dict[str, str]:
+    """16 bits: what the section brings along, after its own switches for masters and moments."""
+    low = str(asked["compute"])
+    rests = asked["weight"] in (None, low)
+    draft.say(["precision.compute", *(["precision.weight"] if rests else [])], f"{low}.enabled", True)
+    if asked["weight"] == "fp32":
+        why = f"DeepSpeed rests the weights in {low} beside fp32 masters: the numbers are the same, the memory is not"
+        draft.lossy("precision.weight", why, f"{low}.enabled")
+    brought = {**dict.fromkeys(EVERY_DTYPE, low), "master": "fp32", "moments": "fp32", "buffers": LOADED}
+    _masters(draft, asked, brought, stage)
+    if low == "bf16":
+        _moments(draft, asked, brought, on_cpu)
+    elif asked["moments"] == "fp16" and brought["master"] == "fp16":
+        draft.put("precision.moments", "optimizer.params.fp32_optimizer_states", False)
+        brought["moments"] = "fp16"
+    elif draft.stood("precision.moments", "optimizer.params.fp32_optimizer_states"):
+        draft.put("precision.moments", "optimizer.params.fp32_optimizer_states", True)
+    if low == "fp16":
+        _scale(draft)
+    return brought
+
+
+def _masters(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str, str], stage: int) -> None:
+    low = brought["compute"]
+    key = f"{low}.{low}_master_weights_and_grads"
+    if asked["master"] == low and stage > 0:
+        draft.say("precision.master", key, True)
+        brought["master"] = low
+    elif draft.stood("precision.master", key):
+        draft.say("precision.master", key, asked["master"] == low)
+
+
+def _moments(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str, str], on_cpu: bool) -> None:
+    key = "bf16.bf16_optimizer_states"
+    if asked["moments"] == "bf16" and brought["master"] == "bf16":
+        draft.say("precision.moments", key, True)
+        brought["moments"] = "bf16"
+    elif draft.stood("precision.moments", key):
+        draft.say("precision.moments", key, asked["moments"] == "bf16")
+    elif brought["master"] == "bf16" and not on_cpu and not draft.own:
+        why = "bf16 masters have bf16 moments, or fp32 ones where the optimizer is offloaded to the CPU"
+        draft.put("precision.moments", key, True, why, "lossy")
+
+
+def _scale(draft: DeepSpeedDraft) -> None:
+    """The loss scale: fixed, or DeepSpeed's dynamic one."""
+    fixed, scaling = draft.value("precision.static_loss_scale"), draft.value(_SCALING)
+    if fixed is not None:
+        draft.say("precision.static_loss_scale", "fp16.loss_scale", fixed)
+        return
+    if scaling is None:
+        if draft.is_set(_SCALING):
+            draft.put(_SCALING, "fp16.loss_scale", 1.0, "a fixed scale of 1 is none")
+        return
+    draft.implied(_SCALING)
+    values = {
+        "fp16.loss_scale": 0,
+        "fp16.initial_scale_power": round(math.log2(scaling.init)),
+        "fp16.loss_scale_window": scaling.interval,
+        "fp16.hysteresis": scaling.hysteresis,
+        "fp16.min_loss_scale": max(1, round(scaling.minimum)),
+    }
+    for key, value in values.items():
+        draft.say(_SCALING, key, value)
+    if (scaling.growth, scaling.backoff) != (2.0, 0.5) or scaling.minimum != values["fp16.min_loss_scale"]:
+        draft.lossy(_SCALING, "DeepSpeed doubles and halves its scale, down to a whole number")
+
+
+def _wire(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str, str], stage: int) -> None:
+    """Gradients on the wire and across micro-batches."""
+    wire, kept = asked["reduce"], asked["accumulate"]
+    sequence = draft.value("mesh.sp", 1) > 1
+    key = "seq_parallel_communication_data_type" if sequence else "communication_data_type"
+    default = "fp32" if sequence else brought["reduce"]
+    if not draft.value("precision.autocast"):
+        if wire in _WIRE and (wire != default or draft.stood("precision.reduce", key)):
+            draft.put("precision.reduce", key, _words(draft, key, wire))
+            brought["reduce"] = wire
+        else:
+            brought["reduce"] = default
+    key = "data_types.grad_accum_dtype"
+    if kept in _WIRE and (kept != brought["accumulate"] or draft.stood("precision.accumulate", key)):
+        if stage == 0 and kept != brought["accumulate"] and not draft.own:
+            why = "at stage 0 DeepSpeed accumulates in the model's dtype: take stage 1 or above"
+            draft.lossy("precision.accumulate", why)
+        else:
+            draft.put("precision.accumulate", key, _words(draft, key, kept))
+            brought["accumulate"] = kept
+    key = "data_types.buffer_dtype"
+    if asked["buffers"] in _WIRE and (asked["buffers"] != brought["buffers"] or draft.stood("precision.buffers", key)):
+        draft.put("precision.buffers", key, _words(draft, key, asked["buffers"]))
+        brought["buffers"] = asked["buffers"]
+
+
+def _rest(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str, str]) -> None:
+    """A verdict for every dtype that no key has said."""
+    for name in EVERY_DTYPE:
+        path, wanted = f"precision.{name}", asked[name]
+        if draft.spoken(path) or not draft.is_set(path):
+            continue
+        if wanted in (None, brought[name]):
+            draft.implied(path)
+        elif wanted == LOADED and brought["weight"] == "fp32":  # nothing is cast: buffers stay, weights must be fp32
+            draft.implied(path, "as loaded") if name == "buffers" else draft.lossy(path, "load the model in fp32")
+        elif wanted == LOADED:
+            draft.lossy(path, f"DeepSpeed casts the model to {brought[name]}, in whatever dtype it was loaded")
+        elif name == "saved":
+            draft.lossy(path, f"the 16-bit export holds {brought[name]}; fp32 weights come from zero_to_fp32.py")
+        else:
+            draft.lossy(path, f"DeepSpeed has {brought[name]} there, and no setting for {wanted}")

@@ -1,0 +1,257 @@
+"""Writing batch sizes, optimizer, schedule, clipping and what the loop does by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from terrazzo.dialects.core.description import inactive
+from terrazzo.dialects.core.reader import join
+from terrazzo.dialects.formats.deepspeed.draft import DeepSpeedDraft
+from terrazzo.dialects.formats.deepspeed.keys import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from terrazzo.dialects.formats.deepspeed.read_schedule import NEUTRAL
+from terrazzo.dialects.formats.deepspeed.read_training import BUILT_IN, INTERVAL
+from terrazzo.dialects.formats.shared.deepspeed import BY_PARAMETER
+
+__all__ = ["write_batch", "write_optimizer", "write_schedule", "write_training"]
+
+_BATCH = {
+    "batch.global_batch": "train_batch_size",
+    "batch.micro_batch": "train_micro_batch_size_per_gpu",
+    "batch.accumulation": "gradient_accumulation_steps",
+}
+_PARAMS, _SCHEDULE = "optimizer.params", "scheduler.params"
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")
+_TYPES = {**{name: name for name in BUILT_IN.values()}, "Adam": "Adam"}
+
+
+# -- batch ---------------------------------------------------------------------------------------------------------
+
+
+def write_batch(draft: DeepSpeedDraft) -> None:
+    """Write two of three sizes: DeepSpeed works out the third from the number of ranks."""
+    sizes = {path: draft.value(path) for path in _BATCH}
+    for path, key in _BATCH.items():
+        if draft.own and draft.setting(path).origin == "auto":
+            draft.say(path, key, sizes[path])
+        elif draft.own and sizes[path] is not None and draft.stood(path, key) and draft.setting(path).origin == "file":
+            draft.put(path, key, sizes[path])
+        elif draft.own:
+            draft.implied(path, "DeepSpeed works it out")
+    if not draft.own:
+        _two(draft, sizes)
+
+
+def _two(draft: DeepSpeedDraft, sizes: dict[str, Any]) -> None:
+    """The micro-batch, and what else is known: accumulation, or the global batch in its place."""
+    whole, micro, steps = sizes.values()
+    key = _BATCH["batch.micro_batch"]
+    if micro is None and whole is None:
+        why = f"DeepSpeed needs a size, which is left to code here: set {key}, or 'auto' under Hugging Face"
+        draft.missing("batch.micro_batch", key, why)
+    for path, size in sizes.items():
+        if size is None or (path == "batch.global_batch" and micro is not None and steps is not None):
+            draft.implied(path, "micro-batch × accumulation × ranks" if size is not None else "")
+        else:
+            draft.put(path, _BATCH[path], size)
+
+
+# -- optimizer -----------------------------------------------------------------------------------------------------
+
+
+def write_optimizer(draft: DeepSpeedDraft) -> None:
+    """Write the optimizer that the engine builds, if one is named."""
+    name = draft.value("optimizer.name")
+    if name is None:
+        for path in ("lr", "betas", "eps", "weight_decay"):
+            if draft.is_set(f"optimizer.{path}"):
+                draft.lossy(f"optimizer.{path}", "no optimizer is named: pass one with it to deepspeed.initialize")
+        return
+    draft.put("optimizer.name", "optimizer.type", draft.stood_as.get("optimizer.type", _TYPES.get(name, name)))
+    if name == "Adam":
+        draft.write(f"{_PARAMS}.adam_w_mode", False)
+    built_in = name in _TYPES
+    for path in ("lr", "betas", "eps", "weight_decay"):
+        _number(draft, f"optimizer.{path}", f"{_PARAMS}.{path}", built_in)
+    _options(draft, name, built_in)
+
+
+def _number(draft: DeepSpeedDraft, path: str, key: str, built_in: bool) -> None:
+    """A rate or factor, unless it is DeepSpeed's own default, or the schedule's."""
+    setting = draft.setting(path)
+    if not setting.is_set or (path == "optimizer.lr" and draft.own and setting.keys and key not in setting.keys):
+        draft.implied(path, key=setting.key)
+    elif setting.origin == "auto" or draft.own:
+        if key in setting.keys:
+            draft.say(path, key, _plain(setting.value))
+        else:
+            draft.implied(path)
+    elif setting.value is not None:
+        draft.put(path, key, _plain(setting.value))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _options(draft: DeepSpeedDraft, name: str, built_in: bool) -> None:
+    """Further arguments, as far as the class that DeepSpeed builds takes them."""
+    options: Mapping[str, Any] = draft.value("optimizer.options", {})
+    dropped = []
+    for argument, value in options.items():
+        if argument.startswith("muon."):
+            dropped += [] if draft.own or _of_matrices(draft, argument, value) else [argument]
+        elif draft.own or argument in OPTIMIZER_PARAMS or not built_in:
+            draft.write(join(_PARAMS, argument), value)
+            if argument == "amsgrad" and value and not draft.own:
+                draft.write(f"{_PARAMS}.torch_adam", True)  # DeepSpeed's fused kernel has no amsgrad
+        elif argument not in _KERNELS:
+            dropped.append(argument)
+    if dropped:
+        draft.lossy("optimizer.options", f"DeepSpeed's {name} takes no {', '.join(dropped)}", _PARAMS)
+    else:
+        draft.implied("optimizer.options", key=_PARAMS)
+
+
+def _of_matrices(draft: DeepSpeedDraft, argument: str, value: Any) -> bool:
+    """Write what Muon takes for matrices; whether DeepSpeed has it, or does so by itself."""
+    if argument in _MUON:
+        draft.write(f"{_PARAMS}.{_MUON[argument]}", value)
+    return argument in _MUON or _FIXED.get(argument) == value
+
+
+_MUON = {"muon.lr": "muon_lr", "muon.momentum": "momentum"}
+_FIXED = {"muon.adjust_lr": "original", "muon.nesterov": True, "muon.ns_steps": 5}
+
+
+# -- schedule ------------------------------------------------------------------------------------------------------
+
+
+def write_schedule(draft: DeepSpeedDraft) -> None:
+    """Write the schedule that the engine steps, as far as DeepSpeed has one of that shape."""
+    name = draft.value("schedule.name")
+    if name is None:
+        return
+    kinds = {neutral: kind for kind, neutral in NEUTRAL.items()}
+    kind = kinds.get(name, name)
+    warm_up = _warm_up(draft)
+    if kind not in SCHEDULER_PARAMS:
+        draft.refuse("schedule.name", f"DeepSpeed has no {name}: pass a torch scheduler to deepspeed.initialize")
+    elif name == "constant" and not warm_up and not draft.own:
+        draft.implied("schedule.name", "without a schedule the rate stays what it is")
+        draft.implied("schedule.total_steps")
+    elif "total_num_steps" in SCHEDULER_PARAMS[kind] and not _has_total(draft):
+        draft.refuse("schedule.name", f"{kind} needs the run's length: give it as total_num_steps")
+    else:
+        draft.put("schedule.name", "scheduler.type", kind)
+        _arguments(draft, kind, warm_up)
+
+
+def _has_total(draft: DeepSpeedDraft) -> bool:
+    return draft.own or draft.value("schedule.total_steps") is not None
+
+
+def _warm_up(draft: DeepSpeedDraft) -> int:
+    """Steps of warm-up, also from a share of the run."""
+    total: int | None = draft.value("schedule.total_steps")
+    share: float | None = draft.value("schedule.warmup_fraction")
+    if share and total:
+        draft.implied("schedule.warmup_fraction", "in steps", f"{_SCHEDULE}.warmup_num_steps")
+        return round(share * total)
+    return int(draft.value("schedule.warmup_steps", 0))
+
+
+def _arguments(draft: DeepSpeedDraft, kind: str, warm_up: int) -> None:
+    known = SCHEDULER_PARAMS[kind]
+    if "warmup_num_steps" in known:
+        _warm(draft, warm_up)
+    if "total_num_steps" in known:
+        _known(draft, "schedule.total_steps", f"{_SCHEDULE}.total_num_steps")
+    elif kind == "WarmupLR":
+        draft.implied(["schedule.total_steps", "schedule.final_fraction"], "it has no end")
+    _peak_and_end(draft, kind)
+    for argument, value in draft.value("schedule.options", {}).items():
+        key = f"{_SCHEDULE}.{argument}"
+        if draft.own and key not in draft.setting("schedule.options").keys:
+            continue  # a default
+        if argument in known or argument == "last_batch_iteration":
+            draft.write(key, value)
+    draft.implied("schedule.options", key=_SCHEDULE)
+
+
+def _warm(draft: DeepSpeedDraft, steps: int) -> None:
+    """Write the warm-up, which takes 2 steps at least."""
+    key, path = f"{_SCHEDULE}.warmup_num_steps", "schedule.warmup_steps"
+    if draft.own:
+        if key in draft.setting(path).keys and key not in draft.stood_as:
+            draft.say(path, key, steps)
+        else:
+            draft.implied(path, key=key)
+        return
+    if steps < 2:
+        draft.put(path, key, 1, "DeepSpeed warms up over 2 steps at least", "lossy")
+    else:
+        draft.put(path, key, steps)
+    if "warmup_type" not in draft.value("schedule.options", {}):
+        draft.write(f"{_SCHEDULE}.warmup_type", "linear")
+
+
+def _peak_and_end(draft: DeepSpeedDraft, kind: str) -> None:
+    """The peak is the schedule's own for two of them; the end can be said for the cosine alone."""
+    peak = f"{_SCHEDULE}.warmup_max_lr"
+    rate = draft.setting("optimizer.lr")
+    if peak in rate.keys and draft.own:
+        draft.say("optimizer.lr", peak, rate.value)
+    elif kind in ("WarmupLR", "WarmupDecayLR") and not draft.own and rate.value is not None:
+        draft.write(peak, rate.value)
+    end = draft.value("schedule.final_fraction")
+    if kind == "WarmupCosineLR":
+        _known(draft, "schedule.final_fraction", f"{_SCHEDULE}.cos_min_ratio")
+    elif kind == "WarmupDecayLR" and end:
+        draft.lossy("schedule.final_fraction", "DeepSpeed's line ends at 0")
+    elif kind == "WarmupDecayLR":
+        draft.implied("schedule.final_fraction")
+
+
+def _known(draft: DeepSpeedDraft, path: str, key: str) -> None:
+    setting = draft.setting(path)
+    if draft.own and key not in setting.keys:
+        draft.implied(path)
+    elif setting.is_set:
+        draft.say(path, key, setting.value)
+
+
+# -- the loop ------------------------------------------------------------------------------------------------------
+
+
+def write_training(draft: DeepSpeedDraft) -> None:
+    """Write clipping, and say what DeepSpeed's JSON cannot."""
+    if draft.is_set("training.clip"):
+        draft.say("training.clip", "gradient_clipping", draft.value("training.clip", 0.0))
+    compiled = "compile.deepcompile"
+    if draft.own and draft.is_set("training.compile"):
+        draft.say("training.compile", compiled, draft.value("training.compile"))
+    elif draft.value("training.compile"):
+        draft.lossy("training.compile", "call engine.compile() after deepspeed.initialize")
+    if not draft.own and draft.has("pipeline.stages") and draft.value("activation_checkpointing.mode") == "full":
+        draft.put("activation_checkpointing.mode", INTERVAL, 1)
+    elif draft.value("activation_checkpointing.mode", "none") != "none":
+        why = "the JSON cannot switch it on: call model.gradient_checkpointing_enable() or wrap the blocks"
+        paths = [f"activation_checkpointing.{name}" for name in ("mode", "every", "ops")]
+        draft.lossy([path for path in paths if not inactive(path, draft.value(path))], why)
+    if draft.is_set("activation_checkpointing.offload"):
+        draft.say(
+            "activation_checkpointing.offload",
+            "activation_checkpointing.cpu_checkpointing",
+            draft.value("activation_checkpointing.offload"),
+        )
+    _units(draft)
+
+
+def _units(draft: DeepSpeedDraft) -> None:
+    draft.implied(["units.policy", "units.classes", "units.min_numel"], BY_PARAMETER)
+    if draft.value("units.ignored"):
+        draft.lossy("units.ignored", "DeepSpeed splits every parameter")
+    if draft.value("loading.low_memory"):
+        draft.lossy("loading.low_memory", "build the model within deepspeed.zero.Init()")
+    draft.implied("loading.broadcast", "DeepSpeed broadcasts rank 0's weights")

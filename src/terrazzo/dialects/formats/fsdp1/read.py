@@ -1,0 +1,112 @@
+"""Reading FSDP1's arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.reader import Reader, derived
+from terrazzo.dialects.formats.fsdp1.keys import KEYS
+from terrazzo.dialects.formats.shared.fsdp import ROW_NAMES, canonical, dtype, mesh_sizes, offload, uniform, wrap_policy
+from terrazzo.dialects.formats.shared.fsdp_policy import keep_casts, loaded, otherwise
+from terrazzo.dialects.formats.shared.rows import ALONE_WORDS, HYBRID_ROWS, alone, row_settings
+
+__all__ = ["read"]
+
+
+def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
+    """What the arguments mean."""
+    reader = Reader(document, "FullyShardedDataParallel", ("device_mesh",), KEYS)
+    reader.keep_nulls()
+    strategy = reader.take("sharding_strategy")
+    strategy = canonical(reader, "sharding_strategy", strategy, ROW_NAMES.get(strategy.value))
+    where = "cpu_offload.offload_params" if "cpu_offload.offload_params" in reader.flat else "cpu_offload"
+    given = {
+        **row_settings(strategy.value, strategy),
+        **_mesh(reader, strategy),
+        **wrap_policy(reader, "auto_wrap_policy"),
+        **_ignored(reader),
+        **_precision(reader, context),
+        **offload(reader.take(where)),
+        **_prefetch(reader),
+        "loading.broadcast": reader.take("sync_module_states"),
+    }
+    if whole := alone(given):
+        given |= whole
+        reader.say(strategy.key, "renamed", ALONE_WORDS)
+    _keep_needless(reader)
+    return reader.finish("fsdp1", given, unknown="raises a TypeError")
+
+
+def _mesh(reader: Reader, strategy: Setting[Any]) -> SettingsByKey:
+    if reader.get("process_group") is not None:
+        why = KEYS["process_group"].why
+        reader.keep("process_group", why, loss="refused")
+        reader.refuse("process_group", why)
+    sizes = mesh_sizes(reader, "device_mesh")
+    hybrid = strategy.value in HYBRID_ROWS
+    if sizes is not None and len(sizes) != (2 if hybrid else 1):
+        shape = "two axes, replicas and shards" if hybrid else "one axis"
+        reader.refuse("device_mesh", f"it has {len(sizes)} axes; {ROW_NAMES[strategy.value]} takes {shape}")
+        sizes = None
+    if sizes is None:
+        replicas = derived(None, strategy, origin="default") if hybrid else Setting(1, "default")
+        return {"mesh.dp_replicate": replicas, "mesh.dp_shard": Setting(None, "default")}
+    found = {"mesh.dp_shard": Setting(sizes[-1], "file", "device_mesh")}
+    return {**found, "mesh.dp_replicate": Setting(sizes[0] if hybrid else 1, "file", "device_mesh")}
+
+
+def _ignored(reader: Reader) -> SettingsByKey:
+    for key in ("ignored_states", "ignored_modules"):
+        if reader.get(key) is not None:
+            return {"units.ignored": reader.any(key)}
+    return {}
+
+
+def _precision(reader: Reader, context: ReadingContext) -> SettingsByKey:
+    section = "mixed_precision"
+    words = {name: dtype(reader, f"{section}.{name}_dtype") for name in ("param", "reduce", "buffer")}
+    base = loaded(context, any(found.value for found in words.values()))
+    if words["param"].value and words["reduce"].value is None:
+        reader.say(f"{section}.reduce_dtype", "defaulted", f"none follows param_dtype: {words['param'].value}")
+    low = reader.take(f"{section}.keep_low_precision_grads")
+    if low.origin == "file":
+        reader.keep(low.key, "gradients stay in the dtype of the reduction", loss="harmless")
+    compute = otherwise(words["param"], base)
+    reduce = otherwise(words["reduce"], words["param"], base)
+    keep_casts(reader, f"{section}.cast_forward_inputs", f"{section}.cast_root_forward_inputs")
+    ignored = f"{section}._module_classes_to_ignore"
+    reader.keep(ignored, KEYS[ignored].why)
+    return {
+        **uniform(base, "weight", "master", "moments", "saved"),
+        "precision.compute": compute,
+        "precision.reduce": reduce,
+        "precision.accumulate": derived(reduce.value if low.value else base, low, origin=low.origin),
+        "precision.buffers": otherwise(words["buffer"], loaded(context, False)),
+    }
+
+
+def _prefetch(reader: Reader) -> SettingsByKey:
+    key = "backward_prefetch"
+    if key in reader.flat and reader.get(key) is None:
+        backward = Setting(0, "file", key)
+    else:
+        backward = reader.take(key)
+    if "post" in str(reader.get(key)).lower() and backward.origin == "file":
+        reader.keep(key, "the next unit is gathered after the gradients of this one, not before", loss="harmless")
+    ahead = reader.take("forward_prefetch")
+    return {
+        "prefetch.backward": backward,
+        "prefetch.forward": derived(int(bool(ahead.value)), ahead, origin=ahead.origin),
+    }
+
+
+def _keep_needless(reader: Reader) -> None:
+    """Arguments that solve problems which only FSDP1 has, or name code."""
+    for key in ("use_orig_params", "limit_all_gathers"):
+        reader.take(key)
+    for key in ("use_orig_params", "limit_all_gathers", "device_id", "param_init_fn"):
+        said = reader.verdicts.get(key)
+        if reader.get(key) is not None and (said is None or said.kind == "applied"):
+            reader.keep_row(key)

@@ -1,0 +1,35 @@
+"""What FSDP2 refuses or takes otherwise than it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding
+from terrazzo.dialects.formats.fsdp2.read_mesh import MESH_ORDER
+
+__all__ = ["findings"]
+
+
+def findings(document: ConfigDocument) -> Iterable[Finding]:
+    """All of them."""
+    yield from _precision(document)
+    mesh = document.get("mesh")
+    if isinstance(mesh, Mapping) and set(mesh) & set(MESH_ORDER) and not document.get("dp_mesh_dims"):
+        text = "fully_shard takes every axis of this mesh for a data axis: say which are, in dp_mesh_dims."
+        yield Finding("mesh", "error", text)
+    if isinstance(mesh, list | tuple) and len(mesh) == 2:
+        text = "fully_shard refuses two axes without names: say {dp_replicate: ..., dp_shard: ...}."
+        yield Finding("mesh", "warning", text)
+    if "module" not in document:
+        text = "module is not said: called on the root alone, all weights are gathered at once."
+        yield Finding("module", "warning", text)
+
+
+def _precision(document: ConfigDocument) -> Iterable[Finding]:
+    policy = document.get("mp_policy")
+    if isinstance(policy, Mapping) and policy.get("param_dtype") and not policy.get("reduce_dtype"):
+        text = (
+            f"reduce_dtype is not said: gradients travel in {policy['param_dtype']} up to torch 2.14 and in the"
+            " parameter's own dtype from 2.15 on. Say which."
+        )
+        yield Finding("mp_policy.reduce_dtype", "warning", text)

@@ -1,0 +1,161 @@
+"""Which row of the table `fully_shard` runs: its mesh and `reshard_after_forward`.
+
+One axis splits every state over it; of two, the first replicates and the second splits; a second axis of one rank is
+plain replication, as in DDP. A number for `reshard_after_forward` keeps the weights split over so many ranks between
+forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.reader import Reader, derived
+from terrazzo.dialects.formats.shared.fsdp import mesh_sizes
+from terrazzo.dialects.formats.shared.rows import row_settings
+
+__all__ = ["MESH_ORDER", "product", "read_mesh"]
+
+
+_DP_DIMS = ("dp_mesh_dims.shard", "dp_mesh_dims.replicate")
+MESH_ORDER = ("pp", "cp", "sp", "ep", "tp")
+"""Axes that are no data axes, as they stand in a mesh: pipelines before the data axes, all others after them.
+
+The order counts: context parallel ranks join the shards, and a tensor that FSDP cuts after tensor parallelism did is
+stored in strides (DTensor's `_StridedShard`) that only the same order of axes reads back as one.
+"""
+_KEPT = {False: ("zero3", "hybrid_shard"), True: ("shard_grad_op", "hybrid_shard_zero2")}
+"""Row on one axis and on two, by whether weights are kept after forward."""
+
+
+@dataclass
+class _Mesh:
+    """Data axes and others of a mesh as the document names it; None: a size that is left open."""
+
+    replicas: int | None = 1
+    shards: int | None = None
+    others: dict[str, int | None] = field(default_factory=dict)
+    given: bool = False
+
+    @property
+    def keys(self) -> Setting[Any]:
+        return Setting(None, "file", "mesh") if self.given else Setting(None, "default")
+
+
+# -- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_mesh(reader: Reader, context: ReadingContext) -> SettingsByKey:
+    """The row, and the sizes of all axes."""
+    mesh = _mesh(reader)
+    found: SettingsByKey = {f"mesh.{axis}": derived(n, mesh.keys, origin="file") for axis, n in mesh.others.items()}
+    return {**found, **_row(reader, mesh)}
+
+
+def _mesh(reader: Reader) -> _Mesh:
+    sizes = mesh_sizes(reader, "mesh")
+    shard, replicate = (_names(reader, key) for key in _DP_DIMS)
+    if sizes is None:
+        return _Mesh()
+    raw = reader.get("mesh")
+    if not isinstance(raw, list | tuple):
+        reader.keep("mesh", "axes are named otherwise there", loss="harmless")
+    if not isinstance(raw, Mapping):
+        return _by_order(reader, dict(zip(map(str, range(len(sizes))), sizes, strict=True)), {})
+    named = {str(axis): size for axis, size in raw.items()}
+    if shard:
+        return _by_name(reader, named, shard, replicate)
+    others = {axis: named.pop(axis) for axis in MESH_ORDER if axis in named}
+    return _by_order(reader, named, others)
+
+
+def _names(reader: Reader, key: str) -> tuple[str, ...]:
+    names: tuple[str, ...] = reader.take(key).value
+    if key in reader.flat:
+        reader.keep(key, "data axes have names of their own there", loss="harmless")
+    return names
+
+
+def _by_order(reader: Reader, sizes: dict[str, int | None], others: dict[str, int | None]) -> _Mesh:
+    values = list(sizes.values())
+    if not 1 <= len(values) <= 2:
+        reader.refuse("mesh", f"it has {len(values)} data axes; fully_shard takes shards, or replicas and shards")
+        return _Mesh(others=others)
+    return _Mesh(values[0] if len(values) == 2 else 1, values[-1], others, given=True)
+
+
+def _by_name(reader: Reader, sizes: dict[str, int | None], shard: tuple[str, ...], replicate: tuple[str, ...]) -> _Mesh:
+    absent = [name for name in (*shard, *replicate) if name not in sizes]
+    strange = [name for name in sizes if name not in (*shard, *replicate, *MESH_ORDER)]
+    if absent or strange:
+        fault = (
+            f"dp_mesh_dims names '{absent[0]}', which it lacks" if absent else f"its axis '{strange[0]}' is not known"
+        )
+        reader.refuse("mesh", f"{fault}: its axes are {', '.join(sizes)}")
+        return _Mesh()
+    others = {axis: sizes[axis] for axis in MESH_ORDER if axis in sizes}
+    shards = product(sizes[name] for name in shard if name not in MESH_ORDER)
+    return _Mesh(product(sizes[name] for name in replicate), shards, others, given=True)
+
+
+def product(sizes: Any) -> int | None:
+    """The product of sizes; None where one is left open."""
+    whole = 1
+    for size in sizes:
+        if size is None:
+            return None
+        whole *= size
+    return whole
+
+
+def _row(reader: Reader, mesh: _Mesh) -> SettingsByKey:
+    key = "reshard_after_forward"
+    raw = reader.get(key)
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        return _partial(reader, mesh, raw)
+    reshard = reader.take(key)
+    if raw is None:
+        reader.say(key, "defaulted", "none: freed after forward, except for the root, which backward needs first")
+    if mesh.given and mesh.shards == 1 and raw is not None:
+        reader.keep(key, "over a single rank nothing is split", loss="harmless")
+    return _plain(mesh, reshard)
+
+
+def _plain(mesh: _Mesh, reshard: Setting[Any]) -> SettingsByKey:
+    row = _KEPT[not reshard.value][mesh.replicas != 1]
+    if mesh.shards == 1 and mesh.given:
+        row = "zero0"
+    where = mesh.keys
+    sources = (reshard, where) if mesh.replicas != 1 or row == "zero0" else (reshard,)
+    replicas, shards = (1, mesh.replicas) if row == "zero0" else (mesh.replicas, mesh.shards)
+    return {
+        **row_settings(row, *sources),
+        "mesh.dp_replicate": derived(replicas, where, origin=where.origin),
+        "mesh.dp_shard": derived(shards, where, origin=where.origin),
+    }
+
+
+def _partial(reader: Reader, mesh: _Mesh, size: int) -> SettingsByKey:
+    """A number for `reshard_after_forward`."""
+    key = "reshard_after_forward"
+    number = reader.integer(key, None, low=1)
+    whole = mesh.shards
+    if number.value is None or (whole is not None and whole % size):
+        reader.refuse(key, f"it is {size}, expected true, false, or a divisor of the {whole or 'shard'} ranks")
+        return _plain(mesh, Setting(True, "default", key))
+    if size in (1, whole):
+        reader.say(key, "renamed", f"{size} ranks: the same as {str(size != 1).lower()}")
+        return _plain(mesh, Setting(size != 1, "file", key))
+    if mesh.replicas != 1:
+        why = f"a second group of {size} ranks inside the shards of every replica is no row of the table: freed instead"
+        reader.say(key, "lossy", why)
+        return _plain(mesh, Setting(True, "default", key))
+    replicas = None if whole is None else whole // size
+    return {
+        **row_settings("hpz", number),
+        "mesh.dp_shard": number,
+        "mesh.dp_replicate": derived(replicas, number, mesh.keys),
+    }

@@ -1,0 +1,69 @@
+"""What Lightning refuses, or takes otherwise than it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding
+from terrazzo.dialects.formats.lightning.keys import NAMED
+from terrazzo.dialects.formats.lightning.read_loop import arguments_of
+
+__all__ = ["findings"]
+
+
+def findings(document: ConfigDocument) -> Iterable[Finding]:
+    """All of them."""
+    trainer = arguments_of(document)
+    prefix = "trainer." if trainer is not document else ""
+    kind, arguments = _strategy(trainer.get("strategy", "auto"))
+    if kind == "FSDPStrategy":
+        yield from _fsdp(trainer, arguments, prefix)
+    if kind == "ModelParallelStrategy":
+        text = (
+            "it shards nothing by itself: configure_model() calls fully_shard, which decides the plan and reduce dtype."
+        )
+        yield Finding(f"{prefix}strategy", "warning", text)
+        if str(trainer.get("precision")) in ("16-mixed", "16", "64-true", "64"):
+            yield Finding(
+                f"{prefix}precision", "error", "ModelParallelStrategy has 32-true, bf16-mixed, bf16-true, 16-true."
+            )
+    if kind == "DeepSpeedStrategy" and arguments.get("config") is None:
+        yield from _deepspeed(arguments, prefix)
+
+
+def _strategy(raw: Any) -> tuple[str, Mapping[str, Any]]:
+    if isinstance(raw, Mapping):
+        arguments = raw.get("init_args")
+        return str(raw.get("class_path", "")).rpartition(".")[2], arguments if isinstance(arguments, Mapping) else {}
+    return NAMED.get(str(raw).lower(), ("", {}))
+
+
+def _fsdp(trainer: Mapping[str, Any], arguments: Mapping[str, Any], prefix: str) -> Iterable[Finding]:
+    if trainer.get("gradient_clip_val") and str(trainer.get("gradient_clip_algorithm") or "norm") == "norm":
+        text = (
+            "FSDPStrategy raises on clipping by norm: override configure_gradient_clipping and call clip_grad_norm_ of"
+        )
+        yield Finding(f"{prefix}gradient_clip_val", "error", f"{text} the FSDP module there.")
+    if str(trainer.get("precision")) in ("64", "64-true"):
+        yield Finding(f"{prefix}precision", "error", "FSDP has no double precision in Lightning: say 32-true.")
+    if str(trainer.get("accelerator")) == "cpu":
+        yield Finding(f"{prefix}accelerator", "error", "FSDPStrategy needs GPUs: use ddp on CPUs.")
+    chosen = ("auto_wrap_policy", "process_group", "device_mesh")
+    if "HYBRID" in str(arguments.get("sharding_strategy")).upper() and not any(arguments.get(name) for name in chosen):
+        text = "the hybrid strategies need auto_wrap_policy, process_group or device_mesh: Lightning raises without."
+        yield Finding(f"{prefix}strategy.init_args.sharding_strategy", "error", text)
+    if arguments.get("process_group") is not None and arguments.get("device_mesh") is not None:
+        key = f"{prefix}strategy.init_args.device_mesh"
+        yield Finding(key, "error", "Lightning raises when both process_group and device_mesh are given.")
+
+
+def _deepspeed(arguments: Mapping[str, Any], prefix: str) -> Iterable[Finding]:
+    section = f"{prefix}strategy.init_args"
+    if "thread_count" in arguments:
+        text = "DeepSpeed 0.19 does not read it: its word is aio.intra_op_parallelism, which only config can say."
+        yield Finding(f"{section}.thread_count", "warning", text)
+    offloads = arguments.get("offload_optimizer") or arguments.get("offload_parameters")
+    if offloads and not arguments.get("pin_memory"):
+        text = "Lightning writes pin_memory: false, where DeepSpeed's own default is true: copies are slower."
+        yield Finding(f"{prefix}strategy", "warning", text)

@@ -1,0 +1,209 @@
+"""Arguments of Lightning's Trainer and strategies with their defaults and meanings, and the strategies by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from terrazzo.dialects.core.keys import ANY, LIST, MISSING, TEXT, Key, Rows, Type, number, section, whole, words
+from terrazzo.dialects.formats.lightning.precision import WORDS
+
+__all__ = ["DEEPSPEED_STRATEGY", "FSDP", "KEYS", "MODEL_PARALLEL", "NAMED", "ROWS", "SHARED", "TRAINER"]
+
+_PRECISION = words(WORDS, fold=False)
+_CLIPPED = words({"norm": "norm", "value": "value"})
+
+
+def _devices(value: Any) -> Any:
+    """How many: of a number, a list of devices, or one as text such as `0,1`; None where the machine decides."""
+    if value in ("auto", -1, "-1") and not isinstance(value, bool):
+        return None
+    if isinstance(value, str) and "," in value:
+        value = value.rstrip(", ").split(",")
+        value = [int(each) if re.fullmatch(r" *[0-9]{1,9} *", each) else each for each in value]
+    if isinstance(value, list):
+        return len(value) if value and all(type(each) is int and each >= 0 for each in value) else MISSING
+    return whole(1).parse(value)
+
+
+_DEVICES = Type("a number of devices, a list of them, -1 or auto", _devices)
+_READ: Rows = {
+    "strategy": Key(ANY, "auto", "how the model is spread over ranks"),
+    "strategy.class_path": Key(ANY, None, "class of the strategy", why="how the model is spread over ranks"),
+    "accelerator": Key(TEXT, "auto", "kind of device"),
+    "devices": Key(_DEVICES, "auto", "ranks per node", null=True),
+    "num_nodes": Key(whole(1), 1, "nodes"),
+    "precision": Key(_PRECISION, None, "dtypes of weights and computation"),
+    "accumulate_grad_batches": Key(whole(1), 1, "micro-batches per optimizer step"),
+    "gradient_clip_val": Key(number(), None, "largest gradient norm, or value"),
+    "gradient_clip_algorithm": Key(_CLIPPED, None, "norm or value"),
+    "max_steps": Key(whole(1), -1, "optimizer steps of the run; -1: by max_epochs"),
+    "default_root_dir": Key(TEXT, None, "folder of logs and checkpoints"),
+}
+_OTHER: Rows = {
+    "max_epochs": (None, "length of the run in passes over the data"),
+    "min_epochs": (None, "shortest run in passes over the data"),
+    "min_steps": (None, "shortest run in steps"),
+    "max_time": (None, "longest time of the run"),
+    "fast_dev_run": (False, "a few batches only"),
+    "limit_train_batches": (None, "batches of training"),
+    "overfit_batches": (0.0, "train on these batches only"),
+    "deterministic": (None, "deterministic operators"),
+    "use_distributed_sampler": (True, "every rank sees other data"),
+    "plugins": (None, "plugins"),
+    "sync_batchnorm": (False, "batch norm over all ranks"),
+    "reload_dataloaders_every_n_epochs": (0, "make data loaders again"),
+}
+_HARMLESS: Rows = {
+    "logger": (None, "loggers"),
+    "callbacks": (None, "callbacks"),
+    "limit_val_batches": (None, "batches of validation"),
+    "limit_test_batches": (None, "batches of testing"),
+    "limit_predict_batches": (None, "batches of prediction"),
+    "val_check_interval": (None, "steps between validations"),
+    "check_val_every_n_epoch": (1, "passes between validations"),
+    "num_sanity_val_steps": (None, "batches of validation before training"),
+    "log_every_n_steps": (None, "steps between lines"),
+    "enable_checkpointing": (None, "write checkpoints"),
+    "enable_progress_bar": (None, "progress bar"),
+    "enable_model_summary": (None, "summary of the model"),
+    "benchmark": (None, "cuDNN's benchmark"),
+    "inference_mode": (True, "no autograd in evaluation"),
+    "profiler": (None, "profiler"),
+    "detect_anomaly": (False, "autograd's anomaly detection"),
+    "barebones": (False, "nothing but training"),
+    "enable_autolog_hparams": (True, "log hyper-parameters"),
+    "model_registry": (None, "where checkpoints are registered"),
+}
+TRAINER = {
+    **{name: replace(row, keep="lossy") for name, row in section("", _READ).items()},  # beside a `trainer` section
+    **section("", _OTHER, "lossy"),
+    **section("", _HARMLESS, "harmless"),
+}
+"""Arguments of the Trainer."""
+
+_ONLY = "only Lightning has it"
+_TOP: Rows = {
+    "seed_everything": Key(whole(), True, "seed of the run"),
+    "optimizer.class_path": Key(TEXT, None, "class of the optimizer", "lossy", _ONLY, null=False),
+    "optimizer.init_args.<argument>": (None, "argument of the optimizer"),
+    "lr_scheduler.class_path": (None, "class of the schedule"),
+    "lr_scheduler.init_args.<argument>": (None, "argument of the schedule"),
+    "ckpt_path": (None, "checkpoint to resume from"),
+}
+TOP = section("", _TOP, "lossy", _ONLY)
+"""What LightningCLI adds beside `trainer`."""
+
+_SHARED = {
+    "accelerator": "plugin of the strategy",
+    "parallel_devices": "devices of the strategy",
+    "cluster_environment": "how ranks are found",
+    "checkpoint_io": "how checkpoints are written",
+    "precision_plugin": "plugin for dtypes",
+    "process_group_backend": "backend of the process group",
+    "timeout": "longest wait for another rank",
+    "start_method": "how processes are started",
+}
+SHARED = section("", {name: (None, meaning) for name, meaning in _SHARED.items()})
+"""Arguments that several strategies take."""
+FSDP = {
+    "state_dict_type": Key(
+        words({"full": "full", "sharded": "sharded"}), "full", "full: one file; sharded: one per rank"
+    ),
+    "activation_checkpointing": Key(LIST, None, "older form of activation_checkpointing_policy"),
+    "activation_checkpointing_policy": Key(LIST, None, "classes of blocks that are recomputed in backward"),
+}
+"""Arguments of FSDPStrategy beside those of FullyShardedDataParallel."""
+MODEL_PARALLEL = {
+    "data_parallel_size": Key(whole(1), "auto", "ranks of a data parallel group; auto: nodes"),
+    "tensor_parallel_size": Key(whole(1), "auto", "ranks of a tensor parallel group; auto: ranks per node"),
+    "save_distributed_checkpoint": Key(words({True: "sharded", False: "full"}), True, "one file per rank"),
+}
+_DEEPSPEED: Rows = {
+    "zero_optimization": (True, "use ZeRO"),
+    "stage": (2, "ZeRO stage"),
+    "remote_device": (None, "where the model is built"),
+    "offload_optimizer": (False, "optimizer off the device"),
+    "offload_parameters": (False, "weights off the device"),
+    "offload_params_device": ("cpu", "cpu or nvme"),
+    "offload_optimizer_device": ("cpu", "cpu or nvme"),
+    "nvme_path": ("/local_nvme", "folder of swap files"),
+    "params_buffer_count": (5, "staging buffers of weights"),
+    "params_buffer_size": (100_000_000, "elements of one of them"),
+    "max_in_cpu": (1_000_000_000, "elements kept in host memory"),
+    "optimizer_buffer_count": (4, "staging buffers of the optimizer"),
+    "block_size": (1_048_576, "bytes of one read or write"),
+    "queue_depth": (8, "reads and writes in flight"),
+    "single_submit": (False, "submit one by one"),
+    "overlap_events": (True, "submit without waiting"),
+    "thread_count": (1, "threads of one read or write"),
+    "pin_memory": (False, "host memory is page-locked"),
+    "sub_group_size": (1_000_000_000_000, "elements that are stepped at once"),
+    "contiguous_gradients": (True, "gradients in one buffer"),
+    "overlap_comm": (True, "reduction overlaps with backward"),
+    "allgather_partitions": (True, "gather by all-gather"),
+    "reduce_scatter": (True, "reduce by reduce-scatter"),
+    "allgather_bucket_size": (200_000_000, "elements gathered at once"),
+    "reduce_bucket_size": (200_000_000, "elements reduced at once"),
+    "zero_allow_untested_optimizer": (True, "any optimizer"),
+    "logging_batch_size_per_gpu": ("auto", "micro-batch, for logs"),
+    "config": (None, "a whole DeepSpeed configuration"),
+    "logging_level": (30, "log level"),
+    "loss_scale": (0, "fp16: fixed scale; 0: dynamic"),
+    "initial_scale_power": (16, "fp16: first scale, as a power of two"),
+    "loss_scale_window": (1000, "fp16: steps between growths of the scale"),
+    "hysteresis": (2, "fp16: overflows before the scale shrinks"),
+    "min_loss_scale": (1, "fp16: smallest scale"),
+    "partition_activations": (False, "split kept activations"),
+    "cpu_checkpointing": (False, "kept activations in host memory"),
+    "contiguous_memory_optimization": (False, "kept activations in one buffer"),
+    "synchronize_checkpoint_boundary": (False, "wait at every boundary"),
+    "load_full_weights": (False, "load one file of weights"),
+    "exclude_frozen_parameters": (False, "frozen weights are not saved"),
+}
+DEEPSPEED_STRATEGY = section("", _DEEPSPEED)
+"""Arguments of DeepSpeedStrategy."""
+
+_NVME = {"remote_device": "nvme", "offload_params_device": "nvme", "offload_optimizer_device": "nvme"}
+_OFFLOAD = {"offload_optimizer": True, "offload_parameters": True}
+NAMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "auto": ("DDPStrategy", {}),
+    "single_device": ("SingleDeviceStrategy", {}),
+    **{name: ("DDPStrategy", {}) for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")},
+    **{
+        f"{name}_find_unused_parameters_{word}": ("DDPStrategy", {"find_unused_parameters": word == "true"})
+        for name in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
+        for word in ("true", "false")
+    },
+    "fsdp": ("FSDPStrategy", {}),
+    "fsdp_cpu_offload": ("FSDPStrategy", {"cpu_offload": True}),
+    "deepspeed": ("DeepSpeedStrategy", {}),
+    **{f"deepspeed_stage_{stage}": ("DeepSpeedStrategy", {"stage": stage}) for stage in (1, 2, 3)},
+    "deepspeed_stage_2_offload": ("DeepSpeedStrategy", {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3_offload": ("DeepSpeedStrategy", {"stage": 3, **_OFFLOAD}),
+    "deepspeed_stage_3_offload_nvme": ("DeepSpeedStrategy", {"stage": 3, **_OFFLOAD, **_NVME}),
+}
+"""Class and arguments by the name that `strategy` takes."""
+
+_BELOW = ("config", "mixed_precision", "auto_wrap_policy", "timeout", "cpu_offload", "device_mesh")
+_WHOLE = ("logger", "callbacks", "profiler", "plugins", "max_time", "val_check_interval")
+_INNER = {
+    f"strategy.init_args.{name}": Key(ANY, None, "", "lossy", TRAINER["strategy"].meaning)
+    for name in ("<argument>", *(f"{name}.*" for name in _BELOW))
+}
+_INNER |= {f"{name}.*": replace(TRAINER[name], meaning="", why=TRAINER[name].meaning) for name in _WHOLE}
+_CODE = "the model and its data come from your code there"
+
+KEYS: dict[str, Key] = {
+    **TRAINER,
+    **section("trainer", TRAINER),
+    **_INNER,
+    **section("trainer", _INNER),
+    **TOP,
+    **section("", {"model.*": (None, ""), "data.*": (None, "")}, "lossy", _CODE),
+}
+"""By dotted key: the Trainer's arguments stand at the top, or below `trainer` as LightningCLI writes them."""
+_ARGUMENTS = section("strategy.init_args", {**FSDP, **MODEL_PARALLEL})
+ROWS = {**KEYS, **_ARGUMENTS, **section("trainer", _ARGUMENTS)}
+"""The same, with the arguments of strategies that the reader asks for."""

@@ -1,0 +1,155 @@
+"""Reading the arguments of Lightning's Trainer and of its strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from terrazzo.dialects.core.description import Extra, Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.formats.lightning.keys import KEYS, NAMED, ROWS, TRAINER
+from terrazzo.dialects.formats.lightning.precision import precision_row
+from terrazzo.dialects.formats.lightning.read_loop import read_loop
+from terrazzo.dialects.formats.lightning.read_strategy import ARGUMENTS, DDP_CLASSES, Found, Strategy, read_strategy
+from terrazzo.dialects.formats.shared.rows import alone
+from terrazzo.errors import did_you_mean
+
+__all__ = ["read"]
+
+_VERBATIM = ("strategy", "precision", "optimizer", "gradient_clip_algorithm", "devices", "num_nodes", "accelerator")
+
+
+def read(document: ConfigDocument, context: ReadingContext) -> Reading:
+    """The document's meaning."""
+    return _Read(document, context).reading()
+
+
+class _Read:
+    """One document under way."""
+
+    def __init__(self, document: ConfigDocument, context: ReadingContext) -> None:
+        self.prefix = "trainer." if isinstance(document.get("trainer"), Mapping) else ""
+        opaque = tuple(f"{self.prefix}strategy.init_args.{name}" for name in ("auto_wrap_policy", "device_mesh"))
+        self.reader = Reader(document, "Lightning", opaque, ROWS)
+        self.trainer = document["trainer"] if self.prefix else document
+        self.context = context
+
+    def reading(self) -> Reading:
+        reader = self.reader
+        reader.keep_nulls()
+        word = self._precision()
+        strategy = self._strategy()
+        sizes = {name: reader.take(f"{self.prefix}{name}").value for name in ("devices", "num_nodes")}
+        arguments = {**self.trainer, **sizes, "precision": word.value}
+        found = read_strategy(strategy, reader, self.context, arguments)
+        given = _by_nodes(
+            {**read_loop(reader, self.prefix), **found.given}, reader.take(f"{self.prefix}num_nodes").value
+        )
+        if strategy.kind != "DeepSpeedStrategy":
+            row = precision_row(strategy.kind, word)
+            given |= _chosen(strategy, row, found.given)
+        reader.verdicts.update({verdict.key: verdict for verdict in found.verdicts if verdict.key in reader.flat})
+        _keep_others(reader, self.prefix, strategy)
+        _name_class(strategy, given)
+        prefixed = {path: self._prefixed(setting) for path, setting in given.items()}
+        return self._close(reader.finish("lightning", prefixed, KEYS, unknown="raises a TypeError"), found)
+
+    def _prefixed(self, setting: Setting[Any]) -> Setting[Any]:
+        """Keys that name a Trainer argument without its section."""
+        keys = [f"{self.prefix}{key}" if key in TRAINER else key for key in setting.keys]
+        present = [key for key in keys if key in self.reader]
+        return Setting(setting.value, setting.origin if present or not keys else "default", ", ".join(present))
+
+    def _close(self, reading: Reading, found: Found) -> Reading:
+        """Add what comes back as it was: extras of the strategy, and keys that several settings come from."""
+        extras = [*reading.description.extras, *found.extras]
+        kept = {extra.key for extra in extras}
+        for verdict in reading.verdicts:
+            section = verdict.key.removeprefix(self.prefix).partition(".")[0]
+            if verdict.key not in kept and verdict.kind != "refused" and section in _VERBATIM:
+                extras.append(Extra(verdict.key, verdict.value, verdict.why, loss="harmless"))
+        return Reading(reading.description.replace({}, tuple(extras)), reading.verdicts)
+
+    def _precision(self) -> Setting[Any]:
+        key = f"{self.prefix}precision"
+        word = self.reader.take(key)
+        if str(self.reader.get(key)).startswith("transformer-engine"):
+            why = "transformer_engine computes in fp8: choose bf16"
+            self.reader.keep(key, why, loss="refused")
+            self.reader.refuse(key, why)
+        return word if word.value is not None else replace(word, value="32-true")
+
+    def _strategy(self) -> Strategy:
+        """The class of the strategy with its arguments; what is not known is refused and read as DDP."""
+        where, reader = f"{self.prefix}strategy", self.reader
+        raw = self.trainer.get("strategy", "auto")
+        if isinstance(raw, Mapping):
+            return self._by_class(where, raw)
+        name = str(raw).lower() if raw is not None else "auto"
+        reader.any(where)
+        if name not in NAMED:
+            reader.keep(where, "a strategy that is not known here", loss="refused")
+            reader.refuse(where, f"there is no strategy {raw!r} here.{did_you_mean(name, NAMED)}")
+            return Strategy("", {}, frozenset(), where, where)
+        kind, arguments = NAMED[name]
+        return Strategy(kind, arguments, frozenset(), where, where if where in reader.flat else "")
+
+    def _by_class(self, where: str, raw: Mapping[str, Any]) -> Strategy:
+        path = str(raw.get("class_path", ""))
+        kind = path.rpartition(".")[2]
+        arguments = raw.get("init_args") or {}
+        self.reader.any(f"{where}.class_path")
+        known = (*ARGUMENTS, *DDP_CLASSES)
+        if kind not in known:
+            near = did_you_mean(kind, known)
+            self.reader.keep(f"{where}.class_path", "a strategy that is not known here", loss="refused")
+            self.reader.refuse(f"{where}.class_path", f"'{path[:80]}' is none of the strategies read here.{near}")
+            kind = ""
+        arguments = arguments if isinstance(arguments, Mapping) else {}
+        return Strategy(kind, arguments, frozenset(map(str, arguments)), where, f"{where}.class_path")
+
+
+def _by_nodes(given: SettingsByKey, nodes: int) -> SettingsByKey:
+    """FSDP replicates over nodes, and splits over the ranks of each, where nobody gives it a mesh."""
+    replicas, world = given.get("mesh.dp_replicate"), given.get("mesh.world")
+    if replicas is None or replicas.value is not None or world is None:
+        return given
+    sizes = {"mesh.dp_replicate": nodes, "mesh.dp_shard": world.value // nodes}
+    given = {**given, **{path: Setting(size, "derived", world.key) for path, size in sizes.items()}}
+    return {**given, **alone(given)}
+
+
+def _name_class(strategy: Strategy, given: SettingsByKey) -> None:
+    """Say of the plan, or of the axes where code makes the plan, that the strategy's class chose it too."""
+    if not strategy.name or any(strategy.name in setting.keys for setting in given.values()):
+        return
+    chosen = [path for path in given if path.startswith("sharding.")] or [
+        path for path in ("mesh.tp",) if path in given
+    ]
+    for path in chosen:
+        setting = given[path]
+        origin = "file" if setting.origin == "default" and path.startswith("sharding.") else setting.origin
+        given[path] = Setting(setting.value, origin, ", ".join((*setting.keys, strategy.name)))
+
+
+def _chosen(strategy: Strategy, row: SettingsByKey, said: Mapping[str, Setting[Any]]) -> SettingsByKey:
+    """The row, with what the strategy's own `mixed_precision` says of gather, reduction and buffers."""
+    if strategy.kind == "ModelParallelStrategy":
+        return {path: setting for path, setting in row.items() if path != "precision.reduce"}
+    if strategy.kind != "FSDPStrategy" or strategy.arguments.get("mixed_precision") is None:
+        return row
+    states = ("precision.compute", "precision.reduce", "precision.buffers")
+    return {**row, **{path: said[path] for path in states if said[path].value != "loaded"}}
+
+
+def _keep_others(reader: Reader, prefix: str, strategy: Strategy) -> None:
+    """Refuse what the strategy's class does not take, and keep what nobody has read."""
+    for key in reader.unread():
+        name, dot, argument = key.removeprefix(prefix).partition("strategy.init_args.")
+        if name or not dot or strategy.kind not in ARGUMENTS:
+            reader.keep_row(key)
+        else:
+            near = did_you_mean(argument, ARGUMENTS[strategy.kind])
+            reader.refuse(key, f"{strategy.kind} has no such argument and raises a TypeError.{near}")

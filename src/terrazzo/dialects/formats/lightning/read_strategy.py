@@ -1,0 +1,343 @@
+"""Lightning's strategies, each read by what stands under it: FSDP's arguments, or a DeepSpeed document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from terrazzo.dialects.core.description import SHARDING, Extra, Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.key_verdict import KeyVerdict
+from terrazzo.dialects.core.reader import Reader
+from terrazzo.dialects.formats.lightning.keys import DEEPSPEED_STRATEGY, FSDP, MODEL_PARALLEL, SHARED
+from terrazzo.dialects.formats.nested import DEEPSPEED, FSDP_STRATEGY, load_named, merge, read_nested
+from terrazzo.dialects.formats.shared.fsdp import offload
+from terrazzo.dialects.formats.shared.rows import row_settings
+
+__all__ = ["Found", "Strategy", "read_strategy", "strategy_document"]
+
+_AIO = ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
+_ACTIVATIONS = ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
+_ACTIVATIONS_ALL = (*_ACTIVATIONS, "synchronize_checkpoint_boundary")
+_ZERO = ("stage", "contiguous_gradients", "overlap_comm", "allgather_partitions", "reduce_scatter")
+_ZERO_ALL = (*_ZERO, "allgather_bucket_size", "reduce_bucket_size", "sub_group_size")
+_FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+_ASIDE = ("remote_device", "load_full_weights", "exclude_frozen_parameters", "logging_level")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What the `strategy` argument says.
+
+    Attributes:
+        kind: name of the class.
+        arguments: all of them, with those that its name stands for.
+        given: the document's own, under their keys.
+        where: the key of the strategy.
+        name: the key that names its class.
+    """
+
+    kind: str
+    arguments: Mapping[str, Any]
+    given: frozenset[str]
+    where: str
+    name: str
+
+    def key(self, argument: str) -> str:
+        """The document's key behind an argument; empty where it is a default."""
+        if argument in self.given:
+            return f"{self.where}.init_args.{argument}"
+        return self.name if argument in self.arguments else ""
+
+
+@dataclass
+class Found:
+    """What was read of a strategy."""
+
+    given: SettingsByKey
+    verdicts: list[KeyVerdict]
+    extras: list[Extra]
+
+
+def read_strategy(strategy: Strategy, reader: Reader, context: ReadingContext, trainer: Mapping[str, Any]) -> Found:
+    """Everything that a strategy decides."""
+    if strategy.kind == "FSDPStrategy":
+        return _fsdp(strategy, reader, context)
+    if strategy.kind == "DeepSpeedStrategy":
+        return _deepspeed(strategy, context, trainer)
+    if strategy.kind == "ModelParallelStrategy":
+        return _model_parallel(strategy, reader, trainer)
+    if strategy.kind in DDP_CLASSES:
+        return _ddp(strategy, reader)
+    reader.keep(f"{strategy.where}.init_args", "arguments of a strategy that is not known here", loss="refused")
+    return Found({}, [], [])
+
+
+def _keep_shared(reader: Reader, strategy: Strategy) -> None:
+    for name in SHARED:
+        reader.keep(f"{strategy.where}.init_args.{name}", "how ranks find each other", loss="harmless")
+
+
+def _ddp(strategy: Strategy, reader: Reader) -> Found:
+    why = "details of DDP are the library's"
+    reader.keep(f"{strategy.where}.init_args", why, loss="harmless")
+    chosen: Setting[Any] = Setting(None, "file", strategy.name) if strategy.name else Setting(None, "default")
+    return Found(
+        {
+            **row_settings("zero0", chosen),
+            **offload(Setting(False, "default")),
+            "saving.state": Setting("full", "default"),
+            "saving.export": Setting("full", "default"),
+        },
+        [],
+        [],
+    )
+
+
+# -- FSDP ----------------------------------------------------------------------------------------------------------
+
+
+def _fsdp(strategy: Strategy, reader: Reader, context: ReadingContext) -> Found:
+    own = (*FSDP, *SHARED)
+    inner = {name: value for name, value in strategy.arguments.items() if name not in own}
+    section = f"{strategy.where}.init_args"
+    nested = read_nested(FSDP_STRATEGY, inner, context, section)
+    given = {path: _at_strategy(setting, strategy, section) for path, setting in nested.given.items()}
+    if "sharding_strategy" not in strategy.arguments:  # the name of the strategy asks for full sharding
+        for path in SHARDING:
+            given[path] = replace(given[path], origin="file", key=strategy.name)
+    verdicts = [verdict for verdict in nested.verdicts if _argument(verdict.key, section) in strategy.given]
+    reader.verdicts.update({verdict.key: verdict for verdict in verdicts})
+    _keep_shared(reader, strategy)
+    return Found({**given, **_state(reader, section), **_recomputed(reader, section)}, verdicts, list(nested.extras))
+
+
+def _argument(key: str, section: str) -> str:
+    return key.removeprefix(f"{section}.").partition(".")[0]
+
+
+def _at_strategy(setting: Setting[Any], strategy: Strategy, section: str) -> Setting[Any]:
+    """A setting under the document's keys: what a strategy's name stands for is said by that name."""
+    keys = [key if _argument(key, section) in strategy.given else strategy.name for key in setting.keys]
+    return replace(setting, key=", ".join(dict.fromkeys(keys)))
+
+
+def _state(reader: Reader, section: str) -> SettingsByKey:
+    state = reader.take(f"{section}.state_dict_type")
+    written = "full" if state.value == "full" else "none"
+    return {"saving.state": state, "saving.export": Setting(written, state.origin, state.key)}
+
+
+def _recomputed(reader: Reader, section: str) -> SettingsByKey:
+    mode = "activation_checkpointing.mode"
+    for name in ("activation_checkpointing_policy", "activation_checkpointing"):
+        key = f"{section}.{name}"
+        if reader.get(key):
+            classes = reader.take(key)
+            reader.keep(key, "which blocks are recomputed", loss="harmless")
+            if name == "activation_checkpointing":
+                reader.say(key, "renamed", "deprecated: today's word is activation_checkpointing_policy")
+            return {mode: Setting("full" if classes.value else "none", "file", key)}
+    return {mode: Setting("none", "default")}
+
+
+# -- FSDP2 and tensor parallelism ----------------------------------------------------------------------------------
+
+
+def _model_parallel(strategy: Strategy, reader: Reader, trainer: Mapping[str, Any]) -> Found:
+    section = f"{strategy.where}.init_args"
+    sizes = {"data_parallel_size": trainer["num_nodes"], "tensor_parallel_size": trainer["devices"]}
+    found: SettingsByKey = {}
+    for (name, known), axis in zip(sizes.items(), ("dp_shard", "tp"), strict=True):
+        key = f"{section}.{name}"
+        if reader.get(key, "auto") == "auto":
+            words = "the number of nodes" if axis == "dp_shard" else "the ranks of a node"
+            reader.say(key, "defaulted", f"auto: {words}{'' if known else ', which is not said'}")
+            found[f"mesh.{axis}"] = Setting(
+                known, "auto" if key in reader.flat else "default", key if key in reader.flat else ""
+            )
+        else:
+            found[f"mesh.{axis}"] = reader.take(key)
+    whole = reader.take(f"{section}.save_distributed_checkpoint")
+    _keep_shared(reader, strategy)
+    return Found({**found, "saving.state": whole}, [], [])
+
+
+# -- DeepSpeed -----------------------------------------------------------------------------------------------------
+
+
+def strategy_document(
+    arguments: Mapping[str, Any], trainer: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """What DeepSpeedStrategy hands to DeepSpeed, and the arguments behind each key of it."""
+    values = {name: arguments.get(name, row.default) for name, row in DEEPSPEED_STRATEGY.items()}
+    document: dict[str, Any] = {
+        "activation_checkpointing": {name: values[name] for name in _ACTIVATIONS_ALL},
+        "aio": {name: values[name] for name in _AIO},
+    }
+    source: dict[str, tuple[str, ...]] = {f"activation_checkpointing.{name}": (name,) for name in _ACTIVATIONS_ALL}
+    source |= {f"aio.{name}": (name,) for name in _AIO}
+    if values["zero_optimization"]:
+        document["zero_allow_untested_optimizer"] = values["zero_allow_untested_optimizer"]
+        document["zero_optimization"] = {name: values[name] for name in _ZERO_ALL} | _offloads(values, source)
+        source |= {f"zero_optimization.{name}": (name,) for name in _ZERO_ALL}
+        source["zero_allow_untested_optimizer"] = ("zero_allow_untested_optimizer",)
+    if values["logging_batch_size_per_gpu"] != "auto":
+        document["train_micro_batch_size_per_gpu"] = values["logging_batch_size_per_gpu"]
+        source["train_micro_batch_size_per_gpu"] = ("logging_batch_size_per_gpu",)
+    complete(document, values, trainer)
+    source |= {f"fp16.{name}": (name,) for name in _FP16}
+    return document, source
+
+
+def complete(document: dict[str, Any], values: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+    """Add what Lightning adds to any document: accumulation, clipping, and the 16-bit section of the precision."""
+    document["gradient_accumulation_steps"] = trainer.get("accumulate_grad_batches", 1)
+    document.setdefault("gradient_clipping", trainer.get("gradient_clip_val") or 0.0)
+    if trainer["precision"].startswith("16-"):
+        document.setdefault("fp16", {"enabled": True, **{name: values[name] for name in _FP16}})
+    elif trainer["precision"].startswith("bf16-"):
+        document.setdefault("bf16", {"enabled": True})
+
+
+def _offloads(values: Mapping[str, Any], source: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    sections = {
+        "offload_optimizer": {
+            "device": "offload_optimizer_device",
+            "nvme_path": "nvme_path",
+            "buffer_count": "optimizer_buffer_count",
+            "pin_memory": "pin_memory",
+        },
+        "offload_param": {
+            "device": "offload_params_device",
+            "nvme_path": "nvme_path",
+            "buffer_count": "params_buffer_count",
+            "buffer_size": "params_buffer_size",
+            "max_in_cpu": "max_in_cpu",
+            "pin_memory": "pin_memory",
+        },
+    }
+    found = {}
+    for section, switch in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
+        if values[switch]:
+            found[section] = {name: values[argument] for name, argument in sections[section].items()}
+            inner = f"zero_optimization.{section}"
+            source |= {f"{inner}.{name}": (argument,) for name, argument in sections[section].items()}
+            source[f"{inner}.device"] = (switch, sections[section]["device"])
+    return found
+
+
+def _deepspeed(strategy: Strategy, context: ReadingContext, trainer: Mapping[str, Any]) -> Found:
+    section = f"{strategy.where}.init_args"
+    config = strategy.arguments.get("config")
+    if config is not None:
+        return _configured(strategy, config, context, trainer)
+    document, source = strategy_document(strategy.arguments, trainer)
+    nested = read_nested(DEEPSPEED, document, context, "inner")
+
+    def arguments(setting: Setting[Any]) -> list[str]:
+        keys: list[str] = []
+        for key in (key.removeprefix("inner.") for key in setting.keys):
+            keys += [strategy.key(name) for name in source.get(key, ())] or [_TRAINER_KEYS.get(key, "")]
+        return keys
+
+    given = {}
+    for path, setting in _without_loop(nested.given, set()).items():
+        keys = [key for key in dict.fromkeys(arguments(setting)) if key]
+        origin = setting.origin if keys else "default"
+        given[path] = replace(setting, origin=origin, key=", ".join(keys))
+    used = {name for names in source.values() for name in names} | {"zero_optimization"}
+    verdicts = [
+        replace(verdict, key=f"{section}.{argument}", value=strategy.arguments[argument], target="")
+        for verdict in nested.verdicts
+        for argument in source.get(verdict.key.removeprefix("inner."), ())
+        if argument in strategy.given
+    ]
+    return Found(given, merge(verdicts + _unused(strategy, section, used, trainer)), [])
+
+
+_TRAINER_KEYS = {
+    "gradient_accumulation_steps": "accumulate_grad_batches",
+    "gradient_clipping": "gradient_clip_val",
+    "fp16.enabled": "precision",
+    "bf16.enabled": "precision",
+}
+"""Lightning's argument behind a key of the document; a prefix is added where the Trainer has a section of its own."""
+
+
+def _unused(strategy: Strategy, section: str, used: set[str], trainer: Mapping[str, Any]) -> list[KeyVerdict]:
+    """Arguments that the document does not have: used with offload or fp16 alone, or by Lightning itself."""
+    found = []
+    for name in strategy.given:
+        key, value = f"{section}.{name}", strategy.arguments[name]
+        if name in ("zero_optimization", "offload_optimizer", "offload_parameters"):
+            found.append(KeyVerdict(key, value, "applied"))
+        elif name in (*_ASIDE, *SHARED):
+            found.append(KeyVerdict(key, value, "applied", "", "Lightning's own: it does not change what is trained"))
+        elif name in _FP16 and not trainer["precision"].startswith("16-"):
+            found.append(KeyVerdict(key, value, "refused", "", "it is read in fp16 only: remove it"))
+        elif name in DEEPSPEED_STRATEGY and name not in used:
+            found.append(
+                KeyVerdict(key, value, "refused", "", "it is read with offload only: turn that on, or remove it")
+            )
+    return found
+
+
+def _configured(strategy: Strategy, config: Any, context: ReadingContext, trainer: Mapping[str, Any]) -> Found:
+    """A whole DeepSpeed configuration: Lightning ignores the other arguments then."""
+    where = f"{strategy.where}.init_args.config"
+    named = None if isinstance(config, Mapping) else config
+    document, fault = (dict(config), "") if named is None else load_named(config, context)
+    if fault:
+        return Found({}, [KeyVerdict(where, config, "refused", "", fault)], [])
+    said = set(document)
+    complete(
+        document, {name: row.default for name, row in DEEPSPEED_STRATEGY.items()} | dict(strategy.arguments), trainer
+    )
+    nested = read_nested(DEEPSPEED, document, context, where, file=named)
+    added = {f"{where}.{name}" for name in set(document) - said}
+    verdicts = [verdict for verdict in nested.verdicts if not _is_of(verdict.key, added)]
+    given = {path: _from_trainer(setting, where, added) for path, setting in _without_loop(nested.given, said).items()}
+    if "gradient_accumulation_steps" in said:
+        key, value = (where, named) if named is not None else (f"{where}.gradient_accumulation_steps", 0)
+        value = value or config["gradient_accumulation_steps"]
+        verdicts = [verdict for verdict in verdicts if verdict.key != key]
+        why = "Lightning raises on gradient_accumulation_steps: say accumulate_grad_batches in the Trainer"
+        verdicts.append(KeyVerdict(key, value, "refused", "", why))
+    extras = [] if named is not None else [extra for extra in nested.extras if not _is_of(extra.key, added)]
+    return Found(given, verdicts + _ignored(strategy), extras)
+
+
+def _without_loop(given: Mapping[str, Setting[Any]], said: set[str]) -> SettingsByKey:
+    """The settings without what Lightning's Trainer decides: accumulation, and clipping if it is left open."""
+    trainers = {"batch.accumulation"} | (set() if "gradient_clipping" in said else {"training.clip"})
+    return {path: setting for path, setting in given.items() if path not in trainers}
+
+
+def _from_trainer(setting: Setting[Any], where: str, added: set[str]) -> Setting[Any]:
+    """A setting under Lightning's own argument where Lightning wrote the key."""
+    keys = [_TRAINER_KEYS.get(key.removeprefix(f"{where}."), "") if _is_of(key, added) else key for key in setting.keys]
+    return replace(setting, key=", ".join(dict.fromkeys(key for key in keys if key)))
+
+
+def _is_of(key: str, sections: set[str]) -> bool:
+    return any(key == section or key.startswith(f"{section}.") for section in sections)
+
+
+def _ignored(strategy: Strategy) -> list[KeyVerdict]:
+    """The other arguments beside a whole configuration."""
+    section = f"{strategy.where}.init_args"
+    aside = strategy.given & {*_ASIDE, *SHARED}
+    found = [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "applied") for name in sorted(aside)]
+    why = "config is given, and Lightning ignores it: say it there"
+    void = sorted(strategy.given - aside - {"config"})
+    return found + [KeyVerdict(f"{section}.{name}", strategy.arguments[name], "refused", "", why) for name in void]
+
+
+DDP_CLASSES = ("DDPStrategy", "SingleDeviceStrategy")
+ARGUMENTS = {
+    "FSDPStrategy": (*FSDP, *SHARED),
+    "DeepSpeedStrategy": (*DEEPSPEED_STRATEGY, *SHARED),
+    "ModelParallelStrategy": (*MODEL_PARALLEL, *SHARED),
+}

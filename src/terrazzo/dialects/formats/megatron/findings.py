@@ -1,0 +1,91 @@
+"""What Megatron-LM stops at, or passes over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading
+from terrazzo.dialects.core.keys import SWITCH
+from terrazzo.dialects.formats.megatron.keys import canonical
+
+__all__ = ["findings"]
+
+
+def findings(document: ConfigDocument, reading: Reading) -> Iterable[Finding]:
+    """All of them."""
+    said = {canonical(str(key)): value for key, value in document.items()}
+    on = {key for key, value in said.items() if SWITCH.parse(value) is True}
+    for key, together, text in _TOGETHER:
+        if key in on and together & on:
+            yield Finding(key, "error", text)
+    for key, needed, text in _ALONE:
+        if key in on and not needed & on:
+            yield Finding(key, "error", text)
+    yield from _stages(said, reading.description)
+    yield from _run(said, on, reading.description)
+
+
+_TOGETHER: tuple[tuple[str, set[str], str], ...] = (
+    ("bf16", {"fp16"}, "bf16 and fp16 are both on: keep one of them"),
+    ("use-torch-fsdp2", {"use-distributed-optimizer"}, "torch's FSDP2 splits the optimizer itself: remove the other"),
+    ("use-torch-fsdp2", {"use-megatron-fsdp"}, "there are two kinds of FSDP: keep one of them"),
+    ("use-torch-fsdp2", {"fp16"}, "torch's FSDP2 is not run in fp16 there: take bf16"),
+)
+"""Switches that do not go with one of others."""
+_ALONE: tuple[tuple[str, set[str], str], ...] = (
+    (
+        "overlap-param-gather",
+        {"use-distributed-optimizer", "use-megatron-fsdp"},
+        "it gathers what is split: say what is",
+    ),
+    ("overlap-param-gather", {"overlap-grad-reduce"}, "it goes with --overlap-grad-reduce"),
+    ("optimizer-cpu-offload", {"use-precision-aware-optimizer"}, "it goes with --use-precision-aware-optimizer"),
+    ("use-precision-aware-optimizer", {"use-distributed-optimizer", "use-megatron-fsdp"}, "it needs a split optimizer"),
+)
+"""Switches that need one of others."""
+
+
+def _stages(said: Mapping[str, Any], description: Description) -> Iterable[Finding]:
+    stages, chunks = description.value("mesh.pp"), description.value("parallel.chunks")
+    layers = said.get("num-layers")
+    if chunks is not None and chunks > 1 and stages == 1:
+        yield Finding(description["parallel.chunks"].key, "error", "several stages of a rank need a pipeline of ranks")
+    uneven = {"decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers", "pipeline-model-parallel-layout"}
+    uneven |= {"account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split", "hybrid-layer-pattern"}
+    given = {key for key, value in said.items() if value is not None and SWITCH.parse(value) is not False}
+    if isinstance(layers, int) and stages and layers % stages and not uneven & given:
+        text = f"{layers} layers are not divisible by {stages} pipeline stages"
+        yield Finding("num-layers", "error", text)
+    each = said.get("num-layers-per-virtual-pipeline-stage")
+    divides = isinstance(layers, int) and isinstance(each, int) and stages and layers % stages == 0
+    if divides and layers // stages % each:
+        text = f"the {layers // stages} layers of a pipeline stage are not divisible by {each}"
+        yield Finding("num-layers-per-virtual-pipeline-stage", "error", text)
+    if "use-torch-fsdp2" in given:
+        for path, axis in (("mesh.pp", "pipeline"), ("mesh.ep", "expert")):
+            if (description.value(path) or 1) > 1:
+                yield Finding(description[path].key, "error", f"--use-torch-fsdp2 does not go with {axis} parallelism")
+
+
+def _run(said: Mapping[str, Any], on: set[str], description: Description) -> Iterable[Finding]:
+    tensor, context = description.value("mesh.tp") or 1, (description.value("mesh.cp") or 1)
+    context *= description.value("mesh.sp") or 1
+    if "sequence-parallel" in on and tensor == 1:
+        yield Finding("sequence-parallel", "warning", "without tensor parallelism it is turned off")
+    if said.get("num-experts") and tensor > 1 and "sequence-parallel" not in on:
+        yield Finding("num-experts", "error", "experts and tensor parallelism together need --sequence-parallel")
+    length = description.value("batch.sequence_length")
+    if length and context > 1 and length % (2 * context):
+        yield Finding("seq-length", "error", f"{length} tokens are no multiple of 2 × {context} context parallel ranks")
+    if "use-megatron-fsdp" in on and said.get("ckpt-format") != "fsdp_dtensor":
+        yield Finding("use-megatron-fsdp", "error", "it goes with --ckpt-format fsdp_dtensor")
+    if said.get("save") and not said.get("save-interval"):
+        yield Finding("save", "error", "it needs --save-interval")
+    if said.get("train-iters") and said.get("train-samples"):
+        yield Finding("train-samples", "error", "train-iters says the length as well: keep one of them")
+    if said.get("recompute-granularity") == "full" and not said.get("recompute-method"):
+        yield Finding("recompute-granularity", "error", "full needs --recompute-method uniform or block")
+    if said.get("recompute-granularity") == "selective" and said.get("recompute-method"):
+        yield Finding("recompute-method", "error", "it does not go with selective: remove it")

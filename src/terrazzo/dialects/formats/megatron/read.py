@@ -1,0 +1,207 @@
+"""Reading Megatron-LM's arguments: ranks, precision and memory. What a step does is in `read_training`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.reader import Reader, derived
+from terrazzo.dialects.formats.megatron.keys import DEGREES, KEYS, LAUNCHER, REMOVED, canonical
+from terrazzo.dialects.formats.megatron.read_training import read_training
+from terrazzo.engine import LossScaling, Plan
+
+__all__ = ["read"]
+
+_IDLE = "without {} it says nothing"
+_NESTED = ("language_model.", "model_parallel.")
+
+
+def read(document: ConfigDocument, context: ReadingContext) -> Reading:
+    """What arguments mean."""
+    reader = Reader(_normal(document), "Megatron-LM", keys=KEYS)
+    reader.keep_nulls()
+    given: SettingsByKey = {"units.policy": Setting("auto", "default")}
+    given |= _world(reader) | _mesh(reader) | _sharding(reader) | _precision(reader) | _offload(reader)
+    given |= _stages(reader, given["mesh.pp"].value, context) | read_training(reader)
+    for key in reader.unread():
+        if key in REMOVED:
+            reader.refuse(key, f"Megatron-LM stops at it: {REMOVED[key]}")
+        elif key.startswith(_NESTED):
+            reader.refuse(key, "the sections of a --yaml-cfg are not read: give the arguments in one section, flat")
+    reader.keep_rows()
+    _keep_spelling(reader)
+    return reader.finish("megatron", given, unknown="stops at it")
+
+
+def _normal(document: ConfigDocument) -> dict[str, Any]:
+    """The document with every argument by the name that `KEYS` has. Of two spellings the last counts."""
+    found = {canonical(str(key)): value for key, value in document.items()}
+    if isinstance(told := found.get(LAUNCHER), Mapping):
+        found[LAUNCHER] = {str(key).lstrip("-").replace("_", "-"): value for key, value in told.items()}
+    return found
+
+
+def _keep_spelling(reader: Reader) -> None:
+    """What was taken comes back as it stood, if this dialect is written again."""
+    kept = reader.kept_keys()
+    for key, verdict in reader.verdicts.items():
+        if verdict.kind != "refused" and key not in kept:
+            reader.keep_as(key, reader.flat[key])
+
+
+def _idle(reader: Reader, key: str, switch: str) -> None:
+    """An argument that another one has to switch on."""
+    if key in reader.flat:
+        reader.keep(key, _IDLE.format(switch), loss="harmless")
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _world(reader: Reader) -> SettingsByKey:
+    """Ranks by what the launcher is given."""
+    each, machines = reader.take(f"{LAUNCHER}.nproc-per-node"), reader.take(f"{LAUNCHER}.nnodes")
+    if each.value is None:
+        _idle(reader, f"{LAUNCHER}.nnodes", "nproc-per-node")
+        return {}
+    return {"mesh.world": derived(each.value * machines.value, each, machines, origin="file")}
+
+
+def _mesh(reader: Reader) -> SettingsByKey:
+    given: SettingsByKey = {path: reader.take(key) for path, key in DEGREES.items()}
+    ranks, way = reader.take("context-parallel-size"), reader.take("cp-comm-type")
+    words = set(way.value or ("p2p",))
+    given["parallel.sequence"] = reader.take("sequence-parallel")
+    if words == {"a2a"} and ranks.value > 1:
+        return {**given, "mesh.cp": Setting(1, "derived"), "mesh.sp": derived(ranks.value, ranks, way, origin="file")}
+    if way.origin == "file" and ranks.value > 1 and words <= {"p2p", "allgather"}:
+        mode = (
+            {"p2p": "ring", "allgather": "gather"}.get(next(iter(words)), "") if len(words) == 1 else "ring or gather"
+        )
+        reader.keep(way.key, f"the numbers are the same; in Terrazzo: parallel.context.mode {mode}", loss="harmless")
+    elif way.origin == "file" and ranks.value > 1:
+        reader.keep(way.key, "ranks share a sequence in one way, by all layers and nodes: parallel.context.mode")
+    else:
+        _idle(reader, "cp-comm-type", "context-parallel-size")
+    return {**given, "mesh.cp": ranks, "mesh.sp": Setting(1, "default")}
+
+
+def _stages(reader: Reader, ranks: int, context: ReadingContext) -> SettingsByKey:
+    """Stages of each rank: as said, or as many as its layers make."""
+    several, each = (
+        reader.take(key) for key in ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage")
+    )
+    layers = KEYS["num-layers-per-virtual-pipeline-stage"].type.parse(reader.raw("num-layers"))
+    layers = layers if isinstance(layers, int) else context.layers
+    chunks: Setting[Any] = Setting(several.value or 1, several.origin, several.key)
+    if several.value is None and each.value is not None:
+        if layers is None:
+            reader.keep(each.key, "how many stages a rank has, the number of layers says: give num-layers, or --model")
+        else:
+            chunks = derived(max(1, layers // ranks // each.value), each, origin="file")
+    elif each.value is not None:
+        reader.refuse(each.key, "num-virtual-stages-per-pipeline-rank says the same: keep one of them")
+    return {"parallel.schedule": Setting("1f1b", "default"), "parallel.chunks": chunks}
+
+
+def _sharding(reader: Reader) -> SettingsByKey:
+    """What is split over data ranks. Without any of the three switches nothing is."""
+    own, torchs, split = (
+        reader.take(key) for key in ("use-megatron-fsdp", "use-torch-fsdp2", "use-distributed-optimizer")
+    )
+    groups, whole = reader.take("num-distributed-optimizer-instances"), Setting(None, "default")
+    strategy, outer = reader.take("data-parallel-sharding-strategy"), reader.take("outer-dp-sharding-strategy")
+    keeps = reader.take("torch-fsdp2-no-reshard-after-forward")
+    if not own.value:
+        _idle(reader, strategy.key, "use-megatron-fsdp")
+        _idle(reader, outer.key, "use-megatron-fsdp")
+    if not torchs.value:
+        _idle(reader, keeps.key, "use-torch-fsdp2")
+    if own.value:
+        row, sources = strategy.value, [own, strategy, groups, outer]
+    elif torchs.value:
+        row, sources = ("shard_grad_op" if keeps.value else "zero3"), [torchs, keeps]
+        groups = Setting(1, "default")
+    else:
+        row, sources = ("zero1" if split.value else "zero0"), [split, groups]
+    two_axes = groups.value > 1 and row != "zero0"
+    places = {state: str(place) for state, place in Plan.named(row).places().items()}
+    if two_axes:
+        places = {state: place.replace("D", "S") for state, place in places.items()}
+    if two_axes and own.value and outer.value == "optim":
+        places["optim"] = "S,R"
+    said = [source for source in sources if source.origin == "file"]
+    origin: Any = "file" if said else "default"
+    return {
+        **{f"sharding.{state}": derived(place, *said, origin=origin) for state, place in places.items()},
+        "mesh.dp_replicate": groups if two_axes else Setting(1, "default"),
+        "mesh.dp_shard": whole,
+    }
+
+
+# -- precision, offload --------------------------------------------------------------------------------------------
+
+
+def _precision(reader: Reader) -> SettingsByKey:
+    wide, narrow = reader.take("accumulate-allreduce-grads-in-fp32"), reader.take("grad-reduce-in-bf16")
+    flags = {half: reader.take(half) for half in ("bf16", "fp16")}
+    half = next((flag for flag in flags.values() if flag.value), Setting(False, "default"))
+    kind = half.key or "fp32"
+    aware, sums = reader.take("use-precision-aware-optimizer"), reader.take("main-grads-dtype")
+    sources = [each for each in (half, wide, narrow, sums) if each.origin == "file"]
+    torchs = bool(reader.get("use-torch-fsdp2"))
+    grads = "fp32"
+    if kind == "bf16" and (narrow.value or torchs or (sums.value == "bf16" and not wide.value)):
+        grads = "bf16"
+    elif kind == "fp16" and not wide.value:
+        grads = "fp16"
+    given: SettingsByKey = {f"precision.{name}": _of(kind, half) for name in ("weight", "compute", "saved")}
+    summed = derived(grads, *sources, origin="file" if sources else "default")
+    given |= {"precision.reduce": summed, "precision.accumulate": summed}
+    given |= {"precision.output": Setting("fp32", "default"), "precision.autocast": Setting(False, "default")}
+    return given | _states(reader, aware) | _loss_scaling(reader, half)
+
+
+def _of(kind: str, half: Setting[Any]) -> Setting[Any]:
+    return Setting(kind, half.origin, half.key)
+
+
+def _states(reader: Reader, aware: Setting[Any]) -> SettingsByKey:
+    """Dtypes of the optimizer's states: fp32, unless each is chosen."""
+    master, first, second = (reader.take(key) for key in ("main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"))
+    if not aware.value:
+        for each in (master, first, second):
+            _idle(reader, each.key, "use-precision-aware-optimizer")
+        return {path: Setting("fp32", "default") for path in ("precision.master", "precision.moments")}
+    if first.value != second.value and second.origin == "file":
+        reader.say(second.key, "lossy", f"both moments have one dtype here, that of exp-avg-dtype: {first.value}")
+    said = [each for each in (first, second) if each.origin == "file"]
+    moments = derived(first.value, *said, origin="file" if said else "default")
+    return {"precision.master": master, "precision.moments": moments}
+
+
+def _loss_scaling(reader: Reader, half: Setting[Any]) -> SettingsByKey:
+    fixed = reader.take("loss-scale")
+    init, least, steps, misses = (
+        reader.take(key) for key in ("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis")
+    )
+    if half.key != "fp16" or fixed.value:
+        for each in (init, least, steps, misses):
+            _idle(reader, each.key, "fp16 and a dynamic scale")
+        found: SettingsByKey = {"precision.loss_scaling": Setting(None, half.origin, half.key)}
+        return found | ({"precision.static_loss_scale": fixed} if fixed.value else {})
+    scaling = LossScaling(init=init.value, interval=int(steps.value), hysteresis=misses.value, minimum=least.value)
+    said = [each for each in (half, init, least, steps, misses) if each.origin == "file"]
+    return {"precision.loss_scaling": derived(scaling, *said, origin="file")}
+
+
+def _offload(reader: Reader) -> SettingsByKey:
+    switch, share = reader.take("optimizer-cpu-offload"), reader.take("optimizer-offload-fraction")
+    given: SettingsByKey = {path: Setting("device", "default") for path in ("offload.weight", "offload.grad")}
+    if not switch.value or not share.value:
+        _idle(reader, share.key, "optimizer-cpu-offload")
+        return {**given, "offload.optim": Setting("device", switch.origin, switch.key)}
+    tier = "cpu" if share.value == 1 else f"cpu:{share.value:g}"
+    return {**given, "offload.optim": derived(tier, switch, share, origin="file")}

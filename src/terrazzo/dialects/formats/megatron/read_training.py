@@ -1,0 +1,205 @@
+"""Reading what a step of Megatron-LM does: batch, optimizer, schedule, activations kept, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.core.description import Setting, SettingsByKey
+from terrazzo.dialects.core.keys import MISSING
+from terrazzo.dialects.core.reader import Reader, derived, given_only
+from terrazzo.dialects.formats.megatron.keys import KEYS
+
+__all__ = ["ADAMS_SHARE", "OPTIMIZERS", "read_training"]
+
+OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "lion": "Lion", "muon": "Muon"}
+"""Class by --optimizer, as in torch.optim; Megatron-LM's adam decays weights as AdamW does."""
+
+
+def read_training(reader: Reader) -> SettingsByKey:
+    """All of it."""
+    whole = reader.take("global-batch-size")
+    clip = reader.take("clip-grad")
+    return {
+        **_batch(reader, whole),
+        **_optimizer(reader),
+        **_schedule(reader, whole),
+        **_activations(reader),
+        **_saving(reader),
+        "training.clip": Setting(clip.value or None, clip.origin, clip.key),
+        "training.seed": reader.take("seed"),
+    }
+
+
+def _batch(reader: Reader, whole: Setting[Any]) -> SettingsByKey:
+    micro, length = reader.take("micro-batch-size"), reader.take("seq-length")
+    given = given_only({"batch.micro_batch": micro, "batch.sequence_length": length, "batch.global_batch": whole})
+    return given if whole.value else {**given, "batch.accumulation": Setting(1, "default")}
+
+
+def _optimizer(reader: Reader) -> SettingsByKey:
+    word = reader.take("optimizer")
+    name = OPTIMIZERS.get(word.value, word.value)
+    found: SettingsByKey = {
+        "optimizer.name": Setting(name, word.origin, word.key),
+        "optimizer.weight_decay": reader.take("weight-decay"),
+        **given_only({"optimizer.lr": reader.take("lr")}),
+    }
+    first, second, eps = (reader.take(f"adam-{each}") for each in ("beta1", "beta2", "eps"))
+    momentum = reader.take("sgd-momentum")
+    if name == "SGD":
+        _unused(reader, (first, second, eps), "the optimizer is sgd")
+        options = derived({"momentum": momentum.value}, momentum, origin=momentum.origin)
+        return {**found, "optimizer.options": options}
+    _unused(reader, (momentum,), "the optimizer is not sgd")
+    matrices = {key: reader.take(f"muon-{key}") for key in _OF_MATRICES}
+    if name == "Muon":
+        found["optimizer.options"] = _muon(reader, found.get("optimizer.lr"), matrices)
+    else:
+        _unused(reader, tuple(matrices.values()), "the optimizer is not muon")
+    if name not in ("AdamW", "Muon"):
+        _unused(reader, (first, second, eps), "the optimizer is not adam")
+        return found
+    origin: Any = "file" if "file" in (first.origin, second.origin) else "default"
+    return {
+        **found,
+        "optimizer.betas": derived((first.value, second.value), first, second, origin=origin),
+        "optimizer.eps": eps,
+    }
+
+
+_OF_MATRICES = ("momentum", "nesterov", "num-ns-steps", "scale-mode", "extra-scale-factor")
+ADAMS_SHARE = 0.2
+"""What `match_rms_adamw` multiplies Megatron-LM's `spectral` scale by."""
+
+
+def _muon(reader: Reader, rate: Setting[Any] | None, given: dict[str, Setting[Any]]) -> Setting[Any]:
+    """The settings of matrices, in neutral words: their rate includes the factor that scales them."""
+    momentum, nesterov, steps, mode, factor = given.values()
+    found = {"muon.momentum": momentum.value, "muon.nesterov": nesterov.value, "muon.ns_steps": steps.value}
+    if mode.value not in ("match_rms_adamw", "original"):
+        reader.keep(mode.key, "matrices are scaled by the root of rows over columns, also where that is below one")
+        return derived(found, momentum, nesterov, steps, origin="file")
+    found["muon.adjust_lr"] = mode.value
+    scale = factor.value / (ADAMS_SHARE if mode.value == "match_rms_adamw" else 1.0)
+    if rate is not None and scale != 1:
+        found["muon.lr"] = float(f"{rate.value * scale:.12g}")
+    elif scale != 1 and factor.origin == "file":
+        reader.keep(factor.key, "as a rate of matrices it is known where lr is given")
+    return derived(found, *given.values(), origin="file")
+
+
+def _unused(reader: Reader, settings: tuple[Setting[Any], ...], why: str) -> None:
+    for setting in settings:
+        if setting.origin == "file":
+            reader.keep(setting.key, why, loss="harmless")
+
+
+# -- schedule ------------------------------------------------------------------------------------------------------
+
+
+def _schedule(reader: Reader, whole: Setting[Any]) -> SettingsByKey:
+    name = reader.take("lr-decay-style")
+    total = _steps(reader, whole, "train-iters", "train-samples")
+    found: SettingsByKey = {"schedule.name": name, **given_only({"schedule.total_steps": total})}
+    found |= _lowest(reader, name.value) | _final_decay(reader, whole, name.value)
+    decay = _steps(reader, whole, "lr-decay-iters", "lr-decay-samples")
+    if decay.value is not None:
+        ends = decay.value == total.value or name.value == "constant"
+        why = "the rate is at its lowest at the last step, wherever that is"
+        reader.keep(
+            decay.key.partition(", ")[0], "as long as the run" if ends else why, loss="harmless" if ends else "lossy"
+        )
+    return found | _warmup(reader, whole, decay)
+
+
+def _steps(reader: Reader, whole: Setting[Any], key: str, in_samples: str) -> Setting[Any]:
+    """A number of steps, also given in sequences."""
+    steps, samples = reader.take(key), reader.take(in_samples)
+    if steps.value or not samples.value:
+        _unused(reader, (samples,), f"{key} says it" if steps.value else "it asks for nothing")
+        return steps
+    if whole.value:
+        return derived(samples.value // whole.value, samples, origin="file")
+    reader.keep(in_samples, "in steps it is known where global-batch-size is given")
+    return steps
+
+
+def _lowest(reader: Reader, name: str) -> SettingsByKey:
+    """The rate at the end, as a share of the peak."""
+    least, peak = reader.take("min-lr"), KEYS["lr"].type.parse(reader.get("lr"))
+    peak = 0 if peak is MISSING else peak
+    if name == "constant":
+        _unused(reader, (least,), "the rate is constant")
+        return {}
+    if least.value and not peak:
+        reader.keep("min-lr", "as a share of the peak it is known where lr is given")
+        return {}
+    if least.value > peak > 0:
+        reader.refuse("min-lr", f"it is above the peak, lr {peak:g}")
+        return {}
+    share = least.value / peak if peak else 0.0
+    return {"schedule.final_fraction": derived(share, least, origin=least.origin)}
+
+
+def _final_decay(reader: Reader, whole: Setting[Any], name: str) -> SettingsByKey:
+    style = reader.take("lr-wsd-decay-style")
+    steps = _steps(reader, whole, "lr-wsd-decay-iters", "lr-wsd-decay-samples")
+    if name != "wsd":
+        _unused(reader, (style, steps), "the schedule is not WSD")
+        return {}
+    found = given_only({"schedule.decay_steps": steps})
+    if style.value != "linear":
+        found["schedule.options"] = derived({"decay_type": style.value}, style, origin=style.origin)
+    return found
+
+
+def _warmup(reader: Reader, whole: Setting[Any], decay: Setting[Any]) -> SettingsByKey:
+    share = reader.take("lr-warmup-fraction")
+    steps = _steps(reader, whole, "lr-warmup-iters", "lr-warmup-samples")
+    if not share.value:
+        _unused(reader, (share,), "it asks for nothing")
+        return {"schedule.warmup_steps": steps}
+    _unused(reader, (steps,), "lr-warmup-fraction says it")
+    if decay.value is not None:
+        return {"schedule.warmup_steps": derived(round(share.value * decay.value), share, origin="file")}
+    return {"schedule.warmup_fraction": share}
+
+
+# -- activations, checkpoints --------------------------------------------------------------------------------------
+
+
+def _activations(reader: Reader) -> SettingsByKey:
+    path = "activation_checkpointing.mode"
+    short, kind = reader.take("recompute-activations"), reader.take("recompute-granularity")
+    way, count = reader.take("recompute-method"), reader.take("recompute-num-layers")
+    if short.value:
+        _unused(reader, (kind, way, count), "recompute-activations says selective")
+        return {path: Setting("selective", "file", short.key)}
+    _unused(reader, (short,), "it asks for nothing")
+    if kind.value != "full":
+        _unused(reader, (way, count), "recompute-granularity is not full")
+        return {path: Setting(kind.value or "none", kind.origin, kind.key)}
+    _unused(reader, (way,), "which layers are computed again")
+    if count.origin == "file":
+        first = way.value == "block"
+        why = (
+            "those layers of a stage alone are computed again"
+            if first
+            else "of so many layers the first one's inputs are kept"
+        )
+        same = count.value == 1 and not first
+        reader.keep(
+            count.key,
+            "each layer" if same else f"{why} there, and each block's here",
+            loss="harmless" if same else "lossy",
+        )
+    return {path: kind}
+
+
+def _saving(reader: Reader) -> SettingsByKey:
+    folder, every, kind = (reader.take(key) for key in ("save", "save-interval", "ckpt-format"))
+    return {
+        **given_only({"saving.folder": folder, "saving.every": every}),
+        "saving.state": kind,
+        "saving.background": reader.take("async-save"),
+    }

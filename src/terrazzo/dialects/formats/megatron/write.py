@@ -1,0 +1,151 @@
+"""Writing Megatron-LM's arguments: ranks and memory. What a step does is in `write_training`."""
+
+from __future__ import annotations
+
+from terrazzo.dialects.core.description import DATA_AXES, SHARDING, TIERS, Description
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU, idle, tier_and_share
+from terrazzo.dialects.formats.megatron.keys import DEGREES, FSDP_ROWS, LAUNCHER
+from terrazzo.dialects.formats.megatron.write_precision import write_precision
+from terrazzo.dialects.formats.megatron.write_training import write_training
+from terrazzo.dialects.formats.shared.rows import nearest_row
+
+__all__ = ["write"]
+
+_ROWS = ("zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "hfsdp")
+_GROUPS = "num-distributed-optimizer-instances"
+_GROUPED = ("-", "-", "-", "S")
+"""Places of a distributed optimizer in several groups."""
+
+
+def write(description: Description, context: ReadingContext) -> Writing:
+    """The arguments; defaults are left out. Of its own descriptions every argument stands as it stood."""
+    draft = Draft(description, "Megatron-LM", "megatron")
+    if draft.own:
+        return draft.finish()
+    _mesh(draft)
+    _sharding(draft)
+    _offload(draft)
+    write_precision(draft)
+    write_training(draft, context)
+    return draft.finish()
+
+
+def _mesh(draft: Draft) -> None:
+    for path, key in DEGREES.items():
+        if draft.value(path, 1) != 1:
+            draft.put(path, key, draft.value(path))
+    ring, ulysses = draft.value("mesh.cp", 1), draft.value("mesh.sp", 1)
+    if ulysses != 1 and ring != 1:
+        draft.refuse("mesh.sp", "ranks share sequences in one way: set mesh.cp or mesh.sp to 1")
+    elif ulysses != 1:
+        draft.put("mesh.sp", "context-parallel-size", ulysses)
+        draft.write("cp-comm-type", "a2a")
+    if ring != 1:
+        draft.put("mesh.cp", "context-parallel-size", ring)
+    if draft.value("mesh.world") is not None:
+        why = "on one machine; of several, --nnodes says how many, and this the ranks of each"
+        draft.put("mesh.world", f"{LAUNCHER}.nproc-per-node", draft.value("mesh.world"), why)
+    if draft.value("parallel.sequence") and not idle(draft.description, "parallel.sequence"):
+        draft.put("parallel.sequence", "sequence-parallel", True)
+    _stages(draft)
+
+
+def _stages(draft: Draft) -> None:
+    paths = ("parallel.schedule", "parallel.chunks")
+    if idle(draft.description, "parallel.chunks"):
+        return
+    if draft.value("parallel.schedule", "1f1b") == "1f1b":
+        draft.implied("parallel.schedule")
+    else:
+        draft.lossy("parallel.schedule", "stages work by 1f1b: the numbers are the same")
+    if draft.value("parallel.chunks", 1) > 1:
+        draft.put("parallel.chunks", "num-virtual-stages-per-pipeline-rank", draft.value("parallel.chunks"))
+    else:
+        draft.implied(paths[1])
+
+
+def _sharding(draft: Draft) -> None:
+    places = tuple(draft.value(path) for path in SHARDING)
+    row, why = nearest_row(draft.description, _ROWS)
+    groups = draft.value("mesh.dp_replicate", 1)
+    if places == _GROUPED:
+        _in_groups(draft, "use-distributed-optimizer", groups, "")
+    elif row is None and why:
+        draft.refuse(SHARDING, f"{why}: choose one of {', '.join(_ROWS)}")
+    elif row == "zero0":
+        draft.implied(SHARDING, why)
+    elif row == "zero1":
+        draft.put(SHARDING, "use-distributed-optimizer", True, why)
+    elif row == "shard_grad_op":
+        _torchs(draft, why)
+    elif row in ("hybrid_shard", "hfsdp"):
+        if row == "hfsdp":
+            draft.write("outer-dp-sharding-strategy", "optim")
+        draft.write("ckpt-format", "fsdp_dtensor")
+        _in_groups(draft, "use-megatron-fsdp", groups, why)
+    elif row is not None:
+        _megatrons(draft, row, why)
+    if not draft.has(_GROUPS):
+        draft.implied(DATA_AXES, "all ranks that the other axes leave")
+
+
+def _megatrons(draft: Draft, row: str, why: str) -> None:
+    """Its own FSDP, whose checkpoints have a format of theirs."""
+    draft.put(SHARDING, "use-megatron-fsdp", True, why, "lossy" if why else "applied")
+    strategy = next(word for word, named in FSDP_ROWS.items() if named == row)
+    draft.write("data-parallel-sharding-strategy", strategy)
+    draft.write("ckpt-format", "fsdp_dtensor")
+
+
+def _torchs(draft: Draft, why: str) -> None:
+    """FSDP2, which alone keeps gathered weights for backward, and does not go with every axis."""
+    for path in ("mesh.pp", "mesh.ep"):
+        if draft.value(path, 1) != 1:
+            draft.refuse(path, "--use-torch-fsdp2, which shard_grad_op is, does not go with it: choose zero1 or zero3")
+    if draft.value("precision.compute") == "fp16":
+        draft.refuse(SHARDING, "--use-torch-fsdp2, which shard_grad_op is, is not run in fp16: choose zero1 or zero3")
+        return
+    draft.put(SHARDING, "use-torch-fsdp2", True, why, "lossy" if why else "applied")
+    for switch in ("torch-fsdp2-no-reshard-after-forward", "no-gradient-accumulation-fusion"):
+        draft.write(switch, True)
+    draft.write("untie-embeddings-and-output-weights", True)
+
+
+def _in_groups(draft: Draft, switch: str, groups: int | None, why: str) -> None:
+    """Split over the ranks of a group, and whole in each of several."""
+    if groups is None or groups == 1:
+        draft.refuse((*SHARDING, *DATA_AXES), "the number of groups of data ranks is not known, or is 1: set it")
+        return
+    draft.put(SHARDING, switch, True, why, "lossy" if why else "applied")
+    draft.put("mesh.dp_replicate", _GROUPS, groups)
+    draft.implied("mesh.dp_shard", "all ranks of a group that the other axes leave")
+
+
+def _offload(draft: Draft) -> None:
+    tiers = {path: draft.value(path, "device") for path in TIERS}
+    moved = [path for path, tier in tiers.items() if tier != "device"]
+    for path in moved:
+        if path != "offload.optim":
+            draft.lossy(path, "of the states, the optimizer's alone goes to host memory: the device needs more room")
+    tier, share, several = tier_and_share(tiers["offload.optim"])
+    if tier != "device" and not (draft.has("use-distributed-optimizer") or draft.has("use-megatron-fsdp")):
+        draft.lossy("offload.optim", "an optimizer that is split goes to host memory alone: choose zero1 or zero3")
+    elif tier != "device":
+        why = "it has host memory alone" if tier == "nvme" or several else ""
+        draft.put("offload.optim", "optimizer-cpu-offload", True, why, "lossy" if why else "applied")
+        draft.write("use-precision-aware-optimizer", True)
+        if share is not None:
+            draft.write("optimizer-offload-fraction", share)
+    if "nvme" not in "".join(tiers.values()):
+        draft.implied(NVME_ONLY)
+    if not moved:
+        draft.implied([path for path in _WAYS if draft.is_set(path)])
+    if draft.value("offload.step") in ("auto", "synchronous"):
+        draft.implied("offload.step", ON_CPU)
+    if draft.value("offload.pin"):
+        draft.implied("offload.pin")
+
+
+_WAYS = ("offload.step", "offload.pin", "offload.threads", "offload.buffers")

@@ -1,0 +1,196 @@
+"""Writing what a step of Megatron-LM does: batch, optimizer, schedule, activations kept, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.core.draft import Draft
+from terrazzo.dialects.core.meaning import APART, left
+from terrazzo.dialects.formats.megatron.keys import DECAYS, KEYS, SCALES
+from terrazzo.dialects.formats.megatron.read_training import ADAMS_SHARE, OPTIMIZERS
+
+__all__ = ["write_training"]
+
+_ARGUMENTS = tuple(f"optimizer.{name}" for name in ("betas", "eps", "options"))
+
+
+def write_training(draft: Draft, context: ReadingContext) -> None:
+    """All of it."""
+    _batch(draft, context)
+    _optimizer(draft)
+    _schedule(draft)
+    _loop(draft)
+    _activations(draft)
+    _saving(draft)
+    draft.implied(["units.policy", "units.classes", "units.min_numel"], "units are layers")
+    draft.implied(["prefetch.forward", "prefetch.backward"], "how far ahead weights are gathered is the library's")
+    draft.implied(["loading.low_memory", "loading.broadcast"], "each rank builds its own part")
+
+
+def _option(draft: Draft, path: str, key: str) -> None:
+    """Write a setting unless it is the argument's default."""
+    value = draft.value(path)
+    if value is None or value == KEYS[key].neutral:
+        draft.implied(path)
+    else:
+        draft.put(path, key, value)
+
+
+def _batch(draft: Draft, context: ReadingContext) -> None:
+    _option(draft, "batch.micro_batch", "micro-batch-size")
+    _option(draft, "batch.sequence_length", "seq-length")
+    whole, micro, count = (draft.value(f"batch.{name}") for name in ("global_batch", "micro_batch", "accumulation"))
+    ranks = left(draft.description, context.world, APART)
+    if whole:
+        draft.put(("batch.global_batch", "batch.accumulation"), "global-batch-size", whole)
+    elif micro and count and count > 1 and ranks:
+        draft.put("batch.accumulation", "global-batch-size", micro * count * ranks)
+    elif count and count > 1:
+        need = "the micro-batch" if not micro else "the number of ranks (--world)"
+        draft.lossy("batch.accumulation", f"Megatron-LM counts the global batch, which needs {need} as well")
+    else:
+        draft.implied("batch.accumulation")
+    if micro is None:
+        draft.missing("batch.micro_batch", "micro-batch-size", "Megatron-LM stops without it")
+
+
+def _optimizer(draft: Draft) -> None:
+    name = draft.value("optimizer.name")
+    word = next((word for word, known in OPTIMIZERS.items() if known == name), None)
+    if name is not None and word is None:
+        why = f"Megatron-LM has {', '.join(OPTIMIZERS.values())}, not {name}: choose one of them"
+        draft.refuse(("optimizer.name", *(path for path in _ARGUMENTS if draft.value(path))), why)
+    elif word is not None and word != "adam":
+        draft.put("optimizer.name", "optimizer", word)
+    else:
+        draft.implied("optimizer.name")
+    _option(draft, "optimizer.lr", "lr")
+    _option(draft, "optimizer.weight_decay", "weight-decay")
+    if word in (None, "adam", "muon") and (name is None or word):
+        _adam(draft)
+    options = dict(draft.value("optimizer.options", {}))
+    if word == "sgd":
+        draft.put("optimizer.options", "sgd-momentum", options.pop("momentum", 0.0))
+    if word == "muon":
+        options = _muon(draft, options)
+    if options and word is not None:
+        draft.lossy("optimizer.options", f"{word} takes no {', '.join(options)} there")
+
+
+def _muon(draft: Draft, options: dict[str, Any]) -> dict[str, Any]:
+    """Write what is said of matrices; what is left of the options."""
+    rate, own = draft.value("optimizer.lr"), options.pop("muon.lr", None)
+    usual = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "adjust_lr": "match_rms_adamw"}
+    said = {key: options.pop(f"muon.{key}", value) for key, value in usual.items()}
+    mode = next(word for word, known in SCALES.items() if known == said.pop("adjust_lr"))
+    factor = (ADAMS_SHARE if mode == "spectral" else 1.0) * (own / rate if own and rate else 1.0)
+    values = dict(zip(("muon-momentum", "muon-nesterov", "muon-num-ns-steps"), said.values(), strict=True))
+    values |= {"muon-scale-mode": mode, "muon-extra-scale-factor": float(f"{factor:.12g}")}
+    written = {key: value for key, value in values.items() if value != KEYS[key].default}
+    for key, value in written.items():
+        draft.put("optimizer.options", key, value)
+    if not written:
+        draft.implied("optimizer.options")
+    return options
+
+
+def _adam(draft: Draft) -> None:
+    betas = draft.value("optimizer.betas")
+    if betas is not None:
+        for path_key, value in zip(("adam-beta1", "adam-beta2"), betas, strict=True):
+            if value != KEYS[path_key].default:
+                draft.put("optimizer.betas", path_key, value)
+        if not draft.has("adam-beta1") and not draft.has("adam-beta2"):
+            draft.implied("optimizer.betas")
+    _option(draft, "optimizer.eps", "adam-eps")
+
+
+def _schedule(draft: Draft) -> None:
+    _option(draft, "schedule.total_steps", "train-iters")
+    _option(draft, "schedule.warmup_steps", "lr-warmup-iters")
+    if draft.value("schedule.warmup_fraction"):
+        draft.put("schedule.warmup_fraction", "lr-warmup-fraction", draft.value("schedule.warmup_fraction"))
+    name, steps = draft.value("schedule.name"), draft.value("schedule.decay_steps")
+    style = draft.value("schedule.options", {}).get("decay_type", "linear")
+    if name is not None and name not in DECAYS.values():
+        draft.lossy("schedule.name", f"Megatron-LM has no schedule {name}: it decays linearly to the end")
+    elif name == "wsd":
+        draft.put(("schedule.name", "schedule.options"), "lr-decay-style", "WSD")
+        draft.write("lr-wsd-decay-style", {"sqrt": "minus_sqrt"}.get(style, style))
+        _final_decay(draft, steps)
+    elif name is not None:
+        _option(draft, "schedule.name", "lr-decay-style")
+    _lowest(draft, name)
+
+
+def _final_decay(draft: Draft, steps: int | None) -> None:
+    total = draft.value("schedule.total_steps")
+    if steps or total:
+        why = "" if steps else "a fifth of the run"
+        draft.put("schedule.decay_steps", "lr-wsd-decay-iters", steps or max(1, total // 5), why)
+
+
+def _lowest(draft: Draft, name: str | None) -> None:
+    path, peak = "schedule.final_fraction", draft.value("optimizer.lr")
+    share = draft.value(path)
+    if name == "constant" or not share:
+        draft.implied(path)
+    elif peak:
+        draft.put(path, "min-lr", share * peak)
+    else:
+        draft.lossy(path, "Megatron-LM takes the lowest rate itself, for which the peak is not known: set min-lr")
+
+
+def _loop(draft: Draft) -> None:
+    path = "training.clip"
+    if draft.is_set(path) and draft.value(path) is None:
+        draft.put(path, "clip-grad", 0.0)
+    else:
+        _option(draft, path, "clip-grad")
+    _option(draft, "training.seed", "seed")
+    if draft.value("training.compile"):
+        draft.lossy("training.compile", "torch.compile is not called; what is fused, the library says")
+    if draft.value("training.device") == "cpu":
+        draft.refuse("training.device", "Megatron-LM trains on GPUs: leave it out")
+    else:
+        draft.implied("training.device")
+
+
+def _activations(draft: Draft) -> None:
+    mode = draft.value("activation_checkpointing.mode", "none")
+    paths = ["activation_checkpointing.mode", "activation_checkpointing.every"]
+    key = "recompute-granularity"
+    if mode == "none":
+        draft.implied(paths)
+    elif mode == "selective":
+        draft.put(paths, key, "selective")
+    else:
+        why = f"each layer is computed again as a whole; asked was {mode}" if mode != "full" else ""
+        draft.put(paths, key, "full", why, "lossy" if why else "applied")
+        draft.write("recompute-method", "uniform")
+        draft.write("recompute-num-layers", 1)
+    if draft.value("activation_checkpointing.ops"):
+        draft.lossy(
+            "activation_checkpointing.ops", "selective computes the core of attention again: see recompute-modules"
+        )
+    if draft.value("activation_checkpointing.offload"):
+        why = "name the modules yourself: fine-grained-activation-offloading with offload-modules"
+        draft.lossy("activation_checkpointing.offload", why)
+
+
+def _saving(draft: Draft) -> None:
+    _option(draft, "saving.folder", "save")
+    _option(draft, "saving.every", "save-interval")
+    state = draft.value("saving.state", "sharded")
+    if state == "local" and not draft.has("ckpt-format"):
+        draft.put("saving.state", "ckpt-format", "torch")
+    else:
+        draft.implied("saving.state", "" if state == "sharded" else "checkpoints are sharded: torch_dist")
+    if draft.value("saving.background"):
+        draft.put("saving.background", "async-save", True)
+        draft.write("use-persistent-ckpt-worker", True)
+    if draft.value("saving.keep_last") is not None:
+        draft.lossy("saving.keep_last", "all checkpoints are kept, or those at multiples of save-retain-interval")
+    if draft.value("saving.export", "none") != "none":
+        draft.lossy("saving.export", "weights are exported by a program of their own, from a checkpoint")

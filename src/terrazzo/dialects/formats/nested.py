@@ -1,0 +1,108 @@
+"""A configuration inside another's, such as the DeepSpeed document that TrainingArguments and Lightning carry.
+
+The one place where a dialect meets another: those that carry one ask for it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from terrazzo.config.files import load
+from terrazzo.dialects.core.description import Extra, Setting, keys_in, settings
+from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext
+from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
+from terrazzo.dialects.formats.deepspeed import DeepSpeed
+from terrazzo.dialects.formats.fsdp1 import FSDP1
+from terrazzo.errors import BadInput
+
+__all__ = ["DEEPSPEED", "FSDP_STRATEGY", "Nested", "keyed", "load_named", "merge", "placed", "read_nested"]
+
+DEEPSPEED = DeepSpeed()
+"""Inside Accelerate's YAML, TrainingArguments and Lightning's strategy."""
+FSDP_STRATEGY = FSDP1("FSDPStrategy")
+"""The arguments that Lightning's strategy passes on to FSDP1."""
+
+
+@dataclass(frozen=True)
+class Nested:
+    """An inner document, read, with its keys as the outer document has them.
+
+    Attributes:
+        given: settings by path.
+        document: the inner document itself.
+        inner: its own reading, under its own keys.
+    """
+
+    given: Mapping[str, Setting[Any]]
+    verdicts: tuple[KeyVerdict, ...]
+    extras: tuple[Extra, ...]
+    document: ConfigDocument
+    inner: Reading
+
+
+def read_nested(
+    dialect: Dialect, document: ConfigDocument, context: ReadingContext, section: str, file: Any = None
+) -> Nested:
+    """Read a document of `dialect` that stands at the key `section` of another.
+
+    Args:
+        file: the name of the file where the document is one that `section` names; all is reported under that key.
+    """
+    reading = dialect.read(document, context)
+
+    def key(inner: str) -> str:
+        return section if file is not None else f"{section}.{inner}"
+
+    given = {
+        path: replace(setting, key=", ".join(dict.fromkeys(key(each) for each in setting.keys)))
+        for path, setting in settings(reading.description)
+        if setting.is_set
+    }
+    verdicts = [replace(verdict, key=key(verdict.key)) for verdict in reading.verdicts]
+    if file is not None:
+        verdicts = merge([replace(verdict, value=file) for verdict in verdicts])
+    extras = tuple(replace(extra, key=f"{section}.{extra.key}") for extra in reading.description.extras)
+    return Nested(given, tuple(verdicts), extras, document, reading)
+
+
+def keyed(findings: list[Finding], section: str) -> list[Finding]:
+    """Findings about an inner document, under the outer one's keys."""
+    return [Finding(join_keys(section, finding.key), finding.level, finding.text) for finding in findings]
+
+
+def join_keys(section: str, keys: str) -> str:
+    """Each of some keys, joined by `", "`, below a section."""
+    return ", ".join(f"{section}.{key}" for key in keys_in(keys)) or section
+
+
+def placed(verdict: KeyVerdict, section: str) -> KeyVerdict:
+    """A writer's verdict, with its keys below a section."""
+    return replace(verdict, target=join_keys(section, verdict.target) if verdict.target else "")
+
+
+def merge(verdicts: list[KeyVerdict]) -> list[KeyVerdict]:
+    """One verdict for each key: the gravest, with the words of all that are not simply applied."""
+    by_key: dict[str, list[KeyVerdict]] = {}
+    for verdict in verdicts:
+        by_key.setdefault(verdict.key, []).append(verdict)
+    return [_gravest(key, found) for key, found in by_key.items()]
+
+
+def _gravest(key: str, found: list[KeyVerdict]) -> KeyVerdict:
+    kind = worst(verdict.kind for verdict in found)
+    targets = dict.fromkeys(path for verdict in found for path in keys_in(verdict.target))
+    words = dict.fromkeys(verdict.why for verdict in found if verdict.why and verdict.kind == kind)
+    return KeyVerdict(key, found[0].value, kind, ", ".join(targets), "; ".join(words))
+
+
+def load_named(value: Any, context: ReadingContext) -> tuple[dict[str, Any], str]:
+    """The file that a key names, from the configuration's folder on; and why it cannot be read, if so."""
+    if not isinstance(value, str) or not value:
+        return {}, f"it is {value!r}, expected a section of keys or the name of a file"
+    path = (context.folder / value) if context.folder is not None else None
+    try:
+        return load(path if path is not None else value).document, ""
+    except (BadInput, OSError) as error:
+        return {}, f"the file that it names cannot be read: {error}"

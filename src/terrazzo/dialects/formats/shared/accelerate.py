@@ -1,0 +1,62 @@
+"""What Accelerate and the Trainer on it share: axes, and the precision that they train in, by what stands under it.
+
+What a word such as `bf16: true` means depends on the stack: Accelerate lifts trainable FSDP parameters to fp32 before
+they are sharded, and gathers and reduces in 16 bits; under DDP, weights keep the dtype in which the model was loaded.
+In both it runs the forward under autocast and returns fp32. transformers' own sharding keeps the loaded dtype, and
+reduces in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from terrazzo.dialects.core.description import LOADED, PARAMETER_DTYPES, Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ReadingContext
+from terrazzo.dialects.formats.shared.fsdp_policy import loaded
+from terrazzo.engine import LossScaling
+from terrazzo.words import DTYPE_SPELLINGS
+
+__all__ = ["AUTOCAST", "AXES", "kept_as_loaded", "stack_precision"]
+
+AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+"""Axes of the mesh that a `ParallelismConfig` has a size for."""
+
+AUTOCAST = "Accelerate runs the forward under autocast: norms, softmax and losses compute in fp32"
+
+
+def kept_as_loaded(wanted: str) -> str:
+    """What becomes of a state that is to be in `wanted`, where it has the dtype in which the model is loaded."""
+    edit = f"load it in {wanted}" if wanted in DTYPE_SPELLINGS else f"no setting makes it {wanted}"
+    return f"it has the dtype in which the model is loaded: {edit}"
+
+
+def stack_precision(stack: str, half: Setting[Any], deferred: bool, context: ReadingContext) -> SettingsByKey:
+    """The dtype of every state.
+
+    Args:
+        stack: `fsdp1`, `fsdp2`, `ddp`, or `native` for transformers' own sharding.
+        half: `bf16`, `fp16` or None, with its key.
+        deferred: gradients of several micro-batches are summed before they are reduced.
+    """
+    kept = loaded(context, False)
+    row = dict.fromkeys(PARAMETER_DTYPES, kept)
+    if half.value is not None:
+        row |= {"compute": half.value}
+        if stack in ("fsdp1", "fsdp2"):
+            lifted = dict.fromkeys(("weight", "master", "moments", "saved"), "fp32")
+            row |= {**lifted, "reduce": half.value, "accumulate": half.value if deferred else "fp32"}
+        elif stack == "native":
+            row |= {"reduce": "fp32", "accumulate": "fp32"}
+    found = {f"precision.{state}": Setting(value, "default") for state, value in row.items()}
+    for state in ("compute", "reduce"):
+        if half.value is not None:
+            found[f"precision.{state}"] = Setting(row[state], half.origin, half.key)
+    scaled = LossScaling() if half.value == "fp16" else None
+    accelerated = stack != "native" and half.value is not None  # prepare_model() wraps the forward
+    return {
+        **found,
+        "precision.buffers": Setting(half.value if stack == "fsdp1" and half.value else LOADED, "default"),
+        "precision.autocast": Setting(accelerated, half.origin, half.key),
+        "precision.loss_scaling": Setting(scaled, half.origin, half.key),
+        **({"precision.output": Setting("fp32", "default")} if accelerated else {}),
+    }

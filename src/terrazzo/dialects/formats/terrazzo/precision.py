@@ -1,0 +1,116 @@
+"""Writing the hub's precision section."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from terrazzo.dialects.core.description import LOADED
+from terrazzo.dialects.formats.terrazzo.draft import HubDraft
+from terrazzo.engine import DTYPE_NAMES, MOMENTS_NAMES, PRECISIONS, LossScaling
+from terrazzo.words import DTYPE_FIELDS
+
+__all__ = ["write_precision"]
+
+
+def write_precision(draft: HubDraft) -> None:
+    """Every dtype, by the nearest preset and what differs from it, and what follows from them."""
+    _dtypes(draft)
+    if draft.value("precision.autocast"):
+        draft.lossy("precision.autocast", "every operator computes in precision.compute; autocast keeps some in fp32")
+    if draft.value("precision.buffers", LOADED) not in (LOADED, "fp32"):
+        draft.lossy("precision.buffers", "buffers keep the dtype that the model gives them")
+    else:
+        draft.implied("precision.buffers")
+    draft.carry("precision.rounding")
+    draft.carry("precision.linears")
+    draft.carry("precision.skip")
+    _follows(draft, "output", "compute")
+    _follows(draft, "saved", "master")
+
+
+def _dtype(draft: HubDraft, field: str) -> str | None:
+    found: str | None = draft.value(f"precision.{field}")
+    return found if found in _names(field) else None
+
+
+def _names(field: str) -> Collection[str]:
+    return (MOMENTS_NAMES if field == "moments" else DTYPE_NAMES).values()
+
+
+def _dtypes(draft: HubDraft) -> None:
+    paths = [f"precision.{field}" for field in DTYPE_FIELDS]
+    scaling: LossScaling | None = draft.value("precision.loss_scaling")
+    fixed = draft.value("precision.static_loss_scale")
+    if draft.left(*paths):
+        return
+    own = {path for path in paths if draft.own and draft.setting(path).key == path}
+    wanted = {field: _dtype(draft, field) for field in DTYPE_FIELDS if f"precision.{field}" not in own}
+    name = _nearest_preset(wanted, scaled=bool(scaling or fixed))
+    names = draft.setting("precision.loss_scaling").keys
+    key = "precision" if names == ("precision",) and draft.own else "precision.name"
+    if not draft.own or names:
+        draft.write(key, name)
+    for path, field in zip(paths, DTYPE_FIELDS, strict=True):
+        _one_dtype(draft, path, field, DTYPE_NAMES[getattr(PRECISIONS[name], field)], key)
+    _loss_scaling(draft, scaling, fixed, key)
+
+
+def _one_dtype(draft: HubDraft, path: str, field: str, preset: str, key: str) -> None:
+    value = draft.value(path)
+    if value in _names(field) and (value != preset or draft.setting(path).key == path):
+        draft.put(path, f"precision.{field}", value)
+    elif value == preset:
+        draft.implied(path, key=key)
+    elif value == LOADED:
+        why = f"it depends on the dtype that the model is loaded in; {preset} is written: say --load-dtype"
+        draft.lossy(path, why, key)
+    elif value is not None:
+        draft.refuse(path, f"{value} is no dtype that Terrazzo trains in: use one of {', '.join(_names(field))}")
+
+
+def _loss_scaling(draft: HubDraft, scaling: LossScaling | None, fixed: float | None, key: str) -> None:
+    path = "precision.loss_scaling"
+    if fixed:
+        draft.lossy("precision.static_loss_scale", f"the scale is dynamic, from {LossScaling().init:g}", key)
+    elif scaling is not None and scaling != LossScaling():
+        changed = [f"{name} {was:g} becomes {now:g}" for name, was, now in _changes(scaling)]
+        draft.lossy(path, f"loss scaling has Terrazzo's own settings: {', '.join(changed)}", key)
+    else:
+        draft.implied(path, key=key)
+
+
+def _follows(draft: HubDraft, field: str, name: str) -> None:
+    """A dtype that has no key: it is that of another. fp16 with a scaled loss hands its outputs over in fp32."""
+    value = _dtype(draft, name)
+    if field == "output" and draft.description.value("precision.loss_scaling"):
+        value = "fp32"
+    path, found = f"precision.{field}", draft.value(f"precision.{field}")
+    if found == LOADED:
+        draft.lossy(path, f"it depends on the dtype that the model is loaded in, and here on precision.{name}")
+    elif found in (value, None) or value is None:
+        draft.implied(path)
+    else:
+        hint = "; `terrazzo checkpoint convert --to hf --dtype` narrows it" if field == "saved" else ""
+        draft.lossy(path, f"it is {value} here, as precision decides{hint}")
+
+
+def _nearest_preset(wanted: dict[str, str | None], *, scaled: bool) -> str:
+    """The preset that needs the fewest dtypes replaced, best not that of compute. Only `fp16` scales the loss."""
+
+    def misses(name: str) -> tuple[int, bool]:
+        wrong = [
+            field
+            for field, dtype in wanted.items()
+            if dtype not in (None, DTYPE_NAMES[getattr(PRECISIONS[name], field)])
+        ]
+        return len(wrong), "compute" in wrong
+
+    candidates = [name for name, preset in PRECISIONS.items() if bool(preset.loss_scaling) == scaled]
+    return min(candidates, key=misses)
+
+
+def _changes(scaling: LossScaling) -> list[tuple[str, float, float]]:
+    ours = LossScaling()
+    names = ("init", "growth", "backoff", "interval", "hysteresis", "minimum")
+    pairs = [(name, getattr(scaling, name), getattr(ours, name)) for name in names]
+    return [(name, was, now) for name, was, now in pairs if was != now]

@@ -1,0 +1,293 @@
+"""Reading Terrazzo's own YAML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from terrazzo.config import KEYS as SCHEMA
+from terrazzo.config import MuonConfig, check_keys, tier_text
+from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByKey
+from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.meaning import APART
+from terrazzo.dialects.core.reader import Reader, derived
+from terrazzo.dialects.formats.terrazzo.keys import KEYS
+from terrazzo.dialects.formats.terrazzo.paths import PATH_OF, WORDS
+from terrazzo.engine import DTYPE_NAMES, PRECISIONS, Place, Plan
+from terrazzo.errors import BadInput
+from terrazzo.words import DTYPE_FIELDS
+
+__all__ = ["read"]
+
+_MUON = "optimizer.muon"
+_OPAQUE = ("optimizer.options", "parallel.tensor.plan", *TIERS)
+_HARMLESS = (
+    "log", "train.eval_every", "train.eval_batches", "train.sample_every", "train.check_replicas_every",
+    "train.sample_tokens", "launch",
+)  # fmt: skip
+_ELSEWHERE = {
+    "model": "the model comes from your code there",
+    "data": "the data come from your code there",
+    "objective": "the loss is computed by your code there",
+    "lora": "adapters come from your code there, by peft",
+    "optimizer.no_decay": "which parameters decay is decided in your code there",
+}
+
+
+def read(document: ConfigDocument, context: ReadingContext) -> Reading:
+    """The document's meaning."""
+    reader = _SchemaReader(document)
+    given = {path: reader.take(key) for key, path in PATH_OF.items()}
+    _found_while_running(reader, given)
+    given |= {**_plan(reader), **_offload(reader), **_precision(reader), **_checkpointing(reader)}
+    given |= _sequences(reader, given["mesh.cp"])
+    given |= _followed(given, context) | _options(reader) | _ALWAYS
+    _tiers_of_name(reader, given)
+    _keep_others(reader)
+    return reader.finish("terrazzo", given, KEYS, unknown="refuses it")
+
+
+class _SchemaReader(Reader):
+    """A reader whose values are checked by the schema itself, the one that `terrazzo train` reads by.
+
+    Attributes:
+        checked: what it says of each key.
+    """
+
+    def __init__(self, document: ConfigDocument) -> None:
+        super().__init__(document, "Terrazzo", _OPAQUE)
+        self.checked = check_keys(document)
+
+    def take(self, key: str) -> Setting[Any]:
+        """A key of the schema, also where its section is one word, as what it means in neutral words."""
+        section = key.removesuffix(".name")
+        where = section if self.flat.get(section, {}) != {} or section in self.checked.problems else key
+        known = SCHEMA[key]
+        default = _neutral(key, known.default)
+        if where not in self.flat:
+            return Setting(default, "default", "")
+        if self.refused(where) or self.refused(key, where):
+            return Setting(default, "default", where)
+        self.say(where, "applied")
+        value = self.checked.values[key]
+        said = value is not None or known.default is not None  # a null that is the default says nothing
+        return Setting(_neutral(key, value), "file" if said else "default", where)
+
+    def refused(self, key: str, where: str = "") -> bool:
+        """Whether a key has a problem, which is then its verdict, at `where` if it stands elsewhere."""
+        problem = self.checked.problems.get(key)
+        if problem is not None:
+            self.refuse(where or key, problem)
+        return problem is not None
+
+
+def _neutral(key: str, value: Any) -> Any:
+    if SCHEMA[key].kind is list:
+        return tuple(value or ())
+    return WORDS[key][value] if key in WORDS else value
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------
+
+
+def _plan(reader: _SchemaReader) -> SettingsByKey:
+    ahead = reader.take("plan.prefetch")
+    shared = {"prefetch.forward": ahead, "prefetch.backward": ahead, **_units(reader)}
+    return {**shared, **(_places(reader) or _row(reader))}
+
+
+def _units(reader: _SchemaReader) -> SettingsByKey:
+    units = reader.take("plan.units")
+    if units.origin != "file":
+        return {"units.policy": Setting("auto", "default", units.key)}
+    policy = "classes" if units.value else "none"
+    return {"units.policy": Setting(policy, "file", units.key), "units.classes": units}
+
+
+def _places(reader: _SchemaReader) -> SettingsByKey:
+    """Custom places, if the plan is given by them."""
+    keys = {state: f"plan.{state}" for state in STATES}
+    given = {state: reader.text(key, null=True) for state, key in keys.items() if key in reader.flat}
+    if not any(setting.value for setting in given.values()):
+        return {}
+    name = reader.text("plan.name", null=True)
+    missing = [state for state in STATES if state not in given or given[state].value is None]
+    if name.value is not None or missing:
+        fault = f"also names '{name.value}'" if name.value is not None else f"lacks {', '.join(missing)}"
+        for key in [*keys.values(), "plan.name"]:
+            reader.refuse(key, f"the plan is given by places and {fault}: give a name, or all four places")
+        return _placed(Plan.named("zero3").places(), dict.fromkeys(STATES, ""), "default")
+    return _placed({state: Place.parse(setting.value) for state, setting in given.items()}, keys)
+
+
+def _row(reader: _SchemaReader) -> SettingsByKey:
+    named = reader.take("plan.name")
+    try:
+        places = Plan.named(named.value).places()
+        places = {state: Place(place.axes, _shortest(place.tier)) for state, place in places.items()}
+    except BadInput as error:
+        reader.refuse(named.key, str(error))
+        places, named = Plan.named("zero3").places(), Setting("zero3", "default", named.key)
+    return _placed(places, dict.fromkeys(STATES, named.key), named.origin)
+
+
+def _placed(places: Mapping[str, Place], keys: Mapping[str, str], origin: Any = "file") -> SettingsByKey:
+    settings: SettingsByKey = {}
+    for state, place in places.items():
+        settings[f"sharding.{state}"] = Setting(",".join(place.axes) or "-", origin, keys[state])
+        if place.tier != "device":
+            settings[f"offload.{state}"] = Setting(place.tier, origin, keys[state])
+    return settings
+
+
+# -- offload -------------------------------------------------------------------------------------------------------
+
+
+def _offload(reader: _SchemaReader) -> SettingsByKey:
+    path = reader.take("offload.path")
+    folders = (path.value,) if isinstance(path.value, str) else tuple(path.value or ())
+    block = reader.take("offload.block_mib")
+    return {
+        "offload.path": Setting(folders, path.origin, path.key),
+        "offload.block_bytes": derived(int(block.value * 2**20), block, origin=block.origin),
+    }
+
+
+def _tiers_of_name(reader: _SchemaReader, given: SettingsByKey) -> None:
+    """The section's tiers in place of the plan's; all three are known then."""
+    for state in ("weight", "grad", "optim"):
+        key = path = f"offload.{state}"
+        tier = _tier(reader, key)
+        if tier is not None:
+            given[path] = tier
+        given.setdefault(path, Setting("device", "default"))
+
+
+def _tier(reader: _SchemaReader, key: str) -> Setting[Any] | None:
+    raw = reader.any(key).value
+    if raw is None:
+        return None
+    if not isinstance(raw, str | Mapping):
+        reader.refuse(key, f"it is {raw!r}, expected device, cpu, nvme or shares such as cpu:0.7.")
+        return Setting("device", "default", key)
+    try:
+        return Setting(_shortest(tier_text(raw)), "file", key)
+    except ValueError as error:
+        reader.refuse(key, str(error))
+        return Setting("device", "default", key)
+
+
+def _shortest(tier: str) -> str:
+    """The text that means the same, its tiers in the same order. Raises: `BadInput`."""
+    shares = {name: share for name, share in Place(tier=tier).shares.items() if name != "device"}
+    named = sorted(shares, key=tier.index)
+    return ",".join(name if shares[name] == 1 else f"{name}:{shares[name]:g}" for name in named) or "device"
+
+
+def _found_while_running(reader: _SchemaReader, given: SettingsByKey) -> None:
+    """Numbers that no file has: the most of `2:4` stands for it, since fewer there are after failures alone."""
+    if given["saving.every"].value == "auto":
+        given["saving.every"] = Setting(None, "derived")
+        reader.keep("checkpoint.every", "how often it pays to save is found out by `terrazzo train` alone")
+    found = given["mesh.world"]
+    if isinstance(found.value, str):
+        given["mesh.world"] = Setting(int(found.value.partition(":")[2]), "derived")
+        reader.keep_as(found.key, found.value, "how few there may be after a failure is Terrazzo's own launcher's")
+
+
+# -- precision, and what follows --------------------------------------------------------------------------------------
+
+
+def _precision(reader: _SchemaReader) -> SettingsByKey:
+    name = reader.take("precision.name")
+    preset = PRECISIONS[name.value]
+    found: SettingsByKey = {}
+    for field in DTYPE_FIELDS:
+        own = reader.take(f"precision.{field}")
+        named = Setting(DTYPE_NAMES[getattr(preset, field)], name.origin, name.key)
+        found[f"precision.{field}"] = own if own.value else named
+    scaling = preset.loss_scaling
+    output = "fp32" if scaling else found["precision.compute"].value
+    found["precision.loss_scaling"] = Setting(scaling, name.origin, name.key)
+    found["precision.output"] = Setting(output, "derived", found["precision.compute"].key)
+    found["precision.saved"] = Setting(found["precision.master"].value, "derived", found["precision.master"].key)
+    return found
+
+
+_ALWAYS: SettingsByKey = {
+    "precision.buffers": Setting(LOADED, "default"),
+    "precision.autocast": Setting(False, "default"),
+    "saving.state": Setting("sharded", "default"),
+    "loading.low_memory": Setting(True, "default"),
+    "loading.broadcast": Setting(True, "default"),
+}
+
+
+def _sequences(reader: _SchemaReader, ranks: Setting[Any]) -> SettingsByKey:
+    """The axis along which ranks share sequences: by Ulysses it is another one in neutral words."""
+    if ranks.value == 1 or reader.checked.values.get("parallel.context.mode") != "ulysses":
+        return {"mesh.sp": Setting(1, "default")}
+    mode = reader.take("parallel.context.mode")
+    return {"mesh.cp": Setting(1, "derived"), "mesh.sp": derived(ranks.value, ranks, mode, origin="file")}
+
+
+def _followed(given: Mapping[str, Setting[Any]], context: ReadingContext) -> SettingsByKey:
+    """What other settings say together."""
+    found = {}
+    whole, micro = given["batch.global_batch"], given["batch.micro_batch"]
+    ranks = given["mesh.world"].value or context.world
+    apart = math.prod(given[f"mesh.{axis}"].value for axis in APART)
+    at_once = micro.value * (ranks or 0) // apart
+    if at_once and whole.value % at_once == 0:
+        found["batch.accumulation"] = derived(whole.value // at_once, whole, micro)
+    if given["schedule.name"].value == "wsd" and not given["schedule.decay_steps"].key:
+        found["schedule.decay_steps"] = Setting(max(1, given["schedule.total_steps"].value // 5), "default")
+    return found
+
+
+def _options(reader: _SchemaReader) -> SettingsByKey:
+    """Further arguments of the optimizer; betas and eps have settings of their own."""
+    options = reader.any("optimizer.options", {})
+    raw = dict(options.value) if isinstance(options.value, Mapping) else {}
+    if not isinstance(options.value, Mapping):
+        reader.refuse("optimizer.options", f"it is {options.value!r}, expected a section of keys")
+    found = {}
+    betas = raw.get("betas")
+    if isinstance(betas, list | tuple) and len(betas) == 2:
+        found["optimizer.betas"] = Setting(tuple(raw.pop("betas")), "file", options.key)
+    if "eps" in raw:
+        found["optimizer.eps"] = Setting(raw.pop("eps"), "file", options.key)
+    return {**found, "optimizer.options": _with_matrices(reader, raw, options)}
+
+
+def _with_matrices(reader: _SchemaReader, raw: dict[str, Any], options: Setting[Any]) -> Setting[Any]:
+    """Further arguments, and beside them those of matrices that are updated whole, as `muon.` and their keys."""
+    given = {key: reader.take(f"{_MUON}.{key}") for key in MuonConfig.model_fields if f"{_MUON}.{key}" in reader.flat}
+    if not given:
+        return Setting(raw, options.origin, options.key)
+    raw |= {f"muon.{key}": each.value for key, each in given.items() if each.origin == "file"}
+    settings = [*([options] if options.origin == "file" else []), *given.values()]
+    return derived(raw, *settings, origin="file")
+
+
+def _checkpointing(reader: _SchemaReader) -> SettingsByKey:
+    mode = reader.take("train.activation_checkpointing")
+    count = mode.value.removeprefix("every_")
+    if count == mode.value:
+        return {"activation_checkpointing.mode": mode}
+    every = Setting(int(count), mode.origin, mode.key)
+    return {
+        "activation_checkpointing.mode": Setting("every", mode.origin, mode.key),
+        "activation_checkpointing.every": every,
+    }
+
+
+def _keep_others(reader: _SchemaReader) -> None:
+    """Known keys with no neutral meaning."""
+    for key in reader.unread():
+        if not reader.refused(key) and key in SCHEMA:
+            section = key.partition(".")[0]
+            why = _ELSEWHERE.get(key) or _ELSEWHERE.get(section) or "only `terrazzo train` has it"
+            idle = section in _HARMLESS or key in _HARMLESS or reader.get(key) == SCHEMA[key].default
+            reader.keep(key, why, loss="harmless" if idle else "lossy")

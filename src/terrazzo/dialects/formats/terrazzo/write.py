@@ -1,0 +1,356 @@
+"""Writing Terrazzo's YAML from a description."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+
+from terrazzo.config import KEYS, MuonConfig
+from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, shown
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.meaning import APART, degrees, idle, left
+from terrazzo.dialects.formats.terrazzo.draft import HubDraft
+from terrazzo.dialects.formats.terrazzo.precision import write_precision
+from terrazzo.engine import ELEMENTWISE, OFFLOADS
+from terrazzo.optim import AdEMAMix, Lion, Muon
+
+__all__ = ["write"]
+
+_OWN = (Lion, AdEMAMix, Muon)
+_OPTIMIZERS = {each.__name__: each for each in sorted((*ELEMENTWISE, *_OWN), key=lambda each: each.__name__)}
+_SCHEDULES = KEYS["schedule.name"].choices
+_PIPELINES = KEYS["parallel.pipeline.schedule"].choices
+_ARGUMENTS = ("optimizer.betas", "optimizer.eps", "optimizer.options")
+_RECOMPUTED = ("none", "full", "selective", "selective_half")
+_MIB = 2**20
+
+
+def write(description: Description, context: ReadingContext) -> Writing:
+    """The document. Of its own descriptions, what was left to defaults is left to them again."""
+    draft = HubDraft(description)
+    _plan(draft)
+    _tiers(draft)
+    _mesh(draft)
+    _units(draft)
+    write_precision(draft)
+    _batch(draft, context)
+    _optimizer(draft)
+    _schedule(draft)
+    _training(draft)
+    _activation_checkpointing(draft)
+    _saving(draft)
+    writing = draft.finish()
+    order = [key.partition(".")[0] for key in KEYS]
+    document = {section: writing.document[section] for section in sorted(writing.document, key=order.index)}
+    return Writing(document, writing.verdicts)
+
+
+# -- where states live ---------------------------------------------------------------------------------------------
+
+
+def _plan(draft: HubDraft) -> None:
+    paths = [f"sharding.{state}" for state in STATES]
+    if draft.left(*paths):
+        return
+    key = "plan" if draft.setting(paths[0]).key == "plan" and draft.own else "plan.name"
+    row = draft.description.row
+    if _needs_mesh(draft) and degrees(draft.description)["dp_replicate"] in (None, 1):
+        draft.refuse(
+            paths,
+            f"{row or 'this plan'} splits over one node's ranks and copies between nodes, and how many nodes there"
+            " are is not known: write the degrees in the file, say --world, or choose full sharding",
+        )
+    elif row is not None and draft.setting("sharding.weight").key != "plan.weight":
+        draft.put(paths, key, row + _suffix(draft))
+    else:
+        for path, state in zip(paths, STATES, strict=True):
+            tier = _tier_in_place(draft, state)
+            draft.put(path, f"plan.{state}", draft.value(path) + (f"@{tier}" if tier else ""))
+
+
+def _needs_mesh(draft: HubDraft) -> bool:
+    return any(axis in str(draft.value(f"sharding.{state}")) for state in STATES for axis in "SR")
+
+
+def _suffix(draft: HubDraft) -> str:
+    """`@cpu` or `@cpu:0.7`, if the plan's name said so in the source, else nothing."""
+    said = {
+        state: draft.value(f"offload.{state}").partition(":")
+        for state in STATES
+        if _said_by(draft, state, ("plan", "plan.name"))
+    }
+    told, shares = {state: tier for state, (tier, _, _) in said.items()}, {share for _, _, share in said.values()}
+    own = {state for state in STATES if _said_by(draft, state, (f"offload.{state}",))}
+    for name, tiers in OFFLOADS.items():
+        if len(shares) == 1 and told.items() <= tiers.items() and set(tiers) <= {*told, *own}:
+            return "@" + ":".join(part for part in (name, *shares) if part)
+    return ""
+
+
+def _tier_in_place(draft: HubDraft, state: str) -> str:
+    return draft.value(f"offload.{state}") if _said_by(draft, state, (f"plan.{state}",)) else ""
+
+
+def _said_by(draft: HubDraft, state: str, keys: tuple[str, ...]) -> bool:
+    return draft.own and state != "between" and draft.setting(f"offload.{state}").key in keys
+
+
+def _tiers(draft: HubDraft) -> None:
+    for state in ("weight", "grad", "optim"):
+        path = f"offload.{state}"
+        if _said_by(draft, state, ("plan", "plan.name", f"plan.{state}")):
+            draft.implied(path, key=draft.setting(path).key)
+        elif draft.value(path, "device") != "device" or draft.setting(path).key == path:
+            draft.carry(path)
+    on_device = all(draft.value(f"offload.{state}", "device") == "device" for state in ("weight", "grad", "optim"))
+    idle = not draft.own and on_device
+    for name in ("path", "step", "threads", "pin", "direct", "depth", "digest", "block_bytes", "buffers"):
+        _way_of_offload(draft, f"offload.{name}", idle)
+
+
+def _way_of_offload(draft: HubDraft, path: str, idle: bool) -> None:
+    """How states come and go. `idle`: none does, and only what the file says is said again."""
+    value, origin = draft.value(path), draft.setting(path).origin
+    if path == "offload.buffers" and not idle:
+        draft.lossy(path, "the number of staging buffers follows from plan.prefetch")
+    elif idle and (origin != "file" or path == "offload.buffers"):
+        draft.implied(path, "nothing is offloaded")
+    elif path == "offload.path" and value and not draft.left(path):
+        draft.put(path, path, value[0] if len(value) == 1 else list(value))
+    elif path == "offload.block_bytes" and value is not None and not draft.left(path):
+        draft.put(path, "offload.block_mib", value / _MIB)
+    elif path not in ("offload.path", "offload.block_bytes"):
+        draft.carry(path)
+
+
+def _mesh(draft: HubDraft) -> None:
+    replicas = degrees(draft.description)["dp_replicate"]
+    if not draft.own and draft.value("mesh.dp_replicate") is None and replicas not in (None, 1):
+        draft.put("mesh.dp_replicate", "plan.mesh.dp_replicate", replicas)
+    else:
+        draft.carry("mesh.dp_replicate")
+    draft.carry("mesh.tp")
+    draft.carry("mesh.ep")
+    draft.carry("mesh.pp")
+    known = ("tp", "ep", "pp", *_sequences(draft))
+    others = [axis for axis in MODEL_AXES if axis not in known and draft.value(f"mesh.{axis}", 1) != 1]
+    if others and draft.value("mesh.dp_shard") is not None:
+        draft.lossy("mesh.dp_shard", f"without {' and '.join(others)} more ranks are left to it: it takes them all")
+    else:
+        draft.carry("mesh.dp_shard")
+    if not draft.own and draft.value("mesh.world") is not None:
+        why = "how many `terrazzo train` starts by itself on one machine; torchrun and Slurm say it themselves"
+        draft.put("mesh.world", "launch.ranks", draft.value("mesh.world"), why)
+    else:
+        draft.carry("mesh.world")
+    _together(draft)
+    for axis in others:
+        draft.refuse(f"mesh.{axis}", "`terrazzo train` has pp, dp_replicate, dp_shard, cp, tp and ep: set it to 1")
+
+
+def _together(draft: HubDraft) -> None:
+    """How the ranks of an axis work together, where it has more than one."""
+    schedule, chunks = draft.value("parallel.schedule", "1f1b"), draft.value("parallel.chunks", 1)
+    for path in ("parallel.schedule", "parallel.chunks", "parallel.sequence"):
+        if not draft.own and idle(draft.description, path):
+            draft.implied(path)
+        elif path == "parallel.schedule" and schedule not in _PIPELINES:
+            draft.lossy(path, f"there is no order of stages {schedule}: it is 1f1b, the numbers are the same")
+        elif path == "parallel.chunks" and schedule in _PIPELINES[1:] and chunks != 1 and not draft.own:
+            draft.lossy(path, f"by {schedule} each rank has one stage")
+        else:
+            draft.carry(path)
+
+
+def _sequences(draft: HubDraft) -> tuple[str, ...]:
+    """Write how many ranks share sequences, and how; returns the neutral axes that this says."""
+    if draft.value("mesh.sp", 1) == 1 or draft.value("mesh.cp", 1) != 1:
+        draft.carry("mesh.cp")
+        return ("cp",)
+    how = "" if draft.own else "with parallel.context.mode: ulysses"
+    draft.put("mesh.sp", "plan.mesh.cp", draft.value("mesh.sp"), how)
+    draft.write("parallel.context.mode", "ulysses")
+    draft.implied("mesh.cp")
+    return ("cp", "sp")
+
+
+def _units(draft: HubDraft) -> None:
+    policy, classes = draft.value("units.policy"), draft.value("units.classes", ())
+    if policy == "classes" and classes:
+        draft.put(["units.policy", "units.classes"], "plan.units", list(classes))
+    elif policy == "none":
+        draft.put("units.policy", "plan.units", [], "the whole model is one unit")
+    elif policy == "min_numel":
+        draft.lossy(["units.policy", "units.min_numel"], "units are found by themselves: the model's repeated block")
+    else:
+        draft.implied(["units.policy", "units.min_numel", "units.classes"])
+    if draft.value("units.ignored"):
+        draft.refuse("units.ignored", "every parameter is sharded: there is no list of exceptions yet; remove it")
+    _prefetch(draft)
+
+
+def _prefetch(draft: HubDraft) -> None:
+    both = ["prefetch.forward", "prefetch.backward"]
+    if draft.left(*both):
+        return
+    forward, backward = draft.value(both[0]), draft.value(both[1])
+    ahead = max(value for value in (forward, backward, 0) if value is not None)
+    draft.put([path for path in both if draft.value(path) == ahead], "plan.prefetch", ahead)
+    for path in both:
+        if draft.value(path, ahead) != ahead:
+            draft.lossy(path, f"one number for both directions, plan.prefetch {ahead}", "plan.prefetch")
+
+
+# -- batch, optimizer, schedule ------------------------------------------------------------------------------------
+
+
+def _batch(draft: HubDraft, context: ReadingContext) -> None:
+    draft.carry("batch.micro_batch", "batch.sequence_length")
+    whole, micro = draft.value("batch.global_batch"), draft.value("batch.micro_batch")
+    count, ranks = draft.value("batch.accumulation"), left(draft.description, context.world, APART)
+    if whole is not None:
+        draft.carry("batch.global_batch")
+        _agrees(draft, whole, micro, count, ranks)
+    elif micro and count and ranks:
+        draft.put("batch.accumulation", "batch.global_batch", micro * count * ranks)
+    elif count is not None:
+        need = "the micro-batch" if not micro else "the number of ranks (--world)"
+        why = f"Terrazzo counts the global batch, which needs {need} as well: set batch.global_batch"
+        draft.lossy("batch.accumulation", why)
+
+
+def _agrees(draft: HubDraft, whole: int, micro: int | None, count: int | None, ranks: int | None) -> None:
+    if count and micro and ranks and micro * count * ranks != whole:
+        why = f"global_batch {whole} is not micro_batch {micro} × accumulation {count} × {ranks} ranks"
+        draft.lossy("batch.accumulation", why)
+    else:
+        draft.implied("batch.accumulation", key="batch.global_batch")
+
+
+def _optimizer(draft: HubDraft) -> None:
+    name = draft.value("optimizer.name")
+    if name is not None and name not in _OPTIMIZERS:
+        what = f"{name} does not work on flat shards, or is not there: use one of {', '.join(_OPTIMIZERS)}"
+        draft.refuse("optimizer.name", what)
+    else:
+        draft.carry("optimizer.name")
+    draft.carry("optimizer.lr", "optimizer.weight_decay")
+    _options(draft, name or "AdamW")
+
+
+def _arguments(name: str) -> Collection[str]:
+    """What the optimizer takes; of Muon those are AdamW's, and beside them its own of matrices."""
+    if name == Muon.__name__:
+        return {
+            *inspect.signature(_OPTIMIZERS["AdamW"]).parameters,
+            *(f"muon.{key}" for key in MuonConfig.model_fields),
+        }
+    return inspect.signature(_OPTIMIZERS[name]).parameters if name in _OPTIMIZERS else ()
+
+
+def _options(draft: HubDraft, name: str) -> None:
+    if not draft.own and name not in _OPTIMIZERS:
+        paths = [path for path in _ARGUMENTS if draft.value(path)]
+        draft.refuse(paths, f"it goes with optimizer.name {name}, which there is not")
+        return
+    known = _arguments(name)
+    for path in ("optimizer.betas", "optimizer.eps"):
+        field = path.rpartition(".")[2]
+        if draft.left(path) or draft.value(path) is None:
+            continue
+        if field in known or draft.own:
+            draft.copy(path, f"optimizer.options.{field}")
+        else:
+            draft.lossy(path, f"{name} has no {field}")
+    options = draft.value("optimizer.options", {})
+    if not options or draft.left("optimizer.options"):
+        return
+    for field in options:
+        if field in known or draft.own:
+            where = f"optimizer.{field}" if field.startswith("muon.") else f"optimizer.options.{field}"
+            draft.write(where, list(options[field]) if isinstance(options[field], tuple) else options[field])
+    if (unknown := [field for field in options if field not in known]) and not draft.own:
+        draft.lossy("optimizer.options", f"{name} has no {', '.join(unknown)}", "optimizer.options")
+    else:
+        draft.implied("optimizer.options", key="optimizer.options")
+
+
+def _schedule(draft: HubDraft) -> None:
+    name = draft.value("schedule.name")
+    if name is not None and name not in _SCHEDULES:
+        draft.refuse("schedule.name", f"there is no schedule {name}: choose one of {', '.join(_SCHEDULES)}")
+    else:
+        draft.carry("schedule.name")
+    draft.carry("schedule.total_steps")
+    _warmup(draft)
+    draft.carry("schedule.decay_steps")
+    if name == "constant":
+        draft.implied("schedule.final_fraction")
+    if name != "constant" or draft.own:
+        draft.carry("schedule.final_fraction")
+    if options := draft.value("schedule.options"):
+        draft.lossy("schedule.options", f"Terrazzo's schedules warm up linearly from zero and know no {shown(options)}")
+
+
+def _warmup(draft: HubDraft) -> None:
+    warmup, total = draft.value("schedule.warmup_steps", 0), draft.value("schedule.total_steps")
+    if total and warmup > total and not draft.own:
+        why = f"a warm-up of {warmup} steps is longer than the run's {total}: it ends with the run"
+        draft.put("schedule.warmup_steps", "schedule.warmup_steps", total, why, "lossy")
+    else:
+        draft.carry("schedule.warmup_steps")
+    share = draft.value("schedule.warmup_fraction")
+    if share and total:
+        draft.put("schedule.warmup_fraction", "schedule.warmup_steps", round(share * total))
+    elif share:
+        draft.lossy("schedule.warmup_fraction", "the length of the run is not known: set schedule.warmup_steps")
+
+
+# -- the loop ------------------------------------------------------------------------------------------------------
+
+
+def _training(draft: HubDraft) -> None:
+    draft.carry("training.clip", "training.compile", "training.seed")
+    device = draft.value("training.device")
+    if device is None and not draft.own:
+        draft.implied("training.device")
+    elif not draft.left("training.device"):
+        draft.put("training.device", "launch.device", device or "auto")
+
+
+def _activation_checkpointing(draft: HubDraft) -> None:
+    mode, every = draft.value("activation_checkpointing.mode"), draft.value("activation_checkpointing.every")
+    paths = ["activation_checkpointing.mode", "activation_checkpointing.every"]
+    key = "train.activation_checkpointing"
+    if mode in _RECOMPUTED and not draft.left(*paths):
+        draft.put(paths, key, mode)
+    elif mode == "every" and every:
+        draft.put(paths, key, f"every_{every}")
+    elif mode not in (None, *_RECOMPUTED):
+        draft.lossy(paths, f"there is no mode {mode}; full is written", key)
+        draft.write(key, "full")
+    if draft.value("activation_checkpointing.ops"):
+        draft.carry("activation_checkpointing.ops")
+    _activation_offload(draft, mode)
+
+
+def _activation_offload(draft: HubDraft, mode: str | None) -> None:
+    path = "activation_checkpointing.offload"
+    if not draft.value(path):
+        if draft.is_set(path) and not draft.left(path):
+            draft.put(path, "offload.activations", "device") if draft.own else draft.implied(path)
+    elif mode in (None, "none"):
+        draft.lossy(path, "it moves what activation checkpointing keeps, and there is none")
+    else:
+        draft.put(path, "offload.activations", "cpu")
+
+
+def _saving(draft: HubDraft) -> None:
+    export, state = draft.value("saving.export", "none"), draft.value("saving.state", "sharded")
+    if draft.setting("saving.export").key or (not draft.own and export != "none"):
+        draft.put("saving.export", "checkpoint.save_format", "hf" if export != "none" else "terrazzo")
+    draft.implied("loading.low_memory", "each rank reads its own part of the weights")
+    draft.implied("loading.broadcast", "all ranks start from the same values")
+    more = "" if state == "sharded" else "checkpoints are sharded, and resume on any number of ranks"
+    draft.implied("saving.state", more)
+    draft.carry("saving.every", "saving.keep_last", "saving.folder", "saving.background")

@@ -1,0 +1,53 @@
+"""What torchtitan refuses, or what does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding, ReadingContext
+from terrazzo.dialects.core.reader import flatten
+from terrazzo.dialects.formats.torchtitan.keys import KEYS, OPAQUE
+
+__all__ = ["findings"]
+
+HF_STORAGE = (2, 9)
+"""The version of torch from which on shards of a tensor are put together in a Hugging Face folder."""
+
+
+def findings(document: ConfigDocument, context: ReadingContext) -> Iterable[Finding]:
+    """All of them."""
+    flat = flatten(document, OPAQUE)
+    yield from _together(flat)
+    torch_version = context.version("torch", torch.__version__)
+    if flat.get("checkpoint.last_save_in_hf") and torch_version < HF_STORAGE:
+        text = "torch writes a Hugging Face folder from shards since 2.8, and joins the parts of a tensor since 2.9"
+        yield Finding("checkpoint.last_save_in_hf", "error" if torch_version < (2, 8) else "warning", text)
+
+
+def _together(flat: Mapping[str, Any]) -> Iterable[Finding]:
+    """Combinations that torchtitan refuses, or that do nothing."""
+
+    def get(key: str) -> Any:
+        return flat.get(key, KEYS[key].default)
+
+    pipelined = get("parallelism.pipeline_parallel_degree") != 1
+    if pipelined and not get("training.disable_cuda_graphs"):
+        text = "CUDA graphs are on by default and do not support pipelines: say training.disable_cuda_graphs: true."
+        yield Finding("parallelism.pipeline_parallel_degree", "error", text)
+    budget = str(flat.get("activation_checkpoint.type", flat.get("activation_checkpoint"))).lower() == "memorybudgetac"
+    if (budget or "activation_checkpoint.memory_budget" in flat) and not get("compile.enable"):
+        text = "MemoryBudgetAC needs the compiled model: say compile.enable: true."
+        yield Finding("activation_checkpoint", "error", text)
+    if get("compile.enable_async_tensor_parallel") and not get("compile.enable"):
+        text = "async tensor parallelism needs the compiled model: say compile.enable: true."
+        yield Finding("compile.enable_async_tensor_parallel", "error", text)
+    if get("checkpoint.keep_latest_k") == 1:
+        text = "torchtitan refuses 1: the last checkpoint may be half written; keep 2, or 0 for all."
+        yield Finding("checkpoint.keep_latest_k", "error", text)
+    if not get("checkpoint.enable") and any(
+        key.startswith("checkpoint.") and key != "checkpoint.enable" for key in flat
+    ):
+        yield Finding("checkpoint.enable", "warning", "it is off: no checkpoint is written, whatever the section says.")

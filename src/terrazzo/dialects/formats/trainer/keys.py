@@ -1,0 +1,295 @@
+"""The fields of Hugging Face's TrainingArguments (transformers 5.23), and what became of those of earlier versions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from terrazzo.dialects.core.keys import ANY, LIST, SWITCH, TEXT, Key, Rows, number, section, whole, words
+from terrazzo.dialects.formats.shared.accelerate import AXES
+from terrazzo.dialects.formats.shared.fsdp import VERSION
+
+__all__ = [
+    "ALIASES",
+    "DISTRIBUTED",
+    "EIGHT_BITS",
+    "FIELDS",
+    "FSDP_KEYS",
+    "FSDP_VERSION_1",
+    "KEYS",
+    "OPTIMIZERS",
+    "OWN_SCHEDULES",
+    "REMOVED",
+]
+
+OPTIMIZERS = {
+    "adamw_torch_fused": "AdamW",
+    "adamw_torch": "AdamW",
+    "adamw_torch_xla": "AdamW",
+    "adamw_torch_npu_fused": "AdamW",
+    "sgd": "SGD",
+    "adagrad": "Adagrad",
+    "rmsprop": "RMSprop",
+}
+"""torch.optim's class by the Trainer's word."""
+EIGHT_BITS = {"adamw_8bit": "AdamW", "adamw_bnb_8bit": "AdamW", "adamw_torch_8bit": "AdamW", "lion_8bit": "Lion"}
+"""Classes whose states are in 8 bits by it: of bitsandbytes, or of torchao."""
+_OTHERS = (
+    *("adafactor", "adamw_anyprecision", "adamw_torch_4bit", "ademamix", "ademamix_8bit", "lion_32bit"),
+    *("paged_adamw_32bit", "paged_adamw_8bit"),
+    *("paged_ademamix_32bit", "paged_ademamix_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb"),
+    *("rmsprop_bnb_8bit", "rmsprop_bnb_32bit", "galore_adamw", "galore_adamw_8bit", "galore_adafactor"),
+    *("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "lomo", "adalomo"),
+    *("grokadamw", "schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd", "apollo_adamw"),
+    *("apollo_adamw_layerwise", "stable_adamw"),
+)
+OWN_SCHEDULES = ("cosine_with_restarts", "inverse_sqrt", "reduce_lr_on_plateau", "cosine_warmup_with_min_lr", "greedy")
+SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "warmup_stable_decay": "wsd",
+    "polynomial": "polynomial",
+    **{name: name for name in OWN_SCHEDULES},
+}
+_OPTIM = words({**OPTIMIZERS, **EIGHT_BITS, **{name: name for name in _OTHERS}}, fold=False)
+_SAVE = words({name: name for name in ("no", "steps", "epoch", "best")})
+_STATE = words({"full_state_dict": "full", "sharded_state_dict": "sharded", "local_state_dict": "local"})
+_POLICY = words({name.lower(): name for name in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")})
+_PREFETCH = words({"no_prefetch": 0, "backward_pre": 1, "backward_post": 0})
+
+_FIELDS: Rows = {
+    "output_dir": Key(TEXT, None, "folder of checkpoints"),
+    "per_device_train_batch_size": Key(whole(1), 8, "sequences per forward pass on one rank"),
+    "num_train_epochs": Key(number(), 3.0, "length of the run in passes over the data"),
+    "max_steps": Key(whole(1), -1, "length of the run in optimizer steps; -1: by num_train_epochs"),
+    "learning_rate": Key(number(), 5e-05, "peak learning rate"),
+    "lr_scheduler_type": Key(words(SCHEDULES), "linear", "learning rate over the run"),
+    "lr_scheduler_kwargs": Key(ANY, None, "further arguments of the schedule"),
+    "warmup_steps": Key(number(), 0, "steps of warm-up; below 1: a share of the run"),
+    "optim": Key(_OPTIM, "adamw_torch_fused", "optimizer"),
+    "optim_args": (None, "further arguments of the optimizer"),
+    "weight_decay": Key(number(), 0.0, "weight decay; norms and biases are not decayed"),
+    "adam_beta1": Key(number(high=1), 0.9, "Adam: decay of the first moment"),
+    "adam_beta2": Key(number(high=1), 0.999, "Adam: decay of the second moment"),
+    "adam_epsilon": Key(number(), 1e-08, "Adam: term added to the denominator"),
+    "optim_target_modules": Key(
+        ANY,
+        None,
+        "modules that the optimizer projects",
+        "refused",
+        "only some modules are projected: choose a plain optimizer",
+    ),
+    "gradient_accumulation_steps": Key(whole(1), 1, "micro-batches per optimizer step"),
+    "average_tokens_across_devices": (True, "the loss is a mean over the tokens of all ranks"),
+    "max_grad_norm": Key(number(), 1.0, "largest global gradient norm; 0: no clipping"),
+    "label_smoothing_factor": Key(
+        ANY, 0.0, "label smoothing", "refused", "the loss is another one: smooth the labels in your own loss"
+    ),
+    "bf16": Key(SWITCH, False, "bf16 mixed precision"),
+    "fp16": Key(SWITCH, False, "fp16 mixed precision with loss scaling"),
+    "tf32": (None, "TF32 products"),
+    "activation_checkpointing": Key(SWITCH, None, "recompute blocks in backward"),
+    "activation_checkpointing_kwargs": (None, "how they are recomputed"),
+    "torch_compile": Key(SWITCH, False, "torch.compile"),
+    "use_liger_kernel": (False, "Liger's kernels"),
+    "liger_kernel_config": (None, "which of Liger's kernels"),
+    "neftune_noise_alpha": Key(
+        ANY, None, "noise on embeddings", "refused", "noise is added to embeddings: add it in your own model"
+    ),
+    "auto_find_batch_size": (False, "halve the micro-batch until it fits"),
+    "save_only_model": (False, "checkpoints without optimizer state"),
+    "save_strategy": Key(_SAVE, "steps", "when a checkpoint is written: no, steps, epoch, best"),
+    "save_steps": Key(number(), 500, "steps between checkpoints; below 1: a share of the run"),
+    "save_total_limit": Key(whole(1), None, "checkpoints kept; none: all"),
+    "ignore_data_skip": (False, "resume with the first batch again"),
+    "full_determinism": (False, "deterministic operators"),
+    "seed": Key(whole(), 42, "seed of the run"),
+    "data_seed": (None, "seed of the data order"),
+    "use_cpu": Key(SWITCH, False, "train on the CPU"),
+    "accelerator_config": (None, "arguments of Accelerate's Accelerator"),
+    "parallelism_config": (None, "degrees of parallelism"),
+    "dataloader_drop_last": (False, "drop the last batch if it is short"),
+    "dataloader_in_order": (True, "batches come in order"),
+    "remove_unused_columns": (True, "drop columns that the model does not take"),
+    "label_names": (None, "names of the labels"),
+    "train_sampling_strategy": ("random", "order of the data"),
+    "length_column_name": ("length", "column of lengths"),
+    "fsdp": Key(ANY, None, "turn FSDP on"),
+    "fsdp_config": Key(ANY, None, "how FSDP runs"),
+    "deepspeed": Key(ANY, None, "DeepSpeed's configuration"),
+    "resume_from_checkpoint": (None, "for scripts: checkpoint to resume from"),
+}
+_HARMLESS: Rows = {
+    "bf16_full_eval": (False, "evaluate in bf16"),
+    "fp16_full_eval": (False, "evaluate in fp16"),
+    "torch_compile_backend": (None, "compiler; turns torch_compile on"),
+    "torch_compile_mode": (None, "mode of the compiler; turns torch_compile on"),
+    "use_cache": (False, "key-value cache in training"),
+    "torch_empty_cache_steps": (None, "steps between empties of the allocator's cache"),
+    "logging_strategy": ("steps", "when a line is logged"),
+    "logging_steps": (500, "steps between lines"),
+    "logging_first_step": (False, "log the first step"),
+    "log_on_each_node": (True, "log on every node"),
+    "logging_nan_inf_filter": (True, "hide losses that are not finite"),
+    "include_num_input_tokens_seen": ("no", "count tokens"),
+    "log_level": ("passive", "log level"),
+    "log_level_replica": ("warning", "log level of other ranks"),
+    "disable_tqdm": (None, "no progress bar"),
+    "report_to": ("none", "trackers"),
+    "run_name": (None, "name of the run"),
+    "project": ("huggingface", "project of the run"),
+    "trackio_space_id": (None, "Trackio"),
+    "trackio_bucket_id": (None, "Trackio"),
+    "trackio_static_space_id": (None, "Trackio"),
+    "eval_strategy": ("no", "when to evaluate"),
+    "eval_steps": (None, "steps between evaluations"),
+    "eval_delay": (0, "steps before the first evaluation"),
+    "per_device_eval_batch_size": (8, "sequences of evaluation on one rank"),
+    "prediction_loss_only": (False, "evaluate the loss only"),
+    "eval_on_start": (False, "evaluate before training"),
+    "eval_do_concat_batches": (True, "put evaluated batches together"),
+    "eval_use_gather_object": (False, "gather evaluated objects"),
+    "eval_accumulation_steps": (None, "evaluation: steps before results go to host memory"),
+    "include_for_metrics": ([], "what metrics see"),
+    "batch_eval_metrics": (False, "metrics batch by batch"),
+    "save_on_each_node": (False, "write on every node"),
+    "enable_jit_checkpoint": (False, "write a checkpoint when the job is preempted"),
+    "push_to_hub": (False, "upload"),
+    "hub_token": (None, "upload"),
+    "hub_private_repo": (None, "upload"),
+    "hub_model_id": (None, "upload"),
+    "hub_strategy": ("every_save", "upload"),
+    "hub_always_push": (False, "upload"),
+    "hub_revision": (None, "upload"),
+    "load_best_model_at_end": (False, "end with the best checkpoint"),
+    "metric_for_best_model": (None, "which metric tells the best"),
+    "greater_is_better": (None, "whether more is better"),
+    "restore_callback_states_from_checkpoint": (False, "resume callbacks"),
+    "dataloader_num_workers": (0, "processes that load data"),
+    "dataloader_pin_memory": (True, "batches in pinned memory"),
+    "dataloader_persistent_workers": (False, "keep the processes that load data"),
+    "dataloader_prefetch_factor": (None, "batches loaded ahead"),
+    "dataloader_multiprocessing_context": (None, "how processes are started"),
+    "ddp_find_unused_parameters": (None, "DDP: look for parameters without gradients"),
+    "ddp_bucket_cap_mb": (None, "DDP: size of a bucket"),
+    "ddp_broadcast_buffers": (None, "DDP: send buffers"),
+    "ddp_static_graph": (None, "DDP: the graph does not change"),
+    "ddp_backend": (None, "backend of the process group"),
+    "ddp_timeout": (1800, "longest wait for another rank"),
+    "debug": ("", "debugging"),
+    "skip_memory_metrics": (True, "no memory report"),
+    "do_train": (False, "for scripts"),
+    "do_eval": (False, "for scripts"),
+    "do_predict": (False, "for scripts"),
+    "local_rank": (-1, "rank on the node"),
+}
+FIELDS = {**section("", _FIELDS, "lossy"), **section("", _HARMLESS, "harmless")}
+"""All fields. Without the harmless ones the same weights come out."""
+
+ALIASES = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+"""Fields under an older name that still works."""
+
+FSDP_KEYS = {
+    "version": Key(VERSION, 2, "1: FullyShardedDataParallel, 2: fully_shard"),
+    "reshard_after_forward": Key(
+        SWITCH, True, "whether weights are freed after forward; version 1: the sharding strategy"
+    ),
+    "cpu_offload": Key(SWITCH, False, "weights, gradients and optimizer in host memory"),
+    "activation_checkpointing": Key(SWITCH, False, "recompute blocks in backward", null=True),
+    "cpu_ram_efficient_loading": Key(SWITCH, False, "rank 0 loads the weights and sends them"),
+    "state_dict_type": Key(_STATE, "FULL_STATE_DICT", "FULL_STATE_DICT or SHARDED_STATE_DICT"),
+    "auto_wrap_policy": Key(_POLICY, "TRANSFORMER_BASED_WRAP", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
+    "transformer_layer_cls_to_wrap": Key(LIST, None, "class names of the units"),
+    "min_num_params": Key(whole(), 0, "SIZE_BASED_WRAP: smallest number of elements"),
+    "xla": Key(ANY, False, "torch_xla's FSDP, for TPUs"),
+    "xla_fsdp_v2": Key(ANY, False, "torch_xla's SPMD"),
+    "xla_fsdp_settings": Key(ANY, None, "arguments of torch_xla's FSDP"),
+    "xla_fsdp_grad_ckpt": Key(ANY, False, "recompute blocks on TPUs"),
+    "forward_prefetch": Key(SWITCH, False, "version 1: forward gathers one unit ahead"),
+    "backward_prefetch": Key(_PREFETCH, "NO_PREFETCH", "version 1: when backward gathers the next unit"),
+    "use_orig_params": Key(ANY, True, "version 1: parameters keep their names and shapes"),
+    "sync_module_states": Key(SWITCH, True, "version 1: rank 0's weights are sent to all"),
+    "limit_all_gathers": Key(ANY, None, "version 1: the host waits when too many gathers are under way"),
+}
+"""Keys of `fsdp_config`, all of which may also start with `fsdp_`."""
+FSDP_VERSION_1 = ("forward_prefetch", "backward_prefetch", "use_orig_params", "sync_module_states", "limit_all_gathers")
+"""Those that are read with version 1 alone, and passed over in silence with version 2."""
+
+DISTRIBUTED = {
+    "tp_size": Key(whole(1), None, "tensor parallel degree"),
+    "tp_plan": Key(ANY, None, "which modules are split, and how"),
+    "enable_sequence_parallel": Key(ANY, False, "without effect"),
+    "enable_expert_parallel": Key(ANY, False, "older word for ep_size"),
+    "fsdp_size": Key(whole(1), None, "ranks that the weights are split over"),
+    "dp_replicate_size": Key(whole(1), None, "replicas"),
+    "fsdp_plan": Key(ANY, None, "which modules are units, and whether they are freed"),
+    "fsdp_cpu_offload": Key(SWITCH, False, "weights, gradients and optimizer in host memory"),
+    "fsdp_mixed_precision": Key(SWITCH, False, "compute in bf16, reduce in fp32"),
+    "pp_size": Key(whole(1), None, "pipeline parallel degree, for inference"),
+    "ep_size": Key(whole(1), None, "expert parallel degree"),
+    "ep_plan": Key(ANY, None, "how experts are split"),
+    "ep_implementation": Key(ANY, "auto", "how tokens reach the experts"),
+}
+"""Fields of transformers' own DistributedConfig, an argument of `from_pretrained`."""
+
+_PARALLELISM: Rows = {
+    **{f"{axis}_size": Key(whole(1), 1, "", null=True) for axis in AXES},
+    **{f"{axis}_backend": (None, "") for axis in ("cp", "sp")},
+    **{f"{axis}_handler.*": (None, "") for axis in ("tp", "cp", "sp")},
+}
+_BELOW: tuple[str, ...] = (
+    "accelerator_config",
+    "deepspeed",
+    "lr_scheduler_kwargs",
+    "activation_checkpointing_kwargs",
+    "liger_kernel_config",
+)
+_BELOW += ("trackio_static_space_id",)
+
+KEYS: dict[str, Key] = {
+    **FIELDS,
+    **{old: FIELDS[new] for old, new in ALIASES.items()},
+    **section("fsdp_config", {f"{prefix}{name}": row for prefix in ("", "fsdp_") for name, row in FSDP_KEYS.items()}),
+    **dict.fromkeys(("fsdp_config.xla_fsdp_settings.*", "fsdp_config.fsdp_xla_fsdp_settings.*"), Key(ANY, None, "")),
+    **section("parallelism_config", _PARALLELISM),
+    **section("distributed_config", DISTRIBUTED),
+    **{
+        f"{name}.*": replace(FIELDS[name], keep=FIELDS[name].keep or "lossy", why=FIELDS[name].meaning, meaning="")
+        for name in _BELOW
+    },
+    "gradient_checkpointing_kwargs.*": Key(ANY, None, ""),
+}
+"""By dotted key; `.*` stands for anything below."""
+
+REMOVED = {
+    "evaluation_strategy": "it is eval_strategy",
+    "warmup_ratio": "a warmup_steps below 1 is a share of the run",
+    "no_cuda": "it is use_cpu",
+    "use_mps_device": "devices are found by themselves",
+    "group_by_length": "say train_sampling_strategy: group_by_length",
+    "per_gpu_train_batch_size": "it is per_device_train_batch_size",
+    "fsdp_min_num_params": "say it in fsdp_config: min_num_params",
+    "fsdp_transformer_layer_cls_to_wrap": "say it in fsdp_config: transformer_layer_cls_to_wrap",
+    "half_precision_backend": "there is one backend: remove it",
+    "fp16_backend": "there is one backend: remove it",
+    "fp16_opt_level": "apex is gone: remove it",
+    "save_safetensors": "weights are always safetensors: remove it",
+    "overwrite_output_dir": "remove it",
+    "logging_dir": "set the tracker's own folder",
+    "tpu_num_cores": "the launcher says it",
+    "jit_mode_eval": "remove it",
+    "dispatch_batches": "say it in accelerator_config",
+    "split_batches": "say it in accelerator_config",
+    "include_tokens_per_second": "remove it",
+    "push_to_hub_model_id": "it is hub_model_id",
+    "push_to_hub_token": "it is hub_token",
+    "adafactor": "say optim: adafactor",
+    "ray_scope": "remove it",
+    "torchdynamo": "it is torch_compile_backend",
+}
+"""Fields of earlier versions, and what took their place."""

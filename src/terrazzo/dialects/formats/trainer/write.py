@@ -1,0 +1,97 @@
+"""Writing TrainingArguments from a description.
+
+Rows that FSDP runs are written as `fsdp_config`; what only DeepSpeed has, such as stage 1 or NVMe, as a DeepSpeed
+document inside, with "auto" wherever a field of TrainingArguments says the same.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from terrazzo.dialects.core.description import Description
+from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.draft import Pen
+from terrazzo.dialects.formats.nested import DEEPSPEED, placed
+from terrazzo.dialects.formats.shared.fsdp import wants_deepspeed
+from terrazzo.dialects.formats.trainer.findings import MATCHED
+from terrazzo.dialects.formats.trainer.write_loop import write_loop
+from terrazzo.dialects.formats.trainer.write_parallel import write_ddp, write_fsdp, write_precision
+
+__all__ = ["write"]
+
+
+def write(description: Description, context: ReadingContext) -> Writing:
+    """The document."""
+    own = description.dialect == "trainer"
+    if own:
+        description = replace(description, extras=_outer(description))
+    pen = Pen(description, "TrainingArguments", "trainer")
+    write_loop(pen)
+    pen.implied("mesh.world")
+    if own:
+        return pen.finish()
+    if wants_deepspeed(description):
+        return _with_deepspeed(pen, context)
+    deferred = pen.value("batch.accumulation", 1) > 1
+    if description.row == "zero0" or not description["sharding.weight"].is_set:
+        write_ddp(pen)
+        write_precision(pen, "ddp", deferred, context)
+    else:
+        write_fsdp(pen, context)
+        write_precision(pen, "fsdp2", deferred, context)
+    return pen.finish()
+
+
+def _outer(description: Description) -> tuple[Any, ...]:
+    """Extras without those of the document inside, which comes back as a whole; and none is shared with the source."""
+    outer = (extra for extra in description.extras if not extra.key.startswith("deepspeed."))
+    return tuple(replace(extra, value=deepcopy(extra.value)) for extra in outer)
+
+
+# -- DeepSpeed inside ----------------------------------------------------------------------------------------------
+
+
+def _with_deepspeed(pen: Pen, context: ReadingContext) -> Writing:
+    inner = DEEPSPEED.write(pen.description, context)
+    _switches(pen, inner.document)
+    outer = pen.finish()
+    spoken = {
+        verdict.key: verdict
+        for verdict in outer.verdicts
+        if verdict.target or verdict.kind == "refused" or verdict.key == "batch.global_batch"
+    }
+    document = {**outer.document, "deepspeed": _automatic(deepcopy(inner.document), outer.document)}
+    said = {verdict.key: verdict.kind for verdict in outer.verdicts}
+    if said.get("schedule.name") == "applied":  # the Trainer makes it, unless DeepSpeed's document has one
+        document["deepspeed"].pop("scheduler", None)
+        spoken |= {verdict.key: verdict for verdict in outer.verdicts if verdict.key.startswith("schedule.")}
+    for verdict in inner.verdicts:
+        if verdict.key not in spoken:
+            spoken[verdict.key] = placed(verdict, "deepspeed")
+    for verdict in outer.verdicts:
+        spoken.setdefault(verdict.key, verdict)
+    return Writing(document, tuple(spoken.values()))
+
+
+def _switches(pen: Pen, document: dict[str, Any]) -> None:
+    """The Trainer's own switches for 16 bits, which must agree with DeepSpeed's."""
+    for name in ("bf16", "fp16"):
+        section = document.get(name)
+        if isinstance(section, dict) and section.get("enabled") is True:
+            pen.write(name, True)
+
+
+def _automatic(inner: dict[str, Any], outer: dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed document with "auto" for what a field outside says: differing values would be refused."""
+    for key, field in MATCHED.items():
+        *parents, last = key.split(".")
+        place: Any = inner
+        for parent in parents:
+            place = place.get(parent) if isinstance(place, dict) else None
+        if isinstance(place, dict) and last in place and (field in outer or last != "enabled"):
+            place[last] = "auto"
+    always = ("gradient_clipping", "train_micro_batch_size_per_gpu")
+    inner |= dict.fromkeys((*always, *(["train_batch_size"] if "train_batch_size" in inner else [])), "auto")
+    return inner

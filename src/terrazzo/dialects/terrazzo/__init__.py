@@ -1,5 +1,0 @@
-"""Terrazzo's own YAML: the hub that every dialect is converted to and from."""
-
-from terrazzo.dialects.terrazzo.dialect import Terrazzo
-
-__all__ = ["Terrazzo"]

@@ -1,5 +1,0 @@
-"""torchtitan's `Trainer.Config`, as the mapping that its `save_config_file` writes."""
-
-from terrazzo.dialects.torchtitan.dialect import Torchtitan
-
-__all__ = ["Torchtitan"]

@@ -1,5 +1,0 @@
-"""Hugging Face's TrainingArguments (transformers 5), as a mapping of their fields."""
-
-from terrazzo.dialects.trainer.dialect import TrainingArguments
-
-__all__ = ["TrainingArguments"]
