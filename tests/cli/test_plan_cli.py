@@ -601,8 +601,9 @@ def test_plans_for_several_hosts_are_started_on_each() -> None:
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in text.splitlines()[-1]
 
 
-def test_a_configuration_is_started_with_the_ranks_that_were_asked_for() -> None:
+def test_a_configuration_is_started_with_the_ranks_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one host by an override, unless the file says as many; on several by torchrun."""
+    monkeypatch.setattr(sys.modules["terrazzo.train.planning.planned"], "traced_memory", lambda config, setup: None)
     config, small = str(ROOT / "examples/quickstart.yaml"), ["model.dim=256", "launch.device=cpu"]
     assert shown(config, *small, "--gpus", "4").splitlines()[-1].endswith(" launch.device=cpu launch.ranks=4")
     said = shown(config, *small, "launch.restarts=1", "launch.ranks=2:4", "--gpus", "4").splitlines()[-1]

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.forkserver import spawning_by_fork
+from tests.helpers.rendered import by_forks
+from tests.helpers.untraced import leave_out_traces
 
 Report = tuple[bool, Any, float]  # succeeded, result or traceback text, time it ended at
 
@@ -142,6 +144,9 @@ def serve(rank: int, world_size: int, folder: str, pipe: Connection, backend: st
     gc.freeze()  # what the server has imported
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
+    leave_out_traces()
+    mp.current_process().daemon = False  # it may start others, which end with it
+    by_forks()
     store = dist.FileStore(os.path.join(folder, "store"), world_size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     modules = 0

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 import terrazzo.train.planning.planned  # noqa: F401  # a function of this name hides the module
+from terrazzo.train.data import rendering
+from tests.helpers.rendered import BY_FORK
+from tests.helpers.untraced import TRACED
 
 PLANNED = sys.modules["terrazzo.train.planning.planned"]
 ELSEWHERE = ("checkpoint", "data", "guard", "log", "schedule")
@@ -18,6 +21,11 @@ _traced: dict[tuple[Any, ...], Any] = {}
 
 ABOUT_MEMORY = ("test_offload.py", "test_planning.py")
 """Where a run's promise of memory is of the model's own operators; elsewhere it is of formulas."""
+
+
+@pytest.fixture(autouse=True)
+def _templates_are_rendered_by_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendering, "subprocess", BY_FORK)
 
 
 @pytest.fixture(autouse=True)
@@ -34,5 +42,7 @@ def _few_models_are_traced(request: pytest.FixtureRequest, monkeypatch: pytest.M
         return _traced[key]
 
     monkeypatch.setattr(PLANNED, "_trace_of", remembered)
-    if request.path.name not in ABOUT_MEMORY:
+    if request.path.name in ABOUT_MEMORY:
+        monkeypatch.setenv(TRACED, "1")
+    else:
         monkeypatch.setattr(PLANNED, "traced_memory", lambda config, setup: None)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -266,6 +267,7 @@ def test_a_template_that_does_not_end_is_stopped_whatever_the_parent_ignores(
     """Both are passed on to the processes that it starts."""
     endless = {"messages": turns("a", "b"), "chat_template": f"{{% for i in {MANY} %}}" * 3 + "{% endfor %}" * 3}
     rendering._end()
+    monkeypatch.setattr(rendering, "subprocess", subprocess)
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN if how == "ignored" else signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPROF] if how == "blocked" else [])
     ends = threading.Timer(10.0, rendering._end)
@@ -279,6 +281,7 @@ def test_a_template_that_does_not_end_is_stopped_whatever_the_parent_ignores(
         ends.cancel()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGPROF, before)
+        rendering._end()
 
 
 def test_a_rendering_whose_process_another_thread_ends_is_an_error_of_its_conversation() -> None:
