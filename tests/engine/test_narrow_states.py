@@ -28,6 +28,7 @@ from tests.engine.offload import runs
 from tests.engine.parity import CUSTOM, Case, assert_parity, axes, run_on_threads
 from tests.engine.reference import Recipe, Step, Trainer
 from tests.engine.toys import Net, assert_equal, batch, full_parameters, loss_of, on_ranks, sharded, step
+from tests.helpers.cover import mostly_long
 from tests.helpers.fake import fake_group
 from tests.helpers.threads import exclusive
 
@@ -73,7 +74,7 @@ def test_every_plan_is_bitwise_the_single_process(case: Case, form: str, name: s
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("form", ["int8", "fp8"])
 @pytest.mark.parametrize("plan", ["zero3", "zero1"])
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "AdamW"])
+@pytest.mark.parametrize("name", mostly_long([*OPTIMIZERS][1:], "AdamW fused amsgrad", "RAdam", "SGD", "Lion"))
 def test_every_optimizer_that_may_is_bitwise_the_single_process(name: str, plan: str, form: str) -> None:
     check(Case(plan, 3, variant="unused", steps=4), form, name)
 
@@ -146,7 +147,7 @@ def test_states_equal_the_bill_to_the_byte(plan: str, name: str) -> None:
             assert 0 <= bill.moments_bytes - apart <= 64  # step counts
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("stochastic", mostly_long([False, True], True))
 def test_states_are_never_all_in_fp32(stochastic: bool) -> None:
     """A step takes the memory of one tile after the other, of 65,536 elements, and less than is counted for it."""
     kind = STOCHASTIC if stochastic else precision("int8")

@@ -59,10 +59,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
     "ASGD": (torch.optim.ASGD, {"lr": 1e-2, "t0": 2}),
     "Lion": (Lion, {"lr": 1e-3}),
 }
-SHORT = (
-    *("AdamW", "AdamW foreach", "AdamW fused", "Adam fused amsgrad", "SGD nesterov", "SGD fused", "Adagrad", "RMSprop"),
-    *("RAdam", "Lion"),
-)
+SHORT = ("AdamW foreach", "Adam fused amsgrad", "SGD nesterov", "SGD fused", "Adagrad", "RMSprop", "Lion")
 """Each kind of state, and of kernel."""
 
 

@@ -49,7 +49,7 @@ def train(case: Case) -> Any:
 
 @pytest.mark.cover(case=axes, strength=1)  # pairs meet in test_parity, on ranks that are threads
 @pytest.mark.parametrize("variant", ["tied", "unused"])
-@pytest.mark.parametrize("case", PLANS, ids=plan_id)
+@pytest.mark.parametrize("case", mostly_long(PLANS, PLANS[3], PLANS[-1]), ids=plan_id)
 def test_fp32_is_bitwise_the_single_process(two_processes: Pool, case: Case, variant: str) -> None:
     case = replace(case, variant=variant, micro_batches=2, steps=4)
     assert_parity(case, two_processes.run(train, case), reference(case.recipe))
@@ -98,7 +98,7 @@ def losses_of_ddp(two_processes: Pool) -> Callable[[Case], torch.Tensor]:
 
 @pytest.mark.cover(strength=1, case=axes)
 @pytest.mark.parametrize("trained", [("tied", 1), ("frozen", 3)], ids=str)
-@pytest.mark.parametrize("case", PLANS, ids=plan_id)
+@pytest.mark.parametrize("case", mostly_long(PLANS, PLANS[1], PLANS[4]), ids=plan_id)
 def test_losses_are_ddps(
     two_processes: Pool, losses_of_ddp: Callable[[Case], torch.Tensor], case: Case, trained: tuple[str, int]
 ) -> None:
@@ -150,13 +150,13 @@ EACH = [[point] for point in POINTS] + [list(POINTS)]
 
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("points", mostly_long(EACH, EACH[-1]), ids=" + ".join)
-@pytest.mark.parametrize("plan", ["zero3", "shard_grad_op"])
+@pytest.mark.parametrize("plan", mostly_long(["zero3", "shard_grad_op"], "zero3"))
 def test_delays_change_no_bit(two_processes: Pool, plan: str, points: list[str]) -> None:
     case = Case(plan, 2, variant="unused", micro_batches=2, steps=4)
     assert_parity(case, two_processes.run(train_late, case, points), reference(case.recipe))
 
 
-@pytest.mark.parametrize("plan", ["zero3", "zero1", "shard_grad_op"])
+@pytest.mark.parametrize("plan", mostly_long(["zero3", "zero1", "shard_grad_op"], "zero3"))
 def test_an_optimizer_step_that_is_late_on_one_rank_changes_no_bit(two_processes: Pool, plan: str) -> None:
     case = Case(plan, 2)
     assert_parity(case, two_processes.run(train_stepping_late, case), reference(case.recipe))
@@ -178,8 +178,11 @@ def train_compiled(case: Case) -> Any:
     return result
 
 
+IN_BF16 = Case("zero3", 2, precision="bf16")
+
+
 @pytest.mark.cover(strength=1, case=lambda case: {"mesh": case.replicas, "precision": case.precision})
-@pytest.mark.parametrize("case", [*PLANS, Case("zero3", 2, precision="bf16")], ids=plan_id)
+@pytest.mark.parametrize("case", mostly_long([*PLANS, IN_BF16], PLANS[-1], IN_BF16), ids=plan_id)
 def test_compiled_units_change_no_bit(two_processes: Pool, case: Case) -> None:
     """Weights tied inside a unit are left out: a compiled unit adds up its own uses of a weight before all others."""
     case = replace(case, compiled=True, variant="tied_across")

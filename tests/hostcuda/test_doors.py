@@ -19,7 +19,7 @@ LIBRARIES = {"accelerate": ["accelerate"], "lightning": ["lightning"], "transfor
 """What a door leads to. The others need nothing beside Terrazzo."""
 
 
-@pytest.mark.parametrize("name", mostly_long(DOORS, "fsdp2", "accelerate"))
+@pytest.mark.parametrize("name", mostly_long(DOORS, "fsdp2"))
 def test_a_door(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
     for library in LIBRARIES.get(name, ()):
         pytest.importorskip(library)

@@ -254,6 +254,7 @@ def promised_and_measured(case: Case, rank: int):
 
 PLANS = ["zero0", "zero1", "zero2", "zero3", "shard_grad_op", "hybrid_shard", "hpz", "zero3@cpu", "zero3@cpu-all"]
 MET_BELOW = ("zero1", "zero2", "zero3@cpu")  # with more than stages alone
+ELSEWHERE = ("zero0", "hybrid_shard")  # beside tp and ep, in test_bill
 
 
 @pytest.mark.cover(strength=1, case=lambda case: {**vars(case), "plan": 0, **places(case.plan)})
@@ -263,7 +264,7 @@ MET_BELOW = ("zero1", "zero2", "zero3@cpu")  # with more than stages alone
         *(
             pytest.param(
                 Case(plan, chunks=chunks),
-                marks=[pytest.mark.long] if (number + chunks) % 2 or plan in MET_BELOW else [],
+                marks=[pytest.mark.long] if (number + chunks) % 2 or plan in MET_BELOW + ELSEWHERE else [],
             )
             for number, plan in enumerate(PLANS)
             for chunks in (1, 2)

@@ -36,7 +36,7 @@ TIED = Case(tied=True)
         pytest.param(Case("zero2", schedule="gpipe", tied=True), marks=pytest.mark.long),
         Case("zero3", chunks=2, tied=True),
         pytest.param(Case("shard_grad_op", micro_batches=5, tied=True, checkpointing="full"), marks=pytest.mark.long),
-        Case("hybrid_shard", ranks=8, tied=True),
+        pytest.param(Case("hybrid_shard", ranks=8, tied=True), marks=pytest.mark.long),
         pytest.param(Case("zero3@cpu-all", tied=True), marks=pytest.mark.long),
         Case("zero3", schedule="zero_bubble", tied=True),
         pytest.param(Case("zero2@nvme", tied=True), marks=pytest.mark.long),

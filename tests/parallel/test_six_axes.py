@@ -123,13 +123,13 @@ def assert_trained(mesh: Mesh, ranks: list[Any], first: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [FOUR, *(pytest.param(mesh, marks=pytest.mark.long) for mesh in (FIVE, ALL))],
-    ids=["four", "five", "all"],
+    ("mesh", "others"),
+    [(FOUR, OTHERS[::2]), *(pytest.param(mesh, OTHERS, marks=pytest.mark.long) for mesh in (FOUR, FIVE, ALL))],
+    ids=["four", "four and all others", "five", "all"],
 )
-def test_all_axes_train_and_others_go_on(mesh: Mesh, tmp_path: Path) -> None:
+def test_all_axes_train_and_others_go_on(mesh: Mesh, others: list[Mesh], tmp_path: Path) -> None:
     plain()
     assert_trained(mesh, run_in_threads(mesh.ranks, lambda rank: steps(mesh, rank, tmp_path, 0, 2), timeout_s=120.0), 0)
-    for other in OTHERS:
+    for other in others:
         ranks = run_in_threads(other.ranks, lambda rank, other=other: steps(other, rank, tmp_path, 2, 3))
         assert_trained(other, ranks, 2)

@@ -197,8 +197,8 @@ def check(case: Case) -> None:
         Case("hybrid_shard", tied=False, micro_batches=2),
         Case("hpz", kv_heads=4, sequence=False, checkpointing="full"),
         Case("zero3", kv_heads=1, muon=True),
-        Case("zero0", tp=4, kv_heads=4, muon=True),
-        Case("hybrid_shard", tied=False, muon=True),
+        pytest.param(Case("zero0", tp=4, kv_heads=4, muon=True), marks=pytest.mark.long),
+        pytest.param(Case("hybrid_shard", tied=False, muon=True), marks=pytest.mark.long),
     ],
     ids=lambda case: f"{case.plan}-tp{case.tp}{'-muon' * case.muon}",
 )

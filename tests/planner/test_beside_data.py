@@ -117,7 +117,9 @@ CASES = [
     Case((*DATA, ("dp_replicate", 2), ("ep", 4)), "hpz", precision="bf16", experts=4),
     Case((*DATA, ("dp_replicate", 2), ("ep", 2)), "hfsdp", checkpointing="full", experts=4),
     Case((*BOTH, ("ep", 2)), "zero1", "ulysses", experts=4),
-    Case((*DATA, ("cp", 2), ("ep", 4)), "zero3", precision="bf16-pure", experts=4),
+    pytest.param(
+        Case((*DATA, ("cp", 2), ("ep", 4)), "zero3", precision="bf16-pure", experts=4), marks=pytest.mark.long
+    ),
 ]
 
 
@@ -168,6 +170,11 @@ def in_two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [p for p in model.parameters() if (p.ndim < 2) == small]} for small in (False, True)]
 
 
+def shape(case: Case) -> dict[str, object]:
+    """Where all states of a plan lie beside such axes is tried without ranks: test_memory_engine."""
+    return {**vars(case), "axes": len(case.axes), "plan": places(case.plan)["weight"]}
+
+
 def check_states(setup: Setup, bill: Mapping[str, int]) -> None:
     assert {term.name: term.value for term in state_terms(setup, 0)} == {
         "weights": bill["weight_bytes"],
@@ -185,7 +192,7 @@ def promised_traffic(setup: Setup) -> dict[str, int]:
     return {name: sent for name, sent in found.items() if sent}
 
 
-@pytest.mark.cover(strength=1, case=lambda case: {**vars(case), "axes": len(case.axes), "plan": 0, **places(case.plan)})
+@pytest.mark.cover(strength=1, case=shape)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_hold_and_send_what_was_promised(case: Case) -> None:
     """To the byte; of uneven parts those of the last rank along `tp`, and of those the first along data axes."""

@@ -101,7 +101,7 @@ VARIED = ({}, {"precision": "bf16", "tied": False}, {"precision": "bf16", "seque
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
-        pytest.param(plan, VARIED[index % 3], marks=[] if plan in ("zero3", "hpz") else [pytest.mark.long])
+        pytest.param(plan, VARIED[index % 3], marks=[] if plan == "hpz" else [pytest.mark.long])
         for index, plan in enumerate((*PLANS, *HYBRID))
     ]
     + [pytest.param("zero3", VARIED[2], marks=pytest.mark.long)],

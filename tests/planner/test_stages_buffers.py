@@ -19,6 +19,7 @@ from terrazzo.planner.memory.peak import stage_peak
 from terrazzo.planner.memory.placement import PaperAxis
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.setup import Setup
+from tests.helpers.cover import in_turns
 from tests.helpers.threads import run_in_threads
 
 WIDTH, BLOCKS, SCALES = 8, 4, 24
@@ -77,8 +78,9 @@ OF_A_BLOCK = 2 * WIDTH * 4 + 8
 """Mean and variance in fp32, and the number of batches in int64."""
 
 
-@pytest.mark.parametrize("plan", ["zero1", "zero3"])
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "plan"), in_turns([("1f1b", 1), ("1f1b", 2), ("gpipe", 1)], ["zero1", "zero3"])
+)
 def test_copies_of_buffers_are_in_the_plan_and_in_the_bill(
     plan: str, schedule: Any, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

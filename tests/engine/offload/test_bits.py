@@ -61,6 +61,9 @@ FEW = [
 """A plan and tiers for what need not be tried with all."""
 
 
+CHANGED = ({"digest": True}, {"depth": 1}, {"block_mib": 4})
+
+
 def few_id(value: Any) -> str:
     return plan_id(value) if isinstance(value, Case) else str(value)
 
@@ -118,14 +121,18 @@ def test_features(case: Case, tiers: str, feature: str, tmp_path: Path) -> None:
 
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)
+@pytest.mark.parametrize(("case", "tiers"), mostly_long(FEW, FEW[0], FEW[2], FEW[3]), ids=few_id)
 def test_shards_of_several_cells_and_gradients_that_come_and_go(
     case: Case, tiers: str, mode: str, tmp_path: Path
 ) -> None:
     check(on_tiers(replace(case, variant="wide", steps=4), tiers, tmp_path, mode))
 
 
-@pytest.mark.parametrize(("case", "tiers", "local"), in_turns(FEW, [True, None]), ids=few_id)
+@pytest.mark.parametrize(
+    ("case", "tiers", "local"),
+    [*in_turns(FEW[2:], [True, None]), *(pytest.param(*few, True, marks=pytest.mark.long) for few in FEW[:2])],
+    ids=few_id,
+)
 def test_accumulation_of_gradients_that_come_and_go(case: Case, tiers: str, local: bool | None, tmp_path: Path) -> None:
     check(on_tiers(replace(case, variant="wide", micro_batches=2, local=local, steps=4), tiers, tmp_path))
 
@@ -144,7 +151,10 @@ def test_many_steps(case: Case, tiers: str, mode: str, steps: int, tmp_path: Pat
     check(on_tiers(replace(case, steps=steps), tiers, tmp_path, mode))
 
 
-@pytest.mark.parametrize("settings", [{"digest": True}, {"depth": 1}, {"block_mib": 4}, {"threads": 1}, {"depth": 32}])
+@pytest.mark.parametrize(
+    "settings",
+    mostly_long([{"digest": True}, {"depth": 1}, {"block_mib": 4}, {"threads": 1}, {"depth": 32}], *CHANGED),
+)
 def test_settings_change_no_bit(settings: dict[str, Any], tmp_path: Path) -> None:
     check(on_tiers(Case("zero3", 2, variant="wide", steps=4), "all on nvme", tmp_path, **settings))
 
@@ -199,7 +209,7 @@ def warm_up(optimizer: Optimizer) -> LRScheduler:
 
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("schedule", [one_cycle, warm_up])
-@pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)
+@pytest.mark.parametrize(("case", "tiers"), mostly_long(FEW, FEW[0], FEW[2], FEW[4]), ids=few_id)
 def test_a_rate_that_changes_right_after_the_step(
     case: Case, tiers: str, schedule: Callable[[Optimizer], LRScheduler], tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -372,7 +382,7 @@ def test_two_steps_on_the_same_gradients(tiers: str, mode: Any, tmp_path: Path) 
 
 @pytest.mark.cover(strength=1)
 @pytest.mark.parametrize("mode", MODES[:2])
-@pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)
+@pytest.mark.parametrize(("case", "tiers"), mostly_long(FEW, FEW[1], FEW[2], FEW[4]), ids=few_id)
 def test_an_infinity_on_one_rank_skips_the_step(case: Case, tiers: str, mode: str, tmp_path: Path) -> None:
     case = replace(case, precision="fp16")
     trainer = Trainer(case.recipe, fused, padded=True)
@@ -416,7 +426,7 @@ def test_gradients_that_overflow_until_the_scale_fits(tmp_path: Path) -> None:
 # -- time ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "tiers"), FEW, ids=few_id)
+@pytest.mark.parametrize(("case", "tiers"), mostly_long(FEW, FEW[1], FEW[3]), ids=few_id)
 def test_delays_change_no_bit(case: Case, tiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates, reads and writes take longer than they should, each time by another bit."""
     choose, lock = random.Random(tiers), threading.Lock()
