@@ -65,40 +65,61 @@ class TrainingLoop:
         while session.step < train.steps and not stopped:
             before = session.step
             self.train_step()
-            lost = session.keeper.lost() or self.report.lost()
-            self.engine.traffic.record("control", self.stop.NBYTES)
-            with self.engine.traffic.times_of("", "control").waiting(late=True):
-                stopped, broken = self.stop.agreed(session.keeper.failed() or lost is not None)
-            if broken:
-                refuse_lost(lost)
-                session.keeper.wait()
+            stopped = self.agree_to_stop()
             self.window.step_ended()
             self.recorder.step_done()
             self.ended(session.step)
-            if session.step <= before:  # back at a checkpoint, which has all that is due there
+            if session.step > before:
+                self.after_step(stopped=stopped)
+            else:  # back at a checkpoint, which has all that is due there
                 self.measure_anew()
-                continue
-            last = stopped or session.step == train.steps
-            logs = self.window.is_due(self.judge.newest, last=last)
-            if logs:
-                self.log()
-            if stopped and session.step < train.steps:
-                self.report.stopping()
-            with self.window.apart():
-                self.between_steps(finished=session.step == train.steps, last=last)
-            self.recorder.take()
-            if logs:
-                self.record()
+        is_cut_short = stopped and session.step < train.steps
+        self.finish(trained=session.step > first_step, stopped=is_cut_short)
+        return PREEMPTED if is_cut_short else 0
+
+    def agree_to_stop(self) -> bool:
+        """Whether any rank was asked to stop; all raise where one has lost a folder or a save. Collective."""
+        keeper = self.session.keeper
+        lost = keeper.lost() or self.report.lost()
+        self.engine.traffic.record("control", self.stop.NBYTES)
+        with self.engine.traffic.times_of("", "control").waiting(late=True):
+            stopped, broken = self.stop.agreed(keeper.failed() or lost is not None)
+        if broken:
+            refuse_lost(lost)
+            keeper.wait()
+        return stopped
+
+    def after_step(self, *, stopped: bool) -> None:
+        """What is due after a step that was taken: a log step, an evaluation, a checkpoint."""
+        session = self.session
+        finished = session.step == session.config.train.steps
+        logs = self.window.is_due(self.judge.newest, last=stopped or finished)
+        if logs:
+            self.log()
+        if stopped and not finished:
+            self.report.stopping()
+        with self.window.apart():
+            self.between_steps(finished=finished, last=stopped or finished)
+        self.recorder.take()
+        if logs:
+            self.record()
+
+    def finish(self, *, trained: bool, stopped: bool) -> None:
+        """The end of a run that went well: what is left to save, to export and to say.
+
+        Args:
+            trained: a step was taken since this start.
+            stopped: there are steps left.
+        """
+        session = self.session
         with self.phases.during("save"):
             if session.keeper.lacks(session.step):  # it was gone back to, and is on this machine alone
                 self.report.saved(session.save())
             session.keeper.finish()
-            if session.step == train.steps and session.config.checkpoint.save_format == "hf":
-                trained = session.step > first_step
+            if session.step == session.config.train.steps and session.config.checkpoint.save_format == "hf":
                 path = export(session.config, session.keeper, session.model, session.step, trained=trained)
                 self.report.exported(path)
-            self.report.end(stopped=stopped and session.step < train.steps)
-        return PREEMPTED if stopped and session.step < train.steps else 0
+            self.report.end(stopped=stopped)
 
     @property
     def phases(self) -> Phases:
