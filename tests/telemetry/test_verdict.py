@@ -19,8 +19,8 @@ from terrazzo import cli
 from terrazzo.config import config_from_dict
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
-from terrazzo.telemetry.shown.bounds import BOUNDS
-from terrazzo.telemetry.shown.tables import tables_of
+from terrazzo.telemetry.display.bounds import BOUNDS
+from terrazzo.telemetry.display.tables import tables_of
 from terrazzo.telemetry.steps.step_recorder import CAUSES
 from terrazzo.train.planning import run_review
 from tests.helpers.processes import Pool

@@ -38,7 +38,7 @@ INNER_LAYERS = {
         *("formulas", "figures", "model", "machine", "setup", "memory", "traffic", "timing", "gate", "text"),
         *("assemble", "choice", "report", CORE, ""),
     ),
-    "telemetry": ("log", "steps", "flight", "shown", "watchdog", "outside", CORE, ""),
+    "telemetry": ("log", "steps", "flight", "display", "watchdog", "profiling", CORE, ""),
     "train": (
         *("settings", "launch", "data", "model", "checkpoints", "session", "planning", "preflight", "steps"),
         *("report", "calibration", CORE, ""),

@@ -31,7 +31,7 @@ def profile(
     import sys
     import time
 
-    from terrazzo.telemetry.outside.command import profile as run
+    from terrazzo.telemetry.profiling.command import profile as run
 
     folder = out or Path("runs") / time.strftime("profile-%Y%m%d-%H%M%S")
     found = run(command, folder)

@@ -1,19 +1,19 @@
 """Where the time and the memory of a run went: metrics of a step, and the places they are written to.
 
-Each folder imports from those before it in this list, and `own_loop`, for a loop of one's own, from all:
+Each folder imports from those before it in this list, and `attachment`, for a training loop of one's own, from all:
 
     log        what a run writes into its folder, and how it is read back
     steps      what is measured of a step
-    flight     what each rank has recorded, exchange by exchange
-    shown      a run shown by its records
+    flight     the flight recorder: what each rank has exchanged, exchange by exchange
+    display    a run's records as a verdict, tables, a screen of text and a page
     watchdog   ranks that stand still
-    outside    a script of somebody else's, looked at while it runs
+    profiling  a script of somebody else's, measured while it runs
 
 Open to other packages:
 
     log        the files of a run's folder, and how it has ended
     flight     what each rank has recorded
-    outside    a script of somebody else's
+    profiling  a script of somebody else's
     watchdog   whether ranks stand still, for whoever has started them
 """
 
@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING
 from terrazzo.lazy import lazily
 
 if TYPE_CHECKING:
+    from terrazzo.telemetry.attachment import Telemetry, attach
+    from terrazzo.telemetry.display.console import RunConsole
+    from terrazzo.telemetry.display.page import VERDICT, ReportPage, page_of
+    from terrazzo.telemetry.display.screen import has_ended, rows_of, screen_of
+    from terrazzo.telemetry.display.step_table import StepTable, duration
+    from terrazzo.telemetry.display.tables import Table, table_of_units, tables_of
+    from terrazzo.telemetry.display.verdict import Verdict, verdict_of
     from terrazzo.telemetry.flight.folder import BlackBox, flights_of, save_flight
     from terrazzo.telemetry.flight.trace import trace_of
     from terrazzo.telemetry.log.records import lines_of, of_newest_start, restart_text, run_lines, steps_of
     from terrazzo.telemetry.log.sinks import JsonLines, Sink, TensorBoard
-    from terrazzo.telemetry.outside.advice import advice_for
-    from terrazzo.telemetry.own_loop import Telemetry, attach
-    from terrazzo.telemetry.shown.console import RunConsole
-    from terrazzo.telemetry.shown.page import VERDICT, ReportPage, page_of
-    from terrazzo.telemetry.shown.screen import has_ended, rows_of, screen_of
-    from terrazzo.telemetry.shown.step_table import StepTable, duration
-    from terrazzo.telemetry.shown.tables import Table, table_of_units, tables_of
-    from terrazzo.telemetry.shown.verdict import Verdict, verdict_of
+    from terrazzo.telemetry.profiling.advice import advice_for
     from terrazzo.telemetry.steps.memory import PeakMemory, allowed_bytes, available_host_bytes, resident_bytes
     from terrazzo.telemetry.steps.metrics import StepMetrics, Stopwatch
     from terrazzo.telemetry.steps.step_recorder import StepRecorder

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from terrazzo.telemetry.shown.bounds import BOUNDS
+from terrazzo.telemetry.display.bounds import BOUNDS
 
 __all__ = ["PICTURE_STYLE", "step_picture"]
 

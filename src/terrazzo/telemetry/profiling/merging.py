@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from terrazzo.engine.comm.times import Times
-from terrazzo.telemetry.outside.probe import EVERY
+from terrazzo.telemetry.profiling.probe import EVERY
 from terrazzo.telemetry.steps.step_recorder import PHASES, Spent, causes_of
 
 __all__ = ["Merged"]

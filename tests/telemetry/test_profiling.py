@@ -17,9 +17,9 @@ import pytest
 
 from terrazzo.errors import BadInput
 from terrazzo.telemetry import advice_for, steps_of, verdict_of
-from terrazzo.telemetry.outside import command
-from terrazzo.telemetry.outside.command import profile
-from terrazzo.telemetry.outside.merging import Merged
+from terrazzo.telemetry.profiling import command
+from terrazzo.telemetry.profiling.command import profile
+from terrazzo.telemetry.profiling.merging import Merged
 from tests.helpers import programs
 from tests.helpers.cover import mostly_long
 
@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader, Dataset
 mode, looked_at = sys.argv[1:]
 if looked_at != "none":
     from pathlib import Path
-    from terrazzo.telemetry.outside.probe import ScriptProbe
-    from terrazzo.telemetry.outside.wraps import begin
+    from terrazzo.telemetry.profiling.probe import ScriptProbe
+    from terrazzo.telemetry.profiling.wraps import begin
     begin(ScriptProbe(Path(looked_at)))
 dist.init_process_group("gloo")
 rank = dist.get_rank()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from terrazzo.telemetry.shown.bounds import BOUNDS
+from terrazzo.telemetry.display.bounds import BOUNDS
 
 __all__ = ["Admits", "edit_for"]
 

@@ -1,4 +1,4 @@
-"""Somebody else's script, unchanged, with a look at where its steps spend their time.
+"""`terrazzo profile`: where the steps of somebody else's script spend their time, with the script unchanged.
 
 hook        `sitecustomize`, which Python imports when it starts: has the probe begin as soon as torch is there
 probe       writes down where a step is, and what it waits for; needs no Terrazzo

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+from terrazzo.telemetry.display.bounds import BOUNDS
+from terrazzo.telemetry.display.edits import Admits, edit_for
 from terrazzo.telemetry.log.records import of_these_ranks, weighted
-from terrazzo.telemetry.shown.bounds import BOUNDS
-from terrazzo.telemetry.shown.edits import Admits, edit_for
 from terrazzo.telemetry.steps.step_recorder import CAUSE_OF
 
 __all__ = ["Verdict", "verdict_of"]

@@ -1,4 +1,4 @@
-"""A run shown by its records.
+"""A run's records as what one reads: a verdict, tables, a screen of text, a page.
 
 bounds      what may bound a step, and the words for each
 tables      where the time of a step goes

@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from terrazzo.telemetry.display.picture import PICTURE_STYLE, step_picture
+from terrazzo.telemetry.display.tables import Table, tables_of
 from terrazzo.telemetry.log.records import all_steps_of, lines_of, restart_text, steps_of
 from terrazzo.telemetry.log.sinks import Sink
-from terrazzo.telemetry.shown.picture import PICTURE_STYLE, step_picture
-from terrazzo.telemetry.shown.tables import Table, tables_of
 
 __all__ = ["VERDICT", "ReportPage", "page_of"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
+from terrazzo.telemetry.display.step_table import StepTable, duration
 from terrazzo.telemetry.log.records import restart_text
-from terrazzo.telemetry.shown.step_table import StepTable, duration
 from terrazzo.telemetry.steps.metrics import StepMetrics
 
 __all__ = ["has_ended", "rows_of", "screen_of"]

@@ -17,7 +17,7 @@ from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.log.sinks import JsonLines
 
 if TYPE_CHECKING:
-    from terrazzo.telemetry.outside.merging import Merged
+    from terrazzo.telemetry.profiling.merging import Merged
 
 __all__ = ["Profiled", "profile"]
 
@@ -87,7 +87,7 @@ class _Merging:
         if self._merged is None:
             if not any(self._ranks.iterdir()):
                 return
-            from terrazzo.telemetry.outside.merging import Merged
+            from terrazzo.telemetry.profiling.merging import Merged
 
             self._merged = Merged(self._ranks)
         for step, record in self._merged.new(at_end):

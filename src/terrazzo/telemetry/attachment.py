@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import timeout_s, together
+from terrazzo.telemetry.display.verdict import Verdict, verdict_of
 from terrazzo.telemetry.flight.folder import BlackBox
 from terrazzo.telemetry.log.exit_note import forget_exit
 from terrazzo.telemetry.log.records import lines_of, steps_of
 from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.telemetry.log.sinks import JsonLines, Sink, TensorBoard
-from terrazzo.telemetry.shown.verdict import Verdict, verdict_of
 from terrazzo.telemetry.steps.step_recorder import StepRecorder
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.telemetry.watchdog.watched_rank import look_after

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.telemetry.shown.bounds import BOUNDS
+from terrazzo.telemetry.display.bounds import BOUNDS
 
 __all__ = ["advice_for"]
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from terrazzo.telemetry.outside.probe import ScriptProbe
+    from terrazzo.telemetry.profiling.probe import ScriptProbe
 
 __all__ = ["begin"]
 
