@@ -6,6 +6,9 @@
 Each rank writes the element ranges it owns; reading asks for ranges, whoever wrote them. A folder gets its name only
 when it is complete and on disk, and every byte that is read is checked against a digest. Nothing is pickled.
 
+To read how it works: `format.manifest` (what a folder holds), `saving.save` and `saving.job` (how it is written),
+`loading.load` (how it is read), `storage` (where bytes lie), `upkeep.series` (the checkpoints of a run).
+
 Open to other packages:
 
     exporters      checkpoints as other libraries read them

@@ -1,1 +1,8 @@
-"""The format on paper: what a manifest says, whether it can be, how it is sealed, and which ranges a rectangle is."""
+"""The format on paper.
+
+manifest  what a checkpoint holds, where, and under which digests
+parse     whether a manifest, of any version, says what can be
+seal      what makes a manifest trustworthy
+runs      a rectangle of a tensor as the ranges in which it lies in a file
+tiling    whether rectangles are a tensor, each element once
+"""
