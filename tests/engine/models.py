@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.engine.four_bits import rounded
+
 VOCABULARY = 19
 WIDTH = 13
 WIDE = 65
@@ -100,6 +102,9 @@ class Wide(Net):
         return self.head(x)
 
 
+IN_FOUR_BITS = ("blocks.0.up.weight", "blocks.1.up.weight", "blocks.1.down.weight")
+"""What `Net` keeps in 4 bits where that is asked for: frozen, a matrix of a linear layer, and inside of a unit."""
+
 _building = threading.Lock()
 
 
@@ -124,9 +129,12 @@ def _built(variant: str) -> nn.Module:
         if variant in ("tied", "tied_across"):  # across two blocks, and inside the root unit
             model.head.weight = model.embed.weight
             model.blocks[2].up.weight = model.blocks[0].up.weight
-        if variant == "frozen":
+        if variant in ("frozen", "nf4", "nf4-double"):
             for frozen in (model.embed.weight, model.blocks[0].up.weight, *model.blocks[1].parameters()):
                 frozen.requires_grad_(False)
+        if variant.startswith("nf4"):
+            for frozen in (model.get_parameter(name) for name in IN_FOUR_BITS):
+                frozen.data = rounded(frozen.data, variant)
         return model
 
 

@@ -62,6 +62,7 @@ class Case:
         resumed: the plan of another model and optimizer which load what was saved, and train on.
         background: it is saved while the first ones train on.
         delays: seed of random pauses before collectives and copies; None for no pauses.
+        frozen: in which the blocks' matrices are kept, which are not trained; empty: they are.
     """
 
     stage: str = "zero3"
@@ -80,6 +81,7 @@ class Case:
     resumed: str = ""
     background: bool = False
     delays: int | None = None
+    frozen: str = ""
 
     @property
     def allowed(self) -> bool:
@@ -160,6 +162,9 @@ def built(case: Case) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("meta" if case.meta else "cpu"):
         model = nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, 8))
+    for layer in model.modules() if case.frozen else ():
+        if isinstance(layer, nn.Linear) and layer is not model[-1]:
+            layer.weight.requires_grad_(False)
     if case.checkpointing:
         checkpoint_activations(model, "full", units=[Block], offload=case.checkpointing == "offload")
     if case.compiled:
@@ -182,7 +187,7 @@ def sharded(case: Case, device: str, folder: str) -> tuple[nn.Module, Any]:
         lambda parameters: torch.optim.AdamW(parameters, lr=LR, eps=EPS, **options),
         plan,
         units=[Block],
-        precision=case.precision,
+        precision=replace(tz.Precision.named(case.precision), frozen=case.frozen or None),  # type: ignore[arg-type]
         mesh=mesh_of(case, device),
         prefetch=case.prefetch,
         offload=offload.used_under(plan),

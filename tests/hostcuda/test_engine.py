@@ -60,6 +60,19 @@ def test_two_mesh_axes(plan: str, tier: str, micro: int, four_ranks: Ranks, tmp_
     check(Case(plan, tier, "bf16", micro=micro, mesh=(2, 2)), four_ranks, tmp_path)
 
 
+FROZEN = [
+    Case(frozen="nf4"),
+    Case("shard_grad_op", precision="bf16", micro=2, frozen="nf4-double"),
+    Case("zero2", precision="bf16", checkpointing="full", frozen="nf4"),
+    Case(tier="@cpu-all", frozen="nf4"),
+]
+
+
+@pytest.mark.parametrize("case", mostly_long(FROZEN, *FROZEN[1:3]), ids=lambda case: case.name)
+def test_matrices_in_4_bits(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
+    check(case, two_ranks, tmp_path)
+
+
 RESUMED = [
     Case(optimizer="fused", resumed="zero3"),
     Case(tier="@cpu", meta=True, resumed="zero1"),

@@ -77,6 +77,7 @@ def shape_of(model: nn.Module, whole: Container[str] = ()) -> ModelShape:
                 "matrix",
                 trainable=member.trainable,
                 whole=member.name in whole,
+                linear=member.is_matrix,
             )
             for index, member in enumerate(spec.members)
         )
@@ -152,6 +153,22 @@ def test_the_bill_of_whole_matrices_to_the_byte(mesh: str, plan: str, precision:
         for layers, prefetch in ((1, 1), (3, 2)):
             check_bill(decoder(layers), mesh, Plan.named(plan), PRECISIONS[precision], prefetch, muon=True)
         check_bill(decoder(3, frozen=True), mesh, Plan.named(plan), PRECISIONS[precision], 1, muon=True)
+
+
+@pytest.mark.cover(plan=places)
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize("form", ["nf4", "nf4-double"])
+@pytest.mark.parametrize(("mesh", "plan"), CASES)
+def test_the_bill_of_packed_weights_to_the_byte(mesh: str, plan: str, form: str, name: str) -> None:
+    precision = replace(Precision.named(name), frozen=form)  # type: ignore[arg-type]
+    with fake_group(math.prod(MESHES[mesh].values())):
+        for layers, prefetch, tiers in ((2, 1, {}), (12, 2, {}), (3, 0, {}), (3, 1, OFFLOADS["cpu-all"])):
+            model = decoder(layers)
+            for block in model.blocks:
+                for layer in block.modules():
+                    if isinstance(layer, nn.Linear):
+                        layer.weight.requires_grad_(False)
+            check_bill(model, mesh, Plan.named(plan).on(**tiers), precision, prefetch)
 
 
 class Stack(nn.Module):

@@ -15,15 +15,18 @@ from terrazzo.engine.buckets.edits import adopt_data
 from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.buckets.narrow import NarrowState
+from terrazzo.engine.buckets.packed import PackedWeight
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass
-from terrazzo.engine.plan.layout import Layout, Slot
+from terrazzo.engine.plan.layout import STATE_BLOCKS, Layout, Slot
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
+from terrazzo.engine.plan.precision import FrozenFormat
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
 from terrazzo.engine.runtime.private_torch import plainly
+from terrazzo.errors import Misuse, listed
 
 __all__ = ["Bucket", "adopt_displaced"]
 
@@ -34,7 +37,7 @@ class Bucket(BucketSpec):
     Args:
         members: the parameters, in layout order.
         ledger: of transient memory.
-        keep, tiers: as for `BucketSpec`.
+        keep, tiers, packed: as for `BucketSpec`.
 
     Attributes:
         gradient: of its parameters.
@@ -55,9 +58,10 @@ class Bucket(BucketSpec):
         ledger: Ledger,
         keep: bool = False,
         tiers: Tiers = ON_DEVICE,
+        packed: FrozenFormat | None = None,
     ) -> None:
-        axes, first = sharding.axes, members[0].parameter
-        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(), sharding.precision.align)
+        axes, first, align = sharding.axes, members[0].parameter, sharding.precision.align(packed)
+        layout = Layout([(m.names, tuple(m.parameter.shape)) for m in members], axes.size(), align)
         super().__init__(
             layout.numel,
             sharding.plan,
@@ -69,6 +73,7 @@ class Bucket(BucketSpec):
             stored=None if first.dtype.is_floating_point else first.dtype,
             on_host=axes.device.type == "cpu",
             stages=members[0].stages,
+            packed=packed,
         )
         self.members, self.sharding, self.ledger, self.space = members, sharding, ledger, Space(layout, axes)
         self.gradient = Gradient(self.space, sharding, members, ledger, self.sums, tiers.grad)
@@ -103,7 +108,12 @@ class Bucket(BucketSpec):
     def build(self, store: Homes) -> None:
         """Allocate the states, fill them from the parameters' values, and make the parameters views."""
         precision, tiers = self.precision, self.tiers
-        self.weight = store.state(self.space, self.weight_axes, self.weight_dtype, tiers.weight)
+        if self.packed is None:
+            self.weight = store.state(self.space, self.weight_axes, self.weight_dtype, tiers.weight)
+        else:
+            blocks = self.packed.blocks
+            codes = store.state(self.space.packed(blocks), self.weight_axes, torch.uint8, tiers.weight)
+            self.weight = PackedWeight(self.space, self.weight_axes, codes, self.packed)
         if self.has_own_master:
             self.master = store.state(self.space, self.optim_axes, precision.master, tiers.optim)
         else:
@@ -123,7 +133,9 @@ class Bucket(BucketSpec):
             if form is None:
                 homes.append(store.state(self.space, self.optim_axes, self.precision.shown_moments, self.tiers.optim))
             else:
-                homes.append(store.state(self.space.packed, self.optim_axes, torch.uint8, self.tiers.optim))
+                homes.append(
+                    store.state(self.space.packed(STATE_BLOCKS), self.optim_axes, torch.uint8, self.tiers.optim)
+                )
         self.moments = dict(zip(wanted, homes, strict=False))
         if form is not None:
             axes = self.optim_axes
@@ -161,12 +173,27 @@ class Bucket(BucketSpec):
         A master weight is replaced only where the value it rounds to was changed, so that reading and writing back in a
         lower precision loses nothing.
         """
+        if self.packed is not None:
+            return  # `refuse_packed_edits` has seen to it that nothing was
         self.note_change()
         self.full.edits.forget_written()
         if not self.resident:
             copy_changed(self.weight, self.full.buffer)
         if self.has_own_master:
             copy_changed(self.master, self.weight)
+
+    def refuse_packed_edits(self) -> None:
+        """Refuse what was written into gathered weights that are kept in 4 bits, which would round it.
+
+        Raises:
+            Misuse: there.
+        """
+        if self.packed is not None and (written := self.full.edits.take_written()):
+            raise Misuse(
+                f"{listed([*map(repr, written)])} written to, and precision.frozen keeps it in {self.packed}, which "
+                "would round every element of its blocks again. Write before tz.shard, give new values to "
+                "model.load_state_dict, which packs them anew, or leave precision.frozen out."
+            )
 
     def adopt_edits(self) -> None:
         """Take over what has been written into whole weights, after `adopt_displaced`."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.mesh.axes import Axes
-from terrazzo.engine.plan.layout import Layout, Range, Slot, share
+from terrazzo.engine.plan.layout import BlockFormat, Layout, Range, Slot, share
 from terrazzo.engine.runtime.pages import use_large_pages
 from terrazzo.engine.runtime.worker import Job
 
@@ -47,10 +47,9 @@ class Space:
         data = torch.empty(self.range(axes).numel, dtype=dtype, device=self.axes.device)
         return Buffer(self, axes, use_large_pages(data))
 
-    @property
-    def packed(self) -> Space:
-        """That of the bytes of its blocks, where states are kept in 8 bits."""
-        return Space(self.layout.packed, self.axes)
+    def packed(self, blocks: BlockFormat) -> Space:
+        """That of the bytes of its blocks, where a state is kept in fewer bits than any dtype has."""
+        return Space(self.layout.packed(blocks), self.axes)
 
     def zeros(self, axes: tuple[str, ...], dtype: torch.dtype) -> Buffer:
         buffer = self.empty(axes, dtype)

@@ -21,10 +21,12 @@ import math
 import torch
 from torch import Tensor
 
-from terrazzo.engine.plan.layout import BLOCK, PACKED
+from terrazzo.engine.plan.layout import STATE_BLOCKS
 from terrazzo.engine.plan.precision import StateFormat
 
 __all__ = ["decode", "encode"]
+
+BLOCK, PACKED = STATE_BLOCKS.numel, STATE_BLOCKS.nbytes
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _LEAST = 2.0**-9

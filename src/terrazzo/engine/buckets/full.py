@@ -9,9 +9,10 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.buffer import Buffer, Resting, Space, view
 from terrazzo.engine.buckets.edits import Edits, Watched
+from terrazzo.engine.buckets.packed import PackedWeight, room_for, unpack
 from terrazzo.engine.buckets.parameter import Guard, Note
 from terrazzo.engine.comm.traffic import Ledger
-from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.comm.transfer import Handle, Moves, for_computation
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.runtime.calls import do_all
@@ -71,7 +72,8 @@ class FullWeights:
         self.space, self._weight, self._ledger, self._resident = space, weight, ledger, spec.resident
         self._stays = spec.resident or spec.keeps_full
         self._held_axes = None if self._stays or spec.between_axes == spec.weight_axes else spec.between_axes
-        self._held: Buffer | None = None  # from forward to backward, in place of these
+        self._held: Buffer | None = None  # from forward to backward, in place of these; of packed ones beside them
+        self._packed = spec.packed is not None
         self._storages: Storages | None = None
         self.present, self.pinned = True, False
         resident = weight if spec.resident else None
@@ -104,19 +106,40 @@ class FullWeights:
         """
         if not from_rest and self.present:
             self._hold()  # as ranks that have put them down did
-        source: Resting = self._weight if from_rest or self._held is None else self._held
+        held = None if from_rest else self._held
         storage = self.data.untyped_storage()
         if storage.size() == 0:
             storage.resize_(with_room(self.data.nbytes, self.data.device))
             use_large_pages(self.data)
             self._ledger.acquire(self.data.nbytes)
-        return (yield from self.buffer.gather(source))
+        if isinstance(self._weight, PackedWeight):
+            return (yield from self._gather_packed(self._weight, held, from_rest))
+        return (yield from self.buffer.gather(self._weight if held is None else held))
+
+    def _gather_packed(self, weight: PackedWeight, held: Buffer | None, from_rest: bool) -> Moves[Tensor]:
+        """Gather bytes, and decode them into the full weights; what `between` keeps of them stays beside these."""
+        source, form = weight.codes if held is None else held, weight.form
+        whole = isinstance(source, Buffer) and not source.axes and source.data.device == self.data.device
+        if whole and isinstance(source, Buffer):
+            yield Handle(queued=True)  # nothing is moved, but decoding belongs beside the computation or to its use
+            codes = source.data
+        else:
+            room = room_for(self.space, form, self.data)
+            codes = yield from room.gather(source)
+            if held is None and self._held_axes is not None and not from_rest:
+                kept = room.narrow(self._held_axes)
+                copied = for_computation(lambda: torch.empty_like(kept.data)).copy_(kept.data)
+                self._held = Buffer(kept.space, kept.axes, copied)
+                self._ledger.acquire(copied.nbytes)
+        unpack(codes, form, self.data)
+        return self.data
 
     def install(self) -> None:
         """Let modules read them."""
         if not self.present:
             self.present = True
-            self._drop_held()
+            if not self._packed:
+                self._drop_held()
             self._guard.open()
             self.edits.bring_back()
 
@@ -130,10 +153,10 @@ class FullWeights:
         """Keep the part that the plan's `between` names from forward to backward, and release the rest."""
         if self.present and not self._stays:
             self._hold()
-            self.release()
+            self._release_full()
 
     def _hold(self) -> None:
-        if self._held is None and self._held_axes is not None:
+        if self._held is None and self._held_axes is not None and not self._packed:
             kept = self.buffer.narrow(self._held_axes)
             self._held = Buffer(self.space, kept.axes, kept.data.clone())
             self._ledger.acquire(kept.data.nbytes)
@@ -145,6 +168,11 @@ class FullWeights:
 
     def release(self) -> None:
         """Give back their memory."""
+        if self._packed and self.present and not self.pinned:
+            self._drop_held()
+        self._release_full()
+
+    def _release_full(self) -> None:
         if self._resident or self.pinned:
             return
         try:

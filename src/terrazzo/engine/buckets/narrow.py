@@ -16,7 +16,7 @@ from torch import Tensor
 from terrazzo.engine.buckets.buffer import Access, Buffer, Resting, Space
 from terrazzo.engine.buckets.codec import decode, encode
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.plan.layout import BLOCK, PACKED, Range, tile_numel
+from terrazzo.engine.plan.layout import STATE_BLOCKS, Range, tile_numel
 from terrazzo.engine.plan.precision import StateFormat
 
 __all__ = ["NarrowState", "tiles"]
@@ -61,16 +61,16 @@ class NarrowState(Resting):
 
     def cuts(self, wanted: Range) -> Iterator[Range]:
         held = self.range.intersect(wanted)
-        for part in self.codes.cuts(held.blocks.packed):
-            blocks = Range(part.start // PACKED * BLOCK, part.stop // PACKED * BLOCK)
+        for part in self.codes.cuts(STATE_BLOCKS.bytes_of(STATE_BLOCKS.around(held))):
+            blocks = STATE_BLOCKS.elements_of(part)
             each = tiles(blocks, self.codes.data.device) if isinstance(self.codes, Buffer) else [blocks]
             yield from (cut for tile in each if (cut := tile.intersect(held)).numel)
 
     @contextlib.contextmanager
     def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
         held = self.range.intersect(wanted)
-        spanned = held.blocks
-        with self.codes.opened(spanned.packed, "read" if access == "read" else "change") as codes:
+        spanned = STATE_BLOCKS.around(held)
+        with self.codes.opened(STATE_BLOCKS.bytes_of(spanned), "read" if access == "read" else "change") as codes:
             values = self.decoded(codes)
             yield values[held.within(spanned)]
             if access != "read":

@@ -265,7 +265,7 @@ class CountingWeights:
 
     def wait(self) -> None:
         for bucket in self._buckets:
-            bucket.drop_held()
+            bucket.arrive()
 
     def rest_between(self) -> None:
         for bucket in self._buckets:
@@ -294,6 +294,8 @@ class CountingBucket:
             self.present = True
             self._ledger.acquire(self.spec.full_bytes)
             self._record(self.spec.collectives(When.BACKWARD if self._held_bytes else When.FORWARD))
+            if self.spec.packed is not None:
+                self._hold()
 
     def _record(self, moves: Iterable[MoveBytes]) -> None:
         for move in moves:
@@ -302,15 +304,29 @@ class CountingBucket:
     def rest_between(self) -> None:
         if not self.spec.regathered:
             return
-        if self.present and not self._held_bytes:
+        if self.present:
+            self._hold()
+        self._release_full()
+
+    def _hold(self) -> None:
+        if not self._held_bytes:
             self._held_bytes = self.spec.held_bytes
             self._ledger.acquire(self._held_bytes)
-        self.release()
 
     def release(self) -> None:
+        if self.present and self.spec.packed is not None:
+            self.drop_held()
+        self._release_full()
+
+    def _release_full(self) -> None:
         if self.present and not self.spec.resident:
             self.present = False
             self._ledger.release(self.spec.full_bytes)
+
+    def arrive(self) -> None:
+        """Full weights can be read: what is kept in their place goes, but for bytes of packed ones."""
+        if self.spec.packed is None:
+            self.drop_held()
 
     def drop_held(self) -> None:
         self._ledger.release(self._held_bytes)

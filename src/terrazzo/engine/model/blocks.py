@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
@@ -14,6 +15,7 @@ from terrazzo.engine.buckets.unit import Unit
 from terrazzo.engine.hooks.hooks import Hooks
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.model.alike import broadcast_first, compare_written
+from terrazzo.engine.model.together import all_or_none
 from terrazzo.engine.schedule.schedule import Schedule
 from terrazzo.errors import Misuse
 
@@ -99,6 +101,9 @@ class GatheredBlocks:
     @torch.no_grad()
     def _adopt_written(self, write: Literal[True, "first rank"]) -> None:
         self._agree_on_written(write)
+        packed = [bucket for bucket in self._buckets if bucket.packed is not None]
+        if packed or self._axes.stages:  # of stages others may have some
+            all_or_none(self._axes, functools.partial(_refuse_edits, packed))
         for bucket in self._buckets:
             bucket.adopt_written()
 
@@ -113,3 +118,8 @@ class GatheredBlocks:
         self._hooks.refuse_forwards(_INSIDE if inside == "write" else None)
         for bucket in self._buckets:
             bucket.full.pin(inside == "read")
+
+
+def _refuse_edits(packed: Sequence[Bucket]) -> None:
+    for bucket in packed:
+        bucket.refuse_packed_edits()

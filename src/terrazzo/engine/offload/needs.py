@@ -98,7 +98,7 @@ def load_bytes(bucket: BucketSpec, cell: int) -> int:
     """One cell of weights that are gathered from drives, to compute with them or to make new ones of master weights."""
     if bucket.tiers.weight != "nvme":
         return 0
-    weight_bytes = min(cell, bucket.numel(bucket.weight_axes)) * bucket.weight_dtype.itemsize
+    weight_bytes = bucket.weight_bytes(min(cell, bucket.numel(bucket.weight_axes)))
     if not (bucket.has_own_master and bucket.tiers.optim == "nvme" and bucket.gathers_apart):
         return weight_bytes
     return max(weight_bytes, min(cell, bucket.numel(bucket.optim_axes)) * bucket.precision.master.itemsize)

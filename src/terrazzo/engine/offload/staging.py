@@ -12,7 +12,7 @@ from terrazzo.engine.buckets.narrow import NarrowState
 from terrazzo.engine.buckets.summed import SummedGradient
 from terrazzo.engine.offload.disk import Pending
 from terrazzo.engine.offload.drive import DriveBuffer
-from terrazzo.engine.plan.layout import Range, padded_bytes
+from terrazzo.engine.plan.layout import STATE_BLOCKS, Range, padded_bytes
 
 __all__ = ["StagingBuffer"]
 
@@ -28,7 +28,7 @@ class _Entry:
 
     def of(self, elements: Range) -> Range:
         """These elements, as `state` counts."""
-        return elements.packed if self.packed else elements
+        return STATE_BLOCKS.bytes_of(elements) if self.packed else elements
 
 
 class StagingBuffer:
@@ -104,7 +104,7 @@ class StagingBuffer:
         stored, packed = (state.codes, True) if isinstance(state, NarrowState) else (state, False)
         if not isinstance(stored, DriveBuffer):
             return offset
-        numel = (self._cell.packed if packed else self._cell).numel
+        numel = (STATE_BLOCKS.bytes_of(self._cell) if packed else self._cell).numel
         end = offset + padded_bytes(numel * stored.dtype.itemsize)
         self._entries[key] = _Entry(stored, self._raw[offset:end], writes, packed)
         return end

@@ -24,7 +24,7 @@ from terrazzo.engine.offload.needs import SENDS, Need, disk_bytes, host_bytes, s
 from terrazzo.engine.offload.options import Offload
 from terrazzo.engine.offload.sending import Sending
 from terrazzo.engine.offload.topology import bound_to, ranks_here, step_threads
-from terrazzo.engine.plan.layout import Range, padded_bytes
+from terrazzo.engine.plan.layout import padded_bytes
 from terrazzo.engine.runtime.device import Stream
 from terrazzo.engine.runtime.worker import Job, Worker
 
@@ -131,8 +131,8 @@ class Store:
         if tier == "nvme":
             assert self.drive is not None, "no files were asked for"
             offset = self.drive.disk.reserve(padded_bytes(numel * dtype.itemsize))
-            cell = Range(0, self.drive.cell)
-            numel = cell.packed.numel if space.layout.is_packed else cell.numel
+            cell, blocks = self.drive.cell, space.layout.blocks
+            numel = cell if blocks is None else blocks.size_bytes(cell)
             return DriveBuffer(space, axes, dtype, self.drive, offset, numel)
         return Buffer(space, axes, self.host(numel * dtype.itemsize).view(dtype))
 

@@ -15,7 +15,7 @@ from terrazzo.engine.buckets.rounding import round_stochastically
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.stepper import Stepper
-from terrazzo.engine.plan.layout import Range
+from terrazzo.engine.plan.layout import STATE_BLOCKS, Range
 
 __all__ = ["NarrowStates"]
 
@@ -73,7 +73,7 @@ class NarrowStates:
 
     def codes(self, state: NarrowState, tile: Range) -> Tensor:
         """The blocks of one state, in memory: a view."""
-        with state.codes.opened(tile.packed, "change") as data:
+        with state.codes.opened(STATE_BLOCKS.bytes_of(tile), "change") as data:
             return data
 
     def stored(self, key: str) -> Any:

@@ -9,6 +9,9 @@ memory, follows from the plan's four places and the precision's dtypes alone:
     weight less split, other dtype                    two memories
     weight not split, dtype as computed with          modules see that memory itself, nothing is gathered
 
+Frozen matrices may be kept in 4 bits: `packed`. They are gathered so, and decoded into full weights, which never stay
+from forward to backward; in their place stays what `between` keeps of the bytes, from the gather of forward on.
+
 On different tiers they are two memories. Away from the device so are a weight and a master of different dtypes, whose
 cast would cross over in the wider of the two, and in files those of different axes.
 
@@ -28,7 +31,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
-from terrazzo.engine.plan.precision import Precision
+from terrazzo.engine.plan.precision import FrozenFormat, Precision
 
 __all__ = ["BucketSpec", "MoveBytes", "Pass", "Reduction", "Sums", "When", "resting_bytes"]
 
@@ -139,6 +142,7 @@ class BucketSpec:
         stored: dtype of parameters that are no floating-point numbers, which no precision changes.
         on_host: whether collectives reach the host's memory: ranks on CPUs.
         stages: the ranks along the axis of stages that have these parameters, where several do: all hold them alike.
+        packed: in which frozen weights rest and are gathered; None: in a dtype.
 
     Attributes:
         weight_axes, between_axes, optim_axes: over which the states are split.
@@ -162,6 +166,7 @@ class BucketSpec:
     stored: torch.dtype | None = None
     on_host: bool = False
     stages: tuple[int, ...] = ()
+    packed: FrozenFormat | None = None
 
     def __post_init__(self) -> None:
         plan, tiers, trainable = self.plan, self.tiers, self.trainable
@@ -175,8 +180,9 @@ class BucketSpec:
         self.has_own_master = trainable and not self.shares_memory(stored)
         self.weight_dtype = stored if self.has_own_master or not trainable else self.precision.master
         self.resident = not self.weight_axes and self.weight_dtype == self.compute_dtype and on_device
+        self.resident = self.resident and self.packed is None
         fetched_again = self.between_axes == self.weight_axes and not on_device
-        self.keeps_full = self.keep or (self.between_axes == () and not fetched_again)
+        self.keeps_full = self.keep or (self.between_axes == () and not fetched_again and self.packed is None)
         self.regathered = not self.resident and not self.keeps_full
         self.updated_off_device = trainable and tiers.optim != "device"
         self.moments_apart = self.updated_off_device or (trainable and self.precision.narrow is not None)
@@ -200,6 +206,10 @@ class BucketSpec:
             known = self._numels[axes] = -(-self.whole // math.prod([self.ranks[axis].size for axis in axes]))
         return known
 
+    def weight_bytes(self, numel: int) -> int:
+        """Bytes of so many resting weights, in whole blocks where they are packed."""
+        return numel * self.weight_dtype.itemsize if self.packed is None else self.packed.blocks.size_bytes(numel)
+
     def at_rest(self, moments: Sequence[float] = ()) -> Iterator[StateBytes]:
         """The states of one rank.
 
@@ -207,7 +217,7 @@ class BucketSpec:
             moments: bytes per element of each state that the optimizer keeps for every element.
         """
         precision, tiers, owned = self.precision, self.tiers, self.numel(self.optim_axes)
-        yield StateBytes("weight", tiers.weight, self.numel(self.weight_axes) * self.weight_dtype.itemsize)
+        yield StateBytes("weight", tiers.weight, self.weight_bytes(self.numel(self.weight_axes)))
         if self.has_own_master:
             yield StateBytes("master", tiers.optim, owned * precision.master.itemsize)
         if self.trainable:
@@ -222,9 +232,13 @@ class BucketSpec:
 
     @property
     def held_bytes(self) -> int:
-        """Kept from forward to backward in place of full weights and beside those at rest."""
-        kept_apart = self.regathered and self.between_axes != self.weight_axes
-        return self.numel(self.between_axes) * self.compute_dtype.itemsize * kept_apart
+        """Kept from forward to backward in place of full weights and beside those at rest; of packed weights their
+        bytes, beside the full ones too.
+        """
+        if not self.regathered or self.between_axes == self.weight_axes:
+            return 0
+        kept = self.numel(self.between_axes)
+        return self.weight_bytes(kept) if self.packed is not None else kept * self.compute_dtype.itemsize
 
     def pending_dtype(self, this_pass: Pass) -> torch.dtype:
         """The dtype of an unreduced gradient, which only adds up on this rank or is on its way to the wire."""
@@ -253,7 +267,7 @@ class BucketSpec:
         return known
 
     def _collectives_at(self, when: When) -> list[MoveBytes]:
-        compute = self.compute_dtype.itemsize
+        compute = self.compute_dtype.itemsize if self.packed is None else self.packed.itemsize
         match when:
             case When.FORWARD:
                 return self._gathers(self.weight_axes, (), compute, "weights")
@@ -280,7 +294,7 @@ class BucketSpec:
             last=Reduction(partial, partial_axes, finish, optim, beside),
         )
 
-    def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], itemsize: int, what: str) -> list[MoveBytes]:
+    def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], itemsize: float, what: str) -> list[MoveBytes]:
         moves, own = [], self.numel(source)
         for cut in range(len(source) - 1, len(target) - 1, -1):
             wider = self.numel(source[:cut])

@@ -16,9 +16,9 @@ from functools import cached_property
 
 __all__ = [
     "ALIGN",
-    "BLOCK",
-    "PACKED",
     "PAGE_BYTES",
+    "STATE_BLOCKS",
+    "BlockFormat",
     "Layout",
     "Range",
     "Slot",
@@ -31,13 +31,6 @@ __all__ = [
 
 ALIGN = 64
 """Elements. Keeps views on cache lines, and fused CPU AdamW bitwise independent of where a shard is cut."""
-
-BLOCK = 256
-"""Elements that share a scale where an optimizer's states are kept in 8 bits; then what begins on a multiple of `ALIGN`
-begins on one of this."""
-
-PACKED = BLOCK + 4
-"""Bytes of such a block: its codes, and the scale in fp32."""
 
 PAGE_BYTES = 4096
 """Host memory for states, and files, come in whole pages of this size."""
@@ -67,15 +60,38 @@ class Range:
         """This range as a slice of a tensor that holds `outer`."""
         return slice(self.start - outer.start, self.stop - outer.start)
 
-    @property
-    def packed(self) -> Range:
-        """The bytes of its blocks, whole ones."""
-        return Range(self.start // BLOCK * PACKED, self.stop // BLOCK * PACKED)
 
-    @property
-    def blocks(self) -> Range:
-        """The whole blocks that it touches."""
-        return Range(self.start // BLOCK * BLOCK, round_up(self.stop, BLOCK))
+@dataclass(frozen=True)
+class BlockFormat:
+    """Elements that are kept together, in codes and the scales that these share; what is kept so begins on a multiple.
+
+    Attributes:
+        numel: elements of a block.
+        nbytes: bytes that it is kept in.
+    """
+
+    numel: int
+    nbytes: int
+
+    def bytes_of(self, held: Range) -> Range:
+        """Where the bytes of whole blocks are among those of all."""
+        return Range(held.start // self.numel * self.nbytes, held.stop // self.numel * self.nbytes)
+
+    def elements_of(self, held: Range) -> Range:
+        """The reverse."""
+        return Range(held.start // self.nbytes * self.numel, held.stop // self.nbytes * self.numel)
+
+    def around(self, held: Range) -> Range:
+        """The whole blocks that some elements touch."""
+        return Range(held.start // self.numel * self.numel, round_up(held.stop, self.numel))
+
+    def size_bytes(self, numel: int) -> int:
+        """Bytes of so many elements, in whole blocks."""
+        return numel // self.numel * self.nbytes
+
+
+STATE_BLOCKS = BlockFormat(256, 256 + 4)
+"""Of an optimizer's states in 8 bits: codes, and a scale in fp32."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +139,10 @@ class Layout:
         align: parameters and shards begin on multiples of so many elements.
 
     Attributes:
-        is_packed: whether it is a space of bytes of blocks.
+        blocks: of which the elements of this space are the bytes; None where they are elements of parameters.
     """
 
-    is_packed = False
+    blocks: BlockFormat | None = None
 
     def __init__(
         self, parameters: Iterable[tuple[tuple[str, ...], tuple[int, ...]]], shards: int, align: int = ALIGN
@@ -142,11 +158,10 @@ class Layout:
     def whole(self) -> Range:
         return Range(0, self.numel)
 
-    @cached_property
-    def packed(self) -> Layout:
+    def packed(self, blocks: BlockFormat) -> Layout:
         """The bytes of its blocks, as a space of their own."""
         made = Layout((), 1)
-        made.numel, made.is_packed = self.whole.packed.numel, True
+        made.numel, made.blocks = blocks.size_bytes(self.numel), blocks
         return made
 
     @cached_property
@@ -171,7 +186,7 @@ def tile_numel(device: str) -> int:
     """Elements of states in 8 bits that are decoded at once on a kind of device: they fit the caches of a CPU, and fill
     a GPU.
     """
-    return BLOCK << (8 if device == "cpu" else 13)
+    return STATE_BLOCKS.numel << (8 if device == "cpu" else 13)
 
 
 def tiled_step_bytes(numel: int, device: str) -> int:

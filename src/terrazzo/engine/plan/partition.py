@@ -34,6 +34,7 @@ class Member:
     Attributes:
         place: among the parameters of the model, in the order of registration.
         is_table: of an embedding, which is looked up before all that is registered behind it.
+        is_matrix: the weight of one linear layer, which no other module has.
         record: what this rank has of it, where ranks share it; None for an ordinary parameter.
         group: number of its param group among those of all optimizers of the model; -1 for none.
         stages: the ranks along the axis of stages that have it, where several do; () for one that no stages share.
@@ -46,6 +47,7 @@ class Member:
     holders: tuple[tuple[nn.Module, str], ...]
     place: int
     is_table: bool
+    is_matrix: bool = False
     record: Record | None = None
     group: int = -1
     stages: tuple[int, ...] = ()
@@ -286,7 +288,9 @@ def _members(model: nn.Module, modules: dict[str, nn.Module]) -> list[Member]:
         holders = tuple((modules[path], attribute) for path, _, attribute in paths)
         record = next((found for holder in holders if (found := record_of(*holder)) is not None), None)
         is_table = isinstance(holders[0][0], nn.Embedding)
-        members.append(Member(tuple(names), parameter, holders, place, is_table, record))
+        (module, attribute), *others = holders
+        is_matrix = isinstance(module, nn.Linear) and attribute == "weight" and not others
+        members.append(Member(tuple(names), parameter, holders, place, is_table, is_matrix, record))
     return members
 
 

@@ -9,12 +9,22 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from terrazzo.engine.plan.layout import ALIGN, BLOCK, PACKED
+from terrazzo.engine.plan.layout import ALIGN, STATE_BLOCKS, BlockFormat
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.words import DTYPE_FIELDS, DTYPE_SPELLINGS, PRESET_DTYPES, dtype_named, preset_named
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "MOMENTS_NAMES", "PRECISIONS", "LossScaling", "Precision", "StateFormat"]
-
+__all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
+    "FROZEN_NAMES",
+    "MOMENTS_NAMES",
+    "NF4_BLOCK",
+    "PRECISIONS",
+    "FrozenFormat",
+    "LossScaling",
+    "Precision",
+    "StateFormat",
+]
 
 Rounding = Literal["nearest", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
@@ -29,8 +39,34 @@ class StateFormat(enum.StrEnum):
     @property
     def itemsize(self) -> float:
         """Bytes of an element."""
-        return PACKED / BLOCK
+        return STATE_BLOCKS.nbytes / STATE_BLOCKS.numel
 
+
+NF4_BLOCK = 64
+"""Elements that share a scale under `nf4`."""
+
+
+class FrozenFormat(enum.StrEnum):
+    """How frozen matrices may be kept in less than any dtype that is computed in: see `buckets/nf4`."""
+
+    NF4 = "nf4"
+    NF4_DOUBLE = "nf4-double"
+
+    @property
+    def blocks(self) -> BlockFormat:
+        """Codes of 4 bits and a scale in bf16; or 256 times the codes and a scale in a byte, and one in bf16."""
+        return _NF4_BLOCKS[self]
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of an element."""
+        return self.blocks.nbytes / self.blocks.numel
+
+
+_NF4_BLOCKS = {
+    FrozenFormat.NF4: BlockFormat(NF4_BLOCK, NF4_BLOCK // 2 + 2),
+    FrozenFormat.NF4_DOUBLE: BlockFormat(256 * NF4_BLOCK, 256 * (NF4_BLOCK // 2 + 1) + 2),
+}
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, spelling) for name, spelling in DTYPE_SPELLINGS.items()}
 """Every dtype that a state may have, by its name in configurations."""
@@ -40,6 +76,8 @@ _SPELLINGS = [spelling for pair in DTYPE_SPELLINGS.items() for spelling in pair]
 MOMENTS_NAMES: dict[Any, str] = {**DTYPE_NAMES, **{form: form.value for form in StateFormat}}
 """Everything that moments may be kept in, with its name in configurations."""
 _FORMATS = {form.value: form for form in StateFormat}
+FROZEN_NAMES = tuple(form.value for form in FrozenFormat)
+"""What frozen matrices may be kept in, as in configurations."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +124,9 @@ class Precision:
         loss_scaling: dynamic loss scaling, or None for none.
         rounding: of master weights in bf16 with moments in 8 bits, which are stepped in fp32: to the `nearest`, or
             `stochastic`, by bits of the parameter's name, the element and the step.
+        frozen: what frozen matrices of linear layers inside of units are kept in, a `FrozenFormat` (`"nf4"`,
+            `"nf4-double"`); None: as other weights. They are gathered so, and decoded to `compute` where they are used.
+            What is tied, or in no unit such as embeddings and the head, is kept as other weights.
     """
 
     weight: torch.dtype = torch.float32
@@ -96,6 +137,7 @@ class Precision:
     moments: torch.dtype | StateFormat = torch.float32
     loss_scaling: LossScaling | None = None
     rounding: Rounding = "nearest"
+    frozen: FrozenFormat | None = None
 
     def __post_init__(self) -> None:
         for name in DTYPE_FIELDS:
@@ -109,6 +151,12 @@ class Precision:
                     f"{did_you_mean(str(value), (*_SPELLINGS, *formats))}"
                 )
             object.__setattr__(self, name, value)
+        if self.frozen is not None and self.frozen not in FROZEN_NAMES:
+            raise BadInput(
+                f"precision: frozen is {self.frozen!r}; it must be one of {', '.join(FROZEN_NAMES)}, or None."
+                f"{did_you_mean(str(self.frozen), FROZEN_NAMES)}"
+            )
+        object.__setattr__(self, "frozen", None if self.frozen is None else FrozenFormat(self.frozen))
         if isinstance(self.moments, StateFormat) and self.master == torch.float64:
             raise BadInput(
                 f"precision: moments in {self.moments} under a master in fp64, which steps in fp64 alone. Use master "
@@ -159,16 +207,21 @@ class Precision:
         """The dtype of moments outside of the optimizer's memory, as in checkpoints."""
         return torch.float32 if isinstance(self.moments, StateFormat) else self.moments
 
-    @property
-    def align(self) -> int:
-        """Parameters and shards begin on multiples of so many elements: a block has one scale, wherever it lies."""
-        return ALIGN if self.narrow is None else BLOCK
+    def align(self, form: FrozenFormat | None = None) -> int:
+        """Parameters and shards begin on multiples of so many elements: a block has one scale, wherever it lies.
+
+        Args:
+            form: in which a bucket keeps its weights.
+        """
+        least = ALIGN if self.narrow is None else STATE_BLOCKS.numel
+        return least if form is None else max(least, form.blocks.numel)
 
     def __str__(self) -> str:
         dtypes = [f"{name} {str(getattr(self, name)).removeprefix('torch.')}" for name in DTYPE_FIELDS]
         scaling = f", loss scale from {self.loss_scaling.init:g}" if self.loss_scaling else ""
         rounding = ", stochastic rounding" if self.stochastic else ""
-        return ", ".join(dtypes) + scaling + rounding
+        frozen = f", frozen matrices {self.frozen}" if self.frozen else ""
+        return ", ".join(dtypes) + scaling + rounding + frozen
 
 
 PRECISIONS = {

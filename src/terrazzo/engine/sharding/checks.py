@@ -21,7 +21,7 @@ from terrazzo.engine.mesh.family import BESIDE, DATA_AXES, STAGES
 from terrazzo.engine.model.engine import is_sharded
 from terrazzo.engine.model.wrappers import check_unwrapped
 from terrazzo.engine.offload.options import Offload
-from terrazzo.engine.plan.layout import PAGE_BYTES, Range
+from terrazzo.engine.plan.layout import PAGE_BYTES, STATE_BLOCKS
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
 from terrazzo.engine.runtime import device as devices
@@ -338,7 +338,7 @@ def check_offload(tiers: Collection[str], precision: Precision, offload: Offload
             "offload.path in a configuration."
         )
     in_blocks = "nvme" in tiers and precision.narrow is not None
-    if in_blocks and Range(0, offload.cell_numel).packed.numel % PAGE_BYTES:
+    if in_blocks and STATE_BLOCKS.size_bytes(offload.cell_numel) % PAGE_BYTES:
         raise BadInput(
             f"offload: block_mib is {offload.block_mib:g} and moments are in {precision.narrow}, whose pieces in files "
             "are whole pages in multiples of 1 MiB alone: set block_mib to 1, 2 or 4, say."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -51,6 +51,7 @@ from terrazzo.engine.sharding.checks import (
 from terrazzo.engine.sharding.compared import check_versions, model_facts, optimizer_facts, state_facts
 from terrazzo.engine.sharding.matrix_checks import check_matrices
 from terrazzo.engine.sharding.mesh_checks import check_experts_shared, check_parts, check_sequences, check_stages
+from terrazzo.engine.sharding.packed_checks import check_packed, packed_members
 from terrazzo.engine.states.materialize import check_initializable
 from terrazzo.errors import BadInput
 
@@ -174,6 +175,7 @@ def _plan(arguments: _ShardArguments, options: Options, sharding: ShardingSpec, 
     axes, built = sharding.axes, arguments.optimizers
     owners = [number for number, each in enumerate(built) for _ in each.param_groups]
     planned = _plan_units(arguments.specs, sharding, tally.ledger, owners)
+    check_packed(planned, arguments.precision, axes, options.offload)
     check_graphs(planned, axes.device)
     check_offload({tier for unit in planned for tier in unit.buckets[0].tiers}, arguments.precision, options.offload)
     warn_of_unused(arguments.plan, options.offload, arguments.offloads_activations)
@@ -224,21 +226,35 @@ def _plan_units(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, o
     units, names = [], tuple(spec.name for spec in specs)
     for index, spec in enumerate(specs):
         tiers = sharding.plan.tiers_of(index, len(specs))
-        groups = _bucket_groups(spec.members, owners)
-        buckets = [Bucket(group, sharding.of(group[0].family), ledger, not spec.name, tiers) for group in groups]
+        packed = packed_members(spec, sharding.precision)
+        groups = _bucket_groups(spec.members, owners, packed)
+        buckets = [
+            Bucket(
+                group,
+                sharding.of(group[0].family),
+                ledger,
+                not spec.name,
+                tiers,
+                sharding.precision.frozen if group[0].place in packed else None,
+            )
+            for group in groups
+        ]
         units.append(Unit(names, index, spec.module, buckets))
     return units
 
 
-def _bucket_groups(members: list[Member], owners: Sequence[int]) -> list[list[Member]]:
+def _bucket_groups(members: list[Member], owners: Sequence[int], packed: Container[int]) -> list[list[Member]]:
     """Members that can share a flat space: trainable ones by family and optimizer, in order of their param groups, then
-    frozen ones by dtype. What several stages have lies apart: they hold it alike.
+    frozen ones by dtype. What several stages have lies apart: they hold it alike; so do matrices in 4 bits.
+
+    Args:
+        packed: the places of these.
     """
-    groups: dict[tuple[bool, str, int, str, tuple[int, ...]], list[Member]] = {}
+    groups: dict[tuple[bool, str, int, str, tuple[int, ...], bool], list[Member]] = {}
     for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
         dtype = member.parameter.dtype
         owner = owners[member.group] if member.trainable and member.group >= 0 else -1
         stored = "" if dtype.is_floating_point else str(dtype)
-        key = (not member.trainable, member.family.value, owner, stored, member.stages)
+        key = (not member.trainable, member.family.value, owner, stored, member.stages, member.place in packed)
         groups.setdefault(key, []).append(member)
     return [groups[key] for key in sorted(groups)]

@@ -14,22 +14,29 @@ from terrazzo.engine.plan.layout import padded_bytes, round_up
 from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 
-__all__ = ["PlannedBucket", "buckets"]
+__all__ = ["PlannedBucket", "buckets", "is_packed"]
 
 
 @lru_cache(maxsize=8192)
 def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
     """Of one such unit: trainable tensors and frozen ones apart, and experts that ranks share out among them.
 
-    Likewise what tensor-parallel ranks have parts of, and what all of them have whole; and what several stages have.
+    Likewise what tensor-parallel ranks have parts of, and what all of them have whole; what several stages have; and
+    what is kept in 4 bits.
     """
-    groups: dict[tuple[bool, bool, bool, int], list[int]] = {}
+    groups: dict[tuple[bool, bool, bool, int, bool], list[int]] = {}
     for place, tensor in enumerate(unit.tensors):
         dealt_out = placement.ep > 1 and tensor.role == "expert"
         has_part = (dealt_out and placement.whole_experts) or _is_cut(tensor, unit.block, placement)
         is_shared = placement.padded and placement.tp > 1 and not has_part
-        groups.setdefault((not tensor.trainable, is_shared, dealt_out, tensor.copies), []).append(place)
+        packed = placement.precision.frozen is not None and is_packed(tensor, unit)
+        groups.setdefault((not tensor.trainable, is_shared, dealt_out, tensor.copies, packed), []).append(place)
     return tuple(PlannedBucket(unit, groups[key], placement, shared=key[1]) for key in sorted(groups))
+
+
+def is_packed(tensor: TensorShape, unit: UnitShape) -> bool:
+    """Whether it is kept in 4 bits where frozen matrices are: see `packed_members` of the engine."""
+    return tensor.in_linear and not tensor.trainable and not unit.is_root and tensor.copies == 1
 
 
 def _is_cut(tensor: TensorShape, block: BlockShape | None, placement: Placement) -> bool:
@@ -68,7 +75,8 @@ class PlannedBucket(BucketSpec):
         self.dealt, self.padded = placement.ep if tensors[0].role == "expert" else 1, placement.padded
         self._whole_experts = placement.whole_experts
         self.tp = 1 if shared or (self.dealt > 1 and placement.whole_experts) else placement.tp
-        align = precision.align if self.padded else 1
+        packed = precision.frozen if precision.frozen is not None and is_packed(tensors[0], unit) else None
+        align = precision.align(packed) if self.padded else 1
         self.end = sum(round_up(self.share(tensor), align) for tensor in tensors)
         axes = placement.axes(self.dealt > 1, shared)
         split = math.prod(axis.size for axis in axes.values())
@@ -82,6 +90,7 @@ class PlannedBucket(BucketSpec):
             unit.is_root,
             on_host=placement.host > 0,
             stages=tuple(range(tensors[0].copies)) if tensors[0].copies > 1 else (),
+            packed=packed,
         )
         each = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
         self.moments, self.matrix_moments = [each] * recipe.moments, [each] * (recipe.matrix_moments or 0)
@@ -119,7 +128,7 @@ class PlannedBucket(BucketSpec):
     @cached_property
     def runs(self) -> tuple[int, int, int]:
         """Of these, those of each group: runs of parameters that share settings."""
-        ends, held, align = list[int](), 0, self.precision.align
+        ends, held, align = list[int](), 0, self.precision.align()
         for group in range(3):
             held += sum(round_up(self.share(each), align) for each in self.tensors if self.group_of(each) == group)
             ends.append(min(self.updated_numel, held))

@@ -134,10 +134,11 @@ def unit_changes(unit: UnitShape, placement: Placement) -> UnitChanges:
     trained = [bucket for bucket in found if bucket.trainable]
     again = [bucket for bucket in found if bucket.regathered]
     stays = sum(bucket.full_bytes for bucket in found if not bucket.regathered)
-    held = sum(bucket.held_bytes for bucket in again)
+    held = sum(bucket.held_bytes for bucket in again if bucket.packed is None)
+    packed = sum(bucket.held_bytes for bucket in again if bucket.packed is not None)  # beside full weights, too
     rest = _Steps()
     for bucket in again:
-        rest.take(GATHERED, bucket.held_bytes)
+        rest.take(GATHERED, bucket.held_bytes if bucket.packed is None else 0)
         rest.take(GATHERED, -bucket.full_bytes)
     full_again = sum(bucket.full_bytes for bucket in again)
     early, late = _first_gradients(unit, found)
@@ -147,12 +148,12 @@ def unit_changes(unit: UnitShape, placement: Placement) -> UnitChanges:
         beside=not found[0].on_host,
         regathered=bool(again),
         trainable=bool(trained),
-        gather=_one(GATHERED, stays + full_again),
+        gather=_one(GATHERED, stays + full_again + packed),
         again=_one(GATHERED, full_again),
         rest_between=rest.end(),
         drop_held=_one(GATHERED, -held),
-        release=_one(GATHERED, -stays - full_again),
-        between=stays + held,
+        release=_one(GATHERED, -stays - full_again - packed),
+        between=stays + held + packed,
         pending=sum(pending),
         partial=sum(bucket.partial_bytes for bucket in trained),
         finished=sum(_finished_bytes(bucket) for bucket in trained),

@@ -17,7 +17,8 @@ __all__ = ["FORMULAS", "UnitStates", "state_terms", "unit_states"]
 FORMULAS = {
     "memory.weights": Formula(
         "sum over units of padded elements / ranks of `weight` x bytes of the resting weights; where they are split as "
-        "the optimizer's and only a cast away, master weights serve as both",
+        "the optimizer's and only a cast away, master weights serve as both; of a frozen matrix in 4 bits 34 bytes for "
+        "64 elements",
         "arXiv 1910.02054, section 3; terrazzo/engine/plan/bucket_spec.py",
     ),
     "memory.gradients": Formula(

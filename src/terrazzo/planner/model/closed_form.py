@@ -211,7 +211,7 @@ def _buffer_bytes(rows: Iterable[BufferRow], sizes: Sizes) -> int:
 
 def _tensors(rows: Rows, sizes: Sizes) -> tuple[TensorShape, ...]:
     return tuple(
-        TensorShape(row.name, tuple(sizes[size] for size in row.shape), row.role, row.split)
+        TensorShape(row.name, tuple(sizes[size] for size in row.shape), row.role, row.split, linear=row.linear)
         for row in rows
         if _wanted(row, sizes)
     )

@@ -96,7 +96,9 @@ class _Guide:
         shape = tuple(member.parameter.shape)
         same = (declared or {}).get(name)
         if same is not None and same.shape == shape:
-            return self._told(member, TensorShape(name, shape, same.role, same.split, member.trainable))
+            return self._told(
+                member, TensorShape(name, shape, same.role, same.split, member.trainable, linear=same.linear)
+            )
         role = self._role(member, shape)
         of_head = any(_is_head(module, self.vocab) for module, _ in member.holders)
         split = "vocab" if of_head else _split(name, role, bool(unit))
@@ -105,7 +107,9 @@ class _Guide:
     def _told(self, member: Member, found: TensorShape) -> TensorShape:
         """With a word on whether it is a matrix of hidden layers, where its role says otherwise."""
         is_matrix = id(member.parameter) in self.products
-        return replace(found, whole=is_matrix) if member.trainable and is_matrix != found.is_matrix else found
+        if member.trainable:
+            return replace(found, whole=is_matrix) if is_matrix != found.is_matrix else found
+        return replace(found, linear=member.is_matrix) if member.is_matrix != found.in_linear else found
 
     def _role(self, member: Member, shape: tuple[int, ...]) -> Role:
         if len(shape) >= 2 and _embeds(member) and shape[0] == self.vocab:

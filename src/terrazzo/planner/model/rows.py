@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from terrazzo.planner.model.shapes import MatrixSplit, Role
@@ -31,13 +31,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TensorRow:
-    """A tensor whose dimensions are named sizes. `when` is a flag that it needs, or with `not ` one that it bars."""
+    """A tensor whose dimensions are named sizes. `when` is a flag that it needs, or with `not ` one that it bars.
+
+    `linear`: see `TensorShape`.
+    """
 
     name: str
     shape: tuple[str, ...]
     role: Role
     split: MatrixSplit = "none"
     when: str = ""
+    linear: bool | None = None
 
 
 Rows = tuple[TensorRow, ...]
@@ -98,8 +102,8 @@ def linear(name: str, out: str, into: str, split: MatrixSplit, bias: str | bool 
 
 
 def transposed(rows: Rows) -> Rows:
-    """GPT-2 keeps its matrices as `[into, out]`."""
-    return tuple(TensorRow(r.name, tuple(reversed(r.shape)), r.role, r.split, r.when) for r in rows)
+    """GPT-2 keeps its matrices as `[into, out]`, in modules of its own."""
+    return tuple(replace(r, shape=tuple(reversed(r.shape)), linear=False if r.role == "matrix" else None) for r in rows)
 
 
 def norms(

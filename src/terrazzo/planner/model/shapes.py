@@ -34,6 +34,7 @@ class TensorShape:
         name: relative to its unit.
         copies: how many ranks of a pipeline have it.
         whole: whether an optimizer of whole matrices has it; None: as its role says.
+        linear: whether it is the weight of a linear layer; None: as its role says.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TensorShape:
     trainable: bool = True
     copies: int = 1
     whole: bool | None = None
+    linear: bool | None = None
 
     @cached_property
     def numel(self) -> int:
@@ -55,6 +57,11 @@ class TensorShape:
             return self.whole
         inside = self.role in ("matrix", "router", "expert") and not self.name.endswith("bias")
         return inside and (len(self.shape) == 2 or (len(self.shape) == 3 and self.role == "expert"))
+
+    @property
+    def in_linear(self) -> bool:
+        """Whether it is the weight of a linear layer, of those that multiply every token."""
+        return self.role == "matrix" and self.name.endswith("weight") if self.linear is None else self.linear
 
     @property
     def is_table(self) -> bool:
@@ -221,11 +228,27 @@ class ModelShape:
     @cached_property
     def matmul_numel(self) -> int:
         """Elements of all matrices that a token is multiplied with: the head, but not a mere look-up."""
+        return self._matmul_numel(frozen=False)
+
+    @cached_property
+    def frozen_matmul_numel(self) -> int:
+        """Of these, those that have no gradient."""
+        return self._matmul_numel(frozen=True)
+
+    def _matmul_numel(self, frozen: bool) -> int:
         total = 0
         for count, tensor, block in self.tensors():
-            if tensor.role in ("matrix", "head", "expert", "router") or (tensor.role == "embedding" and self.tied):
+            if (
+                tensor.role in ("matrix", "head", "expert", "router") or (tensor.role == "embedding" and self.tied)
+            ) and not (frozen and tensor.trainable):
                 total += round(count * tensor.numel * active_share(tensor, block))
         return total
+
+    @cached_property
+    def trains_head(self) -> bool:
+        """Whether the matrix that gives the logits has a gradient."""
+        role = "embedding" if self.tied else "head"
+        return any(tensor.trainable for tensor in self.root.tensors if tensor.role == role)
 
     def tensors(self) -> Iterator[tuple[int, TensorShape, BlockShape | None]]:
         """Every tensor with how often it occurs and the block it belongs to."""

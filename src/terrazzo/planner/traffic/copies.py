@@ -15,7 +15,7 @@ def copies(bucket: PlannedBucket, when: str) -> list[MoveBytes]:
     Resting weights are fetched before each gather, gradients go to their tier once they are reduced, those of
     earlier micro-batches no further than the host's memory, and an update happens where the optimizer's state lies.
     """
-    tiers, weight_bytes = bucket.tiers, bucket.numel(bucket.weight_axes) * bucket.weight_dtype.itemsize
+    tiers, weight_bytes = bucket.tiers, bucket.weight_bytes(bucket.numel(bucket.weight_axes))
     if when == "forward" or (when == "backward" and not bucket.keep and bucket.between_axes == bucket.weight_axes):
         return _way(tiers.weight, weight_bytes, "weights to the device", "weights from disk")
     if when == "backward" or not bucket.trainable:

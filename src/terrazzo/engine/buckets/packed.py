@@ -1,0 +1,101 @@
+"""Frozen weights at rest in 4 bits, on any tier: gathered so, and decoded where they are used.
+
+Blocks count from where a parameter begins, and a rank's range is whole blocks, so that in memory and on the wire the
+codes are a state of their own, in the space of their bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.buckets.buffer import Access, Buffer, Resting, Space
+from terrazzo.engine.buckets.narrow import tiles
+from terrazzo.engine.buckets.nf4 import decode, encode
+from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.plan.layout import Range
+from terrazzo.engine.plan.precision import FrozenFormat
+
+__all__ = ["PackedWeight", "room_for", "unpack"]
+
+
+@dataclass(eq=False)
+class PackedWeight(Resting):
+    """The elements of `space.range(axes)` of frozen weights. They are read in bf16, which loses nothing: what is read
+    and written back has the same values.
+
+    Attributes:
+        codes: where the bytes are.
+    """
+
+    space: Space
+    axes: tuple[str, ...]
+    codes: Resting
+    form: FrozenFormat
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That in which it is read; it is written in fp32."""
+        return torch.bfloat16
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes
+
+    def cuts(self, wanted: Range) -> Iterator[Range]:
+        held, blocks = self.range.intersect(wanted), self.form.blocks
+        for part in self.codes.cuts(blocks.bytes_of(blocks.around(held))):
+            elements = blocks.elements_of(part)
+            yield from (cut for tile in tiles(elements, self.device) if (cut := tile.intersect(held)).numel)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are decoded."""
+        return self.codes.data.device if isinstance(self.codes, Buffer) else torch.device("cpu")
+
+    @contextlib.contextmanager
+    def opened(self, wanted: Range, access: Access = "read") -> Iterator[Tensor]:
+        held, blocks = self.range.intersect(wanted), self.form.blocks
+        spanned = blocks.around(held)
+        with self.codes.opened(blocks.bytes_of(spanned), "read" if access == "read" else "change") as codes:
+            values = decode(codes, self.form)
+            if access == "read":
+                yield values[held.within(spanned)].bfloat16()
+                return
+            yield values[held.within(spanned)]
+            encode(values, self.form, codes)
+
+    def load(self, into: Tensor) -> Moves[None]:
+        yield from ()
+        for part in self.cuts(self.range):
+            with self.opened(part) as data:
+                into[part.within(self.range)].copy_(data)
+
+
+def room_for(space: Space, form: FrozenFormat, full: Tensor) -> Buffer:
+    """Memory for all the bytes of whole weights at the end of that which they will be decoded into, `full`.
+
+    A tile's values are written below the bytes of the next, as long as tiles are decoded one after the other.
+    """
+    packed = space.packed(form.blocks)
+    raw = full.view(torch.uint8)
+    start = (raw.numel() - packed.layout.numel) // _ALIGN_BYTES * _ALIGN_BYTES
+    return Buffer(packed, (), raw[start : start + packed.layout.numel])
+
+
+_ALIGN_BYTES = 64
+
+
+def unpack(codes: Tensor, form: FrozenFormat, into: Tensor) -> None:
+    """Decode whole weights.
+
+    Args:
+        codes: uint8, of all blocks; they may lie in `room_for` them, and are lost then.
+        into: 1-D, of any dtype.
+    """
+    for tile in tiles(Range(0, into.numel()), into.device):
+        into[tile.start : tile.stop] = decode(codes[form.blocks.bytes_of(tile).within(Range(0, 0))], form)
