@@ -7,6 +7,7 @@ import io
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
-from terrazzo.integrations.peft import load_adapter, prepare_adapters, save_adapter, save_merged
+from terrazzo.integrations.peft import load_adapter, precision_of, prepare_adapters, save_adapter, save_merged
 from tests.helpers.processes import Pool
 
 transformers = pytest.importorskip("transformers")
@@ -239,10 +240,29 @@ def test_what_cannot_be_done_is_refused_on_every_rank(two_processes: Pool, tmp_p
         assert all(part in text for part, text in zip(parts, said, strict=True))
 
 
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_a_config_of_bitsandbytes_says_how_a_base_is_kept(as_mapping: bool) -> None:
+    def read(**options: Any) -> tz.Precision:
+        config = transformers.BitsAndBytesConfig(**options)
+        return precision_of(config.to_dict() if as_mapping else config)
+
+    usual = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}
+    bf16 = tz.Precision.named("bf16")
+    assert read(**usual) == replace(bf16, frozen="nf4")
+    double = {**usual, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "float16"}
+    assert read(**double) == replace(bf16, frozen="nf4-double", compute="fp16")
+    with pytest.raises(BadInput, match="set it to 'nf4'"):
+        read(load_in_4bit=True)
+    with pytest.raises(BadInput, match="does not have load_in_4bit"):
+        read(load_in_8bit=True)
+    with pytest.raises(BadInput, match="llm_int8_skip_modules names 'up_proj'"):
+        read(**usual, llm_int8_skip_modules=["up_proj"])
+
+
 def test_quantized_bases_and_prompts_are_refused() -> None:
     model = adapted(base_model())
     model.get_base_model().is_quantized = True
-    with pytest.raises(BadInput, match=r"QLoRA.*without a quantization_config"):
+    with pytest.raises(BadInput, match=r"quantized already.*without a quantization_config"):
         prepare_adapters(model)
     prompts = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
     with pytest.raises(BadInput, match="add prompts"):

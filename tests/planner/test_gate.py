@@ -40,6 +40,11 @@ OURS = {
     "tie_embeddings": False,
 }
 
+NARROW = {
+    "model_type": "llama", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "vocab_size": 128,
+}  # fmt: skip
+
 CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     # rule: (framework and options that it is about, the sound neighbour's)
     "fp8 without the hardware": ("terrazzo", {"precision": "fp8", "gpu": "a100"}, "terrazzo", {"precision": "fp8"}),
@@ -128,6 +133,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "optimizer that torch does not have": ("terrazzo", {"optimizer": "adamw-4bit"}, "terrazzo", {"optimizer": "lion"}),
     "loss without all logits, in fp16": (
         "terrazzo", {"loss": "chunked", "precision": "fp16"}, "terrazzo", {"loss": "chunked"},
+    ),
+    "no matrix for 4 bits": ("terrazzo", {"model": "gpt2", "qlora": True}, "terrazzo", {"qlora": True}),
+    "blocks of 4 bits that ranks along tp cut": (
+        "terrazzo", {"model": NARROW, "qlora": True, "tp": 2}, "terrazzo", {"model": NARROW, "qlora": True},
     ),
     "fused loss": ("terrazzo", {"loss": "fused"}, "megatron", {"loss": "fused"}),
     "attention that keeps its scores": ("terrazzo", {"attention": "math"}, "megatron", {"attention": "math"}),

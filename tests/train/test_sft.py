@@ -24,6 +24,7 @@ from terrazzo.train.model.causal_lm import build_model
 from terrazzo.train.model.lora import add_adapters, with_adapters
 from terrazzo.train.preflight import check
 from terrazzo.train.session.build_session import open_session
+from tests.engine.four_bits import rounded
 from tests.helpers.chat import CHATML, MARKED, Messages, conversations, save_tokenizer, turns, write_records
 from tests.helpers.cover import mostly_long
 from tests.helpers.processes import Pool
@@ -221,9 +222,29 @@ def lora_run(values: dict[str, Any], start: Path) -> tuple[list[int], list[float
     return [bill.weight_bytes, bill.moments_bytes], [planned["weights"], planned["moments"]]
 
 
-@pytest.mark.parametrize(("plan", "tp"), mostly_long([("zero1", 1), ("zero3", 1), ("zero2", 2)], ("zero3", 1)))
-def test_adapters_are_those_of_one_process_with_peft(two_processes: Pool, tmp_path: Path, plan: str, tp: int) -> None:
-    """Also where the two share matrices: of each an adapter has a part, or is whole on both."""
+def base_of(folder: Path, frozen: str | None) -> Any:
+    """The model, with the matrices of its layers as they come back of 4 bits where they are kept so."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    for layer in model.model.layers.modules() if frozen else ():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = rounded(layer.weight.data, frozen)
+    return model
+
+
+WITH_ADAPTERS = [
+    ("zero1", 1, None),
+    ("zero3", 1, None),
+    ("zero2", 2, None),
+    ("zero3", 1, "nf4"),
+    ("zero1", 1, "nf4-double"),
+]
+
+
+@pytest.mark.parametrize(("plan", "tp", "frozen"), mostly_long(WITH_ADAPTERS, ("zero3", 1, None), ("zero3", 1, "nf4")))
+def test_adapters_are_those_of_one_process_with_peft(
+    two_processes: Pool, tmp_path: Path, plan: str, tp: int, frozen: str | None
+) -> None:
+    """Also where the two share matrices, of which an adapter has a part or is whole; and on a base in 4 bits."""
     peft = pytest.importorskip("peft")
     examples, source = checked_records(tmp_path, 255)
     values = values_of(
@@ -236,10 +257,11 @@ def test_adapters_are_those_of_one_process_with_peft(two_processes: Pool, tmp_pa
         optimizer={"options": {"eps": 1e-5}},
         checkpoint={"save_format": "hf"},
         train={"activation_checkpointing": "full"},
+        precision={"frozen": frozen},
     )
     (fullest, planned), (_, again) = on_two(two_processes, lora_run, values, tmp_path / "start")
     assert tp > 1 or fullest == planned == again
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    base = base_of(tmp_path / "model", frozen)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "start", is_trainable=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert sum(bool(parameter.any()) for parameter in trained) == len(trained) // 2  # B starts at 0, and A does not
@@ -253,7 +275,7 @@ def test_adapters_are_those_of_one_process_with_peft(two_processes: Pool, tmp_pa
         optimizer.zero_grad()
         losses.append(loss.item())
     assert [line["loss"] for line in metrics(tmp_path, "train")] == pytest.approx(losses, rel=2e-6)
-    fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    fresh = base_of(tmp_path / "model", frozen)
     exported = peft.PeftModel.from_pretrained(fresh, tmp_path / "run" / "hf")
     assert exported.peft_config["default"].base_model_name_or_path == str(tmp_path / "model")
     for ours, theirs in zip(exported.parameters(), model.parameters(), strict=True):
@@ -269,7 +291,7 @@ def test_adapters_are_those_of_one_process_with_peft(two_processes: Pool, tmp_pa
     ("lora", "config", "message"),
     [
         ({"rank": 4, "target_modules": ["q_porj"]}, {}, "'q_porj', which no linear.*Did you mean 'q_proj'"),
-        ({"rank": 4}, {"quantization_config": {"load_in_4bit": True}}, "QLoRA.*unquantized"),
+        ({"rank": 4}, {"quantization_config": {"load_in_4bit": True}}, "quantized already.*unquantized"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(
@@ -316,6 +338,9 @@ def test_the_planner_knows_the_adapters(tmp_path: Path, values: dict[str, Any], 
         ({"lora": {"rank": 4, "target_modules": []}}, "target_modules is empty"),
         ({"lora": {"rank": 4, "target_modules": "q_proj"}}, r"give a list of names, \[q_proj\]"),
         ({"lora": {"rank": 0}}, "lora.rank"),
+        ({"precision": {"frozen": "nf4"}}, "without lora.rank none is: set lora.rank"),
+        ({"precision": {"frozen": "nf4", "linears": "fp8-rowwise"}}, "would round again: leave one of them out"),
+        ({"precision": {"frozen": "nf5"}}, "precision.frozen"),
     ],
 )
 def test_settings_of_adapters_that_do_not_fit_together(values: dict[str, Any], message: str) -> None:

@@ -16,12 +16,13 @@ from pydantic import Field, field_validator, model_validator
 from terrazzo.config.axes import ParallelConfig
 from terrazzo.config.guard import GuardConfig
 from terrazzo.config.optimizer import OptimizerConfig
+from terrazzo.config.precision import PrecisionConfig
 from terrazzo.config.running import CheckpointConfig, LaunchConfig
 from terrazzo.config.section import Named, Section
 from terrazzo.config.task import DataConfig, LoraConfig, ModelConfig, ObjectiveConfig
 from terrazzo.errors import did_you_mean
 from terrazzo.files import CHECKPOINTS
-from terrazzo.words import DTYPE_FIELDS, PRESET_DTYPES, TIERS, dtype_named, preset_named, tier_shares
+from terrazzo.words import TIERS, tier_shares
 
 __all__ = [
     "BatchConfig",
@@ -33,10 +34,6 @@ __all__ = [
     "ScheduleConfig",
     "tier_text",
 ]
-
-DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
-MomentsName = Literal["fp32", "bf16", "fp16", "fp64", "int8", "fp8"]
-Rounding = Literal["nearest", "stochastic"]
 
 
 class MeshConfig(Section):
@@ -144,50 +141,6 @@ class OffloadConfig(Section):
             return value
         text = tier_text(value)
         return "device" if set(tier_shares(text)) == {"device"} else text
-
-
-class PrecisionConfig(Named):
-    """A named precision, and single dtypes of it replaced where given."""
-
-    name: Literal["fp32", "bf16", "bf16-pure", "fp16"] = Field("fp32", description="all six dtypes by one name")
-    weight: DtypeName | None = Field(None, description="compute weights at rest")
-    compute: DtypeName | None = Field(None, description="inside modules")
-    reduce: DtypeName | None = Field(None, description="gradients on the wire")
-    accumulate: DtypeName | None = Field(None, description="gradient sums")
-    master: DtypeName | None = Field(None, description="weights that the optimizer updates")
-    moments: MomentsName | None = Field(None, description="optimizer state; in 8 bits, a scale for each 256 elements")
-    rounding: Rounding = Field("nearest", description="of master weights in bf16 with moments in 8 bits")
-    linears: Literal["compute", "fp8-tensorwise", "fp8-rowwise"] = Field(
-        "compute",
-        description="how linear layers multiply: in `compute`, or in 8 bits with a scale for each matrix or each row",
-    )
-    skip: list[str] | None = Field(
-        None, description="globs over names of linear layers that stay in `compute`; null: those outside of the blocks"
-    )
-
-    def _agrees(self) -> None:
-        if self.skip is not None and self.linears == "compute":
-            raise ValueError("skip says which linear layers are not in fp8, and linears is 'compute': remove skip")
-        compute = self.compute or PRESET_DTYPES[self.name]["compute"]
-        if self.linears != "compute" and compute not in ("bf16", "fp32"):
-            raise ValueError(
-                f"linears '{self.linears}' goes with bf16 alone, and on a CPU with fp32: set name to 'bf16'"
-            )
-
-    @property
-    def recipe(self) -> str | None:
-        """The recipe of float8 linear layers, as `tz.nn.float8` takes it; None for none."""
-        return None if self.linears == "compute" else self.linears.removeprefix("fp8-")
-
-    @field_validator("name", mode="before")
-    @classmethod
-    def _as_preset(cls, value: Any) -> Any:
-        return preset_named(value) if isinstance(value, str | int) else value
-
-    @field_validator(*DTYPE_FIELDS, mode="before")
-    @classmethod
-    def _as_dtype(cls, value: Any) -> Any:
-        return dtype_named(value) if isinstance(value, str) else value
 
 
 class BatchConfig(Section):
@@ -327,6 +280,11 @@ class Config(Section):
             raise ValueError(
                 "lora.rank trains adapters on a frozen model, which has to be one with weights: set model.kind to"
                 " 'huggingface' and model.weights to 'pretrained'"
+            )
+        if self.precision.frozen is not None and self.lora.rank is None:
+            raise ValueError(
+                f"precision.frozen '{self.precision.frozen}' keeps frozen matrices in 4 bits, and without lora.rank"
+                " none is: set lora.rank, such as 16, or leave precision.frozen out"
             )
         if self.schedule.warmup_steps > self.train.steps:
             raise ValueError(

@@ -16,7 +16,8 @@ import copy
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters import new_folder
-from terrazzo.engine import ModelState, parameter_names, persistent_buffers, whole_weights
+from terrazzo.engine import (
+    DTYPES,
+    FrozenFormat,
+    ModelState,
+    Precision,
+    parameter_names,
+    persistent_buffers,
+    whole_weights,
+)
 from terrazzo.errors import BadInput, Misuse, SaveFailed, listed
 from terrazzo.exchange import together
+from terrazzo.words import dtype_named
 
-__all__ = ["base_name", "load_adapter", "prepare_adapters", "save_adapter", "save_merged"]
+__all__ = ["base_name", "load_adapter", "precision_of", "prepare_adapters", "save_adapter", "save_merged"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 BASE = "base_model.model."
@@ -41,6 +51,42 @@ SCALES = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_patter
 def base_name(name: str) -> str:
     """The name of a base parameter before there were adapters."""
     return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix(BASE))
+
+
+def precision_of(quantization: Any, precision: Precision | str = "bf16") -> Precision:
+    """The precision that keeps a frozen base as a `BitsAndBytesConfig` of transformers says, for `tz.shard`.
+
+    The model itself is loaded without that config: what it says of storage is done when weights are sharded.
+
+    Args:
+        quantization: the config, or a mapping of its keys, such as the `quantization_config` of a config.json.
+        precision: of all else, but for `compute`, which is `bnb_4bit_compute_dtype` where that is given.
+
+    Raises:
+        BadInput: 8 bits, FP4, or modules that are left out by name.
+    """
+    given = quantization if isinstance(quantization, Mapping) else vars(quantization)
+    said = {key.removeprefix("_"): value for key, value in given.items()}
+    if not said.get("load_in_4bit"):
+        raise BadInput(
+            "This quantization config does not have load_in_4bit, and a base is kept in 4 bits alone: set it."
+        )
+    if (kind := said.get("bnb_4bit_quant_type", "fp4")) != "nf4":
+        raise BadInput(
+            f"bnb_4bit_quant_type is {kind!r} (fp4 unless it is given), and a base is kept in NF4 alone: set it to "
+            "'nf4'."
+        )
+    if skipped := said.get("llm_int8_skip_modules"):
+        raise BadInput(
+            f"llm_int8_skip_modules names {listed([*map(repr, skipped)], 5)}, and here what lies outside of the blocks "
+            "is left in 16 bits, such as the head, and nothing else by name: leave it out."
+        )
+    form = FrozenFormat.NF4_DOUBLE if said.get("bnb_4bit_use_double_quant") else FrozenFormat.NF4
+    base = Precision.named(precision) if isinstance(precision, str) else precision
+    compute = said.get("bnb_4bit_compute_dtype") or base.compute
+    return replace(
+        base, frozen=form, compute=compute if isinstance(compute, torch.dtype) else DTYPES[dtype_named(compute)]
+    )
 
 
 def prepare_adapters(model: nn.Module) -> None:
@@ -55,8 +101,9 @@ def prepare_adapters(model: nn.Module) -> None:
     base = _base_of(model)
     if getattr(base, "is_quantized", False) or any(not p.is_floating_point() for p in base.parameters()):
         raise BadInput(
-            "The base of this PEFT model is quantized (QLoRA), which is not sharded yet. Load it without a "
-            "quantization_config; precision='bf16' keeps 2 bytes per frozen parameter, divided by the ranks."
+            "The base of this PEFT model is quantized already, which cannot be sharded. Load it without a "
+            "quantization_config, and give tz.shard a precision whose frozen is 'nf4': it keeps the base in 4 bits, "
+            "divided by the ranks."
         )
     for config in _peft(model).peft_config.values():
         if config.is_prompt_learning:

@@ -162,6 +162,9 @@ _TRAINING = (
         "fused, foreach or loop; default: as terrazzo train, fused for adam and adamw",
         "optimizer_kernel",
     ),
+    PlanOption("--lora RANK", "adapters beside all linear layers but the head, on a frozen base", "lora", int),
+    PlanOption("--qlora", "with the base's matrices in 4 bits (NF4); --lora 16 unless it is given", "qlora", bool),
+    PlanOption("--freeze PATTERNS", "globs over names of parameters that are not trained, with commas", "freeze"),
     PlanOption("--compile", "blocks go through torch.compile", "compile", bool),
     PlanOption(
         "--attention KIND",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from terrazzo.engine import Plan
 from terrazzo.engine.plan.place import ROWS
 from terrazzo.parallel import MODES, Mode
+from terrazzo.planner.model.adapters import trained
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup.request import CONTEXT, Request, build_cluster, shape_of
 from terrazzo.planner.setup.setup import Setup
@@ -51,8 +52,8 @@ communication and bubbles."""
 CHUNKS = (2, 4)
 """Stages of a rank that are tried beside one."""
 
-WHOLE_BYTES = 6
-"""Per parameter, of bf16 weights and fp32 gradients, which zero1 keeps whole."""
+FROZEN_BYTES, WHOLE_BYTES = 2, 6
+"""Per parameter, of bf16 weights, and of these and fp32 gradients where it is trained, which zero1 keeps whole."""
 
 
 def meshes(request: Request) -> Iterator[Request]:
@@ -148,7 +149,9 @@ def _most_model_ranks(request: Request, domain: int) -> int:
     memory = build_cluster(request).device.memory_bytes
     if memory is None:
         return MOST_STAGES * domain
-    needed = WHOLE_BYTES * shape_of(request.model).numel / memory
+    shape = trained(request, shape_of(request.model))
+    each = FROZEN_BYTES * (shape.numel - shape.trainable_numel) + WHOLE_BYTES * shape.trainable_numel
+    needed = each / memory
     least = next(size for power in range(64) if (size := 1 << power) >= needed)
     return max(domain, SPARE * least)
 

@@ -45,7 +45,7 @@ def train_config(setup: Setup, model: ModelSource, model_folder: str | Path = "m
     Raises: `BadInput` where this version cannot run the setup, or cannot build the model.
     """
     _check_runnable(setup)
-    section, model_config = _model(setup.model, model, str(model_folder))
+    section, model_config = _model(setup.model, model, str(model_folder), setup.adapters is not None)
     train: dict[str, Any] = {"activation_checkpointing": _checkpointing(setup)}
     if setup.compile:
         train["compile"] = True
@@ -63,6 +63,8 @@ def train_config(setup: Setup, model: ModelSource, model_folder: str | Path = "m
         "optimizer": _optimizer(setup.optimizer),
         "train": train,
     }
+    if setup.adapters is not None:
+        config["model"], config["lora"] = {**section, "weights": "pretrained"}, {"rank": setup.adapters}
     if kind := _loss(setup):
         config["objective"] = {"loss": kind}
     if "path" in section and (Path(section["path"]) / TOKENIZER_FILE).is_file():
@@ -83,6 +85,11 @@ def _loss(setup: Setup) -> str:
 def _check_runnable(setup: Setup) -> None:
     if blocking := [found for found in objections(setup) if found.severity != "warn"]:
         raise BadInput(f"This plan is planned, not runnable yet: {' '.join(map(str, blocking))}")
+    if setup.freeze:
+        raise BadInput(
+            "`terrazzo train` freezes what lora.rank says, and no parameters by name. Leave --freeze out, or freeze "
+            "them in a loop of your own and give the model to tz.shard."
+        )
     if not setup.model.layers:
         raise BadInput(
             f"There is nothing to train in {setup.model.name}. Name a preset, or the folder of a config.json."
@@ -92,12 +99,16 @@ def _check_runnable(setup: Setup) -> None:
         raise BadInput(f"`terrazzo train` {way} under {setup.plan.name}. Leave the accumulation at its default.")
 
 
-def _model(shape: ModelShape, model: ModelSource, folder: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _model(
+    shape: ModelShape, model: ModelSource, folder: str, adapters: bool
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The `model` section, and the config.json to write for it."""
     from terrazzo.planner.model.loading import CONFIG_FILE, preset_name, read_config
     from terrazzo.planner.model.presets import PRESETS
 
     described = shape.family == BUILT_IN or isinstance(model, ModelShape | nn.Module)
+    if described and adapters:
+        raise BadInput("lora.rank trains adapters on a model of Hugging Face with weights: plan for the folder of one.")
     if described and (section := _decoder(shape)) is not None:
         return section, None
     if isinstance(model, Mapping):
@@ -194,6 +205,8 @@ def _offload(setup: Setup) -> dict[str, Any]:
 
 
 def _precision(precision: Precision) -> dict[str, Any]:
+    if precision.frozen is not None:
+        return _precision(replace(precision, frozen=None)) | {"frozen": precision.frozen.value}
     for name, known in PRECISIONS.items():
         if known == precision:
             return {"name": name}

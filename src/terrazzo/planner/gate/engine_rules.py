@@ -7,9 +7,10 @@ import torch
 from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES, SHARED_SEQUENCES
 from terrazzo.planner.gate.rule import Rule
 from terrazzo.planner.gate.rules import whole_model
+from terrazzo.planner.memory.buckets import is_packed
 from terrazzo.planner.memory.stages import stage_units
 from terrazzo.planner.model.families import FAMILIES
-from terrazzo.planner.model.shapes import BUILT_IN
+from terrazzo.planner.model.shapes import BUILT_IN, TensorShape
 from terrazzo.planner.setup.setup import Setup
 
 __all__ = ["ENGINE_RULES"]
@@ -43,7 +44,49 @@ def _too_small_a_share(setup: Setup) -> bool:
     )
 
 
+def _packs_nothing(setup: Setup) -> bool:
+    return setup.precision.frozen is not None and not _packed(setup)
+
+
+def _cuts_blocks(setup: Setup) -> bool:
+    """Whether ranks along tp would cut a block of a matrix that is kept in 4 bits."""
+    form, tp = setup.precision.frozen, setup.mesh.tp
+    if form is None or tp == 1:
+        return False
+    for tensor in _packed(setup):
+        rows, columns = tensor.shape
+        if tensor.split in ("row", "row_splits"):
+            cut = columns % form.blocks.numel or (columns // tp) % form.blocks.numel
+        else:
+            cut = tensor.split != "none" and (rows // tp) * columns % form.blocks.numel
+        if cut:
+            return True
+    return False
+
+
+def _packed(setup: Setup) -> list[TensorShape]:
+    return [tensor for unit in setup.model.units for tensor in unit.tensors if is_packed(tensor, unit)]
+
+
 ENGINE_RULES = (
+    Rule(
+        "no matrix for 4 bits",
+        ("terrazzo",),
+        "refuse",
+        lambda setup, _: _packs_nothing(setup),
+        "Frozen matrices of linear layers inside of blocks are kept in 4 bits, and this model has none.",
+        "Plan with --lora, whose base is frozen and stays in 16 bits.",
+        "terrazzo.engine.sharding.packed_checks.check_packed",
+    ),
+    Rule(
+        "blocks of 4 bits that ranks along tp cut",
+        ("terrazzo",),
+        "refuse",
+        lambda setup, _: _cuts_blocks(setup),
+        "Ranks along tp would cut blocks of 64 elements, whose scale they share.",
+        "Use fewer ranks along tp.",
+        "terrazzo.engine.sharding.packed_checks.check_packed",
+    ),
     Rule(
         "share without a unit",
         ("terrazzo",),

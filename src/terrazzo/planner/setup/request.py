@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from terrazzo.engine import Plan
+from terrazzo.engine import FrozenFormat, Plan
 from terrazzo.errors import BadInput, did_you_mean
 from terrazzo.parallel import Mode
 from terrazzo.planner.machine import devices as hardware
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
+from terrazzo.planner.model.adapters import adapter_rank, globs, trained
 from terrazzo.planner.model.shapes import ModelShape
 from terrazzo.planner.setup import recipes
 from terrazzo.planner.setup.arguments import checked
@@ -73,6 +74,7 @@ class Request:
         as_megatron: Megatron-core runs it, and not the engine.
         pipeline, virtual_stages: the schedule and the stages of each rank, by default `1f1b` and 1; several stages
             interleave `1f1b`.
+        lora, qlora: rank of adapters on a frozen base, and on one in 4 bits (16). freeze: globs of what is not trained.
         parallel, offload: let `search` try tensor, pipeline, context and expert parallelism, and offload.
         rank: what `search` puts first: most tokens per second, fewest GPUs, or least cost per token.
 
@@ -120,6 +122,9 @@ class Request:
     host_memory_bytes: float | None = None
     disk_bytes: float | None = None
     disk_bandwidth: float | None = None
+    lora: int | None = None
+    qlora: bool = False
+    freeze: str | Sequence[str] | None = None
     parallel: bool = False
     offload: bool = False
     rank: Ranking = "throughput"
@@ -144,7 +149,7 @@ def build_setup(request: Request) -> Setup:
     Raises:
         BadInput: unknown names, or ranks or batches that do not factor.
     """
-    model, cluster = shape_of(request.model), build_cluster(request)
+    model, cluster = trained(request, shape_of(request.model)), build_cluster(request)
     plan = request.plan or recipes.strategy(STRATEGY)
     mesh = _mesh(request, cluster, plan)
     named = precision_of(request, cluster.device)
@@ -153,6 +158,7 @@ def build_setup(request: Request) -> Setup:
     micro_batch, megatron = request.micro_batch or 1, request.as_megatron
     recipe = optimizer(request.optimizer or OPTIMIZER)
     precision = precision if recipe.form is None else replace(precision, moments=recipe.form)
+    precision = replace(precision, frozen=FrozenFormat.NF4) if request.qlora else precision
     return Setup(
         model=model,
         cluster=cluster,
@@ -178,6 +184,8 @@ def build_setup(request: Request) -> Setup:
         pipeline=request.pipeline or "1f1b",
         as_megatron=megatron,
         optimizer_kernel=request.optimizer_kernel,
+        adapters=adapter_rank(request),
+        freeze=globs(request.freeze),
     )
 
 

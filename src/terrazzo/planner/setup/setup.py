@@ -59,6 +59,7 @@ class Setup:
             the other. None: `kernel` says what the engine takes.
         offload: how states that the plan has put on other tiers are kept and updated. offload_activations: what
             checkpointing keeps of a block goes to host memory.
+        adapters: rank of the LoRA adapters that the model has; `freeze`: globs by which tensors of it are frozen.
         coalesced: a unit's tensors travel as one message, as here and in FSDP; not so in DeepSpeed's ZeRO-3 of 2021.
     """
 
@@ -90,6 +91,8 @@ class Setup:
     coalesced: bool = True
     as_megatron: bool = False
     optimizer_kernel: Kernel | None = None
+    adapters: int | None = None
+    freeze: tuple[str, ...] = ()
 
     @cached_property
     def known(self) -> dict[tuple[Any, ...], Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from terrazzo.files import GIB
 from terrazzo.planner.figures import MemoryFigures, Room
@@ -94,8 +94,9 @@ def precision_name(setup: Setup) -> str:
     """The name that `--precision` knows it by."""
     if setup.row_scales:
         return "fp8-rowwise"
-    recipe = (setup.precision, setup.matmul)
-    return next((name for name, known in RECIPES.items() if known == recipe), "custom")
+    recipe, frozen = (replace(setup.precision, frozen=None), setup.matmul), setup.precision.frozen
+    name = next((name for name, known in RECIPES.items() if known == recipe), "custom")
+    return name if frozen is None else f"{name} on a base in {frozen}"
 
 
 def checkpointing_text(setup: Setup) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from terrazzo.planner.machine.devices import Device
+from terrazzo.planner.memory.buckets import is_packed
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.attention import FORWARD_SHARE, attended, attention_seconds
@@ -96,7 +97,12 @@ def flops_per_token(setup: Setup) -> float:
     6 per matrix element that a token meets and 12 * heads * head_dim * sequence per layer (PaLM, arXiv 2204.02311,
     appendix B), with the window in place of the sequence where a layer looks no further back.
     """
-    return 6 * setup.model.matmul_numel + sum(
+    model = setup.model
+    return 6 * model.matmul_numel - 2 * model.frozen_matmul_numel + _attention_flops(setup)
+
+
+def _attention_flops(setup: Setup) -> float:
+    return sum(
         unit.count * 6 * unit.block.heads * (unit.block.head_dim + unit.block.value_dim) * attended(setup, unit.block)
         for unit in setup.model.blocks
         if unit.block
@@ -107,7 +113,7 @@ def repeated_flops_per_token(setup: Setup) -> float:
     """Of the forward that checkpointing runs again inside of backward; frozen weights are no reason to leave it out."""
     shares = repeated_shares(setup)
     products = 2 * (setup.model.matmul_numel - setup.model.logits * setup.model.hidden)
-    attention = flops_per_token(setup) / 3 - 2 * setup.model.matmul_numel
+    attention = _attention_flops(setup) / 3
     return (products * shares.matmul + attention * shares.attention) / setup.every
 
 
@@ -129,6 +135,7 @@ def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
     memory = _memory_bytes(setup, unit, block) / memory_rate(device)
     share = FORWARD_SHARE if setup.attention != "math" else 1 / 3
     recompute = _recompute_s(setup, Seconds(matmul, attention, memory, forward_share=share))
+    memory += _decoded_bytes(setup, unit) / memory_rate(device)
     launch = launch_seconds(setup, block) * (4 / 3 if recompute else 1)
     gaps = _gaps(device, launch, matmul + attention + memory + recompute)
     return Seconds(matmul, attention, memory, recompute, gaps, share)
@@ -174,9 +181,20 @@ def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
     return tokens * per_token + weights
 
 
+def _decoded_bytes(setup: Setup, unit: UnitShape) -> float:
+    """Read and written to decode what is kept in 4 bits, in forward and again in backward: what each rank uses."""
+    if setup.precision.frozen is None:
+        return 0.0
+    packed = [tensor for tensor in unit.tensors if is_packed(tensor, unit)]
+    return 2 * DECODED_BYTES * sum(each.numel / (1 if each.split == "none" else setup.mesh.tp) for each in packed)
+
+
 ROW_SCALES_SHARE = 0.83
 """Of the rate with one scale for each matrix: torchao's recipes on Llama 3 8B and 8 H100 gain 10.5 % against 19.5 %
 over bf16 (pytorch/ao#1793); products alone are at 90 to 100 % (pytorch/pytorch#147971)."""
+DECODED_BYTES = 22.5
+"""Read and written per element to decode 4 bits to 16, in plain operators: a code and an index of four bytes for each
+two elements (0.5 + 2 + 2), levels in fp32 (4), times the scale (8), cast (6)."""
 CAST_BYTES = 4
 """Read and written per element to bring it from 16 bits to 8: once for its largest value, once for the cast."""
 
@@ -235,7 +253,7 @@ def head_seconds(setup: Setup) -> Seconds:
     taken = logits if setup.puts_logits_together else logits / apart  # for the loss
     each = LOGIT_BYTES * (COMPILED_LOGITS if setup.compile and setup.loss == "fused" else 1)
     rows = setup.tokens / setup.mesh.cp
-    work = products_of(1, rows, -(-model.logits // apart), model.hidden, True, device.kind != "cpu")
+    work = products_of(1, rows, -(-model.logits // apart), model.hidden, model.trains_head, device.kind != "cpu")
     matmul, memory = work / rate, taken * each / memory_rate(device)
     return Seconds(matmul=matmul, memory=memory, launch=_gaps(device, launch_seconds(setup), matmul + memory))
 

@@ -45,7 +45,8 @@ FORMULAS = {
         "terrazzo/parallel/context/attention_tiles.py",
     ),
     "time.memory": Formula(
-        "pace * bytes / bandwidth; of norms, residuals, activations, gradients, casts and the loss",
+        "pace * bytes / bandwidth; of norms, residuals, activations, gradients, casts and the loss, and 45 for each "
+        "element of a frozen matrix in 4 bits, which is decoded twice",
         "roofline: elementwise kernels reach 85 % of the memory's bandwidth",
     ),
     "time.recompute": Formula(

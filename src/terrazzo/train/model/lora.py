@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,16 @@ from torch import Tensor, nn
 from terrazzo.checkpoint.loading.weights import weights_for
 from terrazzo.config import Config, LoraConfig
 from terrazzo.engine import parameter_names, persistent_buffers
-from terrazzo.errors import BadInput, did_you_mean, install
+from terrazzo.errors import BadInput, install
 from terrazzo.integrations.peft import base_name, prepare_adapters
 from terrazzo.planner import ModelShape, model_shape
+from terrazzo.planner.model import adapters
 from terrazzo.planner.model.closed_form import closed_form
-from terrazzo.planner.model.shapes import TensorShape, UnitShape
 from terrazzo.train.model.huggingface import read_config, refuse_other_weights
 
 __all__ = ["add_adapters", "check_lora", "load_base", "with_adapters"]
 
-_ALL_LINEAR, ADAPTER = "all-linear", ".lora_"
+ADAPTER = ".lora_"
 
 
 def check_lora(config: Config) -> None:
@@ -35,8 +34,9 @@ def check_lora(config: Config) -> None:
     values = read_config(config.model.path)
     if "quantization_config" in values:
         raise BadInput(
-            f"lora.rank is set and '{config.model.path}' is a quantized model (QLoRA), which cannot be sharded yet. "
-            "Use the unquantized weights: precision=bf16 keeps 2 bytes per frozen parameter, divided by the ranks."
+            f"lora.rank is set and '{config.model.path}' is a model that is quantized already, which cannot be "
+            "sharded. Use the unquantized weights: precision.frozen 'nf4' packs them as they are loaded, and keeps "
+            "4.25 bits of each element of a frozen matrix, divided by the ranks."
         )
     if closed_form(values) is not None:
         try:
@@ -123,57 +123,12 @@ class _BaseWeights(Mapping[str, Tensor]):
 
 
 def with_adapters(shape: ModelShape, lora: LoraConfig) -> ModelShape:
-    """The planner's view: all tensors frozen, and two small ones beside each target.
+    """The planner's view of a model with the adapters of a configuration.
 
     Raises:
         BadInput: a target that no matrix of the model's blocks has.
     """
     if lora.rank is None:
         return shape
-    modules = {_module_of(tensor) for unit in shape.units for tensor in unit.tensors if _targetable(tensor)}
-    for target in [] if lora.target_modules == _ALL_LINEAR else lora.target_modules:
-        if not any(_hits(target, module) for module in modules):
-            known = sorted({module.rpartition(".")[2] for module in modules})
-            raise BadInput(
-                f"lora.target_modules names {target!r}, which no linear layer of the model is called."
-                f"{did_you_mean(target, known)} They are {', '.join(known)}; '{_ALL_LINEAR}' means all of them."
-            )
-    return replace(shape, units=tuple(_adapted(unit, lora) for unit in shape.units))
-
-
-def _adapted(unit: UnitShape, lora: LoraConfig) -> UnitShape:
-    chosen = {_module_of(tensor) for tensor in unit.tensors if _is_target(tensor, lora)}
-    tensors: list[TensorShape] = []
-    rank = lora.rank or 0
-    for tensor in unit.tensors:
-        module, leaf = _module_of(tensor), tensor.name.rpartition(".")[2]
-        learns = leaf == "bias" and (lora.bias == "all" or (lora.bias == "lora_only" and module in chosen))
-        tensors.append(replace(tensor, trainable=learns))
-        if module in chosen and leaf == "weight":
-            out, inner = tensor.shape
-            tensors.append(TensorShape(f"{module}.lora_A.default.weight", (rank, inner)))
-            tensors.append(TensorShape(f"{module}.lora_B.default.weight", (out, rank)))
-    return replace(unit, tensors=tuple(tensors))
-
-
-def _is_target(tensor: TensorShape, lora: LoraConfig) -> bool:
-    if not _targetable(tensor):
-        return False
-    if lora.target_modules == _ALL_LINEAR:
-        return tensor.role != "head"
-    return any(_hits(target, _module_of(tensor)) for target in lora.target_modules)
-
-
-def _module_of(tensor: TensorShape) -> str:
-    """The name of the module that holds it."""
-    return tensor.name.rpartition(".")[0]
-
-
-def _hits(target: str, module: str) -> bool:
-    """Whether peft takes the module for `target`: by its whole name or the end of it."""
-    return module == target or module.endswith(f".{target}")
-
-
-def _targetable(tensor: TensorShape) -> bool:
-    """Whether it is the matrix of a linear layer."""
-    return len(tensor.shape) == 2 and tensor.role in ("matrix", "router", "head") and tensor.name.endswith(".weight")
+    targets = lora.target_modules
+    return adapters.with_adapters(shape, lora.rank, targets if isinstance(targets, str) else tuple(targets), lora.bias)

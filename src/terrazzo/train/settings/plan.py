@@ -91,7 +91,8 @@ def build_precision(config: Config) -> Precision:
     base = Precision.named(config.precision.name)
     given = {key: getattr(config.precision, key) for key in DTYPE_FIELDS}
     dtypes: dict[str, Any] = {key: given[key] or getattr(base, key) for key in DTYPE_FIELDS}
-    return Precision(**dtypes, loss_scaling=base.loss_scaling, rounding=config.precision.rounding)
+    further: dict[str, Any] = {key: getattr(config.precision, key) for key in ("rounding", "frozen")}
+    return Precision(**dtypes, loss_scaling=base.loss_scaling, **further)
 
 
 def scaled_for_sums(precision: Precision, config: Config) -> Precision:

@@ -31,6 +31,7 @@ _ELSEWHERE = {
     "data": "the data come from your code there",
     "objective": "the loss is computed by your code there",
     "lora": "adapters come from your code there, by peft",
+    "precision.frozen": "a base in 4 bits comes from your code there, by BitsAndBytesConfig",
     "optimizer.no_decay": "which parameters decay is decided in your code there",
 }
 

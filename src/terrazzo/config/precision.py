@@ -1,0 +1,69 @@
+"""The `precision` section: every dtype of a run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from terrazzo.config.section import Named
+from terrazzo.words import DTYPE_FIELDS, PRESET_DTYPES, dtype_named, preset_named
+
+__all__ = ["PrecisionConfig"]
+
+DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
+MomentsName = Literal["fp32", "bf16", "fp16", "fp64", "int8", "fp8"]
+Rounding = Literal["nearest", "stochastic"]
+FrozenName = Literal["nf4", "nf4-double"]
+
+
+class PrecisionConfig(Named):
+    """A named precision, and single dtypes of it replaced where given."""
+
+    name: Literal["fp32", "bf16", "bf16-pure", "fp16"] = Field("fp32", description="all six dtypes by one name")
+    weight: DtypeName | None = Field(None, description="compute weights at rest")
+    compute: DtypeName | None = Field(None, description="inside modules")
+    reduce: DtypeName | None = Field(None, description="gradients on the wire")
+    accumulate: DtypeName | None = Field(None, description="gradient sums")
+    master: DtypeName | None = Field(None, description="weights that the optimizer updates")
+    moments: MomentsName | None = Field(None, description="optimizer state; in 8 bits, a scale for each 256 elements")
+    rounding: Rounding = Field("nearest", description="of master weights in bf16 with moments in 8 bits")
+    frozen: FrozenName | None = Field(
+        None, description="matrices that lora freezes, in 4 bits and blocks of 64; `nf4-double`: their scales too"
+    )
+    linears: Literal["compute", "fp8-tensorwise", "fp8-rowwise"] = Field(
+        "compute",
+        description="how linear layers multiply: in `compute`, or in 8 bits with a scale for each matrix or each row",
+    )
+    skip: list[str] | None = Field(
+        None, description="globs over names of linear layers that stay in `compute`; null: those outside of the blocks"
+    )
+
+    def _agrees(self) -> None:
+        if self.skip is not None and self.linears == "compute":
+            raise ValueError("skip says which linear layers are not in fp8, and linears is 'compute': remove skip")
+        if self.frozen is not None and self.linears != "compute":
+            raise ValueError(
+                f"frozen '{self.frozen}' is decoded to 'compute', which linears '{self.linears}' would round again:"
+                " leave one of them out"
+            )
+        compute = self.compute or PRESET_DTYPES[self.name]["compute"]
+        if self.linears != "compute" and compute not in ("bf16", "fp32"):
+            raise ValueError(
+                f"linears '{self.linears}' goes with bf16 alone, and on a CPU with fp32: set name to 'bf16'"
+            )
+
+    @property
+    def recipe(self) -> str | None:
+        """The recipe of float8 linear layers, as `tz.nn.float8` takes it; None for none."""
+        return None if self.linears == "compute" else self.linears.removeprefix("fp8-")
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _as_preset(cls, value: Any) -> Any:
+        return preset_named(value) if isinstance(value, str | int) else value
+
+    @field_validator(*DTYPE_FIELDS, mode="before")
+    @classmethod
+    def _as_dtype(cls, value: Any) -> Any:
+        return dtype_named(value) if isinstance(value, str) else value

@@ -1,0 +1,89 @@
+"""Models of which not all is trained: adapters, a base in 4 bits, and what is frozen by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from terrazzo.errors import BadInput
+from terrazzo.planner import Request, build_setup
+from terrazzo.planner.choice.emit import train_config
+from terrazzo.planner.gate.gate import objections
+from terrazzo.planner.memory.peak import memory_of
+from terrazzo.planner.model.loading import model_shape
+from terrazzo.planner.timing.compute import flops_per_token
+
+LAYERS, HIDDEN, FFN, KEYS, VOCAB = 80, 8192, 28672, 1024, 128256
+"""Of Llama 3 70B."""
+LINEAR = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * FFN
+"""Elements of a layer's linear layers: 856 million."""
+ADAPTER = 2 * (HIDDEN + HIDDEN) + 2 * (HIDDEN + KEYS) + 3 * (HIDDEN + FFN)
+"""Elements of a layer's adapters of rank 1."""
+
+
+def asked(**options: Any) -> Request:
+    usual = {"gpus": 4, "memory_bytes": 24e9, "sequence": 1024, "checkpointing": "full"}
+    return Request("llama3-70b", **{**usual, **options})
+
+
+def weights_of(request: Request) -> float:
+    return next(term.value for term in memory_of(build_setup(request)).near_terms if term.name == "weights")
+
+
+def test_a_base_in_4_bits_fits_on_four_cards_of_24_gb_and_one_in_16_does_not() -> None:
+    whole = 2 * VOCAB * HIDDEN + HIDDEN + LAYERS * 2 * HIDDEN  # embedding, head and norms
+    adapters = LAYERS * 16 * ADAPTER
+    packed = LAYERS * LINEAR * 34 // 64
+    masters = 4 * adapters  # which serve as their weights, where both are split alike
+    assert weights_of(asked(qlora=True)) == pytest.approx((packed + 2 * whole + masters) / 4, rel=1e-4)
+    assert memory_of(build_setup(asked(qlora=True))).fits
+    assert not memory_of(build_setup(asked(lora=16))).fits
+
+
+def test_what_is_frozen_has_no_weight_gradients() -> None:
+    plain, lora = (build_setup(asked(lora=rank)) for rank in (None, 16))
+    frozen = LAYERS * LINEAR + VOCAB * HIDDEN
+    adapters = LAYERS * 16 * ADAPTER
+    assert flops_per_token(plain) - flops_per_token(lora) == 2 * frozen - 6 * adapters
+    assert lora.model.trainable_numel == adapters
+
+
+def test_tensors_are_frozen_by_name() -> None:
+    shape = build_setup(asked(freeze="model.embed_tokens.*, model.layers.1?.mlp.*")).model
+    assert shape.numel - shape.trainable_numel == VOCAB * HIDDEN + 10 * 3 * HIDDEN * FFN
+    assert shape.layers == LAYERS
+    assert sum(unit.count for unit in shape.blocks if not all(t.trainable for t in unit.tensors)) == 10
+    every = build_setup(asked(freeze=["*.mlp.*"])).model
+    assert len(every.blocks) == 1
+    with pytest.raises(BadInput, match=r"'\*\.mpl\.\*' matches no parameter of"):
+        build_setup(asked(freeze="*.mpl.*"))
+    with pytest.raises(BadInput, match=r"leave nothing of .* to train"):
+        build_setup(asked(freeze="*"))
+    with pytest.raises(BadInput, match="name a model"):
+        build_setup(Request(7e9, gpus=4, lora=4))
+
+
+def test_what_cannot_be_kept_in_4_bits_is_refused() -> None:
+    def rules(request: Request) -> set[str]:
+        return {found.rule for found in objections(build_setup(request)) if found.severity == "refuse"}
+
+    assert "no matrix for 4 bits" in rules(Request("gpt2", gpus=1, qlora=True))
+    assert "no matrix for 4 bits" not in rules(Request("gpt2", gpus=1, lora=8))
+    assert not {name for name in rules(asked(qlora=True, tp=4)) if "4 bits" in name}
+    narrow = {"model_type": "llama", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2}
+    narrow |= {"num_attention_heads": 2, "vocab_size": 128}
+    assert "blocks of 4 bits that ranks along tp cut" in rules(Request(narrow, gpus=2, tp=2, qlora=True))
+
+
+def test_a_plan_with_adapters_is_written_for_terrazzo_train() -> None:
+    request = asked(qlora=True, lora=8)
+    config = train_config(build_setup(request), request.model).config
+    assert config["lora"] == {"rank": 8} and config["model"]["weights"] == "pretrained"
+    assert config["precision"] == {"name": "bf16", "frozen": "nf4"}
+    with pytest.raises(BadInput, match="no parameters by name"):
+        train_config(build_setup(asked(freeze="*.mlp.*")), "llama3-70b")
+
+
+def test_the_base_of_a_preset_is_that_of_its_shape() -> None:
+    assert build_setup(asked(lora=1)).model.numel == model_shape("llama3-70b").numel + LAYERS * ADAPTER
