@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -284,11 +285,28 @@ def test_a_template_that_does_not_end_is_stopped_whatever_the_parent_ignores(
         rendering._end()
 
 
+def once_it_renders(act: Callable[[], object]) -> threading.Thread:
+    """A thread that calls `act` when the process that renders, which is ready, has computed for a tenth of a second."""
+    assert rendering._process is not None
+    status = Path(f"/proc/{rendering._process.pid}/stat")
+
+    def ticks() -> int:
+        return sum(map(int, status.read_text().rpartition(")")[2].split()[11:13]))  # of the user and of the system
+
+    def watch(until: int) -> None:
+        while ticks() < until:
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=watch, args=(ticks() + os.sysconf("SC_CLK_TCK") // 10,), daemon=True)
+    thread.start()
+    return thread
+
+
 def test_a_rendering_whose_process_another_thread_ends_is_an_error_of_its_conversation() -> None:
     endless = {"messages": turns("a", "b"), "chat_template": f"{{% for i in {MANY} %}}" * 3 + "{% endfor %}" * 3}
     rendering.render({"messages": turns("a", "b"), "chat_template": "ready"})
-    ends = threading.Timer(0.5, rendering._end)
-    ends.start()
+    ends = once_it_renders(rendering._end)
     with pytest.raises(rendering.Failed, match="the process that renders was killed"):
         rendering.render(endless)
     ends.join()
@@ -303,13 +321,14 @@ def test_a_folder_in_the_place_of_a_chat_template_is_refused(tmp_path: Path, nam
 
 def test_one_interrupt_ends_a_rendering(tokenizer: Path) -> None:
     """Ctrl-C goes to all processes of a terminal, so to the one that renders."""
-    timer = threading.Timer(0.3, lambda: rendering._process is not None and rendering._process.send_signal(2))
     endless = {"messages": turns("a", "b"), "chat_template": f"{{% for i in {MANY} %}}" * 3 + "{% endfor %}" * 3}
     rendering.render({"messages": turns("a", "b"), "chat_template": "ready"})
-    timer.start()
+    process = rendering._process
+    assert process is not None
+    interrupts = once_it_renders(lambda: process.send_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         rendering.render(endless)
-    timer.join()
+    interrupts.join()
     assert rendering.render({"messages": turns("a", "b"), "chat_template": "{{ 1 + 1 }}"})[0] == "2"
 
 
