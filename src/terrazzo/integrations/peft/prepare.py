@@ -1,0 +1,81 @@
+"""Adapters before `tz.shard`: what is refused, and their initial values on the meta device."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from terrazzo.errors import BadInput
+from terrazzo.integrations.peft.names import base_model, peft_model
+
+__all__ = ["prepare_adapters"]
+
+
+def prepare_adapters(model: nn.Module) -> None:
+    """Check that `tz.shard` can take `model`, and on the meta device see to it that adapters begin as PEFT's do.
+
+    To be called between `get_peft_model` and `tz.shard`: needed for a model on the meta device, whose adapters would
+    otherwise be drawn like the weights of the base.
+
+    Raises:
+        BadInput: not a PEFT model, a quantized base, prompts that are learnt, or an initialisation that needs weights.
+    """
+    base = base_model(model)
+    if getattr(base, "is_quantized", False) or any(not p.is_floating_point() for p in base.parameters()):
+        raise BadInput(
+            "The base of this PEFT model is quantized already, which cannot be sharded. Load it without a "
+            "quantization_config, and give tz.shard a precision whose frozen is 'nf4': it keeps the base in 4 bits, "
+            "divided by the ranks."
+        )
+    for config in peft_model(model).peft_config.values():
+        if config.is_prompt_learning:
+            raise BadInput(f"Adapters of type {config.peft_type.value} add prompts; use one that adds to layers: LoRA.")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        _initialise_aspeft_model(model, base)
+
+
+def _initialise_aspeft_model(model: nn.Module, base: nn.Module) -> None:
+    """Give the adapters on the meta device their own initial values, instead of the base model's."""
+    from peft.tuners.lora import LoraLayer
+
+    config, own = next(iter(peft_model(model).peft_config.values())), set()
+    if config.peft_type.value != "LORA" or config.init_lora_weights not in (True, "gaussian") or config.use_dora:
+        raise BadInput(
+            "On the meta device only plain LoRA adapters with init_lora_weights True or 'gaussian' can be initialised. "
+            "Build the model on a real device for others."
+        )
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            if layer.lora_embedding_A:
+                raise BadInput(
+                    "LoRA on an embedding cannot be initialised on the meta device: leave it out of targets."
+                )
+            for name, down in layer.lora_A.items():
+                up, std = layer.lora_B[name], 1 / layer.r[name]
+                up.reset_parameters = _filling(up, nn.init.zeros_)
+                if config.init_lora_weights == "gaussian":
+                    down.reset_parameters = _filling(down, functools.partial(nn.init.normal_, std=std))
+                own |= {id(up), id(down)}
+    drawn: Any = getattr(base, "_init_weights", None)
+    method = None if drawn is None else weakref.WeakMethod(drawn)
+
+    def init_weights(module: nn.Module) -> None:
+        if method is not None and id(module) not in own and (draw := method()) is not None:
+            draw(module)
+
+    model._init_weights = init_weights  # type: ignore[assignment]
+
+
+def _filling(module: nn.Module, fill: Callable[[Tensor], object]) -> Callable[[], None]:
+    """`fill` on the module's weight, to come: it is still on the meta device."""
+    reference = weakref.ref(module)
+
+    def reset_parameters() -> None:
+        live: Any = reference()
+        fill(live.weight)
+
+    return reset_parameters

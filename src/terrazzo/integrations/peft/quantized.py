@@ -1,0 +1,51 @@
+"""A quantization config of transformers as the precision that keeps a frozen base so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from terrazzo.engine import DTYPES, FrozenFormat, Precision
+from terrazzo.errors import BadInput, listed
+from terrazzo.words import dtype_named
+
+__all__ = ["precision_of"]
+
+
+def precision_of(quantization: Any, precision: Precision | str = "bf16") -> Precision:
+    """The precision that keeps a frozen base as a `BitsAndBytesConfig` of transformers says, for `tz.shard`.
+
+    The model itself is loaded without that config: what it says of storage is done when weights are sharded.
+
+    Args:
+        quantization: the config, or a mapping of its keys, such as the `quantization_config` of a config.json.
+        precision: of all else, but for `compute`, which is `bnb_4bit_compute_dtype` where that is given.
+
+    Raises:
+        BadInput: 8 bits, FP4, or modules that are left out by name.
+    """
+    given = quantization if isinstance(quantization, Mapping) else vars(quantization)
+    said = {key.removeprefix("_"): value for key, value in given.items()}
+    if not said.get("load_in_4bit"):
+        raise BadInput(
+            "This quantization config does not have load_in_4bit, and a base is kept in 4 bits alone: set it."
+        )
+    if (kind := said.get("bnb_4bit_quant_type", "fp4")) != "nf4":
+        raise BadInput(
+            f"bnb_4bit_quant_type is {kind!r} (fp4 unless it is given), and a base is kept in NF4 alone: set it to "
+            "'nf4'."
+        )
+    if skipped := said.get("llm_int8_skip_modules"):
+        raise BadInput(
+            f"llm_int8_skip_modules names {listed([*map(repr, skipped)], 5)}, and here what lies outside of the blocks "
+            "is left in 16 bits, such as the head, and nothing else by name: leave it out."
+        )
+    form = FrozenFormat.NF4_DOUBLE if said.get("bnb_4bit_use_double_quant") else FrozenFormat.NF4
+    base = Precision.named(precision) if isinstance(precision, str) else precision
+    compute = said.get("bnb_4bit_compute_dtype") or base.compute
+    return replace(
+        base, frozen=form, compute=compute if isinstance(compute, torch.dtype) else DTYPES[dtype_named(compute)]
+    )
