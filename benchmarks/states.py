@@ -132,9 +132,11 @@ def report(lines: Sequence[dict[str, Any]]) -> str:
         cells = [f"{_final(runs[seed]):.4f}" if seed in runs else "not run" for seed in seeds]
         if runs:
             change = mean(map(_final, runs.values())) / mean(_final(of["torch"][seed]) for seed in runs) - 1
-            ms = mean(each["update_ms"] for each in runs.values())
-            rows.append(f"| {name} | {' | '.join(cells)} | {change:+.2%} | {ms:.0f} |")
-    where = ", ".join(f"{key} {value}" for key, value in lines[-1]["versions"].items())
+            timed = [each["update_ms"] for each in runs.values() if each["update_ms"] is not None]
+            ms = f"{mean(timed):.0f}" if timed else "the machine was not idle"
+            rows.append(f"| {name} | {' | '.join(cells)} | {change:+.2%} | {ms} |")
+    installed = {key: value for line in lines for key, value in line["versions"].items() if value != "not installed"}
+    where = ", ".join(f"{key} {value}" for key, value in installed.items())
     return "\n".join([*rows, "", f"{lines[-1]['processor']}, one thread; {where}.", ""])
 
 
