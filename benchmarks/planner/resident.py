@@ -27,7 +27,7 @@ from terrazzo.errors import BadInput
 __all__ = ["Measured", "configuration", "measure", "table"]
 
 MIB = 2**20
-STEPS = 3
+STEPS, SMALL = 3, 30
 MOST_FLOPS = 4e10
 """Of a step on one rank, so that a run takes seconds."""
 
@@ -48,19 +48,19 @@ class Measured:
 
 
 def configuration(row: int, seed: int = 0) -> dict[str, Any]:
-    """The `row`-th random configuration."""
-    draw = random.Random(f"{seed}/{row}")
+    """The `row`-th random configuration; from `SMALL` on they have many parameters and few tokens."""
+    draw, small = random.Random(f"{seed}/{row}"), row < SMALL
     while True:
-        heads = draw.choice((2, 4, 8))
-        dim = heads * draw.choice((16, 32, 64))
+        heads = draw.choice((2, 4, 8) if small else (8,))
+        dim = heads * draw.choice((16, 32, 64) if small else (64, 96, 128))
         model = {
             "dim": dim,
-            "layers": draw.randint(1, 10),
+            "layers": draw.randint(1, 10) if small else draw.randint(4, 24),
             "heads": heads,
             "vocab_size": draw.choice((512, 4096, 16384, 50304)),
         }
         model |= {"kv_heads": draw.choice((heads, heads // 2)), "tie_embeddings": draw.random() < 0.5}
-        sequence, micro_batch = draw.choice((64, 128, 256, 512)), draw.choice((1, 2, 4, 8))
+        sequence, micro_batch = draw.choice((64, 128, 256, 512)), draw.choice((1, 2, 4, 8) if small else (1,))
         numel = 12 * dim * dim * model["layers"] + dim * model["vocab_size"]
         if 6 * numel * sequence * micro_batch < MOST_FLOPS:
             break

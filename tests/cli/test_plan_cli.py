@@ -324,7 +324,7 @@ def test_machines_without_gpus_are_called_so_and_this_one_comes_first() -> None:
     first, _, heads, *_ = output.splitlines()
     assert first == (
         "It does not fit on this machine: model states alone need 100.4 GiB of 23.3. Of machines like it 5 would hold"
-        " the model states and nothing else, 7 is the first number that runs."
+        " the model states and nothing else, 8 is the first number that runs."
     )
     assert heads.startswith("machines  runs")
     assert "among these what computes least twice, and then sends the fewest bytes per token, is first" in output

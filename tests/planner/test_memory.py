@@ -284,6 +284,21 @@ def test_the_bound_of_a_run_on_a_cpu_has_what_malloc_keeps(micro_batch: int, mea
     assert kept >= gradients - fullest
 
 
+@pytest.mark.parametrize(
+    ("model", "tokens", "measured_mib"),
+    [(llama(16, 768, 2048, 8, 8, 512), 64, 2432), (llama(24, 512, 1408, 8, 8, 512), 128, 1854)],
+    ids=["16 x 768", "24 x 512"],
+)
+def test_the_bound_holds_for_many_parameters_and_few_tokens_on_a_cpu(
+    model: ModelShape, tokens: int, measured_mib: int
+) -> None:
+    """What one thread's heap keeps does not serve another (`python -m benchmarks.planner.resident`)."""
+    host = Device("host", "cpu", memory_bytes=2**35)
+    fp32 = Precision(weight=torch.float32, compute=torch.float32)
+    memory = memory_of(setup(model, "zero3", host, mesh=Mesh(), sequence=tokens, precision=fp32))
+    assert measured_mib * 2**20 < memory.upper_bytes < 1.25 * measured_mib * 2**20
+
+
 def test_a_bound_is_the_same_whatever_a_device_has() -> None:
     """What fits surely is the bound with a fiftieth of the device to spare; what just fits is never sure."""
     made = setup(llama(32, 4096, 14336, 32, 8, 128_256), sequence=4096, precision=FSDP)

@@ -58,7 +58,8 @@ FORMULAS = {
         "upper values of states x 1.02, and of all other terms x 1.35, for what the allocator keeps, 1.8 GiB for the "
         "CUDA context, 1.9 GiB for the default group and each mesh axis, and at least what is expected without room; "
         "on a CPU 0.5 GiB for the process, and what malloc keeps of gradients and weights that a step has freed before "
-        "its fullest moment; to fit surely is to leave 2 % of the device's memory",
+        "its fullest moment, or up to 2 GiB of all of them in the heap of a thread that does not take them then; to "
+        "fit surely is to leave 2 % of the device's memory",
         "python -m benchmarks.allocator; terrazzo/engine/runtime/pages.py; pytorch/torchtitan#929; NVIDIA/nccl#864; "
         "stas00/ml-engineering",
     ),

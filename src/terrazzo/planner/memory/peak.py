@@ -55,8 +55,12 @@ FORMULAS = {
     ),
 }
 
+
 FREED = ("gradients", "transient", "gathered", "unreduced", "receive")
 """Terms of what a step frees of weights and gradients."""
+
+MOST_KEPT = 2**31
+"""Bytes of freed memory that malloc can be told to keep at the end of a heap (terrazzo/engine/runtime/pages.py)."""
 
 
 def memory_of(setup: Setup) -> MemoryFigures:
@@ -98,17 +102,19 @@ def _bound(setup: Setup, stage: int, terms: tuple[Term, ...]) -> float:
 
 
 def _kept_freed(setup: Setup, stage: int, terms: tuple[Term, ...]) -> float:
-    """On a CPU, what malloc keeps of weights and gradients that are held at other moments than the fullest.
+    """On a CPU, what malloc keeps of weights and gradients that a step has freed.
 
-    The engine has it keep as much as these take, so that a step need not ask the kernel for them again; a thread's heap
-    serves that thread alone. Where states are on drives it gives all back.
+    The engine has it keep as much as these take, so that a step need not ask the kernel for them again: what is held at
+    other moments than the fullest, and up to `MOST_KEPT` of what is held then too, since a thread's heap serves that
+    thread alone (`python -m benchmarks.planner.resident`). Where states are on drives malloc gives all back.
     """
     places = (setup.plan.weight, setup.plan.grad, setup.plan.optim)
     if setup.cluster.device.kind != "cpu" or setup.model.bare or any("nvme" in place.tier for place in places):
         return 0.0
     gradients = sum(term.value for term in on_device(setup, stage) if term.name == "gradients")
     kept = gradients + stage_peak(setup, stage, states_only=True).total
-    return max(0.0, kept - sum(term.value for term in terms if term.name in FREED))
+    elsewhere = kept - sum(term.value for term in terms if term.name in FREED)
+    return max(elsewhere, min(kept, MOST_KEPT))
 
 
 def _per_stage(setup: Setup, stand: Sequence[int], totals: Mapping[int, float]) -> tuple[float, ...]:
