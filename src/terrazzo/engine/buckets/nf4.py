@@ -21,9 +21,9 @@ from torch import Tensor
 
 from terrazzo.engine.plan.precision import NF4_BLOCK, FrozenFormat
 
-__all__ = ["LEVELS", "decode", "encode"]
+__all__ = ["decode", "encode"]
 
-LEVELS = (
+_LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
@@ -95,14 +95,14 @@ def _scales(codes: Tensor, highest: Tensor) -> Tensor:
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
     """The two levels that each byte stands for, fp32 [256, 2]."""
-    levels = torch.tensor(LEVELS)
+    levels = torch.tensor(_LEVELS)
     return torch.cartesian_prod(levels, levels).to(device)
 
 
 @functools.cache
 def _edges(device: torch.device) -> Tensor:
     """The middle between each two levels, fp32 [15]."""
-    levels = torch.tensor(LEVELS, dtype=torch.float64)
+    levels = torch.tensor(_LEVELS, dtype=torch.float64)
     return ((levels[1:] + levels[:-1]) / 2).float().to(device)
 
 

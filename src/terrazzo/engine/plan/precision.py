@@ -16,7 +16,6 @@ from terrazzo.words import DTYPE_FIELDS, DTYPE_SPELLINGS, PRESET_DTYPES, dtype_n
 __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
-    "FROZEN_NAMES",
     "MOMENTS_NAMES",
     "NF4_BLOCK",
     "PRECISIONS",
@@ -76,7 +75,7 @@ _SPELLINGS = [spelling for pair in DTYPE_SPELLINGS.items() for spelling in pair]
 MOMENTS_NAMES: dict[Any, str] = {**DTYPE_NAMES, **{form: form.value for form in StateFormat}}
 """Everything that moments may be kept in, with its name in configurations."""
 _FORMATS = {form.value: form for form in StateFormat}
-FROZEN_NAMES = tuple(form.value for form in FrozenFormat)
+_FROZEN_NAMES = tuple(form.value for form in FrozenFormat)
 """What frozen matrices may be kept in, as in configurations."""
 
 
@@ -151,10 +150,10 @@ class Precision:
                     f"{did_you_mean(str(value), (*_SPELLINGS, *formats))}"
                 )
             object.__setattr__(self, name, value)
-        if self.frozen is not None and self.frozen not in FROZEN_NAMES:
+        if self.frozen is not None and self.frozen not in _FROZEN_NAMES:
             raise BadInput(
-                f"precision: frozen is {self.frozen!r}; it must be one of {', '.join(FROZEN_NAMES)}, or None."
-                f"{did_you_mean(str(self.frozen), FROZEN_NAMES)}"
+                f"precision: frozen is {self.frozen!r}; it must be one of {', '.join(_FROZEN_NAMES)}, or None."
+                f"{did_you_mean(str(self.frozen), _FROZEN_NAMES)}"
             )
         object.__setattr__(self, "frozen", None if self.frozen is None else FrozenFormat(self.frozen))
         if isinstance(self.moments, StateFormat) and self.master == torch.float64:
