@@ -27,6 +27,7 @@ from terrazzo.errors import BadInput, Damaged, SaveFailed
 from terrazzo.files import size_inside
 from terrazzo.train.data.tokenizer import ByteTokenizer
 from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
+from terrazzo.train.model.attention_pattern import AttentionPattern
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
 
 transformers = pytest.importorskip("transformers")
@@ -194,6 +195,20 @@ def test_the_built_in_decoder_is_a_llama(tmp_path: Path, tied: bool) -> None:
     assert type(again) is transformers.LlamaForCausalLM
     assert again.config.eos_token_id == again.generation_config.eos_token_id == 256
     torch.testing.assert_close(logits(again, 257), logits(model, 257), rtol=1e-5, atol=1e-5)
+
+
+def test_the_built_in_decoder_with_a_window_is_a_mistral(tmp_path: Path) -> None:
+    values = DECODER | {"tie_embeddings": True}
+    model = randomised(Decoder(DecoderConfig(**values, attention=AttentionPattern(5))).eval())
+    described = values | {"attention": {"window": 5, "stride": None, "full_every": None}}
+    description = decoder_as_llama(described, byte_tokenizer_files(), end_of_document=256)
+    export_huggingface(MemorySource(model.state_dict()), tmp_path / "out", description)
+    again = loaded(tmp_path / "out")
+    assert type(again) is transformers.MistralForCausalLM
+    torch.testing.assert_close(logits(again, 257), logits(model, 257), rtol=1e-5, atol=1e-5)
+    for key in ("stride", "full_every"):
+        with pytest.raises(BadInput, match=f"model.attention.{key}, which neither a Llama nor a Mistral has"):
+            decoder_as_llama(described | {"attention": {**described["attention"], key: 2}}, {}, None)
 
 
 def test_the_byte_tokenizer_gives_the_same_ids_and_text(tmp_path: Path) -> None:

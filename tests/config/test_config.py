@@ -114,6 +114,18 @@ def test_a_name_of_many_sections_is_no_answer() -> None:
             {"schedule": {"name": "wsd", "warmup_steps": 3, "decay_steps": 3}, "train": {"steps": 5}},
             ["train.steps are 5, of which 3 warm up"],
         ),
+        ({"model": {"attention": {"stride": 4}}}, ["stride without attention.window"]),
+        ({"model": {"attention": {"window": 300}}}, ["window 300 is longer", "sequence_length 256: leave it out"]),
+        ({"model": {"attention": {"window": 8, "stride": 300}}}, ["model.attention.stride 300 is longer"]),
+        ({"model": {"layers": 3, "attention": {"window": 8, "full_every": 4}}}, ["full_every 4 with 3 layers"]),
+        (
+            {"model": {"kind": "huggingface", "path": "a", "attention": {"window": 8}}},
+            ["belongs to kind 'decoder'", "sliding_window and layer_types"],
+        ),
+        (
+            {"model": {"attention": {"window": 8, "stride": 4}}, "checkpoint": {"save_format": "hf"}},
+            ["as a Mistral, which has no stride"],
+        ),
         ({"launch": {"stall_s": 700}}, ["stall_s 700 is longer than timeout_s 600", "Lower launch.stall_s"]),
     ],
 )

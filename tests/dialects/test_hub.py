@@ -49,6 +49,9 @@ OTHER: dict[str, Any] = {
     "model.experts.bias_rate": 1e-2,
     "model.experts.loss_weight": 0.1,
     "model.experts.z_loss": 1e-3,
+    "model.attention.window": 64,
+    "model.attention.stride": 16,
+    "model.attention.full_every": 2,
     "lora.rank": 4,
     "lora.alpha": 32.0,
     "lora.dropout": 0.1,
@@ -190,6 +193,7 @@ WITH = {
         for key in ("top_k", "ffn_dim", "shared", "scores", "normalize", "apply", "balance", "bias_rate", "z_loss")
     },
     "model.experts.loss_weight": {"model.experts.count": 8, "model.experts.balance": "loss"},
+    **{f"model.attention.{key}": {"model.attention.window": 64} for key in ("stride", "full_every")},
     "guard.window": {"guard.spike": 8.0},
     "guard.skip_batches": {"guard.action": "rollback"},
     "model.path": {"model.kind": "huggingface"},

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.errors import BadInput, Misuse, RanksApart
 from terrazzo.parallel import Context, context_of, share_sequences
-from terrazzo.parallel.context import attention_kernels, attention_tiles
+from terrazzo.parallel.context import attention_kernels, attention_masks
 from terrazzo.parallel.context.chunks import Chunks
 from terrazzo.parallel.exchanges import GroupRanks, exchange
 from terrazzo.train.model.decoder import Decoder, DecoderConfig
@@ -92,7 +92,7 @@ def test_parts_are_the_whole(ranks: int, mode: str, balance: str, documents: str
 @pytest.mark.parametrize("mode", ["gather", "ulysses", "ring"])
 def test_tiles_smaller_than_chunks_are_the_whole(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At full size a block of rows is longer than these sequences."""
-    monkeypatch.setattr(attention_tiles, "ROWS", 5)
+    monkeypatch.setattr(attention_masks, "ROWS", 5)
     assert worst_difference(Case(mode=mode, documents="documents")) < 2e-6
 
 

@@ -87,6 +87,39 @@ def apart(folder: Path, attention: str) -> dict[str, Any]:
     return {"source": str(source), "attention": "document"}
 
 
+WINDOW = {"attention": {"window": 5, "stride": 4, "full_every": 2}}
+
+
+@cache
+def alone_in_windows() -> Path:
+    """The folder of a run on one rank whose first layer has a window."""
+    folder = Path(mkdtemp())
+    values = settings(folder, 1, 1, data=apart(folder, "document"), model=WINDOW)
+    train(values, 1)
+    return Path(values["log"]["folder"])
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "mode", "more"),
+    [
+        (2, 1, "gather", {}),
+        pytest.param(2, 2, "ulysses", {"activation_checkpointing": "full"}, marks=pytest.mark.long),
+        (1, 2, "gather", {"activation_checkpointing": "selective"}),
+    ],
+)
+def test_windows_are_the_same_on_every_mesh(tmp_path: Path, cp: int, tp: int, mode: str, more: dict[str, Any]) -> None:
+    values = settings(tmp_path, cp * tp, cp, mode, data=apart(tmp_path, "document"), model=WINDOW)
+    values["plan"]["mesh"]["tp"] = tp
+    values["train"] |= {"eval_batches": 2, **more}
+    first = "checkpoints/step-00000001"
+    shutil.copytree(alone_in_windows() / first, Path(values["log"]["folder"]) / first)
+    train(values, cp * tp)
+    found, expected = said(Path(values["log"]["folder"])), said(alone_in_windows())
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0][1:]), rtol=2e-5, atol=0)
+    (summary,) = lines(Path(values["log"]["folder"]), "summary")
+    assert summary["traffic_bytes_measured"] == summary["traffic_bytes_promised"]
+
+
 @pytest.mark.parametrize(
     ("ranks", "cp", "mode", "attention"),
     [
@@ -153,6 +186,12 @@ def test_bad_input_is_refused_before_anything_is_built(
     values = settings(tmp_path, ranks, cp, "ulysses", **more)
     with pytest.raises(BadInput, match=message):
         check(config_from_dict(values), ranks)
+
+
+def test_a_window_is_not_sent_around_a_ring(tmp_path: Path) -> None:
+    values = settings(tmp_path, 2, 2, "ring", model={"attention": {"window": 8}})
+    with pytest.raises(BadInput, match=r"'ring'.*model.attention.window 8.*mode=gather or ulysses"):
+        check(config_from_dict(values), 2)
 
 
 def test_a_model_of_transformers_is_checked_by_its_config(tmp_path: Path) -> None:

@@ -111,7 +111,8 @@ def test_a_limit_that_nobody_keeps_is_named() -> None:
 
 REFUSED = """
     data.packing data.too_long guard.spike guard.skip_batches guard.window lora.alpha lora.bias lora.rank
-    lora.target_modules model.experts.* model.kind model.path model.weights objective.beta objective.label_smoothing
+    lora.target_modules model.attention.* model.experts.* model.kind model.path model.weights objective.beta
+    objective.label_smoothing
     offload.activations schedule.decay_steps
 """
 """Where one of these would do nothing, the schema or preflight refuses it."""

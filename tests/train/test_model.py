@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import gc
 import json
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from terrazzo.engine import compile_units
 from terrazzo.errors import BadInput
+from terrazzo.train.model.attention_pattern import AttentionPattern
 from terrazzo.train.model.causal_lm import build_model, generate, logits_of, num_flops_per_token
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
 from terrazzo.train.model.huggingface import weight_files
@@ -51,11 +56,15 @@ def tokens_of(shape: tuple[int, int], vocab_size: int = 61) -> Tensor:
     return torch.randint(vocab_size, shape)
 
 
-def plain_logits(model: Decoder, tokens: Tensor) -> Tensor:
+Sees = tuple[Callable[[int], bool], ...]
+"""Whether a token sees one that is so far behind it, in one layer after the other."""
+
+
+def plain_logits(model: Decoder, tokens: Tensor, sees: Sees = (lambda distance: True,)) -> Tensor:
     """What the architecture means, in fp64: one sequence, one head, one query at a time."""
     shape = model.config
     weights = {name: value.detach().double() for name, value in model.state_dict().items()}
-    out = [plain_sequence(weights, shape, sequence) for sequence in tokens]
+    out = [plain_sequence(weights, shape, sequence, sees) for sequence in tokens]
     return torch.stack(out)
 
 
@@ -74,12 +83,14 @@ def plain_rotate(head: Tensor, theta: float) -> Tensor:
     return torch.cat((numbers.real, numbers.imag), dim=1)
 
 
-def plain_sequence(weights: dict[str, Tensor], shape: DecoderConfig, tokens: Tensor) -> Tensor:
+def plain_sequence(
+    weights: dict[str, Tensor], shape: DecoderConfig, tokens: Tensor, sees: Sees = (lambda distance: True,)
+) -> Tensor:
     x = weights["embedding.weight"][tokens]
     for layer in range(shape.layers):
         of = {name.removeprefix(f"blocks.{layer}."): value for name, value in weights.items()}
         normed = plain_norm(x, of["attention_norm.weight"], shape.norm_eps)
-        x = x + plain_attention(of, shape, normed) @ of["attention.output.weight"].T
+        x = x + plain_attention(of, shape, normed, sees[layer % len(sees)]) @ of["attention.output.weight"].T
         normed = plain_norm(x, of["feed_forward_norm.weight"], shape.norm_eps)
         gate = normed @ of["feed_forward.gate.weight"].T
         hidden = gate * torch.sigmoid(gate) * (normed @ of["feed_forward.up.weight"].T)
@@ -88,7 +99,9 @@ def plain_sequence(weights: dict[str, Tensor], shape: DecoderConfig, tokens: Ten
     return x @ weights["embedding.weight" if shape.tie_embeddings else "head.weight"].T
 
 
-def plain_attention(of: dict[str, Tensor], shape: DecoderConfig, x: Tensor) -> Tensor:
+def plain_attention(
+    of: dict[str, Tensor], shape: DecoderConfig, x: Tensor, sees: Callable[[int], bool] = lambda distance: True
+) -> Tensor:
     size, group = shape.dim // shape.heads, shape.heads // shape.kv_heads
     heads = []
     for head in range(shape.heads):
@@ -97,7 +110,8 @@ def plain_attention(of: dict[str, Tensor], shape: DecoderConfig, x: Tensor) -> T
         query = plain_rotate(x @ of["attention.query.weight"][mine].T, shape.rope_theta)
         key = plain_rotate(x @ of["attention.key.weight"][its].T, shape.rope_theta)
         value = x @ of["attention.value.weight"][its].T
-        rows = [torch.softmax(key[: t + 1] @ query[t] / size**0.5, dim=0) @ value[: t + 1] for t in range(len(x))]
+        seen = [[s for s in range(t + 1) if sees(t - s)] for t in range(len(x))]
+        rows = [torch.softmax(key[its] @ query[t] / size**0.5, dim=0) @ value[its] for t, its in enumerate(seen)]
         heads.append(torch.stack(rows))
     return torch.cat(heads, dim=1)
 
@@ -113,6 +127,54 @@ def test_logits_equal_the_plain_computation(tie_embeddings: bool, kv_heads: int)
     torch.testing.assert_close(model(tokens).double(), expected, atol=2e-4, rtol=2e-4)
     assert expected.std() > 0.1
     torch.testing.assert_close(model.double()(tokens), expected, atol=1e-5, rtol=1e-5)  # but for the fp32 tables
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sees"),
+    [
+        (AttentionPattern(3), (lambda distance: distance < 3,)),
+        (AttentionPattern(3, full_every=2), (lambda distance: distance < 3, lambda distance: True)),
+        (AttentionPattern(2, stride=4), (lambda distance: distance < 2 or distance % 4 == 0,)),
+    ],
+    ids=["window", "full_every", "stride"],
+)
+def test_windows_of_layers_equal_the_plain_computation(pattern: AttentionPattern, sees: Sees) -> None:
+    model = Decoder(config(attention=pattern))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    tokens = tokens_of((2, 13))
+    expected = plain_logits(model, tokens, sees)
+    torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-4)
+    documents = torch.cat((tokens, tokens), dim=1)
+    positions = torch.arange(13).repeat(2).expand(2, -1)
+    torch.testing.assert_close(model(documents, positions).double(), expected.repeat(1, 2, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_counts_in_flops_by_what_a_token_sees() -> None:
+    shape = config(layers=4)
+    windowed = Decoder(replace(shape, attention=AttentionPattern(4, stride=4, full_every=2)))
+    attended = 2 * 16 + 2 * (4 + 3)
+    assert num_flops_per_token(windowed, 16) == 6 * shape.matmul_numel + 12 * shape.dim * attended
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning", "ignore::DeprecationWarning")
+def test_compiled_blocks_see_the_same_and_are_compiled_once_for_all_documents() -> None:
+    shape = config(layers=2, attention=AttentionPattern(5, stride=3, full_every=2), max_sequence_length=32)
+    model = Decoder(shape)
+    compiled = copy.deepcopy(model)
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_units(compiled, units=[Block], backend=backend)
+    for first in range(3, 15):
+        tokens, positions = tokens_of((2, 32)), torch.cat((torch.arange(first), torch.arange(32 - first))).expand(2, -1)
+        pairs = [(each(tokens, positions), list(each.parameters())) for each in (model, compiled)]
+        one, other = ([logits, *torch.autograd.grad(logits.square().sum(), of)] for logits, of in pairs)
+        torch.testing.assert_close(other, one)
+    assert len(graphs) == 2  # of each kind of layer
 
 
 def test_a_later_token_changes_no_earlier_logits() -> None:

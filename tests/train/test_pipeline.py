@@ -22,7 +22,10 @@ from tests.train.test_context import settings
 from tests.train.test_preferences import lines, train
 from tests.train.test_tensor import run_folder
 
-EXPERTS = {"experts": {"count": 4, "top_k": 2, "ffn_dim": 16, "z_loss": 0.01}}
+EXPERTS = {
+    "experts": {"count": 4, "top_k": 2, "ffn_dim": 16, "z_loss": 0.01},
+    "attention": {"window": 5, "full_every": 2},  # stages of layers that see other tokens
+}
 
 
 def staged(folder: Path, ranks: int, mesh: dict[str, int], plan: str = "zero3", **more: Any) -> dict[str, Any]:

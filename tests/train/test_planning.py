@@ -29,7 +29,10 @@ from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.modules import shape_of_module
+from terrazzo.planner.timing.attention import attention_flops
+from terrazzo.planner.timing.compute import flops_per_token
 from terrazzo.telemetry import available_host_bytes, resident_bytes
+from terrazzo.train.model.causal_lm import num_flops_per_token
 from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.prepare import decoder_config, prepare_model
 from terrazzo.train.planning import as_setup as planning
@@ -99,6 +102,30 @@ def test_the_decoders_shape_is_that_of_its_modules(model: dict[str, Any]) -> Non
     for ours, theirs in zip(shape.units, measured.units, strict=True):
         assert ours.count == theirs.count
         assert {(t.name, t.shape) for t in ours.tensors} == {(t.name, t.shape) for t in theirs.tensors}
+
+
+def test_windows_reach_the_planner_and_count_as_the_model_counts_them() -> None:
+    attention = {"window": 64, "stride": 16, "full_every": 2}
+    settings = config(model={"layers": 4, "attention": attention}, batch={"sequence_length": 256})
+    setup = setup_of(settings, 1, HOST)
+    blocks = [(unit.count, unit.block.window, unit.block.stride) for unit in setup.model.blocks if unit.block]
+    assert blocks == [(2, 64, 16), (2, None, None)]
+    assert flops_per_token(setup) == num_flops_per_token(prepare_model(settings), 256)
+    longer = {"sequence_length": 8192, "micro_batch": 1}
+    flops = []
+    for model in ({"attention": {"window": 64}}, {}):
+        setup = setup_of(config(model=model, batch=longer), 1, HOST)
+        flops.append(attention_flops(setup, setup.model.blocks[0].block))
+    assert flops[0] == pytest.approx(flops[1] * 2 * 64 / 8192, rel=0.01)
+
+
+def test_a_traced_windowed_model_is_all_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step holds is that of the run's own tiles, with documents too."""
+    attention = {"window": 16, "full_every": 3}
+    for data in ({}, {"attention": "document"}):
+        deep = config(model={"layers": 6, "attention": attention}, batch={"sequence_length": 64}, data=data)
+        found = planned(deep, 2, HOST).memory
+        assert {term.formula for term in found.terms} == {"memory.traced"}
 
 
 def test_units_of_the_users_own_are_not_traced() -> None:

@@ -1,8 +1,9 @@
-"""How a run is saved, and how its ranks are started."""
+"""How a run is saved, how its ranks are started, and what it writes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -11,7 +12,7 @@ from pydantic_core import PydanticKnownError
 from terrazzo.config.files import RANGE
 from terrazzo.config.section import Section, whole_number
 
-__all__ = ["CheckpointConfig", "LaunchConfig"]
+__all__ = ["CheckpointConfig", "LaunchConfig", "LogConfig"]
 
 
 class LocalConfig(Section):
@@ -133,3 +134,15 @@ class LaunchConfig(Section):
                 " waiting for each other: no rank that stands still would be named before. Lower launch.stall_s, or"
                 " raise launch.timeout_s above it"
             )
+
+
+class LogConfig(Section):
+    """What is written while training."""
+
+    folder: Path = Field(
+        Path("runs/default"),
+        description="for report.html, metrics.jsonl, plan.txt, config.json, tensorboard and, by default, checkpoints",
+    )
+    every: int = Field(10, gt=0, description="steps between console lines")
+    tensorboard: bool = Field(True, description="write event files to log.folder/tensorboard")
+    note: str | None = Field(None, description="printed at the end; {terrazzo} is that command, as your shell finds it")

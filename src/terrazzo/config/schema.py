@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -17,7 +16,7 @@ from terrazzo.config.axes import ParallelConfig
 from terrazzo.config.guard import GuardConfig
 from terrazzo.config.optimizer import OptimizerConfig
 from terrazzo.config.precision import PrecisionConfig
-from terrazzo.config.running import CheckpointConfig, LaunchConfig
+from terrazzo.config.running import CheckpointConfig, LaunchConfig, LogConfig
 from terrazzo.config.section import Named, Section
 from terrazzo.config.task import DataConfig, LoraConfig, ModelConfig, ObjectiveConfig
 from terrazzo.errors import did_you_mean
@@ -214,18 +213,6 @@ class TrainConfig(Section):
         return ("full", int(every)) if every else (mode, 1)  # type: ignore[return-value]  # as the pattern has it
 
 
-class LogConfig(Section):
-    """What is written while training."""
-
-    folder: Path = Field(
-        Path("runs/default"),
-        description="for report.html, metrics.jsonl, plan.txt, config.json, tensorboard and, by default, checkpoints",
-    )
-    every: int = Field(10, gt=0, description="steps between console lines")
-    tensorboard: bool = Field(True, description="write event files to log.folder/tensorboard")
-    note: str | None = Field(None, description="printed at the end; {terrazzo} is that command, as your shell finds it")
-
-
 class Config(Section):
     """A whole training run."""
 
@@ -300,6 +287,7 @@ class Config(Section):
         self._ranks_agree()
         self._pairs_agree()
         self._experts_agree()
+        self._attention_agrees()
 
     def _ranks_agree(self) -> None:
         ranks, mesh = self.launch.ranks, self.plan.mesh
@@ -355,4 +343,16 @@ class Config(Section):
             raise ValueError(
                 "checkpoint.save_format 'hf' writes the built-in decoder as a Llama, which has no experts: remove"
                 " model.experts, or set save_format to 'terrazzo'"
+            )
+
+    def _attention_agrees(self) -> None:
+        attention, length = self.model.attention, self.batch.sequence_length
+        for name, value in (("window", attention.window), ("stride", attention.stride)):
+            if value is not None and value > length:
+                longer = f"model.attention.{name} {value} is longer than a sequence, batch.sequence_length {length}"
+                raise ValueError(f"{longer}: leave it out, or train on longer sequences")
+        if attention.window is not None and self.checkpoint.save_format == "hf" and (why := attention.not_mistral):
+            raise ValueError(
+                f"checkpoint.save_format 'hf' writes a decoder with a window as a Mistral, which has no {why}: set"
+                " save_format to 'terrazzo'"
             )

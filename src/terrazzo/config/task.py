@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from terrazzo.config.attention import AttentionConfig
 from terrazzo.config.experts import ExpertsConfig
 from terrazzo.config.section import Named, Section
 
@@ -34,6 +35,7 @@ class ModelConfig(Section):
     rope_theta: float = Field(10_000.0, gt=0, description="decoder: base of the rotary position embedding")
     dropout: float = Field(0.0, ge=0, lt=1, description="decoder: share of each block's output dropped in training")
     experts: ExpertsConfig = ExpertsConfig()
+    attention: AttentionConfig = AttentionConfig()
 
     def _agrees(self) -> None:
         if self.kind == "huggingface" and self.path is None:
@@ -42,6 +44,17 @@ class ModelConfig(Section):
             raise ValueError("path and weights 'pretrained' belong to kind 'huggingface': the decoder starts at random")
         if self.kind == "huggingface" and self.experts.count is not None:
             raise ValueError("experts belong to kind 'decoder': a folder's config.json has its own. Remove the section")
+        if self.kind == "huggingface" and self.attention.window is not None:
+            raise ValueError(
+                "attention belongs to kind 'decoder': a folder's config.json says how far its model sees, with"
+                " sliding_window and layer_types where its model_type has them. Remove the section, and edit that file"
+            )
+        full_every = self.attention.full_every
+        if self.kind == "decoder" and full_every is not None and full_every > self.layers:
+            raise ValueError(
+                f"attention.full_every {full_every} with {self.layers} layers has none without a window: lower it, or"
+                " leave it out"
+            )
 
 
 class LoraConfig(Section):

@@ -48,7 +48,7 @@ class GroupRanks:
     All that they exchange goes through the engine's collectives, which count it.
 
     Args:
-        group: of these ranks; collectives for it are made at the first exchange.
+        group: of these ranks; collectives for it are made at the first exchange. None: this one is alone.
         collectives: along the axis of these ranks, where the engine has them already; then `group` is not asked.
 
     Attributes:
@@ -60,8 +60,8 @@ class GroupRanks:
         if collectives is not None:
             self.size, self.rank, self.traffic = collectives.size, collectives.rank, collectives.traffic
         else:
-            assert group is not None, "there is one of the two"
-            self.size, self.rank, self.traffic = group.size(), group.rank(), Traffic()
+            self.size, self.rank = (group.size(), group.rank()) if group is not None else (1, 0)
+            self.traffic = Traffic()
 
     def gathered(self, own: Tensor) -> Tensor:
         """Every rank's `own`, `[ranks, ...]`."""

@@ -15,7 +15,7 @@ from terrazzo.engine.comm.collectives import Collectives
 from terrazzo.engine.comm.gloo import NEAR_BLOCK_BYTES
 from terrazzo.engine.comm.traffic import Ledger, Traffic
 from terrazzo.engine.comm.transfer import Handle, Moves
-from terrazzo.parallel.context.attention_tiles import AttentionMask
+from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.chunks import TokenRun
 from terrazzo.parallel.context.context import Context
 from terrazzo.parallel.exchanges import GroupRanks
@@ -40,14 +40,16 @@ class PaperContext(Context):
         super().__init__(_PaperRanks(ranks), mode, balance)
         self._documents = documents
 
-    def mask(self, positions: Tensor | None, tokens: int, window: int | None = None) -> AttentionMask:
-        """With documents or a window every tile has a mask, and none is left out."""
+    def mask(
+        self, positions: Tensor | None, tokens: int, window: int | None = None, stride: int | None = None
+    ) -> AttentionMask:
+        """With documents every tile has a mask, and none is left out but those behind the window."""
         length = tokens * self.size
         runs = [TokenRun(0, 0, length)] if self.mode == "ulysses" else self.chunks.runs(self.rank, length)
-        if positions is None or not (self._documents or window):
-            return AttentionMask.of(runs, None)
+        if positions is None or not self._documents:
+            return AttentionMask.of(runs, None, None, window, stride)
         held = sum(run.length for run in runs)
-        return AttentionMask.unknown(runs, positions.new_zeros((positions.shape[0], held)))
+        return AttentionMask.unknown(runs, positions.new_zeros((positions.shape[0], held)), window, stride)
 
 
 class _PaperRanks(GroupRanks):

@@ -1,7 +1,8 @@
 """Context parallelism: ranks along `cp` have parts of the same sequences.
 
 chunks                  which tokens each rank has
-attention_tiles         which tokens see which, and one softmax over tiles
+attention_masks         which tokens see which, as tiles
+attention_tiles         one softmax over tiles
 attention_kernels       attention of one tile
 attention_modes         gather, ulysses and ring: what ranks exchange around the tiles
 context                 `Context`, which a model's attention calls

@@ -14,8 +14,9 @@ from torch import Tensor
 
 __all__ = ["ROWS", "Part", "Result", "VisibleKeys", "attend", "backward"]
 
-VisibleKeys = Tensor | Literal["all", "causal"]
-"""Keys that queries see: `all`; `causal`, where both are the same tokens; or a bool mask `[B, 1, queries, keys]`."""
+VisibleKeys = Tensor | Literal["all", "causal", "anticausal"]
+"""Keys that queries see: `all`; `causal`, of as many keys those up to the query's own number; `anticausal`, those from
+it on; or a bool mask `[B, 1, queries, keys]`."""
 
 ROWS = 512
 """Queries at a time where scores are in memory."""
@@ -42,6 +43,11 @@ class Part(NamedTuple):
         """The queries of each key head one by one, so that keys are not repeated in memory."""
         return [self._replace(query=each) for each in self.grouped(self.query)]
 
+    def reversed(self) -> Part:
+        """Queries and keys from the last to the first: what was `anticausal` is `causal`."""
+        query, key, value = _reversed(self.query, self.key, self.value)
+        return Part(query, key, value, "causal", self.scale)
+
     def grouped(self, tensor: Tensor) -> list[Tensor]:
         """A tensor `[B, heads, ...]` likewise: `[B, kv_heads, ...]` each."""
         return list(tensor.unflatten(1, (self.key.shape[1], -1)).unbind(2))
@@ -59,11 +65,13 @@ class Result(NamedTuple):
 
 def attend(part: Part) -> Result:
     """`softmax(q k^T scale) v` over the keys of the part."""
+    if _is(part.seen, "anticausal"):
+        return Result(*_reversed(*attend(part.reversed())))
     groups = [_attend(each) for each in part.by_key_head()]
     return Result(_joined([each.out for each in groups]), _joined([each.lse for each in groups]))
 
 
-def backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, Tensor]:
+def backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, ...]:
     """Gradients of query, key and value for the share that these keys have in the outputs.
 
     Those of key and value are fp32 or fp64, as sums over the heads that share them.
@@ -72,11 +80,18 @@ def backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, T
         grad: of the outputs.
         whole: over all keys that the queries see, each of which sees some.
     """
+    if _is(part.seen, "anticausal"):
+        return _reversed(*backward(part.reversed(), grad.flip(2), Result(*_reversed(*whole))))
     groups = zip(part.by_key_head(), *map(part.grouped, (grad, *whole)), strict=True)
     gradients = [_backward(each, its_grad, Result(*its_whole)) for each, its_grad, *its_whole in groups]
     wide = whole.lse.dtype
     keys, values = (functools.reduce(torch.add, (each[index].to(wide) for each in gradients)) for index in (1, 2))
     return _joined([each[0] for each in gradients]), keys, values
+
+
+def _reversed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """From the last token to the first."""
+    return tuple(each.flip(2) for each in tensors)
 
 
 def _joined(groups: list[Tensor]) -> Tensor:
@@ -87,11 +102,11 @@ def _attend(part: Part) -> Result:
     query, key, value, seen, scale = part
     if _is_cpu_flash(part):
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, _is_causal(seen), attn_mask=_bias(seen, query.dtype), scale=scale
+            query, key, value, 0.0, _is(seen, "causal"), attn_mask=_bias(seen, query.dtype), scale=scale
         )
         return Result(out, _without_blind(lse, seen))
     if _is_cuda_flash(part):
-        outputs = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, _is_causal(seen), scale=scale)
+        outputs = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, _is(seen, "causal"), scale=scale)
         return Result(outputs[0], outputs[1])
     return _portable(part)
 
@@ -100,24 +115,25 @@ def _backward(part: Part, grad: Tensor, whole: Result) -> tuple[Tensor, Tensor, 
     query, key, value, seen, scale = part
     if _is_cpu_flash(part):
         gradients: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(grad, query, key, value, *whole, 0.0, _is_causal(seen)),
+            *(grad, query, key, value, *whole, 0.0, _is(seen, "causal")),
             attn_mask=_bias(seen, query.dtype),
             scale=scale,
         )
         return gradients
     if _is_cuda_flash(part):
         none, state = torch.empty(0, device=query.device), torch.zeros(2, dtype=torch.uint64, device=query.device)
+        lse = whole.lse.contiguous()  # the kernel takes no note of strides, and a tile's are those of the sequence
         of_kernel = _aten._scaled_dot_product_flash_attention_backward(
-            *(grad, query, key, value, *whole, none, none, query.shape[2], key.shape[2]),
-            *(0.0, _is_causal(seen), state, none),
+            *(grad, query, key, value, whole.out, lse, none, none, query.shape[2], key.shape[2]),
+            *(0.0, _is(seen, "causal"), state, none),
             scale=scale,
         )
         return of_kernel[0], of_kernel[1], of_kernel[2]
     return _portable_backward(part, grad, whole)
 
 
-def _is_causal(seen: VisibleKeys) -> bool:
-    return isinstance(seen, str) and seen == "causal"
+def _is(seen: VisibleKeys, kind: str) -> bool:
+    return isinstance(seen, str) and seen == kind
 
 
 def _is_cpu_flash(part: Part) -> bool:
@@ -150,7 +166,7 @@ def _scores(part: Part, first: int) -> Tensor:
     scores = query.to(wide) @ part.key.to(wide).mT * part.scale
     if isinstance(part.seen, Tensor):
         return scores.masked_fill_(~part.seen[:, :, first : first + ROWS], -torch.inf)
-    if _is_causal(part.seen):
+    if _is(part.seen, "causal"):
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
         scores.masked_fill_(ones.triu(first + 1), -torch.inf)
     return scores

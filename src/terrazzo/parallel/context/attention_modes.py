@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from terrazzo.parallel.context.attention_kernels import Result
-from terrazzo.parallel.context.attention_tiles import AttentionMask, Outputs, TileGradients
+from terrazzo.parallel.context.attention_masks import AttentionMask
+from terrazzo.parallel.context.attention_tiles import Outputs, TileGradients
 from terrazzo.parallel.context.chunks import Chunks, TokenRun
 from terrazzo.parallel.exchanges import GroupRanks, exchange
 

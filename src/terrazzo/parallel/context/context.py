@@ -21,8 +21,8 @@ from torch import Tensor
 
 from terrazzo.engine.comm.traffic import Traffic
 from terrazzo.errors import BadInput, Misuse, RanksApart, did_you_mean
+from terrazzo.parallel.context.attention_masks import AttentionMask
 from terrazzo.parallel.context.attention_modes import Shared, by_gathering, by_heads, by_ring
-from terrazzo.parallel.context.attention_tiles import AttentionMask
 from terrazzo.parallel.context.chunks import BALANCES, Chunks, TokenRun
 from terrazzo.parallel.exchanges import GroupRanks
 from terrazzo.parallel.input_fingerprints import DRAWN_BY_DATA_RANK, fingerprint_of, inputs_as_text
@@ -40,7 +40,8 @@ class Context:
     """How the ranks of a process group share sequences.
 
     Args:
-        group: the ranks that share each sequence, and are given the same ones; or what stands for them.
+        group: the ranks that share each sequence, and are given the same ones; or what stands for them; None for this
+            rank alone, which has whole sequences and exchanges nothing.
         mode: `gather`, where each rank has the keys and values of all ranks in memory while a layer runs; `ulysses`,
             where each has all tokens of some heads; `ring`, where each has keys and values of two ranks beside its own.
         balance: `head_tail` gives all ranks the same work under a causal mask; with `none` later ranks have more.
@@ -56,14 +57,18 @@ class Context:
     on_paper = False
 
     def __init__(
-        self, group: dist.ProcessGroup | GroupRanks, mode: str = "gather", balance: str = "head_tail", tp: int = 1
+        self,
+        group: dist.ProcessGroup | GroupRanks | None,
+        mode: str = "gather",
+        balance: str = "head_tail",
+        tp: int = 1,
     ) -> None:
         self._ranks = group if isinstance(group, GroupRanks) else GroupRanks(group)
         self.mode: Mode = _one_of("context mode", mode, MODES)
         self.chunks = Chunks(self._ranks.size, _one_of("context balance", balance, BALANCES))
         self.rank, self.size, self._tp = self._ranks.rank, self._ranks.size, tp
         self._is_split = True
-        self._last_mask: tuple[weakref.ref[Tensor], tuple[object, ...], AttentionMask] | None = None
+        self._last_mask: tuple[weakref.ref[Tensor], int, dict[tuple[object, ...], AttentionMask]] | None = None
         self._placed_positions: tuple[weakref.ref[Tensor], int, Tensor] | None = None
         self._first_inputs: tuple[int, str] | None = None  # what `split` was given first, in a number and in words
         self._is_compared = self.on_paper
@@ -130,7 +135,9 @@ class Context:
         """Whether models are given parts of sequences; False inside `unsplit`."""
         return self._is_split and self.size > 1
 
-    def mask(self, positions: Tensor | None, tokens: int, window: int | None = None) -> AttentionMask:
+    def mask(
+        self, positions: Tensor | None, tokens: int, window: int | None = None, stride: int | None = None
+    ) -> AttentionMask:
         """What this rank's tokens see. Collective under `ulysses`.
 
         The host reads the positions once, and waits for their device unless they are from `place`.
@@ -139,21 +146,26 @@ class Context:
             positions: int64 `[B, tokens]`, counted from 0 in each document; None for whole sequences of one document.
             tokens: how many of each sequence this rank has.
             window: how many tokens one sees at most, itself among them; None for all.
+            stride: beyond the window a token sees each of its document whose distance is a multiple of it.
 
         Raises:
             Misuse: no positions, or impossible ones, of parts of sequences.
-            BadInput: the tokens are no whole chunks; a window under `ring`.
+            BadInput: the tokens are no whole chunks; a window under `ring`; a stride without a window.
         """
+        if stride is not None and window is None:
+            raise BadInput(
+                f"A mask was asked for with stride {stride} without a window, beyond which it is: give both."
+            )
         if positions is None or positions.is_inference():  # torch does not count how often that is changed in place
-            return self._mask(positions, tokens, window)
-        key = (positions._version, tokens, window, self.is_split)
-        if self._last_mask is not None:
-            last, its_key, mask = self._last_mask
-            if last() is positions and its_key == key:
-                return mask
-        mask = self._mask(positions, tokens, window)
-        self._last_mask = (weakref.ref(positions), key, mask)
-        return mask
+            return self._mask(positions, tokens, window, stride)
+        key = (tokens, window, stride, self.is_split)
+        last, version, masks = self._last_mask or (None, 0, {})
+        if last is None or last() is not positions or version != positions._version:
+            masks = {}
+            self._last_mask = weakref.ref(positions), positions._version, masks
+        if key not in masks:
+            masks[key] = self._mask(positions, tokens, window, stride)
+        return masks[key]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float | None = None
@@ -179,6 +191,8 @@ class Context:
             )
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         tokens = query.shape[2]
+        if torch.compiler.is_compiling() and mask.begins is not None:  # bounds would be compiled anew for each batch
+            mask = AttentionMask.unknown(mask.runs, mask.begins, mask.window, mask.stride)
         if not self.is_split:
             return by_gathering(query, key, value, Shared(None, Chunks(1), tokens), mask, scale)
         self._compare_first(query.device)
@@ -225,15 +239,14 @@ class Context:
                 f" window of {window} tokens. Use mode 'gather' or 'ulysses'."
             )
 
-    def _mask(self, positions: Tensor | None, tokens: int, window: int | None) -> AttentionMask:
+    def _mask(self, positions: Tensor | None, tokens: int, window: int | None, stride: int | None) -> AttentionMask:
         runs = [TokenRun(0, 0, tokens)]
         if self.is_split:
             self._check_parts(positions, tokens, window)
             runs = self.chunks.runs(self.rank, tokens * self.size)
-        if positions is None and window is None:
-            return AttentionMask.of(runs, None)
-        device = None if positions is None else positions.device
-        begins = _places(runs, device) - (_places(runs, device) if positions is None else positions)
+        if positions is None:
+            return AttentionMask.of(runs, None, None, window, stride)
+        begins = _places(runs, positions.device) - positions
         if self.is_split and self.mode == "ulysses":
             self._compare_first(begins.device)
             runs = [TokenRun(0, 0, tokens * self.size)]
@@ -245,7 +258,7 @@ class Context:
                 " tokens: they count from 0 in each document. Split tokens and positions with one call of"
                 " context.split(...)."
             )
-        return AttentionMask.of(runs, *(_within(window, each, runs) for each in (begins, host_begins)))
+        return AttentionMask.of(runs, begins, host_begins, window, stride)
 
     def _check_parts(self, positions: Tensor | None, tokens: int, window: int | None) -> None:
         if positions is None:
@@ -275,11 +288,6 @@ class Context:
 def _places(runs: list[TokenRun], device: torch.device | None = None) -> Tensor:
     """Of the tokens of runs, int64 `[1, tokens]`."""
     return torch.cat([torch.arange(run.place, run.end, device=device) for run in runs]).unsqueeze(0)
-
-
-def _within(window: int | None, begins: Tensor, runs: list[TokenRun]) -> Tensor:
-    """The first place that each token sees, where it sees at most `window` of those from `begins` on."""
-    return begins if window is None else torch.maximum(begins, _places(runs, begins.device) - (window - 1))
 
 
 def _one_of(what: str, value: str, known: tuple[Any, ...]) -> Any:

@@ -134,7 +134,7 @@ def _decoder(shape: ModelShape) -> dict[str, Any] | None:
     tensors = [(dim, dim), (kv_dim, dim), (kv_dim, dim), (dim, dim), (dim,), (dim,)]
     tensors += _inside_experts(block) if block.experts else [(ffn, dim), (ffn, dim), (dim, ffn)]
     root = [(shape.vocab, dim), (dim,)] + ([] if shape.tied else [(shape.vocab, dim)])
-    if sorted(tensors) != sorted(t.shape for t in shape.blocks[0].tensors) or block.window:
+    if sorted(tensors) != sorted(t.shape for t in shape.blocks[0].tensors):
         return None
     if sorted(root) != sorted(t.shape for t in shape.root.tensors) or block.head_dim * block.heads != dim:
         return None
@@ -147,6 +147,8 @@ def _decoder(shape: ModelShape) -> dict[str, Any] | None:
         "kv_heads": block.kv_heads,
         "tie_embeddings": shape.tied,
     }
+    if block.window:
+        section["attention"] = {"window": block.window} | ({"stride": block.stride} if block.stride else {})
     if not block.experts:
         return section | {"ffn_dim": ffn}
     experts = {"count": block.experts, "top_k": block.active_experts, "ffn_dim": ffn, "shared": block.shared_ffn // ffn}

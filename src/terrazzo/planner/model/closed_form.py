@@ -274,6 +274,7 @@ def _block(fields: Fields, sizes: Sizes, sparse: bool, window: int | None) -> Bl
         norms=_norms(family, sizes),
         dropout=fields.dropout(),
         window=window,
+        stride=fields.integer("stride") if window and "stride" in family.defaults else None,
         latent=sizes["latent"],
         kv_latent=sizes["kv_latent"],
         torch_norm=family.torch_norm,

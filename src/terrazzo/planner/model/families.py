@@ -296,7 +296,7 @@ _BUILT_IN = Architecture(
         "positions": "max_sequence_length",
         "tied": "tie_embeddings",
     },
-    defaults={"tied": True, "shared_experts": 0},
+    defaults={"tied": True, "shared_experts": 0, "window": None, "stride": None},
 )
 """The decoder of `terrazzo.train.model`."""
 

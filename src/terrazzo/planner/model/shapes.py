@@ -82,7 +82,7 @@ class BlockShape:
         shared_ffn: inner width of the experts that every token meets.
         norm: `rms` or `layer`. `norms` counts full-width ones in a block.
         dropout: whether masks are kept (two per block, one of attention).
-        window: tokens that attention looks back, None for all.
+        window: tokens that attention looks back, None for all. `stride`: beyond it each at a multiple of that distance.
         latent: channels of the compressed keys and values and of the compressed queries (MLA), 0 without; `kv_latent`
             of the keys and values alone.
         torch_norm: norms are torch's own modules, one kernel on CUDA, instead of explicit fp32 arithmetic.
@@ -107,6 +107,7 @@ class BlockShape:
     norms: int = 2
     dropout: bool = False
     window: int | None = None
+    stride: int | None = None
     latent: int = 0
     kv_latent: int = 0
     torch_norm: bool = False
@@ -119,6 +120,11 @@ class BlockShape:
     def __post_init__(self) -> None:
         if not self.value_dim:
             object.__setattr__(self, "value_dim", self.head_dim)
+
+    def attended(self, sequence: int) -> int:
+        """Tokens that one looks back on in sequences of that length, itself included, where there are so many."""
+        near = min(sequence, self.window or sequence)
+        return near + ((sequence - near) // self.stride if self.stride else 0)
 
 
 @dataclass(frozen=True)

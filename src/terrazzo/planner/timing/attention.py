@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from terrazzo.planner.model.shapes import BlockShape
+from terrazzo.planner.model.shapes import BUILT_IN, BlockShape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.planner.timing.products import product
 from terrazzo.planner.timing.rates import matmul_rate, memory_rate, power_share, sixteen_bits, sustained_rate
@@ -48,10 +48,13 @@ QUERY_BYTES, KEY_BYTES = 36, 10
 tile by tile: its outputs, in 16 bits, are weighted in fp32 and added to the others', its gradients are added in fp32
 (terrazzo/parallel/context/attention_tiles.py)."""
 
+WINDOW_ROWS = 256
+"""Queries of a tile within a sliding window (terrazzo/parallel/context/attention_masks.py)."""
+
 
 def attended(setup: Setup, block: BlockShape) -> int:
     """Tokens that one looks back on, itself included; kept scores are of the whole sequence, be they masked."""
-    return setup.sequence if setup.attention == "math" else min(setup.sequence, block.window or setup.sequence)
+    return setup.sequence if setup.attention == "math" else block.attended(setup.sequence)
 
 
 def attention_seconds(setup: Setup, block: BlockShape) -> float:
@@ -62,11 +65,13 @@ def attention_seconds(setup: Setup, block: BlockShape) -> float:
 
 def attention_flops(setup: Setup, block: BlockShape) -> float:
     """Of one block and micro-batch on one rank, forward and backward. Fused attention skips what is masked."""
-    seen = attended(setup, block)
-    forward = 2 * _tokens(setup) * seen * _heads(setup, block) * (block.head_dim + block.value_dim)
+    each = 2 * _tokens(setup) * _heads(setup, block) * (block.head_dim + block.value_dim)
     if setup.attention == "math":
-        return 3 * forward
-    return forward * (1 - seen / setup.sequence / 2) / FORWARD_SHARE
+        return 3 * each * attended(setup, block)
+    length = setup.sequence
+    near = min(length, block.window or length)
+    far = (length - near) ** 2 / (2 * block.stride * length) if block.stride else 0.0
+    return each * (near * (1 - near / length / 2) + far) / FORWARD_SHARE
 
 
 def attention_bytes(setup: Setup, block: BlockShape) -> float:
@@ -78,13 +83,18 @@ def attention_bytes(setup: Setup, block: BlockShape) -> float:
 
 def _tile_bytes(setup: Setup, block: BlockShape) -> float:
     """With gathered keys each run of queries meets those before it in one tile and itself in another; in a ring each
-    rank's keys are tiles of their own. With a share of the heads there is one tile, of whole sequences.
+    rank's keys are tiles of their own. With a share of the heads there is one tile, of whole sequences. Within a window
+    each block of queries has three, of which the built-in decoder's layers are made on one rank too.
     """
     ranks, tokens = setup.mesh.cp, _tokens(setup)
-    if ranks == 1 or setup.context == "ulysses":
-        return 0.0
     queries = _heads(setup, block) * block.value_dim
     keys = max(1.0, block.kv_heads / _parts(setup, block)) * (block.head_dim + block.value_dim)
+    slides = block.window is not None and block.window < setup.sequence
+    if slides and (ranks > 1 or setup.model.family == BUILT_IN):
+        times = (block.window or 0) / WINDOW_ROWS + 1
+        return tokens * (3 * queries * QUERY_BYTES + times * keys * KEY_BYTES)
+    if ranks == 1 or setup.context == "ulysses":
+        return 0.0
     tiles = 2 if setup.context == "gather" else ranks
     return tokens * (tiles * queries * QUERY_BYTES + ranks * keys * KEY_BYTES)
 

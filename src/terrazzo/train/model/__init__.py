@@ -4,6 +4,7 @@ objectives   what is learnt: its model, its loss, and what a validation measures
 prepare      from the configuration to what is ready to be sharded
 causal_lm    any of them, built; its operations, logits, and text that it writes
 decoder      the built-in model
+attention_pattern  how far its tokens see, layer by layer
 experts      its mixture of experts
 expert_load  how busy experts are, of either kind
 parallel     a model given to ranks that share its layers, matrices or sequences

@@ -29,7 +29,7 @@ _LLAMA_BLOCK = {
 def decoder_as_llama(
     values: Mapping[str, Any], files: Mapping[str, bytes], end_of_document: int | None
 ) -> ModelDescription:
-    """The built-in decoder as a `LlamaForCausalLM`, which computes the same logits.
+    """The built-in decoder as a `LlamaForCausalLM`, or with a window as a `MistralForCausalLM`: the same logits.
 
     Args:
         values: the fields of its `DecoderConfig`.
@@ -37,12 +37,18 @@ def decoder_as_llama(
         end_of_document: the token at which generation stops.
 
     Raises:
-        BadInput: a decoder with experts.
+        BadInput: a decoder with experts, or one whose attention neither has.
     """
     if values.get("experts") is not None:
         raise BadInput(
             "The checkpoint is of a decoder with experts (model.experts), which a Llama does not have: keep the"
             " checkpoint, or take its weights by tz.full_state_dict."
+        )
+    attention = values.get("attention")
+    if attention is not None and (missing := [name for name in ("stride", "full_every") if attention[name]]):
+        raise BadInput(
+            f"The checkpoint is of a decoder with model.attention.{missing[0]}, which neither a Llama nor a Mistral"
+            " has: keep the checkpoint, or take its weights by tz.full_state_dict."
         )
     rope = {"rope_type": "default", "rope_theta": values["rope_theta"]}
     config = {
@@ -66,6 +72,9 @@ def decoder_as_llama(
         "bos_token_id": None,
         "eos_token_id": end_of_document,
     }
+    if attention is not None:
+        own = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": attention["window"]}
+        config = {name: value for name, value in config.items() if not name.endswith("_bias")} | own
     return ModelDescription(config, files, _llama_name)
 
 

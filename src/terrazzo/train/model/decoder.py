@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from terrazzo import parallel
 from terrazzo.errors import BadInput
 from terrazzo.parallel import AttentionMask, Context, Style
+from terrazzo.train.model.attention_pattern import AttentionPattern
 from terrazzo.train.model.experts import MixtureConfig, MixtureOfExperts
 
 __all__ = ["Block", "Decoder", "DecoderConfig"]
@@ -30,6 +31,8 @@ INIT_STD = 0.02
 @dataclass(frozen=True)
 class DecoderConfig:
     """The shape of a `Decoder`. `ffn_dim` is the width of each of the two SwiGLU branches.
+
+    Without `attention` a token sees all tokens before it.
 
     Raises:
         BadInput: a size that is not positive, `heads` that does not divide `dim` or is not a multiple of `kv_heads`,
@@ -48,11 +51,12 @@ class DecoderConfig:
     tie_embeddings: bool = True
     dropout: float = 0.0
     experts: MixtureConfig | None = None
+    attention: AttentionPattern | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("tie_embeddings", "dropout", "experts") and not value > 0:
+            if field.name not in ("tie_embeddings", "dropout", "experts", "attention") and not value > 0:
                 raise BadInput(f"model.{field.name} is {value}; it must be greater than 0.")
         if not 0.0 <= self.dropout < 1.0:
             raise BadInput(f"model.dropout is {self.dropout}; give a probability from 0 up to, not including, 1.")
@@ -73,6 +77,12 @@ class DecoderConfig:
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.dim // self.heads
+
+    @property
+    def seen(self) -> list[tuple[int | None, int | None]]:
+        """Window and stride of each layer; None where it has none."""
+        pattern = self.attention
+        return [(None, None) if pattern is None else pattern.seen(layer) for layer in range(self.layers)]
 
     @property
     def matmul_numel(self) -> int:
@@ -143,7 +153,7 @@ class RotaryTable(nn.Module):
 
 
 Seen = Tensor | AttentionMask | None
-"""What tokens see: where a mask `[B, 1, T, T]` is True, what a context says, or all before them and themselves."""
+"""What tokens see: where a mask `[B, 1, T, T]` is True, what tiles say, or all before them and themselves."""
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -164,7 +174,7 @@ def document_mask(positions: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention in which `heads / kv_heads` query heads share one key-value head.
 
-    With a context this rank's tokens see those that other ranks have of the same sequences.
+    A context computes it tile by tile. Of several ranks, their tokens see those that others have of the same sequences.
     """
 
     context: Context | None = None
@@ -282,6 +292,8 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else Linear(config.dim, config.vocab_size)
         self.tied_head = TiedHead()
+        if config.attention is not None:
+            self._compute_by(Context(None))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Next-token logits `[B, T, vocab_size]` of int64 `input_ids` `[B, T]`, T ≤ `max_sequence_length`.
@@ -301,25 +313,36 @@ class Decoder(nn.Module):
                 f"The model was given sequences of {length} tokens, but batch.sequence_length, for which it "
                 f"was built, is {self.config.max_sequence_length}. Raise it, or shorten the sequences."
             )
-        seen: Seen = None
-        if self.context is not None:
-            seen = self.context.mask(position_ids, tokens.shape[1])
-        elif position_ids is not None:
-            seen = document_mask(position_ids)
+        kinds = self.config.seen
+        seen = {kind: self._seen(position_ids, tokens.shape[1], *kind) for kind in dict.fromkeys(kinds)}
         cos, sin = self.rotary(tokens.shape[1]) if position_ids is None else self.rotary.at(position_ids)
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x, cos, sin, seen)
+        for block, kind in zip(self.blocks, kinds, strict=True):
+            x = block(x, cos, sin, seen[kind])
         hidden: Tensor = self.norm(x)
         return hidden
+
+    def _seen(self, position_ids: Tensor | None, tokens: int, window: int | None, stride: int | None) -> Seen:
+        """What the tokens of one kind of layers see."""
+        context = self.context
+        if context is None:
+            return None if position_ids is None else document_mask(position_ids)
+        if context.size == 1 and position_ids is None and window is None:
+            return None
+        return context.mask(position_ids, tokens, window, stride)
 
     def use_context(self, context: Context) -> None:
         """Be given parts of sequences from now on, whose rest other ranks have. `position_ids` say which.
 
         Raises:
-            BadInput: heads that the context cannot divide.
+            BadInput: heads that the context cannot divide, or a window that it does not compute.
         """
         context.check_heads(self.config.heads)
+        if self.config.attention is not None:
+            context.check_window(self.config.attention.window)
+        self._compute_by(context)
+
+    def _compute_by(self, context: Context) -> None:
         self.context = context
         for module in self.modules():
             if isinstance(module, Attention):
@@ -356,7 +379,10 @@ class Decoder(nn.Module):
 
         PaLM (arXiv 2204.02311), appendix B: two per multiply-accumulate, once forward and twice backward, for
         N matrix elements, and the same for the two `[T, T]` products of each layer. As there, causal masking
-        is not subtracted, recomputation does not count, and the input look-up is not a matrix product.
+        is not subtracted, recomputation does not count, and the input look-up is not a matrix product. A layer with a
+        window counts by the tokens that one sees there in place of T.
         """
-        attention = 12 * self.config.layers * self.config.dim * sequence_length
+        pattern, layers = self.config.attention, range(self.config.layers)
+        attended = [pattern.attended(layer, sequence_length) if pattern else sequence_length for layer in layers]
+        attention = 12 * self.config.dim * sum(attended)
         return 6 * self.config.matmul_numel + attention

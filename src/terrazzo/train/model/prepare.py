@@ -7,6 +7,7 @@ from torch import nn
 from terrazzo.config import Config
 from terrazzo.engine import checkpoint_activations, compile_units
 from terrazzo.train.data.tokenizer import Tokenizer, load_tokenizer
+from terrazzo.train.model.attention_pattern import AttentionPattern
 from terrazzo.train.model.decoder import DecoderConfig
 from terrazzo.train.model.experts import MixtureConfig
 from terrazzo.train.model.head_loss import take_targets
@@ -37,6 +38,7 @@ def decoder_config(config: Config, tokenizer: Tokenizer | None = None) -> Decode
         tie_embeddings=model.tie_embeddings,
         dropout=model.dropout,
         experts=_experts_config(config, ffn_dim),
+        attention=_attention_pattern(config),
     )
 
 
@@ -44,6 +46,12 @@ def _experts_config(config: Config, ffn_dim: int) -> MixtureConfig | None:
     """How the decoder mixes experts; None where it has none."""
     values = config.model.experts.model_dump()
     return None if values["count"] is None else MixtureConfig(**values | {"ffn_dim": values["ffn_dim"] or ffn_dim})
+
+
+def _attention_pattern(config: Config) -> AttentionPattern | None:
+    """How far the decoder's tokens see; None for all the way."""
+    window, stride, full_every = (getattr(config.model.attention, name) for name in ("window", "stride", "full_every"))
+    return None if window is None else AttentionPattern(window, stride, full_every)
 
 
 def prepare_model(config: Config, tokenizer: Tokenizer | None = None) -> nn.Module:

@@ -175,6 +175,9 @@ def _values(config: DecoderConfig) -> dict[str, Any]:
     """Its sizes under the planner's keys: those of experts are the usual ones."""
     values = asdict(config)
     del values["experts"]
+    if (attention := values.pop("attention")) is not None:
+        usual = {"sliding_window": attention["window"], "sliding_window_pattern": attention["full_every"]}
+        values |= usual | {"stride": attention["stride"]}
     if (experts := config.experts) is None:
         return values
     return values | {

@@ -24,6 +24,7 @@ from terrazzo.planner.memory.trace import ActivationTrace, traced_activations, t
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
 from terrazzo.planner.traffic.volumes import expected_exchanges
 from terrazzo.train.data import Batch
+from terrazzo.train.model.decoder import Decoder
 from terrazzo.train.model.huggingface import one_sequence_per_row
 from terrazzo.train.model.objectives import objective_of
 from terrazzo.train.model.parallel import plan_of, vocabulary_apart
@@ -73,7 +74,8 @@ def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
     layers = setup.model.layers
     if config.train.compile or setup.mesh.pp > 1:
         return None
-    shortened = config.model.kind == "decoder" and setup.every == 1 and layers > TRACED_LAYERS
+    alike = config.model.kind == "decoder" and config.model.attention.full_every is None
+    shortened = alike and setup.every == 1 and layers > TRACED_LAYERS
     model = prepare_model(_traced(config, setup, shortened))
     names, _ = find_units(model, None)
     if (found := _trace_of(model, config, setup, names)) is None:
@@ -128,6 +130,8 @@ def _share_on_paper(model: nn.Module, config: Config, setup: Setup) -> dict[str,
         context = PaperContext(setup.mesh.cp, settings.mode, settings.balance, config.cuts_attention)
         share_sequences(model, context)
         traffic["cp"] = context.traffic
+    elif isinstance(model, Decoder) and model.context is not None:
+        model.use_context(PaperContext(1, "gather", "none", config.cuts_attention))
     if setup.mesh.tp > 1:
         plan = plan_of(model, config)
         vocabulary = vocabulary_apart(model, plan)

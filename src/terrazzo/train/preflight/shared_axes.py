@@ -17,7 +17,14 @@ from terrazzo.parallel import (
     check_line,
     check_styles,
 )
-from terrazzo.parallel.sharing_rules import shares_experts, shares_heads, shares_key_heads, splits_tokens, tokens_step
+from terrazzo.parallel.sharing_rules import (
+    computes_windows,
+    shares_experts,
+    shares_heads,
+    shares_key_heads,
+    splits_tokens,
+    tokens_step,
+)
 from terrazzo.parallel.simulated_ranks import cut_on_paper
 from terrazzo.train.model.huggingface import read_config, tensor_styles
 from terrazzo.train.model.parallel import plan_of
@@ -135,6 +142,12 @@ def _check_context(config: Config) -> None:
         )
     if config.model.kind == "decoder":
         _check_ulysses(config, config.model.heads, "model.heads")
+        window = config.model.attention.window
+        if window is not None and not computes_windows(mode):
+            raise BadInput(
+                f"parallel.context.mode 'ring' sends keys around that no token within model.attention.window {window}"
+                " sees. Use parallel.context.mode=gather or ulysses."
+            )
         return
     assert config.model.path is not None
     values = read_config(config.model.path)

@@ -191,6 +191,8 @@ _SIZES = {
     "vocab-size": _model(None, "size of the vocabulary", "vocab_size"),
     "hidden-dropout": _model(0.1, "share of a block's output dropped", "dropout"),
     "attention-dropout": _model(0.1, "share of attention's weights dropped", "dropout, of a block's output alone"),
+    "window-size": _model(None, "sliding window: tokens before and behind", "attention.window, one more: with itself"),
+    "window-attn-skip-freq": _model(None, "one layer in so many has no window", "attention.full_every"),
     "rotary-base": _model(10000, "base of rotary position embeddings", "rope_theta"),
     "position-embedding-type": _model("learned_absolute", "kind of position embedding", "rope_theta: rope alone"),
     "normalization": _model("LayerNorm", "kind of norm", "kind: decoder, which has RMSNorm"),

@@ -71,7 +71,7 @@ _FAMILIES = (
         qk-pos-emb-head-dim=64 quick-geglu relative-attention-max-distance=128 relative-attention-num-buckets=32
         rope-scaling-factor=8.0 rope-type= rotary-interleaved rotary-percent=1.0 rotary-scaling-factor=1.0
         rotary-seq-len-interpolation-factor= softmax-type=vanilla spec= squared-relu use-rope-scaling
-        use-rotary-position-embeddings v-head-dim=128 window-attn-skip-freq= window-size= yarn-beta-fast=
+        use-rotary-position-embeddings v-head-dim=128 yarn-beta-fast=
         yarn-beta-slow= yarn-correction-range-round-to-int yarn-original-max-position-embeddings=
         """,
     ),

@@ -1,0 +1,52 @@
+"""How far the tokens of the built-in decoder see, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from terrazzo.errors import BadInput
+
+__all__ = ["AttentionPattern"]
+
+
+@dataclass(frozen=True)
+class AttentionPattern:
+    """Attention within a sliding window (Longformer, arXiv 2004.05150), in all layers or in most.
+
+    Attributes:
+        window: how many tokens one sees at most, itself among them.
+        stride: beyond the window a token sees each whose distance is a multiple of it (Sparse Transformer, arXiv
+            1904.10509); None: nothing.
+        full_every: every so many layers one has no window: its last of so many; None: all have one.
+
+    Raises:
+        BadInput: a window or a stride of less than a token, or a `full_every` below 2.
+    """
+
+    window: int
+    stride: int | None = None
+    full_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (("window", self.window, 1), ("stride", self.stride, 2)):
+            if value is not None and value < least:
+                raise BadInput(f"model.attention.{name} is {value} tokens; give {least} or more.")
+        if self.full_every is not None and self.full_every < 2:
+            raise BadInput(
+                f"model.attention.full_every is {self.full_every}; give 2 or more, or leave model.attention out for"
+                " layers that all see everything."
+            )
+
+    def is_full(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has no window."""
+        return self.full_every is not None and (layer + 1) % self.full_every == 0
+
+    def seen(self, layer: int) -> tuple[int | None, int | None]:
+        """Window and stride of a layer, counted from 0."""
+        return (None, None) if self.is_full(layer) else (self.window, self.stride)
+
+    def attended(self, layer: int, sequence_length: int) -> int:
+        """Tokens that one sees in a layer, counted from 0, as if none were masked for being behind it."""
+        window, stride = self.seen(layer)
+        near = min(window or sequence_length, sequence_length)
+        return near + ((sequence_length - near) // stride if stride else 0)
