@@ -30,14 +30,15 @@ STRIDE = 64
 
 def attention(kind: str, rows: list[Tensor], window: int) -> Tensor:
     """Of queries, keys and values, `[1, heads, tokens, channels]` each."""
-    tokens = rows[0].shape[2]
+    query, key, value = rows
+    tokens = query.shape[2]
     if kind == "causal":
-        return F.scaled_dot_product_attention(*rows, is_causal=True)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
     if kind == "square":
         distance = torch.arange(tokens).unsqueeze(1) - torch.arange(tokens)
-        return F.scaled_dot_product_attention(*rows, attn_mask=(distance >= 0) & (distance < window))
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=(distance >= 0) & (distance < window))
     context = Context(None)
-    return context.attend(*rows, context.mask(None, tokens, window, STRIDE if kind == "strided" else None))
+    return context.attend(query, key, value, context.mask(None, tokens, window, STRIDE if kind == "strided" else None))
 
 
 def measure(kind: str, tokens: int, window: int) -> str:
