@@ -95,7 +95,7 @@ def assert_promises(found: Dialect, document: dict[str, Any], context: ReadingCo
     return reading
 
 
-NO_DTYPES = ("loss_scaling", "static_loss_scale", "autocast", "rounding", "linears", "skip")
+NO_DTYPES = ("loss_scaling", "static_loss_scale", "autocast", "rounding", "gather", "linears", "skip")
 
 
 def assert_sound(description: Description, keys: set[str]) -> None:

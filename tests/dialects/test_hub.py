@@ -109,6 +109,7 @@ OTHER: dict[str, Any] = {
     "precision.moments": "int8",
     "precision.rounding": "stochastic",
     "precision.frozen": "nf4",
+    "precision.gather": "int8",
     "precision.linears": "fp8-rowwise",
     "precision.skip": ["*.gate", "head"],
     "objective.name": "dpo",

@@ -1,4 +1,4 @@
-"""Blocks of 8 bits as plain PyTorch has them, on whole tensors: the oracle of states that are kept so."""
+"""Blocks of 8 bits as plain PyTorch has them, on whole tensors: the oracle of what is kept or sent so."""
 
 from __future__ import annotations
 
@@ -46,6 +46,26 @@ def by_float(ratio: Tensor, threshold: Tensor, squares: bool) -> Tensor:
         size = torch.where((ratio > 0) & (size < 2.0**-9), 2.0**-9, size)
     size = torch.where(size < 2.0**-6, torch.round(size * 2**9) / 2**9, size)
     return ((size / 448) * torch.sign(ratio)).float()
+
+
+def as_sent(values: Tensor, form: str) -> Tensor:
+    """What ranks see of a matrix that is sent in blocks of 256 from its first element; others are sent as they are."""
+    if not form or values.ndim < 2 or values.numel() < 256:
+        return values
+    blocks = torch.nn.functional.pad(values.float().flatten(), (0, -values.numel() % 256)).view(-1, 256)
+    mantissa, exponent = torch.frexp((blocks.abs().max(dim=1, keepdim=True).values / SENT[form]).double())
+    scale = torch.ldexp(torch.floor(mantissa * 2**16 + 0.5) / 2**16, exponent).float()
+    ratio = torch.where(scale > 0, blocks / scale, torch.zeros(())).double()
+    if form == "int8":
+        kept = torch.round(ratio).clamp(-127, 127) + 0.0  # whole numbers have no -0
+    else:
+        unit = torch.exp2((torch.frexp(ratio).exponent - 4).clamp(min=-9).double())
+        kept = (torch.round(ratio / unit) * unit).clamp(-448, 448)
+    return (kept * scale).to(values.dtype).flatten()[: values.numel()].view(values.shape)
+
+
+SENT = {"int8": 127.0, "fp8": 448.0}
+"""The largest code."""
 
 
 def keep_rounded(optimizer: Optimizer, form: str) -> Optimizer:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.engine.models import base_model, batch, criterion, loss_of
+from tests.engine.narrow import as_sent
 
 Grads = dict[str, Tensor | None]
 
@@ -52,7 +53,12 @@ class Sums:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the reference needs to know of a run."""
+    """Everything that the reference needs to know of a run.
+
+    Attributes:
+        gather: what matrices are sent as, `int8` or `fp8`; empty: in the dtype computed with.
+        gathers_frozen: whether those that are not trained are sent as well.
+    """
 
     sums: Sums
     variant: str = "plain"
@@ -60,16 +66,23 @@ class Recipe:
     micro_batches: int = 1
     steps: int = 3
     denominator: float | None = None
+    gather: str = ""
+    gathers_frozen: bool = True
 
 
 @dataclass
 class Step:
-    """What a step leaves behind: losses by rank and micro-batch; tensors flat, by parameter name (and state)."""
+    """What a step leaves behind: losses by rank and micro-batch; tensors flat, by parameter name (and state).
+
+    Attributes:
+        computed: the weights that the next step computes with.
+    """
 
     losses: list[list[float]]
     grads: dict[str, Tensor]
     weights: dict[str, Tensor]
     states: dict[tuple[str, str], Tensor]
+    computed: dict[str, Tensor]
 
 
 def adamw(parameters: Any) -> Optimizer:
@@ -125,7 +138,8 @@ class Trainer:
             self.skipped_steps += 1
             self.scale /= 2
         self.steps_done += 1
-        return Step(losses, kept, self._weights(), self._states())
+        computed = {name: p.detach().flatten().clone() for name, p in self._twin().named_parameters()}
+        return Step(losses, kept, self._weights(), self._states(), computed)
 
     def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
         """What the optimizer steps: the parameter itself, or a padded one whose memory it becomes a view of."""
@@ -154,7 +168,7 @@ class Trainer:
             parameter.grad = None
 
     def _gradients(self) -> tuple[list[list[float]], Grads]:
-        recipe, twin = self.recipe, copy.deepcopy(self.model).to(self.compute)
+        recipe, twin = self.recipe, self._twin()
         runs = [
             [self._backward(twin, batch(self.steps_done, rank, micro)) for rank in range(recipe.sums.ranks)]
             for micro in range(recipe.micro_batches)
@@ -171,9 +185,17 @@ class Trainer:
                 grads[name] = (total / denominator).to(dtypes[name])
         return losses, grads
 
+    def _twin(self) -> nn.Module:
+        """The model with the weights that ranks compute with."""
+        twin = copy.deepcopy(self.model).to(self.compute)
+        for parameter in twin.parameters():
+            if parameter.requires_grad or self.recipe.gathers_frozen:
+                parameter.data = as_sent(parameter.data, self.recipe.gather)
+        return twin
+
     def backward(self, rank: int, micro: int) -> dict[str, Tensor]:
         """One rank's own gradients of one micro-batch, of parameters that have one; nothing is kept."""
-        twin = copy.deepcopy(self.model).to(self.compute)
+        twin = self._twin()
         _, grads = self._backward(twin, batch(self.steps_done, rank, micro))
         return {name: grad for name, grad in grads.items() if grad is not None}
 

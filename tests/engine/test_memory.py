@@ -26,6 +26,8 @@ PRECISIONS: dict[str, Precision | str] = {
     "bf16-pure": "bf16-pure",
     "fp16": Precision(weight="fp16", compute="fp16"),  # type: ignore[arg-type]
     "mixed": Precision(weight="fp32", compute="bf16", reduce="bf16", moments="bf16"),  # type: ignore[arg-type]
+    "gathered in int8": Precision(weight="bf16", compute="bf16", gather="int8"),  # type: ignore[arg-type]
+    "gathered in fp8": Precision(gather="fp8"),  # type: ignore[arg-type]
     "wide": Precision(master="fp64", moments="fp64", accumulate="fp64"),  # type: ignore[arg-type]
 }
 
@@ -162,13 +164,14 @@ def test_the_transient_peak_equals_the_bill(plan: str, precision: str) -> None:
 
 
 @pytest.mark.cover(strength=1, plan=places)
+@pytest.mark.parametrize("precision", ["bf16", "gathered in int8"])
 @pytest.mark.parametrize("plan", EVERY_PLAN)
-def test_the_transient_peak_on_real_ranks(plan: str) -> None:
-    base = Net()
+def test_the_transient_peak_on_real_ranks(plan: str, precision: str) -> None:
+    base = Net(width=37)
     for micro_batches, local in ((1, None), (2, True)):
 
         def body(rank: int, case: Any = (micro_batches, local)) -> tuple[int, int]:
-            return _peak_and_promise(*sharded(base, plan, 4, precision="bf16"), *case)
+            return _peak_and_promise(*sharded(base, plan, 4, precision=PRECISIONS[precision]), *case)
 
         assert all(peak == promise for peak, promise in on_ranks(4, body)), (micro_batches, local)
 

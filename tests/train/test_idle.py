@@ -50,6 +50,7 @@ ROOT = Path(__file__).parents[2]
         ({"parallel": {"context": {"mode": "ring", "balance": "none"}}}, "parallel.context.mode, parallel.", "mesh.cp"),
         ({"parallel": {"tensor": {"sequence": False}}}, "parallel.tensor.sequence does", "set plan.mesh.tp"),
         ({"plan": {"name": "zero0", "prefetch": 3}}, "plan.prefetch does", "plan.name=zero3"),
+        ({"plan": "zero0", "precision": {"gather": "int8"}}, "precision.gather does", "plan.name=zero3"),
         ({"objective": {"name": "reward", "loss": "full"}}, "objective.loss does", "set objective=next_token"),
         ({"plan": {"mesh": {"pp": 2}}, "train": {"sample_prompt": "a"}}, "train.sample_prompt does", "plan.mesh.pp=1"),
         (
@@ -123,8 +124,8 @@ ALWAYS = """
     data.validation_source guard.action guard.memory_every guard.replay_every launch.device launch.ignore_planner
     launch.restarts launch.threads launch.timeout_s log.* objective.name offload.grad offload.optim offload.weight
     optimizer.lr optimizer.name optimizer.options plan.between plan.grad plan.mesh.* plan.name plan.optim plan.units
-    plan.weight precision.* schedule.name schedule.warmup_steps train.activation_checkpointing train.clip train.compile
-    train.seed train.steps
+    plan.weight precision.[!g]* schedule.name schedule.warmup_steps train.activation_checkpointing train.clip
+    train.compile train.seed train.steps
 """
 """These do something in every run, whatever else is set."""
 

@@ -14,6 +14,7 @@ __all__ = ["PrecisionConfig"]
 DtypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 MomentsName = Literal["fp32", "bf16", "fp16", "fp64", "int8", "fp8"]
 Rounding = Literal["nearest", "stochastic"]
+GatherName = Literal["compute", "int8", "fp8"]
 FrozenName = Literal["nf4", "nf4-double"]
 
 
@@ -30,6 +31,10 @@ class PrecisionConfig(Named):
     rounding: Rounding = Field("nearest", description="of master weights in bf16 with moments in 8 bits")
     frozen: FrozenName | None = Field(
         None, description="matrices that lora freezes, in 4 bits and blocks of 64; `nf4-double`: their scales too"
+    )
+    gather: GatherName = Field(
+        "compute",
+        description="weights on the wire: in `compute`, or matrices in 8 bits with a scale for each 256 elements",
     )
     linears: Literal["compute", "fp8-tensorwise", "fp8-rowwise"] = Field(
         "compute",

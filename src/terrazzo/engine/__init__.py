@@ -97,6 +97,7 @@ from terrazzo.engine.plan.precision import (
     LossScaling,
     Precision,
     StateFormat,
+    WireFormat,
 )
 from terrazzo.engine.plan.rectangles import Rectangle
 from terrazzo.engine.plan.stages import STAGES_OF, Stages, stages_of
@@ -154,6 +155,7 @@ __all__ = [
     "UnitSnapshot",
     "Units",
     "UnusedGradients",
+    "WireFormat",
     "Zeros",
     "accumulate",
     "as_one",

@@ -215,6 +215,7 @@ _OFF: dict[str, Any] = {
     **dict.fromkeys(("activation_checkpointing.mode", "saving.export"), "none"),
     **dict.fromkeys(("schedule.warmup_steps", "schedule.warmup_fraction"), 0),
     "precision.rounding": "nearest",
+    "precision.gather": "compute",
     "precision.linears": "compute",
     "precision.skip": (),
     "optimizer.options": {},

@@ -46,7 +46,7 @@ def _measure(engine: Engine, number: int, index: int, func: Any, args: Sequence[
     if not can_be_measured(func) or not args or args[0] is not member.parameter:
         return None
     engine.catch_up()
-    part = bucket.weight.copied(slot.range, engine.axes.device).to(member.parameter.dtype)
+    part = bucket.as_seen(bucket.weight.copied(slot.range, engine.axes.device)).to(member.parameter.dtype)
     over = (*bucket.weight_axes, *engine.axes.cut_along(member.family))
     spread = Spread(engine.axes, over, math.prod(member.shape))
     differentiable = member.trainable and func not in ALIASES

@@ -16,11 +16,12 @@ from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.buckets.narrow import NarrowState
 from terrazzo.engine.buckets.packed import PackedWeight
+from terrazzo.engine.buckets.wire import BlockMessage, as_sent
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.box import Box
 from terrazzo.engine.plan.bucket_spec import BucketSpec, Pass
-from terrazzo.engine.plan.layout import STATE_BLOCKS, Layout, Slot
+from terrazzo.engine.plan.layout import STATE_BLOCKS, Layout, Slot, travels_in_blocks
 from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.engine.plan.precision import FrozenFormat
@@ -74,6 +75,7 @@ class Bucket(BucketSpec):
             on_host=axes.device.type == "cpu",
             stages=members[0].stages,
             packed=packed,
+            matrices=travels_in_blocks(members[0].shape),
         )
         self.members, self.sharding, self.ledger, self.space = members, sharding, ledger, Space(layout, axes)
         self.gradient = Gradient(self.space, sharding, members, ledger, self.sums, tiers.grad)
@@ -165,7 +167,20 @@ class Bucket(BucketSpec):
         for state in self.states():
             for part in state.cuts(slot.range):
                 with state.opened(part, "change") as data:
-                    data.copy_(flat[part.within(slot.range)])
+                    values = flat[part.within(slot.range)]
+                    data.copy_(self.as_seen(values) if state is self.weight and self.updated_in_blocks else values)
+
+    def as_seen(self, values: Tensor) -> Tensor:
+        """What ranks see of weights at rest that are sent: rounded in blocks, where they are sent in these.
+
+        Args:
+            values: 1-D, from the beginning of a block.
+        """
+        form, through = self.gather_format, self.compute_dtype
+        return values if form is None else as_sent(values, form, through)
+
+    def _master_as_seen(self, values: Tensor) -> Tensor:
+        return self.as_seen(values) if self.updated_in_blocks else values
 
     def adopt_written(self) -> None:
         """Adopt what was written into the gathered weights.
@@ -178,9 +193,9 @@ class Bucket(BucketSpec):
         self.note_change()
         self.full.edits.forget_written()
         if not self.resident:
-            copy_changed(self.weight, self.full.buffer)
+            copy_changed(self.weight, self.full.buffer, self.as_seen if self.weight_axes else lambda values: values)
         if self.has_own_master:
-            copy_changed(self.master, self.weight)
+            copy_changed(self.master, self.weight, self._master_as_seen)
 
     def refuse_packed_edits(self) -> None:
         """Refuse what was written into gathered weights that are kept in 4 bits, which would round it.
@@ -200,10 +215,12 @@ class Bucket(BucketSpec):
         if not (self.resident and self.full.present):
             return
         has_master, edits = self.has_own_master, self.full.edits
-        if edits.take_written() or (has_master and edits.asked and differ(self.master, self.weight)):
+        if edits.take_written() or (
+            has_master and edits.asked and differ(self.master, self.weight, self._master_as_seen)
+        ):
             self.note_change()
             if has_master:
-                copy_changed(self.master, self.weight)
+                copy_changed(self.master, self.weight, self._master_as_seen)
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Forget the gradient, and whatever stands in for it; or set a finished one to zero."""
@@ -221,16 +238,33 @@ class Bucket(BucketSpec):
         """
         self.note_change()
         if isinstance(self.weight, Buffer) and not self.gathers_apart:
-            yield from self.weight.complete(self.optim_axes) if copied else self.weight.gather(self.master)
+            yield from self._complete(self.weight) if copied else self._gather_new(self.weight)
         elif self.gathers_apart:
             with self.ledger.holding(self.weight.nbytes):
                 gathered = self.space.empty(self.weight_axes, self.weight_dtype)
-                yield from gathered.gather(self.master)
+                yield from self._gather_new(gathered)
                 self.weight.save(gathered)
         elif self.has_own_master and not copied:
             for part in self.weight.cuts(self.weight.range):
                 with self.weight.opened(part, "replace") as weight, self.master.opened(part) as master:
                     weight.copy_(master)
+
+    def _gather_new(self, weight: Buffer) -> Moves[Tensor]:
+        """Fill `weight` from the master weights of all ranks."""
+        if not self.updated_in_blocks:
+            return (yield from weight.gather(self.master))
+        yield from self.master.load(weight.narrow(self.optim_axes).data)
+        return (yield from self._complete(weight))
+
+    def _complete(self, weight: Buffer) -> Moves[Tensor]:
+        """The same, where this rank's own part is there."""
+        if self.gather_format is None or not self.updated_in_blocks:
+            return (yield from weight.complete(self.optim_axes))
+        message = BlockMessage(self.space, self.weight_axes, self.gather_format, self.compute_dtype, self.ledger)
+        with self.ledger.holding(message.nbytes):
+            yield from message.bring(weight.narrow(self.optim_axes).data, self.optim_axes)
+            message.unpack(weight.data)
+        return weight.data
 
     @property
     def own_weight(self) -> Resting | None:

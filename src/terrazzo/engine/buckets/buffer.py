@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -170,18 +170,22 @@ def view(flat: Tensor, slot: Slot) -> Tensor:
     return flat.as_strided(slot.shape, slot.strides, flat.storage_offset() + slot.offset)
 
 
-def copy_changed(state: Resting, written: Resting) -> None:
+AsSeen = Callable[[Tensor], Tensor]
+"""What values at rest become where they are seen, as by being sent in 8 bits."""
+
+
+def copy_changed(state: Resting, written: Resting, as_seen: AsSeen = lambda values: values) -> None:
     """Replace the values of `state` where those that they round to in `written` are others."""
     for part in state.cuts(state.range):
         with state.opened(part, "change") as kept, written.opened(part) as new:
             value = new.to(kept.device)
-            kept.copy_(torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype)))
+            kept.copy_(torch.where(as_seen(kept).to(value.dtype) == value, kept, value.to(kept.dtype)))
 
 
-def differ(state: Resting, written: Resting) -> bool:
+def differ(state: Resting, written: Resting, as_seen: AsSeen = lambda values: values) -> bool:
     """Whether values of `state` round to others than those in `written`."""
     for part in state.cuts(state.range):
         with state.opened(part) as kept, written.opened(part) as new:
-            if not torch.equal(kept.to(device=new.device, dtype=new.dtype), new):
+            if not torch.equal(as_seen(kept).to(device=new.device, dtype=new.dtype), new):
                 return True
     return False

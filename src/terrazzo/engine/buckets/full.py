@@ -11,6 +11,7 @@ from terrazzo.engine.buckets.buffer import Buffer, Resting, Space, view
 from terrazzo.engine.buckets.edits import Edits, Watched
 from terrazzo.engine.buckets.packed import PackedWeight, room_for, unpack
 from terrazzo.engine.buckets.parameter import Guard, Note
+from terrazzo.engine.buckets.wire import BlockMessage
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Handle, Moves, for_computation
 from terrazzo.engine.plan.bucket_spec import BucketSpec
@@ -70,6 +71,7 @@ class FullWeights:
         self, members: Sequence[Member], spec: BucketSpec, space: Space, weight: Resting, ledger: Ledger
     ) -> None:
         self.space, self._weight, self._ledger, self._resident = space, weight, ledger, spec.resident
+        self._format, self._gathers_into_place = spec.gather_format, spec.gathers_into_place
         self._stays = spec.resident or spec.keeps_full
         self._held_axes = None if self._stays or spec.between_axes == spec.weight_axes else spec.between_axes
         self._held: Buffer | None = None  # from forward to backward, in place of these; of packed ones beside them
@@ -107,14 +109,32 @@ class FullWeights:
         if not from_rest and self.present:
             self._hold()  # as ranks that have put them down did
         held = None if from_rest else self._held
+        if isinstance(self._weight, PackedWeight):
+            self._have_memory()
+            return (yield from self._gather_packed(self._weight, held, from_rest))
+        source: Resting = self._weight if held is None else held
+        if self._format is None or not source.axes:
+            self._have_memory()
+            return (yield from self.buffer.gather(source))
+        message = BlockMessage(self.space, (), self._format, self.data.dtype, self._ledger)
+        with self._ledger.holding(message.nbytes):
+            if self._gathers_into_place or not isinstance(source, Buffer):
+                self._have_memory()
+                own = self.buffer.narrow(source.axes).data
+                yield from source.load(own)
+            else:
+                own = source.data
+            yield from message.bring(own, source.axes)
+            self._have_memory()
+            message.unpack(self.data)
+        return self.data
+
+    def _have_memory(self) -> None:
         storage = self.data.untyped_storage()
         if storage.size() == 0:
             storage.resize_(with_room(self.data.nbytes, self.data.device))
             use_large_pages(self.data)
             self._ledger.acquire(self.data.nbytes)
-        if isinstance(self._weight, PackedWeight):
-            return (yield from self._gather_packed(self._weight, held, from_rest))
-        return (yield from self.buffer.gather(self._weight if held is None else held))
 
     def _gather_packed(self, weight: PackedWeight, held: Buffer | None, from_rest: bool) -> Moves[Tensor]:
         """Gather bytes, and decode them into the full weights; what `between` keeps of them stays beside these."""

@@ -186,7 +186,7 @@ class CountingUnit:
         comm_streams: CommStreams | None = None,
     ) -> None:
         self.name, self.index, self.comm_streams = name, index, comm_streams
-        self.buckets = [CountingBucket(bucket, tally) for bucket in buckets]
+        self.buckets = [CountingBucket(bucket, tally, beside=comm_streams is not None) for bucket in buckets]
         self.weights = CountingWeights(self.buckets)
         self.has_gradients = any(bucket.trainable for bucket in buckets)
         self.fills_gradually = self.has_gradients and not compiled
@@ -265,6 +265,8 @@ class CountingWeights:
 
     def wait(self) -> None:
         for bucket in self._buckets:
+            bucket.decode()
+        for bucket in self._buckets:
             bucket.arrive()
 
     def rest_between(self) -> None:
@@ -282,20 +284,42 @@ class CountingWeights:
 
 
 class CountingBucket:
-    """What a bucket holds at a moment of a step, in bytes."""
+    """What a bucket holds at a moment of a step, in bytes.
 
-    def __init__(self, spec: BucketSpec, tally: Tally) -> None:
+    Args:
+        beside: whether chains of collectives run beside the computation.
+    """
+
+    def __init__(self, spec: BucketSpec, tally: Tally, beside: bool) -> None:
+        self._beside = beside
         self.spec, self._ledger, self._traffic = spec, tally.ledger, tally.traffic
         self.present = spec.resident
-        self._held_bytes = self._pending_bytes = self._partial_bytes = 0
+        self._held_bytes = self._pending_bytes = self._partial_bytes = self._arriving_bytes = 0
 
     def gather(self) -> None:
         if not self.present:
-            self.present = True
-            self._ledger.acquire(self.spec.full_bytes)
-            self._record(self.spec.collectives(When.BACKWARD if self._held_bytes else When.FORWARD))
-            if self.spec.packed is not None:
+            self.present, spec = True, self.spec
+            self._arriving_bytes = spec.arriving_bytes(spec.between_axes if self._held_bytes else spec.weight_axes)
+            self._ledger.acquire(self._arriving_bytes)
+            if spec.gathers_into_place or not self._arriving_bytes:
+                self._ledger.acquire(spec.full_bytes)
+            with self._ledger.holding(spec.scratch_bytes if self._arriving_bytes else 0):
+                self._record(spec.collectives(When.BACKWARD if self._held_bytes else When.FORWARD))
+            if spec.packed is not None:
                 self._hold()
+            if self._beside:
+                self.decode()
+
+    def decode(self) -> None:
+        """What was sent in blocks of 8 bits is decoded; before the host has waited for it where collectives run beside
+        the computation.
+        """
+        if self._arriving_bytes:
+            if not self.spec.gathers_into_place:
+                self._ledger.acquire(self.spec.full_bytes)
+            with self._ledger.holding(self.spec.scratch_bytes):
+                self._ledger.release(self._arriving_bytes)
+            self._arriving_bytes = 0
 
     def _record(self, moves: Iterable[MoveBytes]) -> None:
         for move in moves:
@@ -304,6 +328,7 @@ class CountingBucket:
     def rest_between(self) -> None:
         if not self.spec.regathered:
             return
+        self.decode()
         if self.present:
             self._hold()
         self._release_full()
@@ -314,6 +339,7 @@ class CountingBucket:
             self._ledger.acquire(self._held_bytes)
 
     def release(self) -> None:
+        self.decode()
         if self.present and self.spec.packed is not None:
             self.drop_held()
         self._release_full()

@@ -30,6 +30,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from terrazzo.engine.plan.layout import WIRE_BLOCKS, wire_scratch_bytes
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import FrozenFormat, Precision
 
@@ -143,8 +144,11 @@ class BucketSpec:
         on_host: whether collectives reach the host's memory: ranks on CPUs.
         stages: the ranks along the axis of stages that have these parameters, where several do: all hold them alike.
         packed: in which frozen weights rest and are gathered; None: in a dtype.
+        matrices: whether its parameters are matrices, which may be sent in 8 bits; see `travels_in_blocks`.
 
     Attributes:
+        gather_format: what its weights are sent as, in blocks of 8 bits; None where they are in a dtype.
+        updated_in_blocks: whether new weights are: those at rest are what the blocks stand for.
         weight_axes, between_axes, optim_axes: over which the states are split.
         compute_dtype, weight_dtype: of the full weights, and of those at rest.
         has_own_master: whether master weights have memory of their own.
@@ -167,6 +171,7 @@ class BucketSpec:
     on_host: bool = False
     stages: tuple[int, ...] = ()
     packed: FrozenFormat | None = None
+    matrices: bool = False
 
     def __post_init__(self) -> None:
         plan, tiers, trainable = self.plan, self.tiers, self.trainable
@@ -176,6 +181,9 @@ class BucketSpec:
         self.compute_dtype = self.stored or self.precision.compute
         self.weight_axes, self.between_axes = plan.weight.axes, () if self.keep else plan.between.axes
         self.optim_axes = plan.optim.axes if trainable else plan.weight.axes
+        in_dtype = self.stored is None and self.packed is None
+        self.gather_format = self.precision.gather if self.matrices and in_dtype else None
+        self.updated_in_blocks = self.gather_format is not None and self.weight_axes != self.optim_axes
         stored = self.stored or self.precision.weight
         self.has_own_master = trainable and not self.shares_memory(stored)
         self.weight_dtype = stored if self.has_own_master or not trainable else self.precision.master
@@ -192,7 +200,7 @@ class BucketSpec:
     def shares_memory(self, stored: torch.dtype) -> bool:
         """Whether a weight of the dtype `stored` and its master are one memory, or one within the other."""
         same_axes, tier = self.weight_axes == self.optim_axes, self.tiers.weight
-        if tier != self.tiers.optim:
+        if tier != self.tiers.optim or self.updated_in_blocks:
             return False
         if stored == self.precision.master:
             return same_axes or tier != "nvme"
@@ -255,8 +263,31 @@ class BucketSpec:
 
     @property
     def apart_bytes(self) -> int:
-        """New weights that are gathered on the device on their way to where they rest."""
-        return self.gathers_apart * self.numel(self.weight_axes) * self.weight_dtype.itemsize
+        """New weights that are gathered on the device on their way to where they rest, and what they are sent as."""
+        apart = self.gathers_apart * self.numel(self.weight_axes) * self.weight_dtype.itemsize
+        return apart + self.updated_in_blocks * (self.message_bytes(self.weight_axes) + self.scratch_bytes)
+
+    def message_bytes(self, axes: tuple[str, ...]) -> int:
+        """Its elements in blocks of 8 bits, when the space is split over `axes`."""
+        return WIRE_BLOCKS.size_bytes(self.numel(axes))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory to encode or decode these."""
+        return wire_scratch_bytes(self.whole, "cpu" if self.on_host else "cuda")
+
+    @property
+    def gathers_into_place(self) -> bool:
+        """Whether memory for full weights is there before they come; else as they are decoded."""
+        return self.gather_format is None or self.tiers.weight != "device"
+
+    def arriving_bytes(self, axes: tuple[str, ...]) -> int:
+        """What is sent of full weights, in memory of its own until they are decoded; none in a dtype.
+
+        Args:
+            axes: over which they are split before.
+        """
+        return self.message_bytes(()) if self.gather_format is not None and axes else 0
 
     # -- collectives -------------------------------------------------------------------------------------------
 
@@ -298,7 +329,8 @@ class BucketSpec:
         moves, own = [], self.numel(source)
         for cut in range(len(source) - 1, len(target) - 1, -1):
             wider = self.numel(source[:cut])
-            moves.append(MoveBytes("all_gather", what, source[cut], (wider - own) * itemsize))
+            sent = (wider - own) * itemsize if self.gather_format is None else WIRE_BLOCKS.size_bytes(wider - own)
+            moves.append(MoveBytes("all_gather", what, source[cut], sent))
             own = wider
         return moves
 

@@ -18,6 +18,7 @@ __all__ = [
     "ALIGN",
     "PAGE_BYTES",
     "STATE_BLOCKS",
+    "WIRE_BLOCKS",
     "BlockFormat",
     "Layout",
     "Range",
@@ -27,6 +28,8 @@ __all__ = [
     "share",
     "tile_numel",
     "tiled_step_bytes",
+    "travels_in_blocks",
+    "wire_scratch_bytes",
 ]
 
 ALIGN = 64
@@ -92,6 +95,8 @@ class BlockFormat:
 
 STATE_BLOCKS = BlockFormat(256, 256 + 4)
 """Of an optimizer's states in 8 bits: codes, and a scale in fp32."""
+WIRE_BLOCKS = STATE_BLOCKS
+"""Of weights that are sent in 8 bits: likewise."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +199,20 @@ def tiled_step_bytes(numel: int, device: str) -> int:
     stepped with, and new codes.
     """
     return 32 * min(numel, tile_numel(device))
+
+
+def travels_in_blocks(shape: Sequence[int]) -> bool:
+    """Whether a parameter of that shape may be sent in 8 bits: matrices, and no norms, biases or few numbers.
+
+    Args:
+        shape: of the whole parameter, so that the answer is the same wherever it is cut.
+    """
+    return len(shape) >= 2 and math.prod(shape) >= WIRE_BLOCKS.numel
+
+
+def wire_scratch_bytes(numel: int, device: str) -> int:
+    """Memory to encode or decode `numel` elements that are sent in 8 bits, a tile at a time."""
+    return 12 * min(numel, tile_numel(device))
 
 
 def round_up(value: int, multiple: int) -> int:

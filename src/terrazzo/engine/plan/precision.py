@@ -23,6 +23,7 @@ __all__ = [
     "LossScaling",
     "Precision",
     "StateFormat",
+    "WireFormat",
 ]
 
 Rounding = Literal["nearest", "stochastic"]
@@ -66,6 +67,14 @@ _NF4_BLOCKS = {
     FrozenFormat.NF4: BlockFormat(NF4_BLOCK, NF4_BLOCK // 2 + 2),
     FrozenFormat.NF4_DOUBLE: BlockFormat(256 * NF4_BLOCK, 256 * (NF4_BLOCK // 2 + 1) + 2),
 }
+
+
+class WireFormat(enum.StrEnum):
+    """What weights may be sent as in less than any dtype that modules compute in: see `buckets/wire`."""
+
+    INT8 = "int8"
+    FP8 = "fp8"
+
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, spelling) for name, spelling in DTYPE_SPELLINGS.items()}
 """Every dtype that a state may have, by its name in configurations."""
@@ -126,6 +135,8 @@ class Precision:
         frozen: what frozen matrices of linear layers inside of units are kept in, a `FrozenFormat` (`"nf4"`,
             `"nf4-double"`); None: as other weights. They are gathered so, and decoded to `compute` where they are used.
             What is tied, or in no unit such as embeddings and the head, is kept as other weights.
+        gather: weights on the wire, a `WireFormat` (`"int8"`, `"fp8"`): matrices are gathered in blocks of 256 codes of
+            8 bits with a scale, and every rank computes with what these stand for. None: in `compute`.
     """
 
     weight: torch.dtype = torch.float32
@@ -137,6 +148,7 @@ class Precision:
     loss_scaling: LossScaling | None = None
     rounding: Rounding = "nearest"
     frozen: FrozenFormat | None = None
+    gather: WireFormat | None = None
 
     def __post_init__(self) -> None:
         for name in DTYPE_FIELDS:
@@ -172,10 +184,27 @@ class Precision:
                 f"master is {DTYPE_NAMES[self.master]} and moments are {MOMENTS_NAMES[self.moments]}. Use 'bf16-pure' "
                 "with moments 'int8', or leave rounding out."
             )
+        self._read_gather()
         if not isinstance(self.loss_scaling, LossScaling | None):
             raise BadInput(
                 f"precision: loss_scaling is {self.loss_scaling!r}; it must be a tz.LossScaling, such as "
                 "tz.LossScaling() with the usual numbers, or None."
+            )
+
+    def _read_gather(self) -> None:
+        if self.gather is None:
+            return
+        formats = [form.value for form in WireFormat]
+        if self.gather not in formats:
+            raise BadInput(
+                f"precision: gather is {self.gather!r}.{did_you_mean(str(self.gather), formats)} Use one of "
+                f"{', '.join(formats)}, or leave it out: weights are gathered in the dtype that is computed in."
+            )
+        object.__setattr__(self, "gather", WireFormat(self.gather))
+        if self.compute == torch.float64:
+            raise BadInput(
+                f"precision: gather {self.gather} of weights that are computed with in fp64, all but eight of whose "
+                "bits would be lost. Leave gather out, or compute in bf16 or fp32."
             )
 
     @classmethod
@@ -212,7 +241,7 @@ class Precision:
         Args:
             form: in which a bucket keeps its weights.
         """
-        least = ALIGN if self.narrow is None else STATE_BLOCKS.numel
+        least = ALIGN if self.narrow is None and self.gather is None else STATE_BLOCKS.numel
         return least if form is None else max(least, form.blocks.numel)
 
     def __str__(self) -> str:
@@ -220,7 +249,8 @@ class Precision:
         scaling = f", loss scale from {self.loss_scaling.init:g}" if self.loss_scaling else ""
         rounding = ", stochastic rounding" if self.stochastic else ""
         frozen = f", frozen matrices {self.frozen}" if self.frozen else ""
-        return ", ".join(dtypes) + scaling + rounding + frozen
+        gather = f", gathered in {self.gather}" if self.gather is not None else ""
+        return ", ".join(dtypes) + scaling + rounding + frozen + gather
 
 
 PRECISIONS = {

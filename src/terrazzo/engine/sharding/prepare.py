@@ -27,6 +27,7 @@ from terrazzo.engine.optim.probe import OptimizerProbe
 from terrazzo.engine.optim.stock import assign_groups
 from terrazzo.engine.optim.template import Templates
 from terrazzo.engine.plan.absent import as_one
+from terrazzo.engine.plan.layout import travels_in_blocks
 from terrazzo.engine.plan.partition import Member, Units, UnitSpec, find_units, partition
 from terrazzo.engine.plan.place import Plan
 from terrazzo.engine.plan.precision import Precision
@@ -227,7 +228,7 @@ def _plan_units(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, o
     for index, spec in enumerate(specs):
         tiers = sharding.plan.tiers_of(index, len(specs))
         packed = packed_members(spec, sharding.precision)
-        groups = _bucket_groups(spec.members, owners, packed)
+        groups = _bucket_groups(spec.members, owners, packed, sharding.precision.gather is not None)
         buckets = [
             Bucket(
                 group,
@@ -243,18 +244,23 @@ def _plan_units(specs: list[UnitSpec], sharding: ShardingSpec, ledger: Ledger, o
     return units
 
 
-def _bucket_groups(members: list[Member], owners: Sequence[int], packed: Container[int]) -> list[list[Member]]:
+def _bucket_groups(
+    members: list[Member], owners: Sequence[int], packed: Container[int], in_blocks: bool
+) -> list[list[Member]]:
     """Members that can share a flat space: trainable ones by family and optimizer, in order of their param groups, then
     frozen ones by dtype. What several stages have lies apart: they hold it alike; so do matrices in 4 bits.
 
     Args:
         packed: the places of these.
+        in_blocks: matrices are sent in blocks of 8 bits: they lie apart from what is not.
     """
-    groups: dict[tuple[bool, str, int, str, tuple[int, ...], bool], list[Member]] = {}
+    groups: dict[tuple[bool, str, int, str, tuple[int, ...], bool, bool], list[Member]] = {}
     for member in sorted(members, key=lambda member: member.group if member.trainable else -1):
         dtype = member.parameter.dtype
         owner = owners[member.group] if member.trainable and member.group >= 0 else -1
         stored = "" if dtype.is_floating_point else str(dtype)
-        key = (not member.trainable, member.family.value, owner, stored, member.stages, member.place in packed)
+        is_packed = member.place in packed
+        apart = in_blocks and not stored and not travels_in_blocks(member.shape)
+        key = (not member.trainable, member.family.value, owner, stored, member.stages, is_packed, apart)
         groups.setdefault(key, []).append(member)
     return [groups[key] for key in sorted(groups)]

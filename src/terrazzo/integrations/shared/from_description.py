@@ -17,6 +17,7 @@ from terrazzo.engine import (
     Plan,
     Precision,
     StateFormat,
+    WireFormat,
     data_mesh,
 )
 from terrazzo.engine.offload.topology import told_ranks_here
@@ -101,6 +102,7 @@ def _precision(description: Description, loaded: torch.dtype | None) -> Precisio
         moments=narrow or dtype("moments", master),
         loss_scaling=_loss_scaling(description),
         rounding=description.value("precision.rounding") or "nearest",
+        gather={form.value: form for form in WireFormat}.get(description.value("precision.gather")),
     )
 
 

@@ -212,6 +212,8 @@ def _precision(precision: Precision) -> dict[str, Any]:
     for name, known in PRECISIONS.items():
         if known == precision:
             return {"name": name}
+    if precision.gather is not None:
+        return _precision(replace(precision, gather=None)) | {"gather": precision.gather.value}
     if precision.narrow is not None:
         preset = _precision(replace(precision, moments=precision.master, rounding="nearest"))
         rounding = {"rounding": precision.rounding} if precision.stochastic else {}

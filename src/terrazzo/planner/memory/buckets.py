@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 import torch
 
 from terrazzo.engine.plan.bucket_spec import BucketSpec
-from terrazzo.engine.plan.layout import padded_bytes, round_up
+from terrazzo.engine.plan.layout import padded_bytes, round_up, travels_in_blocks
 from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.model.shapes import BlockShape, TensorShape, UnitShape
 
@@ -21,16 +21,19 @@ __all__ = ["PlannedBucket", "buckets", "is_packed"]
 def buckets(unit: UnitShape, placement: Placement) -> tuple[PlannedBucket, ...]:
     """Of one such unit: trainable tensors and frozen ones apart, and experts that ranks share out among them.
 
-    Likewise what tensor-parallel ranks have parts of, and what all of them have whole; what several stages have; and
-    what is kept in 4 bits.
+    Likewise what tensor-parallel ranks have parts of, and what all of them have whole; what several stages have; what
+    is kept in 4 bits; and, where matrices are sent in 8 bits, what is none.
     """
-    groups: dict[tuple[bool, bool, bool, int, bool], list[int]] = {}
+    groups: dict[tuple[bool, bool, bool, int, bool, bool], list[int]] = {}
+    in_blocks = placement.precision.gather is not None
     for place, tensor in enumerate(unit.tensors):
         dealt_out = placement.ep > 1 and tensor.role == "expert"
         has_part = (dealt_out and placement.whole_experts) or _is_cut(tensor, unit.block, placement)
         is_shared = placement.padded and placement.tp > 1 and not has_part
         packed = placement.precision.frozen is not None and is_packed(tensor, unit)
-        groups.setdefault((not tensor.trainable, is_shared, dealt_out, tensor.copies, packed), []).append(place)
+        apart = in_blocks and not travels_in_blocks(tensor.shape)
+        key = (not tensor.trainable, is_shared, dealt_out, tensor.copies, packed, apart)
+        groups.setdefault(key, []).append(place)
     return tuple(PlannedBucket(unit, groups[key], placement, shared=key[1]) for key in sorted(groups))
 
 
@@ -91,6 +94,7 @@ class PlannedBucket(BucketSpec):
             on_host=placement.host > 0,
             stages=tuple(range(tensors[0].copies)) if tensors[0].copies > 1 else (),
             packed=packed,
+            matrices=travels_in_blocks(tensors[0].shape),
         )
         each = precision.moments.itemsize if recipe.moment_bytes is None else recipe.moment_bytes
         self.moments, self.matrix_moments = [each] * recipe.moments, [each] * (recipe.matrix_moments or 0)

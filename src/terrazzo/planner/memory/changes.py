@@ -17,7 +17,18 @@ from terrazzo.planner.memory.buckets import PlannedBucket, buckets
 from terrazzo.planner.memory.placement import Placement
 from terrazzo.planner.model.shapes import UnitShape
 
-__all__ = ["GATHERED", "GRADIENTS", "NOTHING", "RECEIVE", "UNREDUCED", "Chain", "Change", "UnitChanges", "unit_changes"]
+__all__ = [
+    "GATHERED",
+    "GRADIENTS",
+    "NOTHING",
+    "RECEIVE",
+    "UNREDUCED",
+    "Chain",
+    "Change",
+    "UnderWay",
+    "UnitChanges",
+    "unit_changes",
+]
 
 GATHERED, UNREDUCED, RECEIVE, GRADIENTS = range(4)
 """Kinds of what is held: full weights, and what is kept of them between forward and backward; gradients that no
@@ -73,6 +84,25 @@ class Arrival(NamedTuple):
     late: Change
 
 
+class UnderWay:
+    """A unit's gradient on its way: how far its chain has come, and whether what it was lent has been given back."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self.position, self.has_given = chain, 0, False
+
+    @property
+    def done(self) -> bool:
+        return self.position == len(self.chain.steps)
+
+    def next_step(self) -> Change:
+        self.position += 1
+        return self.chain.after_room if self.has_given else self.chain.steps[self.position - 1]
+
+    def give_room(self) -> Change:
+        given, self.has_given = self.has_given, True
+        return NOTHING if given else self.chain.room
+
+
 @dataclass(eq=False)
 class UnitChanges:
     """Of one unit on one rank.
@@ -82,6 +112,8 @@ class UnitChanges:
         regathered: whether backward gathers weights again that forward has put down.
         trainable: whether any of its parameters is.
         gather: full weights come, where none are here. `again`: those that do not stay from forward to backward.
+        arrive: where they are sent in blocks of 8 bits, these are decoded, which the computation waits for.
+            `arrive_again`: after `again`.
         rest_between: forward has ended; `drop_held`: full weights are here in the place of what it has kept.
         release: all full weights go.
         between: bytes that stay between forward and backward.
@@ -98,6 +130,8 @@ class UnitChanges:
     trainable: bool
     gather: Change
     again: Change
+    arrive: Change
+    arrive_again: Change
     rest_between: Change
     drop_held: Change
     release: Change
@@ -141,6 +175,8 @@ def unit_changes(unit: UnitShape, placement: Placement) -> UnitChanges:
         rest.take(GATHERED, bucket.held_bytes if bucket.packed is None else 0)
         rest.take(GATHERED, -bucket.full_bytes)
     full_again = sum(bucket.full_bytes for bucket in again)
+    gather, arrive = _gathered(found, from_rest=True)
+    once_more, arrive_again = _gathered(again, from_rest=False)
     early, late = _first_gradients(unit, found)
     pending = [bucket.pending_bytes(Pass.ADDS) for bucket in trained]
     return UnitChanges(
@@ -148,8 +184,10 @@ def unit_changes(unit: UnitShape, placement: Placement) -> UnitChanges:
         beside=not found[0].on_host,
         regathered=bool(again),
         trainable=bool(trained),
-        gather=_one(GATHERED, stays + full_again + packed),
-        again=_one(GATHERED, full_again),
+        gather=gather,
+        again=once_more,
+        arrive=arrive,
+        arrive_again=arrive_again,
         rest_between=rest.end(),
         drop_held=_one(GATHERED, -held),
         release=_one(GATHERED, -stays - full_again - packed),
@@ -169,6 +207,29 @@ def _one(kind: int, count_bytes: int) -> Change:
     steps = _Steps()
     steps.take(kind, count_bytes)
     return steps.end()
+
+
+def _gathered(found: Sequence[PlannedBucket], from_rest: bool) -> tuple[Change, Change]:
+    """What is taken as gathers begin, and as the computation has what they bring; see `CountingBucket.gather`."""
+    begun, arrived = _Steps(), _Steps()
+    for bucket in found:
+        if bucket.resident:
+            continue
+        is_kept = not from_rest and bucket.held_bytes
+        arriving = bucket.arriving_bytes(bucket.between_axes if is_kept else bucket.weight_axes)
+        begun.take(GATHERED, arriving)
+        if bucket.gathers_into_place or not arriving:
+            begun.take(GATHERED, bucket.full_bytes)
+        if from_rest and bucket.packed is not None and bucket.regathered:
+            begun.take(GATHERED, bucket.held_bytes)  # beside full weights
+        if arriving:
+            begun.take(GATHERED, bucket.scratch_bytes)
+            begun.take(GATHERED, -bucket.scratch_bytes)
+            steps = arrived if bucket.on_host else begun
+            steps.take(GATHERED, 0 if bucket.gathers_into_place else bucket.full_bytes)
+            steps.take(GATHERED, bucket.scratch_bytes)
+            steps.take(GATHERED, -bucket.scratch_bytes - arriving)
+    return begun.end(), arrived.end()
 
 
 class _Steps:

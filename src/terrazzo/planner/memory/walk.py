@@ -20,8 +20,8 @@ from terrazzo.planner.memory.changes import (
     NOTHING,
     RECEIVE,
     UNREDUCED,
-    Chain,
     Change,
+    UnderWay,
 )
 from terrazzo.planner.memory.stages import LastTurn
 from terrazzo.planner.memory.walked import ACTIVATIONS, BUFFERS, KINDS, LOGITS, WORKING, Peak, StepSettings, StepUnit
@@ -72,9 +72,10 @@ class _Walk:
         count = len(self.units)
         self.now, self.total = [0.0] * len(KINDS), 0.0
         self.here, self.kept, self.held = [False] * count, [False] * count, [False] * count
+        self.arriving = [NOTHING] * count
         self.pending, self.partial, self.added = [False] * count, [False] * count, [False] * count
         self.rest_of_row, self.sums_of_row = [0] * count, [0] * count
-        self.reducing: list[_UnderWay] = []
+        self.reducing: list[UnderWay] = []
         self.held_back: Sequence[int] = ()
         self.last, self.of_tables = True, NOTHING
 
@@ -194,23 +195,31 @@ class _Walk:
         """Gather these, and have the weights of the first."""
         for index in indices:
             self.fetch(index)
-        self.drop_held(indices[0])
+        self.have(indices[0])
 
     def fetch(self, index: int) -> None:
         if not self.here[index]:
-            changes = self.changes[index]
-            self.apply(changes.again if self.kept[index] else changes.gather, "while gathering weights")
+            changes, again = self.changes[index], self.kept[index]
+            self.apply(changes.again if again else changes.gather, "while gathering weights")
+            self.arriving[index] = changes.arrive_again if again else changes.arrive
             self.here[index] = self.kept[index] = True
 
-    def drop_held(self, index: int) -> None:
-        """Full weights are here in place of what was kept from forward."""
+    def have(self, index: int) -> None:
+        """Full weights are here, in place of what was kept from forward."""
+        self.arrive(index)
         if self.held[index]:
             self.held[index] = False
             self.apply(self.changes[index].drop_held, "while gathering weights")
 
+    def arrive(self, index: int) -> None:
+        if self.arriving[index] is not NOTHING:
+            self.apply(self.arriving[index], "while gathering weights")
+            self.arriving[index] = NOTHING
+
     def rest_between(self, index: int) -> None:
         changes = self.changes[index]
         if changes.regathered and self.here[index]:
+            self.arrive(index)
             self.here[index], self.held[index] = False, True
             self.apply(changes.rest_between, "in forward")
         self.rest_row(index)
@@ -245,7 +254,7 @@ class _Walk:
 
     def go_on_beside(self, index: int, ended: int | None, ahead: Sequence[int]) -> None:
         """Reductions run beside the computation: gathers of what comes next follow right behind them."""
-        self.drop_held(index)
+        self.have(index)
         self.advance()
         if self.changes[index].trainable and not self.pending[index]:
             self.apply(self.changes[index].arrivals[self.adds].ahead, "in backward")
@@ -261,7 +270,7 @@ class _Walk:
         self.held_back = ahead
         if not (self.reducing and self.settings.gradual and self.changes[index].trainable):
             self.fetch_held_back()
-        self.drop_held(index)
+        self.have(index)
 
     def run_backward(self, index: int, is_root: bool, ends_model: bool) -> None:
         """Backward of a unit: its weights are here, its activations go, its gradients come."""
@@ -327,6 +336,7 @@ class _Walk:
         if self.settings.turns:
             self.rest_between(index)
         elif self.here[index]:
+            self.arrive(index)
             self.here[index] = self.kept[index] = False
             self.apply(self.changes[index].release, "in backward")
 
@@ -352,7 +362,7 @@ class _Walk:
             self.advance()
         chain = changes.chain(self.last, self.partial[index], self.added[index], self.settings.with_gradients)
         self.pending[index], self.partial[index] = False, not self.last
-        reduction = _UnderWay(chain)
+        reduction = UnderWay(chain)
         self.go_on(reduction)
         if not reduction.done:
             self.reducing.append(reduction)
@@ -363,7 +373,7 @@ class _Walk:
             self.go_on(reduction)
         self.reducing = [reduction for reduction in self.reducing if not reduction.done]
 
-    def go_on(self, reduction: _UnderWay) -> None:
+    def go_on(self, reduction: UnderWay) -> None:
         self.apply(reduction.next_step(), "while reducing gradients")
 
     def make_room(self) -> None:
@@ -378,22 +388,3 @@ class _Walk:
             while not reduction.done:
                 self.go_on(reduction)
         self.reducing = []
-
-
-class _UnderWay:
-    """A unit's gradient on its way: how far its chain has come, and whether what it was lent has been given back."""
-
-    def __init__(self, chain: Chain) -> None:
-        self.chain, self.position, self.has_given = chain, 0, False
-
-    @property
-    def done(self) -> bool:
-        return self.position == len(self.chain.steps)
-
-    def next_step(self) -> Change:
-        self.position += 1
-        return self.chain.after_room if self.has_given else self.chain.steps[self.position - 1]
-
-    def give_room(self) -> Change:
-        given, self.has_given = self.has_given, True
-        return NOTHING if given else self.chain.room

@@ -100,6 +100,12 @@ _RULES = (
         "take a plan that splits weights, such as plan.name=zero3",
     ),
     _Rule(
+        "precision.gather",
+        lambda config: not (build_plan(config).weight.axes or build_plan(config).optim.axes),
+        "under this plan every rank has all states, and no weights are gathered",
+        "take a plan that splits them, such as plan.name=zero3",
+    ),
+    _Rule(
         "model.vocab_size model.dim model.layers model.heads model.kv_heads model.ffn_dim model.tie_embeddings"
         " model.rope_theta model.dropout",
         lambda config: config.model.kind == "huggingface",
@@ -259,6 +265,12 @@ _RULES = (
 )
 
 _OF_ONE_RANK = (
+    _Rule(
+        "precision.gather",
+        lambda config: True,
+        "one rank alone has all weights",
+        "start more",
+    ),
     _Rule(
         "launch.stall_s",
         lambda config: True,

@@ -248,11 +248,12 @@ def _bill_text(session: Session) -> str:
 
 def _precision(config: Config) -> str:
     """Its name, and the dtypes that were given in place of its own."""
-    given = config.precision.model_dump(exclude={"name", "linears", "skip", "rounding"}, exclude_none=True)
+    given = config.precision.model_dump(exclude={"name", "linears", "skip", "rounding", "gather"}, exclude_none=True)
     rounding = ["stochastic rounding"] if config.precision.rounding == "stochastic" else []
+    gather = [f"gathered in {config.precision.gather}"] if config.precision.gather != "compute" else []
     linears = [f"linears {config.precision.linears}"] if config.precision.recipe else []
     return ", ".join(
-        [config.precision.name, *(f"{state} {dtype}" for state, dtype in given.items()), *rounding, *linears]
+        [config.precision.name, *(f"{state} {dtype}" for state, dtype in given.items()), *rounding, *gather, *linears]
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.config import BatchConfig, Config, MeshConfig, OffloadConfig
-from terrazzo.engine import OFFLOADS, PLANS, Offload, Plan, Precision
+from terrazzo.engine import OFFLOADS, PLANS, Offload, Plan, Precision, WireFormat
 from terrazzo.errors import BadInput
 from terrazzo.parallel import mesh_sizes
 from terrazzo.words import DTYPE_FIELDS
@@ -92,7 +92,8 @@ def build_precision(config: Config) -> Precision:
     given = {key: getattr(config.precision, key) for key in DTYPE_FIELDS}
     dtypes: dict[str, Any] = {key: given[key] or getattr(base, key) for key in DTYPE_FIELDS}
     further: dict[str, Any] = {key: getattr(config.precision, key) for key in ("rounding", "frozen")}
-    return Precision(**dtypes, loss_scaling=base.loss_scaling, **further)
+    gather = None if config.precision.gather == "compute" else WireFormat(config.precision.gather)
+    return Precision(**dtypes, loss_scaling=base.loss_scaling, gather=gather, **further)
 
 
 def scaled_for_sums(precision: Precision, config: Config) -> Precision:

@@ -9,7 +9,7 @@ from terrazzo.dialects.formats.shared.deepspeed import DEVICE
 
 __all__ = ["ZERO_ROWS"]
 
-_QUANTIZED = "weights or gradients travel in 8 bits, which changes the numbers: switch it off"
+_QUANTIZED = "gradients travel, or weights rest, in 8 bits, which changes the numbers: switch it off"
 _ZENFLOW = "ZenFlow updates most parameters late, which changes the numbers: use plain offload"
 _ELEMENTS = "counted in elements"
 
@@ -31,7 +31,7 @@ _ZERO = {
     "round_robin_gradients": Key(SWITCH, False, "stages 1, 2: gradient copies are spread over ranks", "harmless"),
     "parameter_alignment": Key(SWITCH, False, "each parameter starts at a multiple of 16 bytes", "harmless"),
     "zero_hpz_partition_size": Key(whole(), 1, "ranks that share a second copy of the weights for backward (hpZ)"),
-    "zero_quantized_weights": Key(SWITCH, False, "weights are gathered in int8", "refused", _QUANTIZED),
+    "zero_quantized_weights": Key(SWITCH, False, "stage 3: weights are gathered in int8"),
     "zero_quantized_nontrainable_weights": Key(SWITCH, False, "frozen weights rest in int8", "refused", _QUANTIZED),
     "zero_quantized_gradients": Key(SWITCH, False, "gradients are reduced in int8", "refused", _QUANTIZED),
     "memory_efficient_linear": Key(SWITCH, True, "stage 3: linear layers that keep no gathered weight", "harmless"),

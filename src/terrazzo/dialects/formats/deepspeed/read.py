@@ -10,6 +10,7 @@ from terrazzo.dialects.formats.deepspeed.read_schedule import read_schedule
 from terrazzo.dialects.formats.deepspeed.read_training import read_batch, read_optimizer, read_training
 from terrazzo.dialects.formats.deepspeed.read_zero import (
     one_group,
+    read_gather,
     read_mesh,
     read_offload,
     read_prefetch,
@@ -34,6 +35,7 @@ def read(document: ConfigDocument, context: ReadingContext) -> Reading:
     given |= read_offload(source, stage.value) | read_prefetch(source, stage.value)
     given |= read_saving(source, stage.value)
     given |= read_precision(source, given["mesh.sp"].value > 1)
+    given |= read_gather(source, stage)
     given |= read_batch(source, apart) | read_optimizer(source) | read_schedule(source) | read_training(source)
     given["loading.broadcast"] = Setting(True, "default")
     read_removed(source)

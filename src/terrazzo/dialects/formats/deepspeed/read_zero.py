@@ -13,6 +13,7 @@ from terrazzo.dialects.formats.shared.rows import ALONE_WORDS, alone, row_settin
 __all__ = [
     "OLD_OFFLOAD",
     "one_group",
+    "read_gather",
     "read_mesh",
     "read_offload",
     "read_prefetch",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 ZERO = "zero_optimization"
+QUANTIZED = f"{ZERO}.zero_quantized_weights"
 HPZ, MICS = f"{ZERO}.zero_hpz_partition_size", f"{ZERO}.mics_shard_size"
 GATHER, PREFETCH = f"{ZERO}.stage3_gather_16bit_weights_on_model_save", f"{ZERO}.stage3_prefetch_bucket_size"
 _ROWS = ("zero0", "zero1", "zero2", "zero3")
@@ -71,6 +73,18 @@ def read_sharding(source: DeepSpeedReader, stage: Setting[int]) -> SettingsByKey
     if hpz.origin == "file":
         source.keep_as(HPZ, hpz.value, "it has no effect here")
     return row_settings(_ROWS[stage.value], stage)
+
+
+def read_gather(source: DeepSpeedReader, stage: Setting[int]) -> SettingsByKey:
+    """What weights are gathered in, which is a choice at stage 3 alone."""
+    switch = source.take(QUANTIZED)
+    if stage.value != 3:
+        if switch.origin == "file":
+            source.keep_as(QUANTIZED, switch.value, "it has an effect at stage 3 only")
+        return {}
+    if switch.value:
+        source.say(QUANTIZED, "applied", "in blocks of 256 elements of matrices; norms and biases stay in `compute`")
+    return {"precision.gather": Setting("int8" if switch.value else "compute", switch.origin, switch.key)}
 
 
 def _mics(source: DeepSpeedReader, stage: Setting[int]) -> SettingsByKey:

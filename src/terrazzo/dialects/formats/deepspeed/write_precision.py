@@ -28,6 +28,7 @@ def write_precision(draft: DeepSpeedDraft, stage: int, optimizer_on_cpu: bool) -
         brought = dict.fromkeys(EVERY_DTYPE, "fp32")
         _off(draft)
     _wire(draft, asked, brought, stage)
+    _gather(draft, stage)
     _rest(draft, asked, brought)
 
 
@@ -163,6 +164,23 @@ def _wire(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str
     if asked["buffers"] in _WIRE and (asked["buffers"] != brought["buffers"] or draft.stood("precision.buffers", key)):
         draft.put("precision.buffers", key, _words(draft, key, asked["buffers"]))
         brought["buffers"] = asked["buffers"]
+
+
+def _gather(draft: DeepSpeedDraft, stage: int) -> None:
+    """Weights on the wire."""
+    path, key = "precision.gather", "zero_optimization.zero_quantized_weights"
+    form = draft.value(path, "compute")
+    if form == "compute":
+        if draft.stood(path, key):
+            draft.put(path, key, False)
+        elif draft.is_set(path):
+            draft.implied(path)
+    elif stage != 3:
+        draft.lossy(path, "DeepSpeed gathers weights in 8 bits at stage 3 only")
+    elif form == "int8":
+        draft.put(path, key, True)
+    else:
+        draft.put(path, key, True, "DeepSpeed has int8 there, which is the nearer to what is sent", "lossy")
 
 
 def _rest(draft: DeepSpeedDraft, asked: dict[str, str | None], brought: dict[str, str]) -> None:

@@ -25,6 +25,7 @@ PATH_OF: Mapping[str, str] = {
     "parallel.pipeline.chunks": "parallel.chunks",
     "parallel.tensor.sequence": "parallel.sequence",
     "precision.rounding": "precision.rounding",
+    "precision.gather": "precision.gather",
     "precision.linears": "precision.linears",
     "precision.skip": "precision.skip",
     "launch.ranks": "mesh.world",

@@ -22,6 +22,7 @@ def write_precision(draft: HubDraft) -> None:
     else:
         draft.implied("precision.buffers")
     draft.carry("precision.rounding")
+    draft.carry("precision.gather")
     draft.carry("precision.linears")
     draft.carry("precision.skip")
     _follows(draft, "output", "compute")

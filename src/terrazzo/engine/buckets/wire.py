@@ -1,0 +1,125 @@
+"""What weights look like on the wire where they are sent in 8 bits: blocks of 256 codes and their scale, in fp32.
+
+A code is a whole number from -127 to 127 under `int8`, and a floating-point number of 8 bits (e4m3) under `fp8`. The
+scale is that of the largest magnitude of the block, rounded to 16 bits: then a code times its scale is exact in fp32.
+So values that have been sent once are the same when they are sent again, on their way over several axes, in backward,
+and wherever the weights at rest are those that came.
+
+A value that is not finite makes its block not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from terrazzo.engine.buckets.buffer import Space
+from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.comm.transfer import Moves
+from terrazzo.engine.plan.layout import WIRE_BLOCKS, tile_numel, wire_scratch_bytes
+from terrazzo.engine.plan.precision import WireFormat
+
+__all__ = ["BlockMessage", "as_sent", "decode", "encode"]
+
+_BLOCK, _PACKED = WIRE_BLOCKS.numel, WIRE_BLOCKS.nbytes
+_LARGEST = {WireFormat.INT8: 127.0, WireFormat.FP8: torch.finfo(torch.float8_e4m3fn).max}
+
+
+class BlockMessage:
+    """Elements of a bucket on their way, in blocks.
+
+    Args:
+        space: of the elements.
+        axes: over which they are split when they have arrived.
+        through: the dtype that they are rounded to before.
+    """
+
+    def __init__(
+        self, space: Space, axes: tuple[str, ...], form: WireFormat, through: torch.dtype, ledger: Ledger
+    ) -> None:
+        self._space, self._form, self._through, self._ledger = space, form, through, ledger
+        self._blocks = space.packed(WIRE_BLOCKS).empty(axes, torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory, to be counted while it is there."""
+        return self._blocks.nbytes
+
+    def bring(self, own: Tensor, axes: tuple[str, ...]) -> Moves[None]:
+        """Send this rank's elements, and receive those of the others.
+
+        Args:
+            own: those that splitting over the longer list `axes` leaves, in any dtype.
+        """
+        into = self._blocks.narrow(axes).data
+        with self._ledger.holding(self._scratch_bytes(own)):
+            for part in _tiles(own):
+                encode(own[part].to(self._through), self._form, into[_packed(part)])
+        yield from self._blocks.complete(axes)
+
+    def unpack(self, into: Tensor) -> None:
+        """Put what has arrived into a tensor of any dtype; this rank's own elements are as the others see them."""
+        with self._ledger.holding(self._scratch_bytes(into)):
+            for part in _tiles(into):
+                values = decode(self._blocks.data[_packed(part)], self._form)
+                into[part].copy_(values if into.dtype == self._through else values.to(self._through))
+
+    def _scratch_bytes(self, values: Tensor) -> int:
+        return wire_scratch_bytes(self._space.layout.numel, values.device.type)
+
+
+def as_sent(values: Tensor, form: WireFormat, through: torch.dtype) -> Tensor:
+    """What ranks see of `values` that are sent: 1-D, from the beginning of a block, in the dtype `through`."""
+    seen = torch.empty_like(values, dtype=through)
+    for part in _tiles(values):
+        own = values[part].to(through)
+        blocks = own.new_zeros(-(-own.numel() // _BLOCK) * _BLOCK)
+        blocks[: own.numel()] = own
+        packed = torch.empty(blocks.numel() // _BLOCK * _PACKED, dtype=torch.uint8, device=own.device)
+        encode(blocks, form, packed)
+        seen[part] = decode(packed, form)[: own.numel()]
+    return seen
+
+
+def encode(values: Tensor, form: WireFormat, into: Tensor) -> None:
+    """Replace the blocks `into` by those of `values`.
+
+    Args:
+        values: 1-D, of whole blocks.
+        into: uint8, 260 for each block.
+    """
+    rows, blocks = values.float().view(-1, _BLOCK), into.view(-1, _PACKED)
+    scale = _scale(torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()) / _LARGEST[form])
+    codes = rows.div(torch.where(scale == 0, 1.0, scale)).clamp_(-_LARGEST[form], _LARGEST[form])
+    if form is WireFormat.INT8:
+        blocks[:, :_BLOCK].view(torch.int8).copy_(codes.round_())
+    else:
+        blocks[:, :_BLOCK] = codes.to(torch.float8_e4m3fn).view(torch.uint8)
+    blocks.view(torch.float32)[:, _BLOCK // 4 :] = scale
+
+
+def decode(blocks: Tensor, form: WireFormat) -> Tensor:
+    """The values of whole blocks, 1-D fp32. `blocks`: uint8, 260 for each."""
+    rows = blocks.view(-1, _PACKED)
+    kind = torch.int8 if form is WireFormat.INT8 else torch.float8_e4m3fn
+    codes = rows[:, :_BLOCK].view(kind).float()
+    return codes.mul_(rows.view(torch.float32)[:, _BLOCK // 4 :]).view(-1)
+
+
+def _scale(exact: Tensor) -> Tensor:
+    """To 16 bits: what is not finite stays so, whatever its bits are."""
+    rounded = (exact.view(torch.int32) + 0x80).bitwise_and_(-0x100).view(torch.float32)
+    return torch.where(exact.isfinite(), rounded, torch.nan)
+
+
+def _tiles(values: Tensor) -> Iterator[slice]:
+    """Whole blocks that are encoded or decoded at once."""
+    size = tile_numel(values.device.type)
+    for start in range(0, values.numel(), size):
+        yield slice(start, min(start + size, values.numel()))
+
+
+def _packed(part: slice) -> slice:
+    return slice(part.start // _BLOCK * _PACKED, part.stop // _BLOCK * _PACKED)
