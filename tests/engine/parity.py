@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import terrazzo as tz
 from terrazzo.engine import ModelState, checkpoint_activations, compile_units, engine_of
 from tests.engine.models import Block, base_model, batch, loss_of
-from tests.engine.reference import Recipe, Step, Sums, adamw, reference
+from tests.engine.reference import CASTS, Recipe, Step, Sums, adamw, reference
 from tests.helpers.cover import places
 from tests.helpers.threads import run_in_threads
 
@@ -219,7 +219,14 @@ def assert_parity(case: Case, ranks: Ranks, expected: list[Step]) -> None:
             found = assemble([getattr(trace, kind) for trace in traces], f"{kind} of step {number}")
             assert_same_bits(found, getattr(wanted, kind), f"{kind} of step {number}")
     for _, parameters in ranks:
-        assert_same_bits(parameters, expected[-1].computed, "weights computed with")
+        assert_same_bits(parameters, computed_with(case, expected[-1]), "weights computed with")
+
+
+def computed_with(case: Case, step: Step) -> dict[str, Tensor]:
+    """The weights that modules read behind a step."""
+    if case.recipe.gather:
+        return step.computed
+    return {name: weight.to(CASTS[case.precision][0]) for name, weight in step.weights.items()}
 
 
 def assemble(parts: list[dict[Any, list[Fragment]]], what: str) -> dict[Any, Tensor]:

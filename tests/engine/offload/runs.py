@@ -23,7 +23,7 @@ from terrazzo.engine import Precision
 from terrazzo.engine.offload import update
 from tests.engine import parity
 from tests.engine.models import base_model
-from tests.engine.parity import CUSTOM, Case, Ranks, Trace, assemble, assert_same_bits
+from tests.engine.parity import CUSTOM, Case, Ranks, Trace, assemble, assert_same_bits, computed_with
 from tests.engine.reference import Recipe, Step, Trainer
 from tests.helpers.threads import run_in_threads
 
@@ -124,7 +124,7 @@ def assert_reference(case: Case, ranks: Ranks, wanted: list[Step]) -> None:
     for kind in ("weights", "states"):
         assert_same_bits(assemble([getattr(trace, kind) for trace in last], kind), getattr(wanted[-1], kind), kind)
     for _, parameters in ranks:
-        assert_same_bits(parameters, wanted[-1].computed, "weights computed with")
+        assert_same_bits(parameters, computed_with(case, wanted[-1]), "weights computed with")
 
 
 def assert_same(found: Ranks, wanted: Ranks) -> None:
