@@ -66,6 +66,18 @@ def test_how_the_model_begins_is_written_and_is_its_weights_where_they_are(folde
     assert written["data"] == {"source": "FILL-IN", "tokenizer": str(folder)}
 
 
+def test_adapters_begin_beside_weights_that_are_there(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    emit(folder, path, "--lora", "4")
+    text = path.read_text()
+    assert "Put its *.safetensors there" in text and "random" not in text
+    config = load_config(path, ["data.source=python-stdlib", "data.tokenizer=bytes"])
+    assert (config.lora.rank, config.model.weights) == (4, "pretrained")
+    (folder / "model.safetensors").write_bytes(b"")
+    emit(folder, path, "--lora", "4")
+    assert "safetensors" not in path.read_text()
+
+
 def test_comments_say_what_was_planned_and_what_to_fill_in(tmp_path: Path) -> None:
     path = tmp_path / "gpt2.yaml"
     emit("gpt2", path)

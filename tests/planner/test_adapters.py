@@ -12,7 +12,7 @@ from terrazzo.planner.choice.emit import train_config
 from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.memory.peak import memory_of
 from terrazzo.planner.model.loading import model_shape
-from terrazzo.planner.timing.compute import flops_per_token
+from terrazzo.planner.timing.compute import block_seconds, flops_per_token
 
 LAYERS, HIDDEN, FFN, KEYS, VOCAB = 80, 8192, 28672, 1024, 128256
 """Of Llama 3 70B."""
@@ -49,6 +49,15 @@ def test_what_is_frozen_has_no_weight_gradients() -> None:
     assert lora.model.trainable_numel == adapters
 
 
+def test_what_is_frozen_is_recomputed_all_the_same() -> None:
+    options = {"memory_bytes": None, "gpu": "h100-sxm", "sequence": 8192}
+    plain, lora = (build_setup(asked(**options, lora=rank)) for rank in (None, 1))
+    trained, frozen = (block_seconds(setup, setup.model.blocks[0]) for setup in (plain, lora))
+    assert frozen.matmul < 0.75 * trained.matmul
+    assert frozen.recompute == pytest.approx(trained.recompute, rel=0.05)
+    assert frozen.matmul * frozen.products_share == pytest.approx(trained.matmul / 3, rel=0.08)
+
+
 def test_tensors_are_frozen_by_name() -> None:
     shape = build_setup(asked(freeze="model.embed_tokens.*, model.layers.1?.mlp.*")).model
     assert shape.numel - shape.trainable_numel == VOCAB * HIDDEN + 10 * 3 * HIDDEN * FFN
@@ -71,9 +80,19 @@ def test_what_cannot_be_kept_in_4_bits_is_refused() -> None:
     assert "no matrix for 4 bits" in rules(Request("gpt2", gpus=1, qlora=True))
     assert "no matrix for 4 bits" not in rules(Request("gpt2", gpus=1, lora=8))
     assert not {name for name in rules(asked(qlora=True, tp=4)) if "4 bits" in name}
+    assert "4 bits that fp8 would round again" in rules(asked(qlora=True, precision="fp8", gpu="h100-sxm"))
     narrow = {"model_type": "llama", "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 2}
     narrow |= {"num_attention_heads": 2, "vocab_size": 128}
     assert "blocks of 4 bits that ranks along tp cut" in rules(Request(narrow, gpus=2, tp=2, qlora=True))
+
+
+def test_experts_stay_in_16_bits_and_the_plan_says_so() -> None:
+    request = Request("mixtral-8x7b", gpus=8, qlora=True)
+    setup = build_setup(request)
+    assert "experts beside 4 bits" in {found.rule for found in objections(setup) if found.severity == "warn"}
+    experts = 32 * 8 * 3 * 4096 * 14336
+    assert experts * 2 / 8 < weights_of(request) < experts * 2.2 / 8
+    assert "experts beside 4 bits" not in {found.rule for found in objections(build_setup(asked(qlora=True)))}
 
 
 def test_a_plan_with_adapters_is_written_for_terrazzo_train() -> None:

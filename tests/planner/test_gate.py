@@ -138,6 +138,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "blocks of 4 bits that ranks along tp cut": (
         "terrazzo", {"model": NARROW, "qlora": True, "tp": 2}, "terrazzo", {"model": NARROW, "qlora": True},
     ),
+    "4 bits that fp8 would round again": (
+        "terrazzo", {"qlora": True, "precision": "fp8"}, "terrazzo", {"lora": 8, "precision": "fp8"},
+    ),
+    "experts beside 4 bits": ("terrazzo", {"model": "mixtral-8x7b", "qlora": True}, "terrazzo", {"qlora": True}),
     "fused loss": ("terrazzo", {"loss": "fused"}, "megatron", {"loss": "fused"}),
     "attention that keeps its scores": ("terrazzo", {"attention": "math"}, "megatron", {"attention": "math"}),
     # DeepSpeed

@@ -59,13 +59,15 @@ def emit(estimate: Estimate, model: str, path: Path) -> None:
 def emitted(estimate: Estimate, model: str, path: Path) -> TrainFiles:
     """What `emit` writes: the model's own weights where they are there, and `FILL_IN` for what is unknown of its data.
 
+    Adapters have no other beginning than weights that are there before a run.
+
     Raises: `BadInput` where this version cannot run the plan, or cannot build the model.
     """
     files = train_config(estimate.setup, model, path.with_suffix(""))
     section, config = dict(files.config["model"]), dict(files.config)
     if "path" in section:
         has_weights = any(Path(section["path"]).glob("*.safetensors"))
-        section["weights"] = "pretrained" if has_weights else "random"
+        section["weights"] = "pretrained" if has_weights or "lora" in config else "random"
     data = {"source": FILL_IN, "tokenizer": FILL_IN, **config.pop("data", {})}
     config.pop("model")
     return replace(files, config={"model": section, "data": data, **config})
@@ -91,6 +93,8 @@ def _comments(estimate: Estimate, files: TrainFiles) -> dict[str, list[str]]:
     size, folder = parameters_text(setup.model), section.get("path")
     if section.get("weights") == "pretrained":
         begins = f"{size}, which begin as the weights in '{folder}'."
+        if not any(Path(folder).glob("*.safetensors")):
+            begins += " Put its *.safetensors there: adapters are trained beside them, and a run does not start before."
     else:
         begins = f"{size}, which begin as random numbers: a model that is trained from its start."
         if folder is not None:

@@ -23,10 +23,13 @@ def _no_tensor_plan(setup: Setup) -> bool:
     return setup.mesh.tp > 1 and not model.bare and known and model.family not in (BUILT_IN, *CUT_MATRICES)
 
 
+def _routes(setup: Setup) -> bool:
+    return any(unit.block.experts for unit in setup.model.blocks if unit.block)
+
+
 def _counts_tokens_again(setup: Setup) -> bool:
     """Where ranks along ep would be given them; without, each rank's experts have the same gradient of the same."""
-    routed = any(unit.block.experts for unit in setup.model.blocks if unit.block)
-    shared = routed and (setup.mesh.ep > 1 or setup.model.family == BUILT_IN)
+    shared = _routes(setup) and (setup.mesh.ep > 1 or setup.model.family == BUILT_IN)
     return shared and setup.mesh.tp > 1 and setup.whole_experts and not setup.sequence_parallel
 
 
@@ -86,6 +89,24 @@ ENGINE_RULES = (
         "Ranks along tp would cut blocks of 64 elements, whose scale they share.",
         "Use fewer ranks along tp.",
         "terrazzo.engine.sharding.packed_checks.check_packed",
+    ),
+    Rule(
+        "4 bits that fp8 would round again",
+        ("terrazzo",),
+        "refuse",
+        lambda setup, _: setup.precision.frozen is not None and setup.matmul == "fp8",
+        "Frozen matrices in 4 bits are decoded to 16 bits, which products in fp8 would round again.",
+        "Use precision bf16, or --lora, whose base stays in 16 bits.",
+        "terrazzo.config.precision",
+    ),
+    Rule(
+        "experts beside 4 bits",
+        ("terrazzo",),
+        "warn",
+        lambda setup, _: setup.precision.frozen is not None and _routes(setup),
+        "Experts' matrices are stacked, no linear layers: they stay in 16 bits, and have no adapters beside them.",
+        "Nothing has to change: these figures count it.",
+        "terrazzo.engine.sharding.packed_checks.packed_members",
     ),
     Rule(
         "share without a unit",
@@ -179,7 +200,7 @@ ENGINE_RULES = (
         "experts beside fp8",
         ("terrazzo",),
         "warn",
-        lambda setup, _: setup.matmul == "fp8" and any(unit.block.experts for unit in setup.model.blocks if unit.block),
+        lambda setup, _: setup.matmul == "fp8" and _routes(setup),
         "Experts' matrices are stacked, and stay in bf16 where linear layers multiply in fp8: a step takes longer than "
         "these figures say.",
         "Plan with precision bf16 as well: time lies between both.",

@@ -58,7 +58,8 @@ class Seconds:
         matmul, attention, memory: forward and backward.
         recompute: what activation checkpointing repeats.
         launch: in which the device waits for the host to launch kernels.
-        forward_share: of attention, what forward takes.
+        forward_share: of attention, what forward takes; products_share: of matrix products, more than a third where
+            frozen ones have no weight gradient.
     """
 
     matmul: float = 0.0
@@ -67,10 +68,12 @@ class Seconds:
     recompute: float = 0.0
     launch: float = 0.0
     forward_share: float = 1 / 3
+    products_share: float = 1 / 3
 
     @property
     def forward(self) -> float:
-        return (self.matmul + self.memory + self.launch) / 3 + self.attention * self.forward_share
+        products = self.matmul * self.products_share
+        return products + (self.memory + self.launch) / 3 + self.attention * self.forward_share
 
     @property
     def total(self) -> float:
@@ -130,15 +133,15 @@ def block_seconds(setup: Setup, unit: UnitShape) -> Seconds:
     """One block and one micro-batch, forward and backward. The device's rates must be known."""
     block, device = unit.block, setup.cluster.device
     assert block is not None
-    matmul = _matmul_s(setup, unit, block)
+    matmul, products_share = _matmul_s(setup, unit, block)
     attention = attention_seconds(setup, block)
     memory = _memory_bytes(setup, unit, block) / memory_rate(device)
     share = FORWARD_SHARE if setup.attention != "math" else 1 / 3
-    recompute = _recompute_s(setup, Seconds(matmul, attention, memory, forward_share=share))
+    recompute = _recompute_s(setup, Seconds(matmul, attention, memory, 0.0, 0.0, share, products_share))
     memory += _decoded_bytes(setup, unit) / memory_rate(device)
     launch = launch_seconds(setup, block) * (4 / 3 if recompute else 1)
     gaps = _gaps(device, launch, matmul + attention + memory + recompute)
-    return Seconds(matmul, attention, memory, recompute, gaps, share)
+    return Seconds(matmul, attention, memory, recompute, gaps, share, products_share)
 
 
 def launch_seconds(setup: Setup, block: BlockShape | None = None) -> float:
@@ -160,14 +163,23 @@ def _gaps(device: Device, launch: float, busy: float) -> float:
     return launch if device.kind == "cpu" else math.hypot(launch, busy) - busy
 
 
-def _matmul_s(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
+def _matmul_s(setup: Setup, unit: UnitShape, block: BlockShape) -> tuple[float, float]:
+    """Of forward and backward, and the share of forward: a third of what it would be if all of it were trained."""
     rate = sustained_rate(setup.cluster.device, setup.matmul)
     assert rate is not None
     mesh, tokens = setup.mesh, setup.tokens / setup.mesh.cp
     own = tokens / mesh.tp if setup.whole_experts and setup.sequence_parallel else tokens
     shares = Shares(tokens, own, mesh.tp, mesh.ep, 1 if setup.whole_experts else mesh.tp)
     rate *= ROW_SCALES_SHARE if setup.row_scales else 1.0
-    return block_products(unit.tensors, block, shares, setup.cluster.device.kind != "cpu") / rate
+    in_tiles = setup.cluster.device.kind != "cpu"
+    work = block_products(unit.tensors, block, shares, in_tiles)
+    whole = block_products(_all_trained(unit.tensors), block, shares, in_tiles)
+    return work / rate, whole / 3 / work if work else 1 / 3
+
+
+@lru_cache(maxsize=4096)
+def _all_trained(tensors: tuple[TensorShape, ...]) -> tuple[TensorShape, ...]:
+    return tuple(replace(tensor, trainable=True) for tensor in tensors)
 
 
 def _memory_bytes(setup: Setup, unit: UnitShape, block: BlockShape) -> float:
@@ -237,7 +249,7 @@ def _matrix_sums(tensors: tuple[TensorShape, ...], tp: int, ep: int, whole_exper
 
 def _recompute_s(setup: Setup, cost: Seconds) -> float:
     shares = repeated_shares(setup)
-    forward = (cost.matmul * shares.matmul + cost.memory * shares.memory) / 3
+    forward = cost.matmul * cost.products_share * shares.matmul + cost.memory * shares.memory / 3
     return (forward + cost.attention * cost.forward_share * shares.attention) / setup.every
 
 
@@ -253,9 +265,13 @@ def head_seconds(setup: Setup) -> Seconds:
     taken = logits if setup.puts_logits_together else logits / apart  # for the loss
     each = LOGIT_BYTES * (COMPILED_LOGITS if setup.compile and setup.loss == "fused" else 1)
     rows = setup.tokens / setup.mesh.cp
-    work = products_of(1, rows, -(-model.logits // apart), model.hidden, model.trains_head, device.kind != "cpu")
+    work, whole = (
+        products_of(1, rows, -(-model.logits // apart), model.hidden, trained, device.kind != "cpu")
+        for trained in (model.trains_head, True)
+    )
     matmul, memory = work / rate, taken * each / memory_rate(device)
-    return Seconds(matmul=matmul, memory=memory, launch=_gaps(device, launch_seconds(setup), matmul + memory))
+    gaps = _gaps(device, launch_seconds(setup), matmul + memory)
+    return Seconds(matmul=matmul, memory=memory, launch=gaps, products_share=whole / 3 / work if work else 1 / 3)
 
 
 LOGIT_BYTES = 36
