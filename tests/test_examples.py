@@ -1,4 +1,4 @@
-"""Examples that no test of a door runs."""
+"""Examples that no test of an integration runs."""
 
 from __future__ import annotations
 

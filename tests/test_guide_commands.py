@@ -1,7 +1,7 @@
 """Every command of the guides is one that its program takes.
 
 Conversions and plans of a named model are run. What would train, start ranks, read a checkpoint or measure this machine
-is read by the program's own command line, as are the files that it names; the tests of each door run its examples.
+is read by the program's own command line, as are the files that it names; tests of each integration run its examples.
 """
 
 from __future__ import annotations

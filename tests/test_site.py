@@ -48,14 +48,14 @@ def test_every_page_is_once_in_the_nav_and_nothing_else_is() -> None:
 
 
 def test_every_public_package_is_in_an_area() -> None:
-    """Those that guides import from, and all doors."""
+    """Those that guides import from, and all integrations."""
     named = {package for area in AREAS.values() for package in area.packages}
     guides = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs/guides").glob("*.md"))
     imported = set(re.findall(r"^\+?(?:from|import) (terrazzo[\w.]*)", guides, re.MULTILINE))
     assert {name for name in imported if not any(f"{name}.".startswith(f"{one}.") for one in named)} == set()
-    doors = {path.parent for path in (SOURCE / "terrazzo/integrations").glob("*/__init__.py")}
-    doors -= {SOURCE / "terrazzo/integrations/shared"}  # what doors share is none
-    assert {".".join(path.relative_to(SOURCE).parts) for path in doors} <= named
+    integrations = {path.parent for path in (SOURCE / "terrazzo/integrations").glob("*/__init__.py")}
+    integrations -= {SOURCE / "terrazzo/integrations/shared"}  # what integrations share is none
+    assert {".".join(path.relative_to(SOURCE).parts) for path in integrations} <= named
 
 
 def test_docstrings_are_there_and_their_sections_stand_alone() -> None:

@@ -44,15 +44,15 @@ def committed(folder: Path) -> str:
     return git("rev-parse", "HEAD").strip()
 
 
-def test_every_script_is_of_a_known_commit_and_goes_through_a_door() -> None:
+def test_every_script_is_of_a_known_commit_and_goes_through_a_runner() -> None:
     table = scripts()
     assert len(table) == len({script.name for script in table}) >= 30
     for script in table:
         assert re.fullmatch(r"[0-9a-f]{40}", script.commit), script.name
-        assert script.door or script.changes, script.name
+        assert script.runner or script.changes, script.name
         assert not any(old == new for old, new in script.changes + script.both), script.name
-        if script.door:
-            assert importlib.util.find_spec(script.door[1]) is not None, script.name
+        if script.runner:
+            assert importlib.util.find_spec(script.runner[1]) is not None, script.name
         if script.alone:
             assert script.repository == "deepspeedai/DeepSpeedExamples", "only DeepSpeed is not installed"
 

@@ -1,4 +1,4 @@
-"""What the door makes of DeepSpeed's JSON, without ranks."""
+"""What the integration makes of DeepSpeed's JSON, without ranks."""
 
 from __future__ import annotations
 

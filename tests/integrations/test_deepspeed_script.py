@@ -1,4 +1,4 @@
-"""Whole scripts on two ranks: unmodified ones by the door's runner, against a plain loop and DeepSpeed's own losses."""
+"""Whole scripts on two ranks: unmodified ones by the runner, against a plain loop and DeepSpeed's own losses."""
 
 from __future__ import annotations
 
@@ -71,32 +71,32 @@ def plain() -> dict[int, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def by_the_door(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What the script and then the example say on two ranks under the door's runner, and the folder they ran in."""
-    folder = tmp_path_factory.mktemp("door")
+def by_the_runner(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the script and then the example say on two ranks under the runner, and the folder they ran in."""
+    folder = tmp_path_factory.mktemp("runner")
     (folder / "ds.json").write_text(json.dumps(CONFIG))
     (folder / "both.py").write_text(BOTH)
-    door = ("-m", "terrazzo.integrations.deepspeed", "both.py", "--deepspeed_config", "ds.json")
-    ranks = programs.on_ranks(2, *door, cwd=folder, timeout_s=150)
+    runner = ("-m", "terrazzo.integrations.deepspeed", "both.py", "--deepspeed_config", "ds.json")
+    ranks = programs.on_ranks(2, *runner, cwd=folder, timeout_s=150)
     assert [rank.returncode for rank in ranks] == [0, 0], [rank.stderr[-2000:] for rank in ranks]
     return "".join(rank.stdout for rank in ranks), folder
 
 
-def test_an_unmodified_script_has_the_plain_loops_losses(by_the_door: tuple[str, Path]) -> None:
-    found, expected = losses(by_the_door[0]), plain()
+def test_an_unmodified_script_has_the_plain_loops_losses(by_the_runner: tuple[str, Path]) -> None:
+    found, expected = losses(by_the_runner[0]), plain()
     for rank in (0, 1):
         assert found[rank] == pytest.approx(expected[rank], rel=2e-6)
 
 
-def test_an_unmodified_script_has_deepspeeds_losses(by_the_door: tuple[str, Path]) -> None:
-    found, recorded = losses(by_the_door[0]), json.loads(RECORDED.read_text())
+def test_an_unmodified_script_has_deepspeeds_losses(by_the_runner: tuple[str, Path]) -> None:
+    found, recorded = losses(by_the_runner[0]), json.loads(RECORDED.read_text())
     assert recorded["config"] == CONFIG
     for rank in (0, 1):
         assert found[rank] == pytest.approx(recorded["losses"][rank], rel=1e-4)  # on any machine; 1e-6 where recorded
 
 
-def test_the_example_runs(by_the_door: tuple[str, Path]) -> None:
-    stdout, folder = by_the_door
+def test_the_example_runs(by_the_runner: tuple[str, Path]) -> None:
+    stdout, folder = by_the_runner
     reached = [float(each) for each in re.findall(r"loss (\d\.\d{4})", stdout)]
     assert len(reached) == 3
     assert reached[-1] < reached[0]

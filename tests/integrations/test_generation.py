@@ -96,7 +96,7 @@ def _lightning() -> Callable[[Any], Any]:
     return prepared
 
 
-DOORS: dict[str, tuple[Callable[[], Callable[[Any], Any]], Callable[[], Any]]] = {
+INTEGRATIONS: dict[str, tuple[Callable[[], Callable[[Any], Any]], Callable[[], Any]]] = {
     "accelerate": (functools.partial(_accelerate, "zero3"), tiny_model),
     "accelerate, adapters": (functools.partial(_accelerate, "zero3"), _with_adapters),
     "accelerate, weights whole": (functools.partial(_accelerate, "zero2"), tiny_model),
@@ -109,23 +109,25 @@ DOORS: dict[str, tuple[Callable[[], Callable[[Any], Any]], Callable[[], Any]]] =
 
 
 def _written(name: str, synced: list[dict[str, bool]]) -> dict[str, Any]:
-    door, model = DOORS[name]
+    integration, model = INTEGRATIONS[name]
     rank = dist.get_rank()
     length = 3 + 5 * rank
     asked = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False, "pad_token_id": 0}
     asked["input_ids"] = torch.arange(2 + rank, 6 + rank)[None] % VOCABULARY
     expected = model().generate(**asked)
-    split = door()(model())
+    split = integration()(model())
     texts = [split.generate(**asked, **each) for each in synced]
     return {"length": expected.shape[1], "equal": [torch.equal(text, expected) for text in texts]}
 
 
-@pytest.mark.parametrize("door", mostly_long(DOORS, *list(DOORS)[::3]))
-def test_ranks_that_stop_early_wait_for_the_others(two_processes: Pool, door: str) -> None:
-    if door in ("fabric", "lightning"):
+@pytest.mark.parametrize("integration", mostly_long(INTEGRATIONS, *list(INTEGRATIONS)[::3]))
+def test_ranks_that_stop_early_wait_for_the_others(two_processes: Pool, integration: str) -> None:
+    if integration in ("fabric", "lightning"):
         pytest.importorskip("lightning")
-    once = door == "lightning"  # each call splits a model of its own
-    found = two_processes.run(_written, door, [{}] if once else [{}, {"synced_gpus": False}], timeout_s=PATIENCE_S)
+    once = integration == "lightning"  # each call splits a model of its own
+    found = two_processes.run(
+        _written, integration, [{}] if once else [{}, {"synced_gpus": False}], timeout_s=PATIENCE_S
+    )
     assert [each["length"] for each in found] == [4 + 3, 4 + 8]
     assert all(all(each["equal"]) for each in found)
 

@@ -1,4 +1,4 @@
-"""A model that ranks share more of than states, at the doors of other libraries: refused by name, on every rank."""
+"""A model that ranks share more of than states, in integrations: refused by name, on every rank."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ def by_setup(model: nn.Module, mesh: Any) -> None:
     EngineSetup(Plan.named("zero3"), Precision(), mesh).shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("door", [by_fully_shard, by_setup])
+@pytest.mark.parametrize("integration", [by_fully_shard, by_setup])
 @pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_a_model_that_went_through_parallelize_is_refused(axis: str, door: Callable[[nn.Module, Any], None]) -> None:
+def test_a_model_that_went_through_parallelize_is_refused(
+    axis: str, integration: Callable[[nn.Module, Any], None]
+) -> None:
     with torch.device("cpu"):
         models = [Decoder(SIZES) for _ in range(2)]
 
     def body(rank: int) -> None:
         mesh = tz.mesh(**{axis: 2})
         with pytest.raises(BadInput, match=rf"went through tz\.parallelize, so ranks along {axis} .*tz\.shard\(model"):
-            door(tz.parallelize(models[rank], mesh), mesh)
+            integration(tz.parallelize(models[rank], mesh), mesh)
 
     run_in_threads(2, body)

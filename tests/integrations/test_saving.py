@@ -1,4 +1,4 @@
-"""What the doors share of saving: a checkpoint is replaced by the next of its name, wherever that is interrupted."""
+"""What integrations share of saving: a checkpoint is replaced by the next of its name, wherever that is interrupted."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_torchs_own_data_parallelism_around_shared_experts_is_refused() -> None:
         run_in_threads(2, body)
 
 
-def test_a_model_of_shared_experts_is_refused_at_the_doors_of_other_libraries() -> None:
+def test_a_model_of_shared_experts_is_refused_by_integrations() -> None:
     def body(rank: int) -> None:
         model = tz.parallelize(copy.deepcopy(base()), tz.mesh(ep=2))
         EngineSetup(Plan.named("zero3"), Precision.named("fp32")).shard(model, sgd)

@@ -26,7 +26,7 @@ class Script:
         commit: of the repository: the one that the edits were made for, in full.
         path: within it.
         arguments: of the script.
-        door: what stands between `python` and the script on Terrazzo; empty where the script is changed.
+        runner: what stands between `python` and the script on Terrazzo; empty where the script is changed.
         changes: (old, new), for Terrazzo's copy.
         both: (old, new), for both copies: fewer steps, or a check for GPUs taken out.
         refused: a pattern that what Terrazzo raises on every rank must match; None where losses must be equal.
@@ -37,7 +37,7 @@ class Script:
     commit: str
     path: str
     arguments: tuple[str, ...] = ()
-    door: tuple[str, ...] = ()
+    runner: tuple[str, ...] = ()
     changes: tuple[tuple[str, str], ...] = ()
     both: tuple[tuple[str, str], ...] = ()
     refused: str | None = None
@@ -106,7 +106,7 @@ def copied(script: Script, checkouts: Path, folder: Path, ours: bool) -> list[st
             raise ValueError(f"{script.name} has no line {old!r}: mend the edit in scripts.toml.")
         text = text.replace(old, new)
     copy.write_text(text, encoding="utf-8")
-    return [*(script.door if ours else ()), str(copy), *script.arguments]
+    return [*(script.runner if ours else ()), str(copy), *script.arguments]
 
 
 def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:

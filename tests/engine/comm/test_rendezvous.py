@@ -1,4 +1,4 @@
-"""Ranks of one machine get connected whatever other processes do at their doors. Ranks are threads here."""
+"""Ranks of one machine get connected whatever other processes do at their listeners. Ranks are threads here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Ranks:
     """Threads that meet in an all-gather.
 
     Args:
-        pause_s: after the first all-gather, when all doors are open and nobody has called yet.
+        pause_s: after the first all-gather, when all listeners are open and nobody has connected yet.
     """
 
     def __init__(self, count: int, pause_s: float = 0.0) -> None:
@@ -105,7 +105,7 @@ def flood() -> Iterator[None]:
 
 
 IN_TURN = pytest.mark.xdist_group("rendezvous")
-"""The flood that one worker's test makes is at the doors of all others, where tests that wait in line would wait on."""
+"""The flood of one worker's test is at the listeners of all others, where tests that wait in line would wait on."""
 
 
 @IN_TURN

@@ -187,18 +187,18 @@ def pieces(model: Any, optimizer: Any, folder: Path) -> dict[str, Tensor]:
     return {f"{p.name} {p.kind} {p.start}": p.tensor.clone() for p in ModelState(model).pieces()}
 
 
-DOORS = [evaluate, gather, write, load_state_dict, save, load, zero_grad, clip, pieces]
+ACTS = [evaluate, gather, write, load_state_dict, save, load, zero_grad, clip, pieces]
 
 
 @pytest.mark.parametrize(
-    ("door", "tiers"),
+    ("act", "tiers"),
     [
-        *in_turns(((door,) for door in DOORS), ("cpu-all", "all on nvme", "nvme")),
+        *in_turns(((act,) for act in ACTS), ("cpu-all", "all on nvme", "nvme")),
         (state_dict, "nvme"),  # which has no weights that lie elsewhere
     ],
 )
 def test_who_asks_gets_the_updated_state(
-    door: Callable[..., dict[str, Tensor]], tiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    act: Callable[..., dict[str, Tensor]], tiers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same as after a step on the spot, although no update has begun when it is asked for."""
     base = Net()
@@ -208,7 +208,7 @@ def test_who_asks_gets_the_updated_state(
         a_step(model, optimizer, rank)
         if mode == "overlapped":
             threading.Timer(0.03, gate.set).start()
-        found = door(model, optimizer, tmp_path)
+        found = act(model, optimizer, tmp_path)
         model.train()
         a_step(model, optimizer, rank, 2)
         return found | {f"{name} later": value for name, value in full_parameters(model).items()}

@@ -72,7 +72,7 @@ class Denominator:
 
 @dataclass
 class Progress:
-    """What changes from step to step and must be equal on all ranks, which `accord.pass_end` compares.
+    """What changes from step to step and must be equal on all ranks, which `consensus.pass_end` compares.
 
     Attributes:
         denominator: of finished gradient sums, as this rank was told; has the loss scale.

@@ -33,7 +33,7 @@ loading all, 1.78 under torch 1.10 (stas00/ml-engineering, training/performance)
 
 PROCESS_BYTES, PROCESS_BYTES_UPPER = 0.33 * GIB, 0.5 * GIB
 """On a CPU, which has its ranks' interpreters too: what is resident of Python, torch and Terrazzo after a first step of
-nothing (`train/first_use.py`, torch 2.13), and with transformers and a model of theirs."""
+nothing (`train/session/warm_kernels.py`, torch 2.13), and with transformers and a model of theirs."""
 
 COMMUNICATOR_BYTES, COMMUNICATOR_BYTES_UPPER = 0.6 * GIB, 1.9 * GIB
 """Of NCCL for each communicator: 544 MB between two A100 and 688 between more (NVIDIA/nccl#964); reported at most are

@@ -76,7 +76,7 @@ def traffic_of(setup: Setup) -> TrafficFigures:
 def expected_exchanges(setup: Setup, stage: int = 0) -> dict[str, int]:
     """What a rank of `stage` sends of activations along `tp`, `cp` and `pp` in a step, in bytes.
 
-    By the names of `TrafficFigures.by_name`.
+    By the names of the engine's `Traffic.by_name`.
     """
     axes, found = {"tensor": "tp ", "context": "cp ", "pipeline": ""}, dict[str, int]()
     for move, links in _collect(setup, stage).values():

@@ -12,5 +12,6 @@ head_loss    the loss in place of logits, which no rank has then
 reward       a body of either with one output, a score
 huggingface  models of transformers, from a folder or its config.json
 lora         adapters on a frozen base
+linears      linear layers with products of 8-bit floats
 as_llama     the built-in model and tokenizer as transformers has them
 """

@@ -8,6 +8,7 @@ run_screen    how it stands on the screen
 files         what is written
 step_metrics  the numbers of a log step
 log_window    what is measured between two log steps
+mesh_picture  the mesh as a line of text
 """
 
 from terrazzo.train.report.log_window import LogWindow

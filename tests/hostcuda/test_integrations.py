@@ -1,6 +1,6 @@
-"""Each door on the simulated device: it trains as on the host, resumes to the bit, and nothing is found.
+"""Each integration on the simulated device: it trains as on the host, resumes to the bit, and nothing is found.
 
-How often the host waits for the device is printed (`-rP`), and is the other library's affair as much as the door's.
+How often the host waits for the device is printed (`-rP`), and is the other library's affair as much as Terrazzo's.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import pytest
 
 from tests.helpers.cover import mostly_long
 from tests.hostcuda.cases import TOLERANCES
-from tests.hostcuda.doors import DOORS, Passage, through
+from tests.hostcuda.integrations import INTEGRATIONS, Passage, through
 from tests.hostcuda.ranks import Ranks
 
 pytestmark = pytest.mark.xdist_group("hostcuda")  # ranks stay for the next test
 LIBRARIES = {"accelerate": ["accelerate"], "lightning": ["lightning"], "transformers": ["transformers", "accelerate"]}
-"""What a door leads to. The others need nothing beside Terrazzo."""
+"""What an integration needs. The others need nothing beside Terrazzo."""
 
 
-@pytest.mark.parametrize("name", mostly_long(DOORS, "fsdp2"))
-def test_a_door(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", mostly_long(INTEGRATIONS, "fsdp2"))
+def test_an_integration(name: str, two_ranks: Ranks, tmp_path: Path) -> None:
     for library in LIBRARIES.get(name, ()):
         pytest.importorskip(library)
     passages: list[Passage] = two_ranks.run(through, name, str(tmp_path), timeout_s=150.0)

@@ -1,7 +1,7 @@
-"""A short training through each door, in the words of the library that it is for, on the simulated device or the host.
+"""A short training by each integration, in the words of its library, on the simulated device or the host.
 
-A door's function gets the kind of device and a folder of its own. It returns the losses of a run that saves in its
-middle; and on the device those of another one that goes on from there.
+An integration's function gets the kind of device and a folder of its own. It returns the losses of a run that saves in
+its middle; and on the device those of another one that goes on from there.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import terrazzo as tz
 from hostcuda.device import FAULTS, Watching, report
 from tests.hostcuda.cases import WIDTH, Block
 
-__all__ = ["DOORS", "Passage", "through"]
+__all__ = ["INTEGRATIONS", "Passage", "through"]
 
 Losses = tuple[list[float], list[float]]
-DOORS: dict[str, Callable[[str, Path], Losses]] = {}
+INTEGRATIONS: dict[str, Callable[[str, Path], Losses]] = {}
 STEPS, ROWS = 4, 4
 ADAMW = {"lr": 1e-2, "eps": 1e-1}
 
 
-def door(function: Callable[[str, Path], Losses]) -> Callable[[str, Path], Losses]:
-    DOORS[function.__name__] = function
+def integration(function: Callable[[str, Path], Losses]) -> Callable[[str, Path], Losses]:
+    INTEGRATIONS[function.__name__] = function
     return function
 
 
@@ -64,7 +64,7 @@ def halves(device: str, fresh: Callable[[], tuple[Callable[[Tensor], Tensor], An
     return [loss.item() for loss in losses], [loss.item() for loss in resumed]
 
 
-@door
+@integration
 def fsdp2(device: str, folder: Path) -> Losses:
     """Weights at rest on the host, which FSDP2 calls `CPUOffloadPolicy`."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -96,7 +96,7 @@ def fsdp2(device: str, folder: Path) -> Losses:
     return halves(device, fresh, lambda state: tz.checkpoint.save(folder / "saved", *state, {"step": 2}), load)
 
 
-@door
+@integration
 def accelerate(device: str, folder: Path) -> Losses:
     """Two micro-batches of a step, and clipping."""
     from terrazzo.integrations.accelerate import Accelerator
@@ -129,7 +129,7 @@ def accelerate(device: str, folder: Path) -> Losses:
     return halves(device, fresh, save, lambda accelerator: accelerator.load_state(str(folder / "saved")))
 
 
-@door
+@integration
 def deepspeed(device: str, folder: Path) -> Losses:
     """ZeRO-3 with the optimizer on the host, as a JSON says it."""
     from terrazzo.integrations import deepspeed
@@ -158,12 +158,12 @@ def deepspeed(device: str, folder: Path) -> Losses:
 
 @contextlib.contextmanager
 def on_a_machine_without_devices() -> Iterator[None]:
-    """The door takes the device that there is."""
+    """The integration takes the device that there is."""
     with mock.patch.object(torch.cuda, "device_count", return_value=0):
         yield
 
 
-@door
+@integration
 def lightning(device: str, folder: Path) -> Losses:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -205,7 +205,7 @@ def lightning(device: str, folder: Path) -> Losses:
     return fit(None), fit(str(folder / "epoch=0.ckpt")) if device == "cuda" else []
 
 
-@door
+@integration
 def transformers(device: str, folder: Path) -> Losses:
     """The Trainer, which clips."""
     from tests.integrations.trainers import Run
@@ -219,7 +219,7 @@ def transformers(device: str, folder: Path) -> Losses:
 
 @dataclass
 class Passage:
-    """A run through a door, as one rank sees it.
+    """A run through an integration, as one rank sees it.
 
     Attributes:
         faults: what the device has found.
@@ -238,9 +238,9 @@ def through(name: str, folder: str) -> Passage:
     warnings.simplefilter("ignore")
     report.take()
     with Watching():
-        losses, resumed = DOORS[name]("cuda", Path(folder, "cuda"))
+        losses, resumed = INTEGRATIONS[name]("cuda", Path(folder, "cuda"))
     findings = report.take()
-    on_host, _ = DOORS[name]("cpu", Path(folder, "cpu"))
+    on_host, _ = INTEGRATIONS[name]("cpu", Path(folder, "cpu"))
     report.take()
     waits: Counter[str] = Counter()
     for finding, count in findings.items():
