@@ -35,10 +35,10 @@ def prepare_adapters(model: nn.Module) -> None:
         if config.is_prompt_learning:
             raise BadInput(f"Adapters of type {config.peft_type.value} add prompts; use one that adds to layers: LoRA.")
     if any(parameter.is_meta for parameter in model.parameters()):
-        _initialise_aspeft_model(model, base)
+        _initialise_as_peft(model, base)
 
 
-def _initialise_aspeft_model(model: nn.Module, base: nn.Module) -> None:
+def _initialise_as_peft(model: nn.Module, base: nn.Module) -> None:
     """Give the adapters on the meta device their own initial values, instead of the base model's."""
     from peft.tuners.lora import LoraLayer
 

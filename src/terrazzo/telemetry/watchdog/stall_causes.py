@@ -1,4 +1,4 @@
-"""Why a run may stand still: the one table of causes, by which a stall is worded, judged and documented."""
+"""Why a run may stand still: a table of causes, how each is worded, and whether it ends the run. `stall` finds them."""
 
 from __future__ import annotations
 

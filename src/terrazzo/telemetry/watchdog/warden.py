@@ -1,7 +1,7 @@
 """The process that looks after ranks which others have started: `python -m terrazzo.telemetry.watchdog.warden`.
 
-It is outside of the ranks, whose interpreters and devices cannot hold it up, and whose ends it
-outlives: what they have recorded lies in memory that it has, too. It ends with the last of them.
+It is outside of the ranks, whose interpreters and devices cannot hold it up, and whose ends it outlives: what they have
+recorded lies in memory that it has, too. It ends with the last of them.
 """
 
 from __future__ import annotations
