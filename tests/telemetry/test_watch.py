@@ -122,7 +122,7 @@ def test_where_ranks_are_now_is_read_from_what_they_record(tmp_path: Path) -> No
     ranks = LiveRanks(tmp_path)
     assert ranks.lines() == []
     box = BlackBox(1, 2)
-    box.recorder.tell(folder=str(tmp_path), units=["", "blocks.1"])
+    box.recorder.extend_table(folder=str(tmp_path), units=["", "blocks.1"])
     (tmp_path / "flight").mkdir()
     live = {"pid": os.getpid(), "descriptor": box.descriptor, "boot": boot_id()}
     (tmp_path / "flight/rank-00001.live").write_text(json.dumps(live))

@@ -36,8 +36,8 @@ class Ranks:
         self.ranks = [Recorded(ring, rank, count) for rank, ring in enumerate(self.rings)]
         self.tails = [Tail(ring.descriptor) for ring in self.rings]
         for rank in self.ranks:
-            rank.tell(units=["", "layers.7"], groups={"": list(range(count)), "dp_shard": list(range(count))}, pid=812)
-            rank.tell(host="b")
+            rank.extend_table(units=["", "layers.7"], groups={"": list(range(count)), "dp_shard": list(range(count))}, pid=812)
+            rank.extend_table(host="b")
 
     def close(self) -> None:
         for ring in self.rings:
@@ -168,7 +168,7 @@ def test_one_exchange_of_all_that_does_not_end_blames_nobody(ranks: Ranks) -> No
 def test_groups_of_an_axis_are_told_from_each_other(ranks: Ranks) -> None:
     """Ranks 0 and 1 wait for each other alone, and rank 3 for rank 2."""
     for rank, group in enumerate(([0, 1], [0, 1], [2, 3], [2, 3])):
-        ranks.ranks[rank].tell(groups={"": [0, 1, 2, 3], "dp_shard": group})
+        ranks.ranks[rank].extend_table(groups={"": [0, 1, 2, 3], "dp_shard": group})
     ranks.wait(0, ordinal=95)
     ranks.wait(1, ordinal=95)
     ranks.wait(3, ordinal=91)

@@ -17,7 +17,7 @@ from terrazzo.errors import BadInput, Diverged
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import DPO, NextToken, Validation
-from terrazzo.train.report.run_screen import Voice
+from terrazzo.train.report.run_screen import RunScreen
 from terrazzo.train.session import dpo_reference
 from terrazzo.train.settings.plan import build_offload
 from terrazzo.train.steps.judge import spike_above
@@ -98,7 +98,7 @@ def test_after_a_spike_the_run_goes_back_and_around_the_batches_since(
     spoil(monkeypatch, {12: 100.0})
     guard = {"action": "rollback", "spike": 8.0, "skip_batches": more}
     bar: list[int] = []
-    monkeypatch.setattr(Voice, "advance", lambda voice, step: bar.append(step))
+    monkeypatch.setattr(RunScreen, "advance", lambda screen, step: bar.append(step))
     sections: dict[str, Any] = {"checkpoint": {"every": 5}, "schedule": {"name": "constant"}, "log": {"every": 1}}
     assert trained(config_in(tmp_path, guard=guard, train={"steps": 14}, **sections)) == 0
     (line,) = lines(tmp_path, "guard")

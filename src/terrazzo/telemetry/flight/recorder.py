@@ -1,4 +1,4 @@
-"""What the engine tells, written into a ring."""
+"""What the engine reports, written into a ring."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Recorded(Recorder):
         ring.describe(self._table)
 
     def follow(self, engine: Engine, **more: Any) -> None:
-        """Hear of all that this engine does from now on.
+        """Record all that this engine does from now on.
 
         Args:
             more: for the table, such as the folder of the run.
@@ -78,12 +78,12 @@ class Recorded(Recorder):
         groups = {axis: dist.get_process_group_ranks(axes.along(axis).group) for axis in axes.with_stages}
         if axes.has_experts:
             groups |= {axis: dist.get_process_group_ranks(axes.along(axis).group) for axis in ("edp", "ep")}
-        self.tell(units=[unit.name for unit in engine.units], groups=self._table["groups"] | groups, **more)
+        self.extend_table(units=[unit.name for unit in engine.units], groups=self._table["groups"] | groups, **more)
         self._ledger = engine.tally.ledger
         engine.tally.set_recorder(self)
         engine.store.set_recorder(self)
 
-    def tell(self, **more: Any) -> None:
+    def extend_table(self, **more: Any) -> None:
         """Put these into the table."""
         self._table |= more
         self._ring.describe(self._table)
@@ -99,7 +99,7 @@ class Recorded(Recorder):
         self._write(STEP, 0, (step, 0, self._resident), self._ledger.live_bytes)
         self._ring.micro = 0
 
-    # -- what the engine tells -------------------------------------------------------------------------------------
+    # -- what the engine reports ------------------------------------------------------------------------------------
 
     def track(self, axis: str, kind: str, activations: bool) -> int:
         tracks, wanted = self._table["tracks"], [axis, kind, activations]
@@ -152,5 +152,5 @@ class Recorded(Recorder):
     def _named(self, name: str) -> int:
         if (number := self._numbers.get(name)) is None:
             number = self._numbers[name] = len(self._numbers)
-            self.tell(names=list(self._numbers))
+            self.extend_table(names=list(self._numbers))
         return number

@@ -22,7 +22,7 @@ from terrazzo.train.planning.run_review import RunReview
 from terrazzo.train.planning.summary import Pace, bytes_line, summarize
 from terrazzo.train.report.files import Files
 from terrazzo.train.report.mesh_picture import mesh_picture
-from terrazzo.train.report.run_screen import Voice
+from terrazzo.train.report.run_screen import RunScreen
 from terrazzo.train.report.step_metrics import Gauge, StepsMeasured
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command, program
@@ -38,7 +38,7 @@ class RunReport:
     def __init__(self, session: Session, command: Command) -> None:
         self._session, self._command = session, command
         self._gauge = Gauge(session)
-        self._voice = Voice(session.ranks.is_first, session.config.train.steps, self._gauge.known)
+        self._screen = RunScreen(session.ranks.is_first, session.config.train.steps, self._gauge.known)
         plan = engine_of(session.model).plan.name
         self._files = Files(session, f"{_model(session)}: {plan}, {_precision(session.config)}")
         self._start, self._first_step = time.perf_counter(), session.step
@@ -57,16 +57,16 @@ class RunReport:
         """The header: what is about to run."""
         session, train = self._session, self._session.config.train
         for label, text in _header(session):
-            self._voice.row(label, text)
+            self._screen.row(label, text)
         if session.origin.restart is not None:
             entry = {**asdict(session.origin.restart), **self._begun()}
-            self._voice.note(restart_text(entry))
+            self._screen.note(restart_text(entry))
             self._files.log("restart", entry)
         elif session.step:
             self._files.log("begin", self._begun())
         for note in session.notes:
-            self._voice.note(note)
-        self._voice.begin(train.steps, session.step)
+            self._screen.note(note)
+        self._screen.begin(train.steps, session.step)
 
     def _begun(self) -> dict[str, Any]:
         """Of the line with which a start begins that goes on."""
@@ -81,7 +81,7 @@ class RunReport:
         self._files.log("train", metrics.as_dict(), metrics.step)
         if measured.load:
             self._files.log("experts", {name: list(load.counts) for name, load in measured.load.items()}, metrics.step)
-        self._voice.log_step(metrics, (self._session.config.train.steps - self._session.step) * metrics.step_s)
+        self._screen.log_step(metrics, (self._session.config.train.steps - self._session.step) * metrics.step_s)
 
     def step_record(self, record: dict[str, Any]) -> None:
         """Where the time of the steps since the last one went; in files alone."""
@@ -101,7 +101,7 @@ class RunReport:
         self._files.log("sample", {"text": text})
         self._last_sample = text
         if self._session.step < self._session.config.train.steps:
-            self._remark(self._voice.on_one_line(f"sample: {text}"))
+            self._remark(self._screen.on_one_line(f"sample: {text}"))
 
     def saved(self, path: str) -> None:
         """A checkpoint was written, or will be in the background."""
@@ -123,7 +123,7 @@ class RunReport:
     def left_out(self, done: str, entry: dict[str, Any]) -> None:
         """The guard has left a step out."""
         self._files.log("guard", {"not_taken": entry["step"], "batches": entry["batches"], "why": entry["why"]})
-        self._voice.advance(self._session.step)
+        self._screen.advance(self._session.step)
         self._remark(done)
 
     def back(self) -> None:
@@ -144,13 +144,13 @@ class RunReport:
     def step_done(self, traffic: Traffic) -> None:
         """An optimizer step was made with this traffic."""
         self._traffic = traffic.by_name()
-        self._voice.advance(self._session.step)
+        self._screen.advance(self._session.step)
 
     def end(self, *, stopped: bool) -> None:
         """The summary, and the end of all files."""
-        if not self._voice.speaks:
+        if not self._screen.speaks:
             return
-        self._voice.close()
+        self._screen.close()
         if not self._files:
             self._say_nothing_left()
             return
@@ -162,16 +162,16 @@ class RunReport:
         self._files.log("summary", summary)
         per_second = f", {pace.tokens / pace.seconds:,.0f} tok/s" if pace.seconds else ""
         at = f"step {session.step} of {session.config.train.steps}, {duration(time.perf_counter() - self._start)}"
-        self._voice.say("")
-        self._voice.row("stopped" if stopped else "done", at + per_second + self._learnt())
-        self._voice.row("bytes", bytes_line(summary))
+        self._screen.say("")
+        self._screen.row("stopped" if stopped else "done", at + per_second + self._learnt())
+        self._screen.row("bytes", bytes_line(summary))
         if verdict is not None:
-            self._voice.row("verdict", str(verdict))
+            self._screen.row("verdict", str(verdict))
         if self._last_sample and not stopped:
-            self._voice.row("sample", self._voice.on_one_line(self._last_sample))
-        self._voice.row("report", str(RunFolder(session.config.log.folder).page))
+            self._screen.row("sample", self._screen.on_one_line(self._last_sample))
+        self._screen.row("report", str(RunFolder(session.config.log.folder).page))
         if session.config.log.note and not stopped:
-            self._voice.say(session.config.log.note.rstrip("\n").replace("{terrazzo}", program()))
+            self._screen.say(session.config.log.note.rstrip("\n").replace("{terrazzo}", program()))
         self.leave()
         self._say_how_to_go_on(finished=not stopped)
 
@@ -189,30 +189,30 @@ class RunReport:
         self.leave()
         session, saved = self._session, self._session.keeper.saved_step
         if session.step and session.step < session.config.train.steps:
-            self._voice.say("")
-            self._voice.row("failed", f"after step {session.step} of {session.config.train.steps}; {_saved(saved)}")
+            self._screen.say("")
+            self._screen.row("failed", f"after step {session.step} of {session.config.train.steps}; {_saved(saved)}")
             if saved:
                 self._say_how_to_go_on(finished=False)
 
     def leave(self) -> None:
         """The end of the progress bar and of all files."""
-        self._voice.close()
+        self._screen.close()
         self._files.close()
 
     def _say_how_to_go_on(self, *, finished: bool) -> None:
-        self._voice.command("continue", self._command.going_on(self._session.config, finished=finished))
+        self._screen.command("continue", self._command.going_on(self._session.config, finished=finished))
 
     def _say_nothing_left(self) -> None:
         """Of a finished run that was started again: there is nothing that was measured."""
         session = self._session
         at = f"step {session.step} of {session.config.train.steps} is in {session.keeper.folder}"
-        self._voice.say("")
-        self._voice.row("done", f"nothing left to do: {at}")
-        self._voice.row("anew", "another log.folder, or checkpoint.resume=never checkpoint.overwrite=true")
+        self._screen.say("")
+        self._screen.row("done", f"nothing left to do: {at}")
+        self._screen.row("anew", "another log.folder, or checkpoint.resume=never checkpoint.overwrite=true")
         self._say_how_to_go_on(finished=True)
 
     def _remark(self, text: str, loss: str = "") -> None:
-        self._voice.remark(self._session.step, text, loss)
+        self._screen.remark(self._session.step, text, loss)
 
 
 def _header(session: Session) -> list[tuple[str, str]]:

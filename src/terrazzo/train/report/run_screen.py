@@ -9,13 +9,13 @@ from terrazzo.errors import printable
 from terrazzo.telemetry import RunConsole, StepMetrics, StepTable
 from terrazzo.train.settings.command import folded
 
-__all__ = ["Voice"]
+__all__ = ["RunScreen"]
 
 LABEL = 10
 """Width of labels."""
 
 
-class Voice:
+class RunScreen:
     """The screen of rank 0. That of other ranks is silent.
 
     Args:
