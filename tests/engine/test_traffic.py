@@ -123,7 +123,7 @@ def sizes_for(plan: str, world_size: int) -> Sizes:
     return (world_size, 1) if plan in TABLE_1D else (world_size // 2, 2)
 
 
-def shard_on_paper(plan: str, sizes: Sizes, precision: str | Precision = "fp32", **options: Any) -> tuple[Any, Any]:
+def shard_simulated(plan: str, sizes: Sizes, precision: str | Precision = "fp32", **options: Any) -> tuple[Any, Any]:
     shards, replicas = sizes
     mesh = None
     if plan in TABLE_2D:
@@ -151,7 +151,7 @@ MESHES = [
 @pytest.mark.parametrize(("plan", "sizes"), MESHES)
 def test_counts_and_bytes_follow_the_formulas(plan: str, sizes: Sizes) -> None:
     with fake_group(math.prod(sizes)):
-        model, optimizer = shard_on_paper(plan, sizes)
+        model, optimizer = shard_simulated(plan, sizes)
         one_step(model, optimizer, 1, None)
         for micro_batches, local in CASES:
             if local is False and plan in ("zero0", "zero1"):
@@ -165,7 +165,7 @@ def test_counts_and_bytes_follow_the_formulas(plan: str, sizes: Sizes) -> None:
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_the_engine_promises_what_it_sends(plan: str) -> None:
     with fake_group(8):
-        model, optimizer = shard_on_paper(plan, sizes_for(plan, 8))
+        model, optimizer = shard_simulated(plan, sizes_for(plan, 8))
         one_step(model, optimizer, 1, None)
         for micro_batches, local in [*CASES, (2, None)]:
             if local is False and plan in ("zero0", "zero1"):
@@ -190,7 +190,7 @@ def test_the_engine_promises_what_it_sends(plan: str) -> None:
 @pytest.mark.parametrize("plan", EVERY_PLAN)
 def test_bytes_follow_the_dtypes(plan: str, precision: Any, itemsizes: tuple[int, int]) -> None:
     with fake_group(8):
-        model, optimizer = shard_on_paper(plan, sizes_for(plan, 8), precision)
+        model, optimizer = shard_simulated(plan, sizes_for(plan, 8), precision)
         one_step(model, optimizer, 1, None)
         found = one_step(model, optimizer, 2, True)
         wanted = promised(plan, sizes_for(plan, 8), model, 2, True, itemsizes)
@@ -207,7 +207,7 @@ def test_the_published_volumes(plan: str, multiple: int) -> None:
     """2Ψ(N-1)/N for DDP and ZeRO-1/2, 3Ψ(N-1)/N for ZeRO-3 (Rajbhandari et al., 2020), less one root gather."""
     world_size = 8
     with fake_group(world_size):
-        model, optimizer = shard_on_paper(plan, (world_size, 1))
+        model, optimizer = shard_simulated(plan, (world_size, 1))
         found = one_step(model, optimizer, 1, None)
         sizes = [unit.numel * 4 for unit in engine_of(model).units]
         root = sizes[0] if plan == "zero3" else 0
@@ -219,7 +219,7 @@ def test_prefetching_changes_no_traffic() -> None:
     with fake_group(8):
         counts = []
         for prefetch in (0, 1, 2, 9):
-            model, optimizer = shard_on_paper("zero3", (8, 1), prefetch=prefetch)
+            model, optimizer = shard_simulated("zero3", (8, 1), prefetch=prefetch)
             one_step(model, optimizer, 1, None)
             found = one_step(model, optimizer, 1, None)
             counts.append((by_kind(found.count), by_kind(found.bytes)))
@@ -228,7 +228,7 @@ def test_prefetching_changes_no_traffic() -> None:
 
 def test_evaluation_gathers_each_unit_once_and_reduces_nothing() -> None:
     with fake_group(8):
-        model, optimizer = shard_on_paper("zero3", (8, 1))
+        model, optimizer = shard_simulated("zero3", (8, 1))
         one_step(model, optimizer, 1, None)
         engine_of(model).traffic.reset()
         with torch.no_grad():
@@ -258,14 +258,14 @@ def test_frozen_parameters_are_gathered_but_not_reduced() -> None:
 @pytest.mark.parametrize("plan", ["zero0", "zero1"])
 def test_whole_gradients_cannot_be_reduced_each_time(plan: str) -> None:
     with fake_group(2):
-        model, _ = shard_on_paper(plan, (2, 1))
+        model, _ = shard_simulated(plan, (2, 1))
         with pytest.raises(tz.BadInput, match="local=False"), tz.accumulate(model, local=False):
             pass
 
 
 def test_control_messages_stay_small() -> None:
     with fake_group(8):
-        model, optimizer = shard_on_paper("zero3", (8, 1))
+        model, optimizer = shard_simulated("zero3", (8, 1))
         for _ in range(2):  # the first step also agrees on the order of units
             found = one_step(model, optimizer, 1, None)
         assert found.bytes["control"] < 1024
@@ -290,6 +290,6 @@ def test_real_ranks_send_what_the_formulas_say(plan: str) -> None:
 
 def test_one_rank_sends_nothing() -> None:
     with fake_group(1):
-        model, optimizer = shard_on_paper("zero3", (1, 1))
+        model, optimizer = shard_simulated("zero3", (1, 1))
         assert one_step(model, optimizer, 2, None).total_bytes == 0
         assert math.prod(unit.numel for unit in engine_of(model).units) > 0

@@ -1,6 +1,6 @@
-"""What a run promises of memory by closed formulas, in the place of its own operators on paper.
+"""What a run promises of memory by closed formulas, in the place of its own operators traced.
 
-One micro-batch on paper, at the end of each run, is half of what a small run computes. Processes that tests start leave
+One micro-batch traced, at the end of each run, is half of what a small run computes. Processes that tests start leave
 it out, but where `TRACED` is in their environment.
 """
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import terrazzo as tz
 from terrazzo.engine import PRECISIONS, Plan, checkpoint_activations, engine_of, estimate
 from terrazzo.parallel import TensorRanks, context_of
-from terrazzo.parallel.simulated_ranks import cut_on_paper
+from terrazzo.parallel.simulated_ranks import cut_simulated
 from terrazzo.parallel.transformers_support import CUT_MATRICES, NO_STAGES
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
@@ -209,11 +209,11 @@ def test_ranks_hold_and_send_what_was_promised(case: Case) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [62, 64])
-def test_a_model_cut_on_paper_is_that_of_the_last_rank(vocab_size: int) -> None:
+def test_a_simulated_cut_is_that_of_the_last_rank(vocab_size: int) -> None:
     with fake_group(4, 3), torch.device("meta"):
         model, other = (Decoder(replace(SIZES, vocab_size=vocab_size)) for _ in range(2))
         tz.parallelize(model, tz.mesh(tp=4))
-    cut_on_paper(other, 4)
+    cut_simulated(other, 4)
     assert {name: p.shape for name, p in other.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
 
 
@@ -224,7 +224,7 @@ def test_a_trace_of_a_cut_model_has_parts_of_its_activations() -> None:
         with torch.device("meta"):
             model = Decoder(SIZES)
         if ranks > 1:
-            cut_on_paper(model, ranks)
+            cut_simulated(model, ranks)
         trace = traced_activations(
             model,
             ["blocks.0", "blocks.1", "blocks.2"],
@@ -257,7 +257,7 @@ def cut_tiny(family: str, size: int) -> tuple[nn.Module, TensorRanks, dict[str, 
     config._attn_implementation = "eager"
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
-    ranks = cut_on_paper(model, size)
+    ranks = cut_simulated(model, size)
     model.to_empty(device="cpu")
     for buffer in model.buffers():
         buffer.zero_()

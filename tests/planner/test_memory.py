@@ -434,7 +434,7 @@ def test_an_estimate_takes_few_calls() -> None:
         assert calls_of(partial(memory_of, made[1])) < 6000
 
 
-# -- the step on paper -----------------------------------------------------------------------------------------
+# -- the planned step ------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)

@@ -16,7 +16,7 @@ from terrazzo.engine import Plan, engine_of, estimate
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import stage_peak
-from terrazzo.planner.memory.placement import PaperAxis
+from terrazzo.planner.memory.placement import PlannedAxis
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.setup import Setup
 from tests.helpers.cover import in_turns
@@ -84,7 +84,7 @@ OF_A_BLOCK = 2 * WIDTH * 4 + 8
 def test_copies_of_buffers_are_in_the_plan_and_in_the_bill(
     plan: str, schedule: Any, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PaperAxis, "receive_bytes", lambda self, full_bytes: full_bytes)
+    monkeypatch.setattr(PlannedAxis, "receive_bytes", lambda self, full_bytes: full_bytes)
     base = Tower()
     tokens = torch.arange(6) % 11
 

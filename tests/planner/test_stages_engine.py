@@ -18,7 +18,7 @@ from terrazzo.engine import PRECISIONS, Plan, engine_of, stages_of
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import stage_peak
-from terrazzo.planner.memory.placement import PaperAxis
+from terrazzo.planner.memory.placement import PlannedAxis
 from terrazzo.planner.memory.states import state_terms
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.checks import check
@@ -147,7 +147,7 @@ def promised(setup: Setup, stage: int) -> dict[str, int]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_ranks_of_stages_hold_and_send_what_was_promised(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, also what stages send each other. Ranks that are threads receive all at once."""
-    monkeypatch.setattr(PaperAxis, "receive_bytes", lambda self, full_bytes: full_bytes)
+    monkeypatch.setattr(PlannedAxis, "receive_bytes", lambda self, full_bytes: full_bytes)
     setup = case.setup
     check(setup)
     base(case.config)  # before there are threads

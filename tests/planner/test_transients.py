@@ -24,7 +24,7 @@ from terrazzo.engine.sharding.prepare import Options, prepare
 from terrazzo.planner.machine.devices import Cluster, Device
 from terrazzo.planner.machine.mesh import Mesh
 from terrazzo.planner.memory.peak import stage_peak
-from terrazzo.planner.memory.placement import PaperAxis
+from terrazzo.planner.memory.placement import PlannedAxis
 from terrazzo.planner.model.loading import model_shape
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.train.model.decoder import Block, Decoder, DecoderConfig
@@ -97,7 +97,7 @@ class Case:
 
     @property
     def bill(self) -> int:
-        """By the engine's own schedule, run on paper."""
+        """By the engine's own schedule, over sizes alone."""
         sizes = Mesh(**self.mesh)
         rank = self.rank * (sizes.world_size // sizes.pp) + sizes.tp - 1
         with fake_group(sizes.world_size, rank):
@@ -125,7 +125,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def change() -> None:
         monkeypatch.setattr(engine_axes, "comm_streams_of", lambda *_: None)
         monkeypatch.setattr(NativeCollectives, "all_reduce_steps", 2)
-        for kind in (NativeCollectives, PaperAxis):
+        for kind in (NativeCollectives, PlannedAxis):
             monkeypatch.setattr(kind, "receive_bytes", lambda self, full_bytes: full_bytes)
 
     return change

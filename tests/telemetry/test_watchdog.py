@@ -36,7 +36,9 @@ class Ranks:
         self.ranks = [Recorded(ring, rank, count) for rank, ring in enumerate(self.rings)]
         self.tails = [Tail(ring.descriptor) for ring in self.rings]
         for rank in self.ranks:
-            rank.extend_table(units=["", "layers.7"], groups={"": list(range(count)), "dp_shard": list(range(count))}, pid=812)
+            rank.extend_table(
+                units=["", "layers.7"], groups={"": list(range(count)), "dp_shard": list(range(count))}, pid=812
+            )
             rank.extend_table(host="b")
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ def _templates_are_rendered_by_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _few_models_are_traced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One micro-batch on paper, at the end of each run, is a third of what a small run computes. Equal ones are one."""
+    """One micro-batch traced, at the end of each run, is a third of what a small run computes. Equal ones are one."""
     trace_of = PLANNED._trace_of
 
     def remembered(model: Any, config: Any, setup: Any, names: list[str]) -> Any:

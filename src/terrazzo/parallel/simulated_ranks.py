@@ -24,20 +24,20 @@ from terrazzo.parallel.tensor.apply_plan import cut_matrices
 from terrazzo.parallel.tensor.model_plans import own_plan
 from terrazzo.parallel.tensor.read_plan import TensorPlan, cuts_of
 
-__all__ = ["PaperContext", "cut_on_paper"]
+__all__ = ["SimulatedContext", "cut_simulated"]
 
 
-class PaperContext(Context):
+class SimulatedContext(Context):
     """The first of `ranks` that share sequences.
 
     Args:
         documents: whether sequences have several, whose bounds nobody knows.
     """
 
-    on_paper = True
+    is_simulated = True
 
     def __init__(self, ranks: int, mode: str, balance: str, documents: bool) -> None:
-        super().__init__(_PaperRanks(ranks), mode, balance)
+        super().__init__(_SimulatedRanks(ranks), mode, balance)
         self._documents = documents
 
     def mask(
@@ -52,12 +52,12 @@ class PaperContext(Context):
         return AttentionMask.unknown(runs, positions.new_zeros((positions.shape[0], held)), window, stride)
 
 
-class _PaperRanks(GroupRanks):
+class _SimulatedRanks(GroupRanks):
     def __init__(self, size: int) -> None:
-        super().__init__(None, _PaperCollectives(size, rank=0))
+        super().__init__(None, _SimulatedCollectives(size, rank=0))
 
 
-def cut_on_paper(
+def cut_simulated(
     model: nn.Module, size: int, sequence: bool = True, tensor: TensorPlan | Literal["auto"] = "auto"
 ) -> TensorRanks:
     """Cut `model`, on the meta device, as `tz.parallelize` does for one of `size` ranks along `tp`.
@@ -69,21 +69,21 @@ def cut_on_paper(
         BadInput: as there.
     """
     plan = own_plan(model, size) if isinstance(tensor, str) else tensor
-    ranks = _PaperTensorRanks(size)
+    ranks = _SimulatedTensorRanks(size)
     cut_matrices(cuts_of(model, ranks, plan, sequence))
     return ranks
 
 
-class _PaperTensorRanks(TensorRanks):
+class _SimulatedTensorRanks(TensorRanks):
     """The last of `ranks`, whose parts are the largest where sizes do not divide."""
 
-    on_paper = True
+    is_simulated = True
 
     def __init__(self, ranks: int) -> None:
-        self._join(_PaperCollectives(ranks, rank=ranks - 1))
+        self._join(_SimulatedCollectives(ranks, rank=ranks - 1))
 
 
-class _PaperCollectives(Collectives):
+class _SimulatedCollectives(Collectives):
     """Allocates what those of ranks on one CPU host do."""
 
     def __init__(self, size: int, rank: int) -> None:

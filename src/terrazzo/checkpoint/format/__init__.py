@@ -1,4 +1,4 @@
-"""The format on paper.
+"""The format of a checkpoint.
 
 manifest  what a checkpoint holds, where, and under which digests
 parse     whether a manifest, of any version, says what can be

@@ -48,13 +48,13 @@ class Context:
         tp: ranks along `tp`, each of which has a share of the heads.
 
     Attributes:
-        on_paper: there are no other ranks, and tensors have no values.
+        is_simulated: there are no other ranks, and tensors have no values.
 
     Raises:
         BadInput: an unknown mode or balance.
     """
 
-    on_paper = False
+    is_simulated = False
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Context:
         self._last_mask: tuple[weakref.ref[Tensor], int, dict[tuple[object, ...], AttentionMask]] | None = None
         self._placed_positions: tuple[weakref.ref[Tensor], int, Tensor] | None = None
         self._first_inputs: tuple[int, str] | None = None  # what `split` was given first, in a number and in words
-        self._is_compared = self.on_paper
+        self._is_compared = self.is_simulated
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copied model belongs to the same group."""

@@ -39,10 +39,10 @@ class TensorRanks:
 
     Attributes:
         traffic: what this rank has sent, for all models on the mesh.
-        on_paper: there are no other ranks, and tensors have no values.
+        is_simulated: there are no other ranks, and tensors have no values.
     """
 
-    on_paper = False
+    is_simulated = False
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.axes = Axes(mesh["tp"], Tally())

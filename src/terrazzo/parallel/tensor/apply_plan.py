@@ -118,7 +118,7 @@ def _add_exchanges(cuts: TensorCuts) -> None:
     for run in runs:
         split_between(run, split)
     regions = [module for name, module, _ in cuts.named(Enter) if not cuts.splits(name)]
-    if not cuts.ranks.on_paper:
+    if not cuts.ranks.is_simulated:
         _watch_random_numbers(cuts, [*(module for _, module in itertools.chain(*runs)), *regions])
     for name, module, style in cuts.named(Enter, Column, Row, Embedding, Logits):
         splits = cuts.splits(name)
@@ -163,7 +163,7 @@ def _watch_whole_uses(cuts: TensorCuts) -> None:
     used_in_part = {name: list(cuts.model.get_submodule(name)._parameters) for name in cuts.rows}
     users = [name for name, _, _ in cuts.named(Logits)]
     watch_direct_use(cuts.model, cut | used_in_part, users)
-    if not cuts.ranks.on_paper:
+    if not cuts.ranks.is_simulated:
         watch_gradient_parts(cuts.model, _gradient_parts(cuts))
 
 

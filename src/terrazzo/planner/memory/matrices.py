@@ -1,4 +1,4 @@
-"""Updates of whole matrices on paper: what the first rank of each axis sends and holds for them, and what they compute.
+"""Updates of whole matrices, planned: what the first rank of each axis sends and holds for them, and what they compute.
 
 Which rank owns which matrix, what goes where and what is held on the way is the engine's own code, which is asked with
 buckets that have sizes in place of tensors (`terrazzo.engine.optim.matrix_owners` and `matrix_steps`).
@@ -64,11 +64,11 @@ def matrix_updates(setup: Setup, stage: int) -> MatrixUpdates:
 
 @lru_cache(maxsize=512)
 def _updates(units: tuple[PlacedUnit, ...], iterations: int) -> MatrixUpdates:
-    found: Any = [paper for unit, count, placement in units for paper in _paper_buckets(unit, count, placement)]
+    found: Any = [bucket for unit, count, placement in units for bucket in _sized_buckets(unit, count, placement)]
     template, tally, along = Template(), Tally(), dict[str, Traffic]()
     template.matrices = MatrixNeeds(Muon.wire, Muon.workspace_bytes)
     dry_run_matrices(found, [template], tally, lambda axis: along.setdefault(axis, Traffic()))
-    sizes = {axis: paper.sharding.axes.along(axis).size for paper in found for axis in (*paper.sharding.ranks, CUT)}
+    sizes = {axis: bucket.sharding.axes.along(axis).size for bucket in found for axis in (*bucket.sharding.ranks, CUT)}
     exchanged = tuple(
         Exchanged(axis.removeprefix(_DEALT), sizes[axis], traffic.bytes["all_to_all"], traffic.count["all_to_all"])
         for axis, traffic in along.items()
@@ -141,7 +141,7 @@ class _Sharding:
 
 
 @dataclass(frozen=True, eq=False)
-class _PaperBucket:
+class _SizedBucket:
     """What the engine asks of a `Bucket` for updates of matrices."""
 
     precision: Any
@@ -155,10 +155,10 @@ class _PaperBucket:
         return self.space.layout.slots
 
 
-def _paper_buckets(unit: Any, count: int, placement: Any) -> Iterator[_PaperBucket]:
+def _sized_buckets(unit: Any, count: int, placement: Any) -> Iterator[_SizedBucket]:
     """Of so many equal units."""
     trained = [bucket for bucket in buckets(unit, placement) if bucket.trainable]
-    made = [_paper(bucket) for bucket in trained]
+    made = [_sized(bucket) for bucket in trained]
     for _ in range(count):
         for one in made:
             yield replace(one)
@@ -173,11 +173,11 @@ def _boxes(bucket: PlannedBucket, tensor: TensorShape) -> tuple[Box, ...]:
     return (Box.cut(tensor.shape, dim, [(0, part[dim])]),) * bucket.tp
 
 
-def _paper(bucket: PlannedBucket) -> _PaperBucket:
+def _sized(bucket: PlannedBucket) -> _SizedBucket:
     dealt = _DEALT if bucket.dealt > 1 else ""
     axes = _Axes({f"{dealt}{axis}": _Along(each.size) for axis, each in bucket.ranks.items()}, bucket.tp)
     split = math.prod(each.size for each in axes.ranks.values())
     layout = Layout([((str(index),), bucket.part(each)) for index, each in enumerate(bucket.tensors)], split)
     members = [_Member(bucket.group_of(each), _boxes(bucket, each)) for each in bucket.tensors]
     split_over = tuple(f"{dealt}{axis}" for axis in bucket.optim_axes)
-    return _PaperBucket(bucket.precision, split_over, _Sharding(axes), _Space(layout, axes), members)
+    return _SizedBucket(bucket.precision, split_over, _Sharding(axes), _Space(layout, axes), members)

@@ -1,4 +1,4 @@
-"""Peak memory of the fullest rank, term by term: states, a step on paper at its fullest, and what lies around them."""
+"""Peak memory of the fullest rank, term by term: states, a step at its fullest moment, and what lies around them."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Placement:
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
 
-    def axes(self, dealt: bool = False, shared: bool = False) -> Mapping[str, PaperAxis]:
+    def axes(self, dealt: bool = False, shared: bool = False) -> Mapping[str, PlannedAxis]:
         """The axes of `sizes`, as they split a tensor.
 
         Args:
@@ -69,9 +69,9 @@ class Placement:
             shared: gradients are summed along `tp` too, whose ranks have the same.
         """
         sizes = self.expert_sizes if dealt else _with_strides(self.sizes, self.tp)
-        found = {axis: PaperAxis(size, self._near(size, stride)) for axis, size, stride in sizes}
+        found = {axis: PlannedAxis(size, self._near(size, stride)) for axis, size, stride in sizes}
         if shared:
-            found["tp"] = PaperAxis(self.tp, self._near(self.tp, 1))
+            found["tp"] = PlannedAxis(self.tp, self._near(self.tp, 1))
         return found
 
     def _near(self, size: int, stride: int) -> int:
@@ -79,7 +79,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class PaperAxis:
+class PlannedAxis:
     """What collectives along an axis do to memory.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The engine on paper: a traced pass put on the schedule of a plan, and the moment at which most is held.
+"""The engine's schedule over a traced pass: what a plan makes of it, and the moment at which most is held.
 
 Units, schedule and moves are the engine's own, with sizes in place of tensors (`terrazzo.engine.dry_run.step`). Only
 the activations between its events come from a trace. `walk` describes the same step again, faster, for a search.
@@ -32,7 +32,7 @@ __all__ = [
     "FORMULAS",
     "TracedPeak",
     "memory_of_trace",
-    "paper_units",
+    "planned_units",
     "replay",
     "updated_apart_numel",
     "updated_numels",
@@ -72,7 +72,7 @@ def replay(setup: Setup, trace: ActivationTrace, update_bytes: int = 0) -> Trace
         trace: of one micro-batch, its units in the order of `setup.model`.
         update_bytes: what the optimizer needs while it steps, see `optimizer_temporaries`.
     """
-    units = paper_units(setup)
+    units = planned_units(setup)
     states, grads = _states([bucket for unit in units for bucket in unit])
     player = _Player(setup, units, trace)
     count = min(setup.micro_batches, 3)  # the first, one in the middle, and the last, which finishes the gradients
@@ -91,7 +91,7 @@ def memory_of_trace(setup: Setup, trace: ActivationTrace, update_bytes: int = 0)
     return fullest_memory(setup, 0, terms, f"every rank alike, fullest in {peak.moment}")
 
 
-def paper_units(setup: Setup) -> list[tuple[PlannedBucket, ...]]:
+def planned_units(setup: Setup) -> list[tuple[PlannedBucket, ...]]:
     """The buckets of each unit of the model under the plan, whose ranks are all on one host."""
     shapes = [unit for unit in setup.model.units for _ in range(unit.count)]
     places, host = (setup.plan.weight, setup.plan.grad, setup.plan.optim), setup.mesh.world_size
@@ -134,8 +134,8 @@ class _Player:
         self._ledger, self._sums = _Observed(self._hold), _Observed(self._hold)
         ledgers = (self._ledger, self._sums)
         comm_streams = None if setup.cluster.device.kind == "cpu" else CommStreams(torch.device("meta"))
-        self._paper = [_Unit(index, unit, setup.compile, *ledgers, comm_streams) for index, unit in enumerate(units)]
-        self._schedule = Schedule(self._paper, setup.prefetch)
+        self._counting = [_Unit(index, unit, setup.compile, *ledgers, comm_streams) for index, unit in enumerate(units)]
+        self._schedule = Schedule(self._counting, setup.prefetch)
         self._local_sums = setup.sums_locally
         names = list(dict.fromkeys(event.unit for event in trace.events))
         assert len(names) == len(units), f"{len(names)} units traced, {len(units)} in the model"
@@ -154,7 +154,7 @@ class _Player:
             self._happen(event)
 
     def _happen(self, event: TraceEvent) -> None:
-        schedule, unit = self._schedule, self._paper[self._index[event.unit]]
+        schedule, unit = self._schedule, self._counting[self._index[event.unit]]
         if event.kind == "enter":
             self._forward.enter(unit)
         elif event.kind == "leave":

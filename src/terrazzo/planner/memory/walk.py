@@ -1,4 +1,4 @@
-"""A training step on paper: when weights, gradients and activations come and go, and the most that is held at once.
+"""A training step by sizes alone: when weights, gradients and activations come and go, and the most that is held.
 
 The order of events is that of `terrazzo.engine.schedule`: gathers with prefetch, reductions behind backward.
 It is described a second time here because a search would be slower on the schedule itself; tests hold both equal.

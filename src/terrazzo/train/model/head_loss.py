@@ -115,7 +115,7 @@ def _vocabulary(model: nn.Module, head: nn.Module | None) -> int:
 
 
 def _is_plain(model: nn.Module, head: nn.Module) -> bool:
-    """Whether the model's logits are its head's output, and that a product with one matrix. It is run on paper."""
+    """Whether the model's logits are its head's output, and that a product with one matrix. It is run on meta."""
     if isinstance(head, TiedHead):
         return True
     matrix: Any = head

@@ -279,7 +279,7 @@ def refuse_other_weights(folder: Path, missing: Sequence[str], unexpected: Seque
 def one_sequence_per_row() -> Iterator[None]:
     """Inside, `transformers` does not look at values for sequences packed together, which ours are not.
 
-    A pass on paper has no values, and a mask would be made that a real run does without.
+    A pass on the meta device has no values, and a mask would be made that a real run does without.
     """
     masking = sys.modules.get("transformers.masking_utils")
     original = getattr(masking, _PACKING, None)

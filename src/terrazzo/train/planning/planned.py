@@ -14,12 +14,12 @@ from terrazzo.config import Config
 from terrazzo.engine import Traffic, find_units
 from terrazzo.engine.plan.layout import tiled_step_bytes
 from terrazzo.parallel import VocabularyLoss, leave_vocabulary, share_sequences
-from terrazzo.parallel.simulated_ranks import PaperContext, cut_on_paper
+from terrazzo.parallel.simulated_ranks import SimulatedContext, cut_simulated
 from terrazzo.planner import Cluster, Estimate, MemoryFigures, Setup, estimate
 from terrazzo.planner.formulas import Term
 from terrazzo.planner.memory.matrices import matrix_updates
 from terrazzo.planner.memory.peak import memory_of
-from terrazzo.planner.memory.replay import memory_of_trace, paper_units, updated_apart_numel, updated_numels
+from terrazzo.planner.memory.replay import memory_of_trace, planned_units, updated_apart_numel, updated_numels
 from terrazzo.planner.memory.trace import ActivationTrace, traced_activations, traced_update
 from terrazzo.planner.timing.calibration import find_calibration, measured_memory
 from terrazzo.planner.traffic.volumes import expected_exchanges
@@ -95,8 +95,7 @@ def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int]:
     """What a rank sends in a step of activations along tp, cp and pp, in bytes, by the names of `Traffic.by_name`.
 
     By formulas; where some weights are frozen, gradients of activations end where nothing trains before them, and the
-    model's own operators are counted on paper: nothing where these depend on values, which they do not have. Nor of
-    stages then.
+    model's own operators are traced: nothing where these depend on values, which they do not have. Nor of stages then.
     """
     mesh = setup.mesh
     if mesh.tp * mesh.cp * mesh.pp == 1 or setup.model.trainable_numel == setup.model.numel:
@@ -111,9 +110,9 @@ def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int]:
 def _trace_of(
     model: nn.Module, config: Config, setup: Setup, names: list[str]
 ) -> tuple[ActivationTrace, dict[str, int]] | None:
-    """One micro-batch on paper, and what it has sent by axis and kind; None where its operators need values."""
+    """One micro-batch on meta, and what it has sent by axis and kind; None where its operators need values."""
     try:
-        traffic = _share_on_paper(model, config, setup)
+        traffic = _share_simulated(model, config, setup)
         with nullcontext() if config.cuts_attention else one_sequence_per_row():
             trace = traced_activations(model, names, setup.precision.compute, _training_pass(config, setup))
     except Exception:  # anything: a stranger's forward has been given tensors without values
@@ -122,20 +121,20 @@ def _trace_of(
     return trace, {name: sent for name, sent in named if sent}
 
 
-def _share_on_paper(model: nn.Module, config: Config, setup: Setup) -> dict[str, Traffic]:
+def _share_simulated(model: nn.Module, config: Config, setup: Setup) -> dict[str, Traffic]:
     """Have it compute as one rank of those that share its sequences and matrices; what this rank sends, by axis."""
     traffic = {}
     if setup.mesh.cp > 1:
         settings = config.parallel.context
-        context = PaperContext(setup.mesh.cp, settings.mode, settings.balance, config.cuts_attention)
+        context = SimulatedContext(setup.mesh.cp, settings.mode, settings.balance, config.cuts_attention)
         share_sequences(model, context)
         traffic["cp"] = context.traffic
     elif isinstance(model, Decoder) and model.context is not None:
-        model.use_context(PaperContext(1, "gather", "none", config.cuts_attention))
+        model.use_context(SimulatedContext(1, "gather", "none", config.cuts_attention))
     if setup.mesh.tp > 1:
         plan = plan_of(model, config)
         vocabulary = vocabulary_apart(model, plan)
-        ranks = cut_on_paper(model, setup.mesh.tp, setup.sequence_parallel, plan)
+        ranks = cut_simulated(model, setup.mesh.tp, setup.sequence_parallel, plan)
         if vocabulary:
             leave_vocabulary(model, VocabularyLoss(ranks, vocabulary))
         traffic["tp"] = ranks.traffic
@@ -168,14 +167,14 @@ def _training_pass(config: Config, setup: Setup) -> Callable[[nn.Module], torch.
 
 def _update_bytes(config: Config, setup: Setup) -> int:
     """What the optimizer needs while it steps on the device."""
-    numels, matrices = updated_numels(paper_units(setup)), matrix_updates(setup, 0).held_bytes
+    numels, matrices = updated_numels(planned_units(setup)), matrix_updates(setup, 0).held_bytes
     one_by_one = setup.precision.moments != setup.precision.master  # moments are brought to the master's dtype and back
     return max(matrices, _stepping_bytes(config, setup, [max(numels)] if numels and one_by_one else numels))
 
 
 def _apart_bytes(config: Config, setup: Setup) -> int:
     """What it needs on the host while it steps there, one tensor at a time."""
-    numel = updated_apart_numel(paper_units(setup), setup.offload.cell_numel)
+    numel = updated_apart_numel(planned_units(setup), setup.offload.cell_numel)
     return _stepping_bytes(config, setup, [numel] if numel else [])
 
 

@@ -25,7 +25,7 @@ from terrazzo.parallel.sharing_rules import (
     splits_tokens,
     tokens_step,
 )
-from terrazzo.parallel.simulated_ranks import cut_on_paper
+from terrazzo.parallel.simulated_ranks import cut_simulated
 from terrazzo.train.model.huggingface import read_config, tensor_styles
 from terrazzo.train.model.parallel import plan_of
 from terrazzo.train.model.prepare import prepare_model
@@ -217,7 +217,7 @@ def _check_own_plan(config: Config, kv_heads: Any) -> None:
             " rank computes the key head that it needs."
         )
     try:
-        cut_on_paper(prepare_model(config), tp, settings.sequence, settings.plan)
+        cut_simulated(prepare_model(config), tp, settings.sequence, settings.plan)
     except BadInput as error:
         raise BadInput(f"parallel.tensor.plan: {error}") from None
 
@@ -228,7 +228,7 @@ def _check_linears(config: Config) -> None:
         return
     model = prepare_model(config)
     try:
-        cut_on_paper(model, config.plan.mesh.tp, config.parallel.tensor.sequence, plan_of(model, config))
+        cut_simulated(model, config.plan.mesh.tp, config.parallel.tensor.sequence, plan_of(model, config))
     except BadInput as error:
         raise BadInput(f"precision.linears is '{config.precision.linears}'. {error}") from None
 
