@@ -31,7 +31,7 @@ global.document = {
   createElementNS: () => new Node(),
 };
 const script = fs.readFileSync(process.argv[2], "utf8").split("<script>")[1].split("</script>")[0];
-const page = new Function(`${script}\nreturn {axes, PLAN, shown};`)();
+const page = new Function(`${script}\nreturn {axes, PLAN, shown, amount};`)();
 
 let places = 0;
 function move(index) {
@@ -55,6 +55,9 @@ for (const [tokens, price] of [["1.5e12", "2"], ["160B", ""], ["junk", "junk"]])
   nodes.tokens.value = tokens;
   nodes.price.value = price;
   nodes.tokens.listeners.input();
+}
+for (const [text, value] of [["160B", 1.6e11], ["1,500", 1500], ["1.5e12", 1.5e12], ["2.5", 2.5], ["2,50", NaN]]) {
+  if (!Object.is(page.amount(text), value)) throw new Error(`${text} is read as ${page.amount(text)}`);
 }
 nodes.reset.listeners.click();
 console.log(places);

@@ -30,6 +30,7 @@ CASES = {
     "activations": replace(H100, micro_batch=2),
     "too large batch": replace(H100, micro_batch=16, checkpointing="full"),
     "states": replace(H100, model="llama3-70b", checkpointing="full"),
+    "activations and logits": replace(H100, sequence=100000),
     "one card": replace(H100, gpus=1, gpu="rtx4090", sequence=2048),
     "host memory": replace(H100, model="llama3-70b", strategy="zero3@cpu", host_memory_bytes=600e9, sequence=2048),
 }

@@ -67,7 +67,7 @@ def best_edits(kinds: Kinds[T], found: Estimate, estimate: Callable[[T], Estimat
 
 def no_edit(setup: Setup) -> str:
     """What to do where no edit helps."""
-    tried = "smaller micro-batch, activation checkpointing, offload or " if setup.model.computes else ""
+    tried = "smaller micro-batch, activation checkpointing, chunked loss, offload or " if setup.model.computes else ""
     return (
         f"No {tried}number of GPUs up to {MOST} that was tried makes it fit: leave --strategy out, which compares all"
         " of them, with --offload any if states may leave the device."
@@ -180,6 +180,7 @@ def _together(request: Request, setup: Setup) -> Iterator[Iterator[ChangedReques
         yield _leaner(request, setup, mode)
     words, least = _leanest(request, setup)
     if words:
+        yield _without_logits(request, setup)
         yield ((f"{words} {options}", changed) for options, changed in _elsewhere(least, setup))
 
 
@@ -187,6 +188,17 @@ def _leaner(request: Request, setup: Setup, mode: str) -> Iterator[ChangedReques
     if setup.checkpointing != "full" or setup.every > 1:
         for options, changed in _smaller(replace(request, checkpointing=mode), setup):
             yield f"--ac {mode} {options}", changed
+
+
+def _without_logits(request: Request, setup: Setup) -> Iterator[ChangedRequest]:
+    """All recomputed and a loss without all logits, and at last with the smallest micro-batches."""
+    if request.loss is not None or setup.loss != "full":
+        return
+    if setup.checkpointing != "full" or setup.every > 1:
+        yield "--ac full --loss chunked", replace(request, checkpointing="full", loss="chunked")
+    if setup.micro_batch > 1:
+        words, least = _leanest(request, setup)
+        yield f"{words} --loss chunked", replace(least, loss="chunked")
 
 
 def _leanest(request: Request, setup: Setup) -> ChangedRequest:
