@@ -13,14 +13,15 @@ LEVELS = torch.tensor(
 
 
 def rounded(values: Tensor, form: str) -> Tensor:
-    """What comes back of `values`, of any shape, that have been kept in blocks of 64 from the first element; fp32."""
+    """What comes back of `values`, of any shape, kept in blocks of 64 from the first element: fp32 that bf16 holds."""
     group = 64 if form == "nf4" else 64 * 256
     blocks = torch.nn.functional.pad(values.float().flatten(), (0, -values.numel() % group)).view(-1, 64)
     largest = blocks.abs().max(dim=1).values
     scale = largest.bfloat16().float() if form == "nf4" else by_octaves(largest.view(-1, 256)).flatten()
     ratio = blocks / torch.where(scale == 0, 1.0, largest if form == "nf4" else scale)[:, None]
     nearest = (ratio.double()[:, :, None] - LEVELS.double()).abs().argmin(dim=-1)
-    return (LEVELS[nearest] * scale[:, None]).flatten()[: values.numel()].view(values.shape)
+    kept = (LEVELS[nearest] * scale[:, None]).bfloat16().float()
+    return kept.flatten()[: values.numel()].view(values.shape)
 
 
 def by_octaves(largest: Tensor) -> Tensor:

@@ -113,12 +113,12 @@ def test_a_step_of_a_unit_in_many_tiles_and_cells_is_that_of_whole_weights(tmp_p
 
 
 def through(value: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """The bytes of a matrix, and what comes back of it in fp32."""
+    """The bytes of a matrix, and what comes back of it, in fp32 that bf16 holds."""
     kind = FrozenFormat(form)
     flat = torch.nn.functional.pad(value.flatten(), (0, -value.numel() % kind.blocks.numel))
     packed = torch.zeros(kind.blocks.size_bytes(flat.numel()), dtype=torch.uint8)
     encode(flat, kind, packed)
-    return packed, decode(packed, kind)[: value.numel()].view(value.shape)
+    return packed, decode(packed, kind)[: value.numel()].view(value.shape).bfloat16().float()
 
 
 def subjects() -> dict[str, Tensor]:
@@ -293,10 +293,35 @@ def test_a_state_dict_has_what_is_computed_with_and_loading_packs_anew() -> None
     def body(rank: int) -> None:
         model, _ = shard_frozen(base, "zero3", "nf4")
         weight = base.blocks[0].up.weight.detach()
-        assert torch.equal(model.state_dict()["blocks.0.up.weight"].float(), rounded(weight, "nf4").bfloat16().float())
+        assert torch.equal(model.state_dict()["blocks.0.up.weight"].float(), rounded(weight, "nf4"))
         model.load_state_dict({"blocks.0.up.weight": weight.T.contiguous().view(weight.shape)}, strict=False)
         other = rounded(weight.T.contiguous().view(weight.shape), "nf4")
         assert torch.equal(toys.full_parameters(model)["blocks.0.up.weight"], other.bfloat16())
+
+    toys.on_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_what_is_computed_with_is_what_is_saved(name: str) -> None:
+    def body(rank: int) -> None:
+        model, _ = shard_frozen(frozen_net(), "zero3", name=name)
+        full, saved = toys.full_parameters(model), model.state_dict()
+        for key in IN_FOUR_BITS:
+            assert torch.equal(full[key], saved[key].to(full[key].dtype))
+
+    toys.on_ranks(2, body)
+
+
+def test_codes_of_a_layer_that_decodes_them_itself_stay_what_they_are() -> None:
+    base = frozen_net()
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    for block in base.blocks:
+        block.coded = nn.Linear(16, 16, bias=False)
+        block.coded.weight = nn.Parameter(codes.clone(), requires_grad=False)
+
+    def body(rank: int) -> None:
+        model, _ = shard_frozen(base, "zero3")
+        assert torch.equal(toys.full_parameters(model)["blocks.1.coded.weight"], codes)
 
     toys.on_ranks(2, body)
 
@@ -330,6 +355,11 @@ def test_what_is_written_into_packed_weights_is_refused() -> None:
             for how in (True, "first rank"):
                 with pytest.raises((Misuse, BadInput), match=r"'blocks\.0\.up\.weight' written to|Rank 0 cannot"):
                     write(model, rank, how)
+            with (
+                pytest.raises((Misuse, BadInput), match=r"'blocks\.1\.down\.weight' written to|Rank . cannot"),
+                tz.gathered(model, write=True) as parameters,
+            ):
+                parameters["blocks.1.down.weight"].detach().view(torch.int16).numpy()[-1, -1] += 1  # without a trace
             with torch.no_grad(), tz.gathered(model, write=True) as parameters:
                 parameters["blocks.0.up.bias"].fill_(2.0)
             found = toys.full_parameters(model)

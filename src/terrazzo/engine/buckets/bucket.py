@@ -203,12 +203,24 @@ class Bucket(BucketSpec):
         Raises:
             Misuse: there.
         """
-        if self.packed is not None and (written := self.full.edits.take_written()):
+        if self.packed is None:
+            return
+        noticed = self.full.edits.take_written()
+        if written := noticed or [slot.name for slot in self.slots if self._differs(slot)]:
             raise Misuse(
                 f"{listed([*map(repr, written)])} written to, and precision.frozen keeps it in {self.packed}, which "
                 "would round every element of its blocks again. Write before tz.shard, give new values to "
                 "model.load_state_dict, which packs them anew, or leave precision.frozen out."
             )
+
+    def _differs(self, slot: Slot) -> bool:
+        """Whether the full weights have other values than this rank's part of a parameter: numpy leaves no trace."""
+        for part in self.weight.cuts(slot.range.intersect(self.weight.range)):
+            with self.weight.opened(part) as kept, self.full.buffer.opened(part) as seen:
+                value = kept.to(device=seen.device, dtype=seen.dtype)
+                if not torch.equal(value.nan_to_num(), seen.nan_to_num()):
+                    return True
+        return False
 
     def adopt_edits(self) -> None:
         """Take over what has been written into whole weights, after `adopt_displaced`."""

@@ -95,7 +95,8 @@ def unpack(codes: Tensor, form: FrozenFormat, into: Tensor) -> None:
 
     Args:
         codes: uint8, of all blocks; they may lie in `room_for` them, and are lost then.
-        into: 1-D, of any dtype.
+        into: 1-D, of any dtype; the values are those that bf16 holds.
     """
     for tile in tiles(Range(0, into.numel()), into.device):
-        into[tile.start : tile.stop] = decode(codes[form.blocks.bytes_of(tile).within(Range(0, 0))], form)
+        values = decode(codes[form.blocks.bytes_of(tile).within(Range(0, 0))], form)
+        into[tile.start : tile.stop] = values.bfloat16()  # as they are saved, whatever is computed in
