@@ -63,6 +63,7 @@ class Case:
         background: it is saved while the first ones train on.
         delays: seed of random pauses before collectives and copies; None for no pauses.
         frozen: in which the blocks' matrices are kept, which are not trained; empty: they are.
+        gather: in which matrices are sent as they are gathered; empty: as they are computed with.
     """
 
     stage: str = "zero3"
@@ -82,6 +83,7 @@ class Case:
     background: bool = False
     delays: int | None = None
     frozen: str = ""
+    gather: str = ""
 
     @property
     def allowed(self) -> bool:
@@ -181,13 +183,14 @@ def sharded(case: Case, device: str, folder: str) -> tuple[nn.Module, Any]:
     """Of the case's plan. A fused optimizer on the host's CPU takes the same steps as on its CUDA."""
     plan = tz.Plan.named(case.stage + case.tier)
     offload = tz.Offload(threads=1, step=case.step, path=folder, block_mib=0.0625)
+    formats: dict[str, Any] = {"frozen": case.frozen or None, "gather": case.gather or None}
     options = {"fused": True} if case.optimizer == "fused" else {"foreach": device == "cuda"}
     return tz.shard(
         built(case),
         lambda parameters: torch.optim.AdamW(parameters, lr=LR, eps=EPS, **options),
         plan,
         units=[Block],
-        precision=replace(tz.Precision.named(case.precision), frozen=case.frozen or None),  # type: ignore[arg-type]
+        precision=replace(tz.Precision.named(case.precision), **formats),
         mesh=mesh_of(case, device),
         prefetch=case.prefetch,
         offload=offload.used_under(plan),

@@ -73,6 +73,14 @@ def test_matrices_in_4_bits(case: Case, two_ranks: Ranks, tmp_path: Path) -> Non
     check(case, two_ranks, tmp_path)
 
 
+SENT = [Case(gather="int8"), Case("zero2", precision="bf16", micro=2, gather="int8")]
+
+
+@pytest.mark.parametrize("case", SENT, ids=lambda case: case.name)
+def test_matrices_sent_in_8_bits(case: Case, two_ranks: Ranks, tmp_path: Path) -> None:
+    check(case, two_ranks, tmp_path)
+
+
 RESUMED = [
     Case(optimizer="fused", resumed="zero3"),
     Case(tier="@cpu", meta=True, resumed="zero1"),
