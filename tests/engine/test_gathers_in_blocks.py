@@ -92,22 +92,23 @@ def test_norms_are_of_the_weights_that_are_computed_with(plan: str) -> None:
         torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
 
 
-def test_a_run_goes_on_from_master_weights() -> None:
+@pytest.mark.parametrize(("plan", "name"), [("zero3", "bf16"), ("zero2", "fp32")])
+def test_a_run_goes_on_from_master_weights(plan: str, name: str) -> None:
     """Saved under one plan and gone on with under another."""
-    base = Net(width=37)
+    base, compute = Net(width=37), Precision.named(name).compute
 
     def body(rank: int) -> tuple[dict[str, Tensor], ...]:
-        model, optimizer = sharded(base, "zero3", precision=gathering("int8"))
+        model, optimizer = sharded(base, plan, precision=gathering("int8", name))
         train(model, optimizer, 2, rank)
         state = {name: value.clone() for name, value in model.state_dict().items()}
-        other, _ = sharded(Net(width=37), "zero2", precision=gathering("int8"))
+        other, _ = sharded(Net(width=37), "zero2", precision=gathering("int8", name))
         other.load_state_dict(state)
         return masters(model), masters(other), full_parameters(other)
 
     for first, second, seen in on_ranks(2, body):
         assert_same_bits(second, first, "masters")
         for name, value in first.items():
-            assert torch.equal(seen[name], as_sent(value.bfloat16(), "int8")), name
+            assert torch.equal(seen[name], as_sent(value.to(compute), "int8")), name
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------

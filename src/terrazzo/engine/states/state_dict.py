@@ -18,8 +18,8 @@ __all__ = ["shows_all", "whole_state_dict"]
 def shows_all(model: nn.Module) -> bool:
     """Whether a state dict of the parameters as they are has all there is of the weights; the same on every rank.
 
-    It has not where values are split over ranks, or cut along `tp` or `ep`, or in other stages, nor where 16 bits are
-    what is left of master weights. Inside `tz.gathered` parameters are what the user reads and writes there.
+    It has not where values are split over ranks, or cut along `tp` or `ep`, or in other stages, nor where 16 or
+    8 bits are what is left of master weights. Inside `tz.gathered` parameters are what the user reads and writes there.
     """
     engine = engine_of(model)
     if engine.axes.stages or any(engine.axes.cut_along(bucket.sharding.family) for bucket in engine.buckets()):
@@ -29,7 +29,7 @@ def shows_all(model: nn.Module) -> bool:
 
 def _is_rounded(bucket: Bucket) -> bool:
     """Whether weights have less than the master weights."""
-    return bucket.trainable and bucket.weight_dtype != bucket.precision.master
+    return bucket.trainable and (bucket.weight_dtype != bucket.precision.master or bucket.updated_in_blocks)
 
 
 def whole_state_dict(
