@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,19 @@ def test_what_cannot_be_says_why() -> None:
     problems = [cell["problem"] for cell in data["grid"] if "problem" in cell]
     assert any("global batch of 16" in problem for problem in problems)
     assert any("problem" not in cell for cell in data["grid"])
+
+
+def test_what_is_known_against_a_place_is_there_too() -> None:
+    """All 131,072 positions fit into the plan's sequence, and not into twice as many."""
+    asked = replace(ASKED, sequence=131_072, micro_batch=1)
+    data = data_of(page(ask(asked).best, asked, None, lambda setup: estimate(setup)))
+    (slider,) = (each for each in data["sliders"] if each["name"].startswith("tokens"))
+    longer = [index for index, value in enumerate(slider["values"]) if value > 131_072]
+    beyond = [number for number, text in enumerate(data["objections"]) if "131072 positions" in text]
+    after = [len(each["values"]) for each in data["sliders"][data["sliders"].index(slider) + 1 :]]
+    for index, cell in enumerate(data["grid"]):
+        at = index // prod(after) % len(slider["values"])
+        assert "problem" in cell or bool(set(beyond) & set(cell["objections"])) == (at in longer)
 
 
 def test_text_of_a_strangers_config_cannot_end_the_script() -> None:
