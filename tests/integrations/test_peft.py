@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import runpy
 import sys
@@ -20,6 +21,8 @@ import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput
 from terrazzo.integrations.peft import load_adapter, precision_of, prepare_adapters, save_adapter, save_merged
+from tests.engine.four_bits import rounded
+from tests.engine.toys import on_ranks
 from tests.helpers.processes import Pool
 
 transformers = pytest.importorskip("transformers")
@@ -238,6 +241,25 @@ def test_what_cannot_be_done_is_refused_on_every_rank(two_processes: Pool, tmp_p
     for said in (first, second):
         assert len(said) == len(parts)
         assert all(part in text for part, text in zip(parts, said, strict=True))
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16"])
+def test_a_base_in_4_bits_is_merged_in_the_dtype_of_its_other_weights(tmp_path: Path, name: str) -> None:
+    from safetensors.torch import load_file
+
+    base, precision = base_model(), replace(tz.Precision.named(name), frozen="nf4")
+    start = adapted(copy.deepcopy(base), init_lora_weights=False)
+    layer = start.get_base_model().model.layers[1].mlp.down_proj
+
+    def body(rank: int) -> None:
+        model, _ = tz.shard(copy.deepcopy(start), None, "zero3", precision=precision)
+        save_merged(model, tmp_path / "merged")
+
+    on_ranks(2, body, timeout_s=60.0)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {value.dtype for value in merged.values()} == {precision.weight}
+    wanted = rounded(layer.base_layer.weight.detach(), "nf4") + layer.get_delta_weight("default").detach()
+    torch.testing.assert_close(merged["model.layers.1.mlp.down_proj.weight"], wanted.to(precision.weight))
 
 
 @pytest.mark.parametrize("as_mapping", [False, True])

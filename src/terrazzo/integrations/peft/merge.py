@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from terrazzo.checkpoint.exporters import new_folder
-from terrazzo.engine import parameter_names, persistent_buffers, whole_weights
+from terrazzo.engine import engine_of, parameter_names, persistent_buffers, whole_weights
 from terrazzo.errors import BadInput, SaveFailed, listed
 from terrazzo.exchange import together
 from terrazzo.integrations.peft.names import BASE_LAYER, base_model, base_name, saved_names
@@ -21,7 +21,8 @@ __all__ = ["save_merged"]
 def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") -> None:
     """Write the base with a LoRA adapter added to its weights as a model folder; the model stays as it is. Collective.
 
-    Memory: the model in host memory on rank 0, one parameter elsewhere. Weights keep the dtype that the base has.
+    Memory: the model in host memory on rank 0, one parameter elsewhere. Weights keep the dtype that the base has, those
+    in 4 bits too.
 
     Raises:
         BadInput: `folder` exists, or an adapter that is more than a product added to a matrix (DoRA, embeddings,
@@ -33,10 +34,11 @@ def save_merged(model: nn.Module, folder: str | Path, adapter: str = "default") 
     pairs = [name for name in own if ".lora_A." in name or ".lora_B." in name]
     deltas = {name: value.to("cpu", copy=True) for name, value in whole_weights(model, pairs)}
     names = [name for name, _ in model.named_parameters() if ".lora_" not in name]
-    state: dict[str, Tensor] = {}
+    engine, state = engine_of(model), dict[str, Tensor]()
+    packed = {slot.name for bucket in engine.buckets() if bucket.packed is not None for slot in bucket.slots}
     for name, value in whole_weights(model, names):
         if dist.get_rank() == 0:
-            value = value.to("cpu", copy=True)
+            value = value.to("cpu", engine.precision.weight if name in packed else value.dtype, copy=True)
             layer = name.removesuffix(f"{BASE_LAYER}weight")
             if layer != name and layer in layers:
                 down, up = (deltas[f"{layer}.lora_{side}.{adapter}.weight"] for side in "AB")
