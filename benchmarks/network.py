@@ -44,10 +44,9 @@ from terrazzo.engine.model.engine import Engine, engine_of
 from terrazzo.engine.plan.place import Place, Plan
 
 PER_NODE = 2
-RANKS = NODES * PER_NODE
 SHAPE = Shape(blocks=6, width=512, vocabulary=1024, sequence=32)
 LOSS_TOLERANCE = 1e-5
-FP32_BYTES = 4
+FP32, FP32_BYTES = tz.Precision.named("fp32"), 4
 BASELINES = ("zero3", "FSDP2, HSDP")
 
 
@@ -57,6 +56,7 @@ class Contender:
 
     plan: str | None
     two_axes: bool
+    precision: tz.Precision = FP32
 
 
 CONTENDERS = {
@@ -184,8 +184,9 @@ class Trainee:
             self.optimizer = AdamW(self.model.parameters(), **HYPERPARAMETERS)
         else:
             adamw = AdamW(self.model.parameters(), **HYPERPARAMETERS)
-            self.model, self.optimizer = tz.shard(self.model, adamw, contender.plan, units=[Block], mesh=mesh)
-            self.predicted_bytes = predicted_bytes(engine_of(self.model))
+            form: dict[str, Any] = {"mesh": mesh, "precision": contender.precision}
+            self.model, self.optimizer = tz.shard(self.model, adamw, contender.plan, units=[Block], **form)
+            self.predicted_bytes = predicted_bytes(engine_of(self.model)) if contender.precision == FP32 else None
         self.step_s: list[float] = []
         self.losses: list[float] = []
         self.passed: dict[str, list[int]] = {LINK: [], "lo": []}
@@ -196,7 +197,7 @@ class Trainee:
         before = sent_by_devices()
         dist.barrier()
         begun = time.perf_counter()
-        loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(self.model(tokens).flatten(0, 1).float(), targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -221,9 +222,8 @@ class Trainee:
 
 
 def _mesh(two_axes: bool) -> DeviceMesh:
-    if two_axes:
-        return init_device_mesh("cpu", (NODES, PER_NODE), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
+    shape = (NODES, PER_NODE) if two_axes else (dist.get_world_size(),)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :])
 
 
 def sent_by_devices() -> dict[str, int]:
