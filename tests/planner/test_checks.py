@@ -277,3 +277,13 @@ def test_memory_makes_an_unknown_device_usable_but_not_a_misspelt_one() -> None:
     assert (setup.cluster.device.name, setup.cluster.device.memory_bytes) == ("my accelerator", 64_000_000_000)
     with pytest.raises(BadInput, match="Did you mean"):
         setup_of(gpu="H100-SXM5-80GBs", memory_bytes=64e9)
+
+
+def test_frozen_weights_whose_savings_are_not_counted_are_said() -> None:
+    def notes(**options: Any) -> str:
+        return " ".join(estimate(setup_of(gpus=8, **options)).notes)
+
+    assert "in the first 32 of 32 blocks" in notes(freeze="model.*")
+    assert "Nothing is trained" not in notes(freeze="lm_head*") + notes(lora=16)
+    assert "along tp and cp" in notes(lora=16, tp=2)
+    assert "along tp and cp" not in notes(lora=16) + notes(tp=2)

@@ -156,6 +156,14 @@ def test_an_optimizer_is_emitted_as_one_that_the_engine_takes_or_refused(name: s
             emitted(tmp_path, optimizer=name)
 
 
+@pytest.mark.parametrize(("kernel", "which"), [(None, None), ("fused", "fused"), ("foreach", "foreach"), ("loop", "")])
+def test_the_kernel_that_was_planned_is_the_one_that_steps(kernel: Any, which: Any, tmp_path: Path) -> None:
+    config, _ = emitted(tmp_path, optimizer_kernel=kernel)
+    check_settings(config.optimizer)
+    assert config.optimizer.options == ({} if which is None else {name: name == which for name in ("foreach", "fused")})
+    torch.optim.AdamW([torch.zeros(1)], **config.optimizer.options)
+
+
 @pytest.mark.parametrize("model", [TINY, "gpt2", "qwen3-0.6b"], ids=["tiny", "gpt2", "qwen3-0.6b"])
 def test_the_model_that_is_trained_has_the_parameters_that_were_planned(model: Any, tmp_path: Path) -> None:
     config, files = emitted(tmp_path, model)

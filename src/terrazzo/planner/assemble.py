@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from terrazzo.files import GIB
 from terrazzo.planner.figures import MemoryFigures, TimeFigures, TrafficFigures
@@ -143,10 +144,28 @@ def assemble(
 
 
 def _uncounted(setup: Setup) -> tuple[str, ...]:
-    """Of a model whose blocks are not known, what its memory leaves out."""
-    if setup.model.computes:
-        return ()
+    """What figures leave out: of a model whose blocks are not known its activations, of a frozen one where they end."""
     if setup.model.bare:
         return (BARE,)
-    unknown = f"What the blocks of {setup.model.name} compute is not known"
-    return (f"{unknown}: activations and logits are not counted, and it may not fit where this says it does.",)
+    if not setup.model.computes:
+        unknown = f"What the blocks of {setup.model.name} compute is not known"
+        return (f"{unknown}: activations and logits are not counted, and it may not fit where this says it does.",)
+    return (*_in_front_of_trained(setup), *_shared_and_frozen(setup))
+
+
+def _in_front_of_trained(setup: Setup) -> tuple[str, ...]:
+    """Of blocks that train nothing, behind nothing that does: no gradient goes back through them."""
+    frozen = takewhile(lambda unit: not any(tensor.trainable for tensor in unit.tensors), setup.model.blocks)
+    still = sum(unit.count for unit in frozen)
+    if not setup.freeze or not still:
+        return ()
+    first = f"Nothing is trained in the first {still} of {setup.model.layers} blocks"
+    less = "no gradient goes back through them, and they take less time and memory than is counted here"
+    return (f"{first}. Where the embedding is frozen too, {less}.",)
+
+
+def _shared_and_frozen(setup: Setup) -> tuple[str, ...]:
+    if setup.mesh.tp * setup.mesh.cp == 1 or setup.model.trainable_numel == setup.model.numel:
+        return ()
+    where = "how far back gradients of activations go is known once a pass of the model is run"
+    return (f"Some weights are frozen, and traffic along tp and cp is given as if all were trained: {where}.",)

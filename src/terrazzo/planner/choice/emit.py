@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from terrazzo.engine import MOMENTS_NAMES, PRECISIONS, Plan, Precision
@@ -15,7 +17,6 @@ from terrazzo.errors import BadInput
 from terrazzo.nn.chunked_cross_entropy import MANY_LOGITS
 from terrazzo.planner.gate.gate import objections
 from terrazzo.planner.model.shapes import BUILT_IN, BlockShape, ModelShape
-from terrazzo.planner.setup.optimizers import OptimizerRecipe
 from terrazzo.planner.setup.request import ModelSource
 from terrazzo.planner.setup.setup import Setup
 from terrazzo.words import DTYPE_FIELDS
@@ -60,7 +61,7 @@ def train_config(setup: Setup, model: ModelSource, model_folder: str | Path = "m
             "micro_batch": setup.micro_batch,
             "sequence_length": setup.sequence,
         },
-        "optimizer": _optimizer(setup.optimizer),
+        "optimizer": _optimizer(setup),
         "train": train,
     }
     if setup.adapters is not None:
@@ -228,9 +229,18 @@ def _linears(setup: Setup) -> dict[str, str]:
     return {"linears": "fp8-rowwise" if setup.row_scales else "fp8-tensorwise"}
 
 
-def _optimizer(recipe: OptimizerRecipe) -> dict[str, Any]:
-    options = {"options": dict(recipe.options)} if recipe.options else {}
-    return {"name": recipe.torch_class, **options}
+def _optimizer(setup: Setup) -> dict[str, Any]:
+    options = _kernel(setup) | dict(setup.optimizer.options)
+    return {"name": setup.optimizer.torch_class} | ({"options": options} if options else {})
+
+
+def _kernel(setup: Setup) -> dict[str, bool]:
+    """Arguments with which torch's class takes the kernel that was asked for; none where it was not."""
+    kind = getattr(torch.optim, setup.optimizer.torch_class or "", None)
+    if setup.optimizer_kernel is None or kind is None:
+        return {}
+    known = inspect.signature(kind).parameters
+    return {name: name == setup.optimizer_kernel for name in ("foreach", "fused") if name in known}
 
 
 def _checkpointing(setup: Setup) -> str:

@@ -52,17 +52,10 @@ def planned(config: Config, ranks: int, cluster: Cluster | None = None) -> Estim
     setup = setup_of(config, ranks, cluster)
     record, note = find_calibration(setup)
     found = estimate(setup, record)
-    notes = (*found.notes, *_of_frozen(setup), *([note] if note else []))
+    notes = (*found.notes, *([note] if note else []))
     memory = traced_memory(config, setup) if setup.cluster.device.kind == "cpu" else None
     memory = memory or memory_of(setup)
     return replace(found, memory=measured_memory(memory, record, setup) if record else memory, notes=notes)
-
-
-def _of_frozen(setup: Setup) -> tuple[str, ...]:
-    if setup.mesh.tp * setup.mesh.cp == 1 or setup.model.trainable_numel == setup.model.numel:
-        return ()
-    where = "how far back gradients of activations go is known once a pass of the model is run"
-    return (f"Some weights are frozen, and traffic along tp and cp is given as if all were trained: {where}.",)
 
 
 def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
