@@ -272,7 +272,9 @@ def test_a_config_of_bitsandbytes_says_how_a_base_is_kept(as_mapping: bool) -> N
     bf16 = tz.Precision.named("bf16")
     assert read(**usual) == replace(bf16, frozen="nf4")
     double = {**usual, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "float16"}
-    assert read(**double) == replace(bf16, frozen="nf4-double", compute="fp16")
+    scaled = tz.Precision.named("fp16").loss_scaling
+    assert scaled is not None
+    assert read(**double) == replace(bf16, frozen="nf4-double", compute="fp16", loss_scaling=scaled)
     with pytest.raises(BadInput, match="set it to 'nf4'"):
         read(load_in_4bit=True)
     with pytest.raises(BadInput, match="does not have load_in_4bit"):

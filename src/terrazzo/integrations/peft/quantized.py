@@ -22,7 +22,8 @@ def precision_of(quantization: Any, precision: Precision | str = "bf16") -> Prec
 
     Args:
         quantization: the config, or a mapping of its keys, such as the `quantization_config` of a config.json.
-        precision: of all else, but for `compute`, which is `bnb_4bit_compute_dtype` where that is given.
+        precision: of all else, but for `compute`, which is `bnb_4bit_compute_dtype` where that is given; in fp16 the
+            loss is scaled.
 
     Raises:
         BadInput: 8 bits, FP4, or modules that are left out by name.
@@ -46,6 +47,7 @@ def precision_of(quantization: Any, precision: Precision | str = "bf16") -> Prec
     form = FrozenFormat.NF4_DOUBLE if said.get("bnb_4bit_use_double_quant") else FrozenFormat.NF4
     base = Precision.named(precision) if isinstance(precision, str) else precision
     compute = said.get("bnb_4bit_compute_dtype") or base.compute
-    return replace(
-        base, frozen=form, compute=compute if isinstance(compute, torch.dtype) else DTYPES[dtype_named(compute)]
-    )
+    if not isinstance(compute, torch.dtype):
+        compute = DTYPES[dtype_named(compute)]
+    scaling = Precision.named("fp16").loss_scaling if compute == torch.float16 else None
+    return replace(base, frozen=form, compute=compute, loss_scaling=base.loss_scaling or scaling)
