@@ -1,1 +1,23 @@
-"""Combinations that are known to be bad, with the reason and an alternative."""
+"""Combinations that are known to be bad, with the reason and an alternative.
+
+What cannot be is refused in `setup.checks`. Here is what could be, and fails or works badly in some framework.
+Read the modules in this order:
+
+    facts           what rules ask of a setup, and what sentences name of it
+    framework       frameworks with known limits
+    rule            `Rule`, and the `Objection` that it makes
+    rules           combinations that are bad in every framework
+    engine_rules    what Terrazzo does not run yet, or runs badly
+    peer_rules      what other frameworks refuse or ignore
+    gate            all rules asked of one setup: `objections`
+
+A pipeline's bubble, from the setup to the sentence that names it:
+
+    objections             every rule, in a framework                                       gate
+      Rule.objection       is it about this framework, and is the setup such a combination  rule
+        Facts.bubble       idle time of a stage over its useful time, in per cent           facts, timing.bubble
+        said               the rule's sentence with that put in                             rule
+      Objection            severity, reason, alternative and source                         rule
+
+Refusals come first. `choice.search` drops what is refused, and a report shows everything.
+"""
