@@ -156,6 +156,19 @@ def test_two_modules_of_a_package_with_one_name(tmp_path: Path) -> None:
     ]
 
 
+def test_a_large_package_names_its_modules(tmp_path: Path) -> None:
+    names = ["bucket", "buffer", "codec", "edits", "full", "unit"]
+    small = {f"engine__buckets__{name}": "" for name in ["_hidden", "__main__", *names]}
+    init = '"""States, of a `unit` and more.\n\n    buffer, codec  one range\n    full  all\n"""\n'
+    package = _tree(tmp_path, **small, engine__buckets____init__='"""States."""\n')
+    assert _texts(package) == []
+    package = _tree(tmp_path, engine__buckets____init__=init, engine__buckets__wire="")
+    text = "engine/buckets/__init__.py:1: the docstring does not say what these modules are for: bucket, edits, wire"
+    assert _texts(package) == [text]
+    _tree(tmp_path, engine__buckets____init__=init.replace("one", "one; bucket, edits and wire"))
+    assert _texts(package) == []
+
+
 def test_a_new_top_level_part_must_be_given_a_layer(tmp_path: Path) -> None:
     assert any("'utils' is in no layer" in text for text in _texts(_tree(tmp_path, utils="")))
 

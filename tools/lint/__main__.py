@@ -1,4 +1,5 @@
-"""Checks what ruff and mypy do not: how modules import one another, finalizers that may wait, and size budgets.
+"""Checks what ruff and mypy do not: how modules import one another, finalizers that may wait, modules that a
+package's docstring does not name, and size budgets.
 
     python -m tools.lint src/terrazzo [more folders, for the size budgets only]
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tools.lint.docstrings import check_module_lists
 from tools.lint.finalizers import find_waits
 from tools.lint.imports import check_imports
 from tools.lint.sizes import check_distribution, check_sizes
@@ -26,6 +28,7 @@ def check(root: Path, *, layered: bool) -> list[Finding]:
             *check_imports(modules),
             *check_names(modules),
             *check_module_names(modules),
+            *check_module_lists(modules, root.name),
             *check_collectives(modules, root.name),
             *check_devices(modules, root.name),
             *find_waits(modules),

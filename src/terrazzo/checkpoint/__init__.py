@@ -9,6 +9,9 @@ when it is complete and on disk, and every byte that is read is checked against 
 To read how it works: `format.manifest` (what a folder holds), `saving.save` and `saving.job` (how it is written),
 `loading.load` (how it is read), `storage` (where bytes lie), `upkeep.series` (the checkpoints of a run).
 
+Beside the folders: `tensors` (dtypes and bytes), `optimizers` (one list of param groups for any optimizer), `replicas`
+(states that several ranks hold alike are compared), `importers` (checkpoints of other programs).
+
 Open to other packages:
 
     exporters      checkpoints as other libraries read them

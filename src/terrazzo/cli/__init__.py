@@ -3,6 +3,17 @@ together; `shared` is what all have. Options stand in the file itself, of a fold
 `plan` in its `options`. These import no torch, so that `--help` comes at once.
 
 How a verb may end is the table of `terrazzo.exit_codes`.
+
+Verbs that are one file:
+
+    train    trains what a configuration describes
+    run      starts a script on several ranks
+    watch    a run while it runs
+    report   report.html of a run
+    verdict  what bounds a run's step, and the edit that would help
+    trace    the last steps of all ranks, for Perfetto
+    profile  a script of somebody else's, measured while it runs
+    bench    Terrazzo timed beside FSDP2, DeepSpeed and others
 """
 
 from __future__ import annotations

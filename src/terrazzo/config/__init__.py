@@ -3,6 +3,24 @@
 Open to other packages:
 
     arguments, files   any configuration's file as plain data, for those who read other libraries'
+
+In reading order:
+
+    schema     the whole tree of settings
+    section    what every section is
+    task       model, adapters, data and objective
+    attention  how far the tokens of the built-in decoder see
+    experts    the built-in decoder's mixture of experts
+    axes       tensor, context and pipeline parallelism
+    precision  every dtype of a run
+    optimizer  what updates the weights
+    guard      what is done about a step that is not like those before it
+    running    how a run is saved, how its ranks start, what it writes
+    keys       the schema key by key
+    secrets    passwords in URLs, which are not printed
+    arguments  arguments in a shell script, which is not run
+    files      a file as plain data
+    reading    a file, then overrides, then validation
 """
 
 from typing import TYPE_CHECKING

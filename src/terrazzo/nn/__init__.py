@@ -13,6 +13,9 @@ Open to other packages:
     forward_replacement    gives a module another forward, in place
     routers                which modules choose experts
     vocabulary_parts       a vocabulary of which ranks have parts
+
+Modules inside: `float8_conversion` (which layers of a model get products in float8) and `single_backward` (backwards
+that cannot be differentiated again).
 """
 
 from terrazzo.nn.chunked_cross_entropy import linear_cross_entropy

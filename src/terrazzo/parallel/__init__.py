@@ -18,6 +18,13 @@ which `tz.shard` reads. A micro-batch goes through it as follows:
 
 Each exchange is one `exchange(values, forward, backward)` of `exchanges`: what it sends, and what its gradient does.
 
+Modules of all axes, in reading order:
+
+    input_fingerprints  inputs of a model, compared between ranks that must have the same
+    local_parameters    parameters of which a rank keeps a part, and how their modules save and load states
+    peft_adapters       which matrices of LoRA adapters are cut with the modules they are on
+    parallelize_model   `tz.parallelize`: all axes on one model
+
 Open to other packages:
 
     mesh                  the mesh of ranks by the names of its axes

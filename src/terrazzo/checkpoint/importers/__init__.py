@@ -1,4 +1,15 @@
-"""Checkpoints that other programs wrote, one module or folder for each format, imported when one is opened."""
+"""Checkpoints that other programs wrote, one module or folder for each format, imported when one is opened.
+
+In reading order:
+
+    parts         what several formats share: pickles that are not run, names, optimizers
+    safetensors   a file, a folder, or a Hugging Face model folder with an index
+    torch_file    a file of `torch.save`: a model's state dict, or a program's with the optimizer's
+    dcp_metadata  the `.metadata` of a torch.distributed.checkpoint folder
+    dcp           such a folder: FSDP2, sharded FSDP1, torchtitan, Accelerate
+    deepspeed     DeepSpeed's folders
+    huggingface   the Trainer's `checkpoint-N`, and what Accelerate's `save_state` writes
+"""
 
 from __future__ import annotations
 

@@ -9,4 +9,14 @@
 
 On several hosts each has a LocalFolder of its own, and a MultiHostFolder reads them as one: `file_sender` sends a
 host's files to the others.
+
+Beside these, in reading order:
+
+    shard       one rank's file, written in one pass with a digest of every block
+    blocks      bytes of a file, read under their digests
+    lock        a file that says who is at work
+    local       checkpoints in a POSIX folder
+    remote      checkpoints behind a URL, through fsspec
+    multi_host  one checkpoint whose files are on several hosts
+    places      from a path or a URL to its store
 """

@@ -4,6 +4,14 @@ from terrazzo.integrations.accelerate import Accelerator  # the only line that c
 
 accelerator = Accelerator(plan="zero3")
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+In reading order:
+
+    requested_setup  what a script and its launcher ask of the engine, from every place that Accelerate looks at
+    accelerator      the `Accelerator`: models and optimizers are sharded and not wrapped
+    optimizer        Accelerate's wrapper around the optimizer of a sharded model
+    checkpoints      Accelerate's checkpoint folder, with Terrazzo's checkpoints inside
+    local_sgd        `LocalSGD`, which is refused
 """
 
 from terrazzo.integrations.accelerate.accelerator import Accelerator

@@ -8,6 +8,21 @@ A script that says `import deepspeed` itself runs unchanged under
 
 The JSON is read by `terrazzo.dialects`: what Terrazzo cannot honour is refused before anything starts, and what is lost
 without changing results is said once, on rank 0.
+
+In reading order:
+
+    api          `initialize` and `add_config_arguments`
+    config       the JSON, read by its dialect
+    optimizers   the optimizer that the JSON asks for
+    runtime      the engine that `initialize` returns, its loader and its schedules
+    answers      what a script may ask the engine about its configuration
+    checkpoints  folders in DeepSpeed's order, in Terrazzo's format
+    zero         `deepspeed.zero`: contexts around building a model and reading its weights
+    comm         `deepspeed.comm`: torch.distributed, and the start of it
+    accelerator  `deepspeed.accelerator`: the device of this process
+    ops          `deepspeed.ops`: optimizers by DeepSpeed's names
+    utils        `deepspeed.utils`: logging, and a loader without an end
+    absent       names of DeepSpeed that are imported and refused when used
 """
 
 from typing import Any

@@ -4,6 +4,14 @@ for block in model.layers:
     tz.fully_shard(block, **options)
 tz.fully_shard(model, **options)
 optimizer = torch.optim.AdamW(model.parameters())
+
+In reading order:
+
+    calls      marks modules when `fully_shard` is called, and shards the model when it first runs
+    module     the methods of `FSDPModule` on a marked module
+    units      single units by hand: gather, release, which backward reduces
+    optimizer  the optimizer of a model that `fully_shard` has sharded
+    states     state dicts of DTensors, as torch's
 """
 
 from terrazzo.integrations.fsdp2.calls import fully_shard

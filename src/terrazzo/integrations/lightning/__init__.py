@@ -7,6 +7,15 @@ trainer = Trainer(strategy=TerrazzoStrategy(plan="zero2", units=["Block"]), prec
 
 fabric = Fabric(strategy="terrazzo", devices=8)
 fabric = Fabric(strategy=terrazzo.integrations.lightning.fabric.TerrazzoStrategy(plan="zero2"), devices=8)
+
+In reading order:
+
+    sharded_strategy   what both strategies share: the options of `tz.shard`, and ranks
+    trainer            the Trainer's strategy
+    fabric             Fabric's strategy
+    precision          Lightning's `precision`: the engine casts and scales, steps and clipping are left
+    checkpoint_folder  checkpoints as folders, under the names that Lightning and Fabric give
+    plain_state        the part of a checkpoint that is not tensors, as JSON
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY

@@ -1,4 +1,13 @@
-"""Arguments of torch's `FullyShardedDataParallel` (FSDP1), as a mapping of names."""
+"""Arguments of torch's `FullyShardedDataParallel` (FSDP1), as a mapping of names.
+
+In reading order:
+
+    keys      every argument, with its meaning
+    read      arguments to the neutral description
+    findings  what FSDP1 refuses, or takes otherwise than it looks
+    write     the neutral description to arguments
+    dialect   the class that offers all of this to the verbs
+"""
 
 from terrazzo.dialects.formats.fsdp1.dialect import FSDP1
 

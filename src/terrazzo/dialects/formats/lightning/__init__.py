@@ -1,4 +1,16 @@
-"""Lightning's Trainer and its strategies (lightning 2.6), as LightningCLI's YAML or the Trainer's own arguments."""
+"""Lightning's Trainer and its strategies (lightning 2.6), as LightningCLI's YAML or the Trainer's own arguments.
+
+In reading order:
+
+    precision      the precision that Lightning trains in, by its word and the strategy
+    keys           arguments of the Trainer and the strategies, and the strategies by name
+    read           arguments to the neutral description; calls the two modules below
+    read_strategy  each strategy, by what is under it: FSDP's arguments, or a DeepSpeed document
+    read_loop      the training loop
+    findings       what Lightning refuses, or takes otherwise than it looks
+    write          the neutral description to YAML of LightningCLI
+    dialect        the class that offers all of this to the verbs
+"""
 
 from terrazzo.dialects.formats.lightning.dialect import Lightning
 

@@ -1,4 +1,15 @@
-"""Terrazzo's own YAML: the hub that every dialect is converted to and from."""
+"""Terrazzo's own YAML: the hub that every dialect is converted to and from.
+
+In reading order:
+
+    paths      the key for each neutral setting, for reading and writing
+    keys       the keys of the schema, and the sections that may be one word
+    read       YAML to the neutral description
+    draft      the document that is written: what is left to defaults, what is kept as it is
+    write      the neutral description to YAML; calls `precision`
+    precision  the precision section, written
+    dialect    the class that offers all of this to the verbs
+"""
 
 from terrazzo.dialects.formats.terrazzo.dialect import Terrazzo
 

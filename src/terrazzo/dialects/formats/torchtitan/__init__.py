@@ -1,4 +1,15 @@
-"""torchtitan's `Trainer.Config`, as the mapping that its `save_config_file` writes."""
+"""torchtitan's `Trainer.Config`, as the mapping that its `save_config_file` writes.
+
+In reading order:
+
+    keys        every key, and what became of those of earlier versions
+    read        the configuration to the neutral description; calls `float8`
+    float8      the sections of versions before 0.3 for linear layers in float8
+    findings    what torchtitan refuses, or what does nothing
+    write       the neutral description to the configuration; calls `write_plan`
+    write_plan  the mesh and the row
+    dialect     the class that offers all of this to the verbs
+"""
 
 from terrazzo.dialects.formats.torchtitan.dialect import Torchtitan
 

@@ -1,4 +1,18 @@
-"""Hugging Face's TrainingArguments (transformers 5), as a mapping of their fields."""
+"""Hugging Face's TrainingArguments (transformers 5), as a mapping of their fields.
+
+In reading order:
+
+    keys            every field, and what became of those of earlier versions
+    reader          the arguments that are read: older spellings, files they name, the DeepSpeed document inside
+    read            arguments to the neutral description; calls the two modules below
+    read_parallel   what is sharded and how: `fsdp`, `fsdp_config`, `parallelism_config`, `distributed_config`
+    read_loop       batch, optimizer, schedule, clipping, saving
+    findings        what TrainingArguments and the Trainer refuse, or take otherwise than it looks
+    write           the neutral description to arguments; calls the two modules below
+    write_parallel  `fsdp_config`, `parallelism_config`, and the switches for 16 bits
+    write_loop      batch, optimizer, schedule, clipping, saving
+    dialect         the class that offers all of this to the verbs
+"""
 
 from terrazzo.dialects.formats.trainer.dialect import TrainingArguments
 

@@ -1,0 +1,36 @@
+"""What the docstring of a package names: every module in it, where there are many."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tools.lint.source import Finding, Module
+
+__all__ = ["check_module_lists"]
+
+MAX_UNLISTED = 6
+"""Modules of a package that needs no list of them."""
+NO_LISTS = {"planner": "its folders have no lists yet, only the order in which to read them"}
+"""Parts of the package that the rule leaves out, and why."""
+
+
+def check_module_lists(modules: dict[str, Module], package: str) -> Iterator[Finding]:
+    """The `__init__` of a folder with more than six modules names each whose name has no underscore in front.
+
+    The package's own `__init__` is left out: it is the page that users read first.
+    """
+    inside: dict[str, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        if module.part not in NO_LISTS and not module.is_folder and not module.path.stem.startswith("_"):
+            inside[name.rpartition(".")[0]].append(module.path.stem)
+    for folder, names in inside.items():
+        face = modules.get(folder)
+        if face is None or folder == package or len(names) <= MAX_UNLISTED:
+            continue
+        words = set(re.findall(r"\w+", ast.get_docstring(face.tree) or ""))
+        if missing := sorted(set(names) - words):
+            text = f"the docstring does not say what these modules are for: {', '.join(missing)}"
+            yield Finding(face.path, 1, text)
