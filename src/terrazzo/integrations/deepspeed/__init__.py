@@ -20,7 +20,7 @@ In reading order:
     zero         `deepspeed.zero`: contexts around building a model and reading its weights
     comm         `deepspeed.comm`: torch.distributed, and the start of it
     accelerator  `deepspeed.accelerator`: the device of this process
-    ops          `deepspeed.ops`: optimizers by DeepSpeed's names
+    ops          `deepspeed.ops`: optimizers that scripts build themselves
     utils        `deepspeed.utils`: logging, and a loader without an end
     absent       names of DeepSpeed that are imported and refused when used
 """
