@@ -13,8 +13,6 @@ __all__ = ["check_module_lists"]
 
 MAX_UNLISTED = 6
 """Modules of a package that needs no list of them."""
-NO_LISTS = {"planner": "its folders have no lists yet, only the order in which to read them"}
-"""Parts of the package that the rule leaves out, and why."""
 
 
 def check_module_lists(modules: dict[str, Module], package: str) -> Iterator[Finding]:
@@ -24,7 +22,7 @@ def check_module_lists(modules: dict[str, Module], package: str) -> Iterator[Fin
     """
     inside: dict[str, list[str]] = defaultdict(list)
     for name, module in modules.items():
-        if module.part not in NO_LISTS and not module.is_folder and not module.path.stem.startswith("_"):
+        if not module.is_folder and not module.path.stem.startswith("_"):
             inside[name.rpartition(".")[0]].append(module.path.stem)
     for folder, names in inside.items():
         face = modules.get(folder)
