@@ -128,7 +128,7 @@ MUTATIONS = [
     Mutation(
         "an edit in 16 bits rounds the master weights that it leaves alone",
         "engine/buckets/buffer.py",
-        "torch.where(kept.to(value.dtype) == value, kept, value.to(kept.dtype))",
+        "torch.where(as_seen(kept).to(value.dtype) == value, kept, value.to(kept.dtype))",
         "value.to(kept.dtype)",
         "engine/test_at_rest.py",
     ),
