@@ -26,7 +26,7 @@ from terrazzo.engine.plan.precision import StateFormat
 
 __all__ = ["decode", "encode"]
 
-BLOCK, PACKED = STATE_BLOCKS.numel, STATE_BLOCKS.nbytes
+_BLOCK, _PACKED = STATE_BLOCKS.numel, STATE_BLOCKS.nbytes
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _LEAST = 2.0**-9
@@ -42,10 +42,10 @@ def decode(packed: Tensor, form: StateFormat, squares: bool) -> Tensor:
         packed: uint8, 260 for each block.
         squares: whether they are averages of squares.
     """
-    blocks = packed.view(-1, PACKED)
+    blocks = packed.view(-1, _PACKED)
     table = _table(form, squares, packed.device)
-    values = table.index_select(0, blocks[:, :BLOCK].reshape(-1).int()).view(-1, BLOCK)
-    values.mul_(blocks.view(torch.float32)[:, BLOCK // 4 :])
+    values = table.index_select(0, blocks[:, :_BLOCK].reshape(-1).int()).view(-1, _BLOCK)
+    values.mul_(blocks.view(torch.float32)[:, _BLOCK // 4 :])
     return (values.square_() if squares else values).view(-1)
 
 
@@ -57,15 +57,15 @@ def encode(values: Tensor, form: StateFormat, squares: bool, into: Tensor) -> No
         squares: whether they are averages of squares.
         into: uint8, 260 for each block.
     """
-    kept = values.view(-1, BLOCK)
+    kept = values.view(-1, _BLOCK)
     kept = kept.sqrt() if squares else kept
     scale = kept.abs().amax(1, keepdim=True)
     ratio = kept / torch.where(scale == 0, 1.0, scale)
     thresholds = _thresholds(scale)
     code = _float_codes if form is StateFormat.FP8 else _log_codes
-    blocks = into.view(-1, PACKED)
-    blocks[:, :BLOCK] = code(ratio, thresholds, squares)
-    blocks.view(torch.float32)[:, BLOCK // 4 :] = scale
+    blocks = into.view(-1, _PACKED)
+    blocks[:, :_BLOCK] = code(ratio, thresholds, squares)
+    blocks.view(torch.float32)[:, _BLOCK // 4 :] = scale
 
 
 def _log_codes(ratio: Tensor, thresholds: Tensor, squares: bool) -> Tensor:
@@ -93,7 +93,7 @@ def _thresholds(scale: Tensor) -> Tensor:
     Each block has all 256 in another order, which changes with the scale, and so in the course of training.
     """
     first = (scale.view(torch.int32).long() * 2654435761 >> 24).to(torch.uint8)
-    order = torch.arange(BLOCK, device=scale.device, dtype=torch.int32).mul_(159).to(torch.uint8)
+    order = torch.arange(_BLOCK, device=scale.device, dtype=torch.int32).mul_(159).to(torch.uint8)
     return (first + order).float().mul_(1 / 256).add_(1 / 512)
 
 

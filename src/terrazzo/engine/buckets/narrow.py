@@ -16,20 +16,13 @@ from torch import Tensor
 from terrazzo.engine.buckets.buffer import Access, Buffer, Resting, Space
 from terrazzo.engine.buckets.codec import decode, encode
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.plan.layout import STATE_BLOCKS, Range, tile_numel
+from terrazzo.engine.plan.layout import STATE_BLOCKS, Range, tiles
 from terrazzo.engine.plan.precision import StateFormat
 
-__all__ = ["NarrowState", "tiles"]
+__all__ = ["NarrowState"]
 
 NARROW_STATES = {"exp_avg": False, "exp_avg_sq": True, "max_exp_avg_sq": True, "momentum_buffer": False}
 """What optimizers keep for each element that may be in 8 bits, and whether it is an average of squares."""
-
-
-def tiles(held: Range, device: torch.device) -> Iterator[Range]:
-    """Whole blocks that are decoded at once."""
-    size = tile_numel(device.type)
-    for start in range(held.start, held.stop, size):
-        yield Range(start, min(start + size, held.stop))
 
 
 @dataclass(eq=False)
@@ -63,7 +56,7 @@ class NarrowState(Resting):
         held = self.range.intersect(wanted)
         for part in self.codes.cuts(STATE_BLOCKS.bytes_of(STATE_BLOCKS.around(held))):
             blocks = STATE_BLOCKS.elements_of(part)
-            each = tiles(blocks, self.codes.data.device) if isinstance(self.codes, Buffer) else [blocks]
+            each = tiles(blocks, self.codes.data.device.type) if isinstance(self.codes, Buffer) else [blocks]
             yield from (cut for tile in each if (cut := tile.intersect(held)).numel)
 
     @contextlib.contextmanager

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from terrazzo.engine.buckets.buffer import Access, Buffer, Resting, Space
-from terrazzo.engine.buckets.narrow import tiles
 from terrazzo.engine.buckets.nf4 import decode, encode
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.plan.layout import Range
+from terrazzo.engine.plan.layout import Range, tiles
 from terrazzo.engine.plan.precision import FrozenFormat
 
 __all__ = ["PackedWeight", "room_for", "unpack"]
@@ -50,7 +49,7 @@ class PackedWeight(Resting):
         held, blocks = self.range.intersect(wanted), self.form.blocks
         for part in self.codes.cuts(blocks.bytes_of(blocks.around(held))):
             elements = blocks.elements_of(part)
-            yield from (cut for tile in tiles(elements, self.device) if (cut := tile.intersect(held)).numel)
+            yield from (cut for tile in tiles(elements, self.device.type) if (cut := tile.intersect(held)).numel)
 
     @property
     def device(self) -> torch.device:
@@ -97,6 +96,6 @@ def unpack(codes: Tensor, form: FrozenFormat, into: Tensor) -> None:
         codes: uint8, of all blocks; they may lie in `room_for` them, and are lost then.
         into: 1-D, of any dtype; the values are those that bf16 holds.
     """
-    for tile in tiles(Range(0, into.numel()), into.device):
+    for tile in tiles(Range(0, into.numel()), into.device.type):
         values = decode(codes[form.blocks.bytes_of(tile).within(Range(0, 0))], form)
         into[tile.start : tile.stop] = values.bfloat16()  # as they are saved, whatever is computed in

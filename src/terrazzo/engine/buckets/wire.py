@@ -18,7 +18,7 @@ from torch import Tensor
 from terrazzo.engine.buckets.buffer import Space
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
-from terrazzo.engine.plan.layout import WIRE_BLOCKS, tile_numel, wire_scratch_bytes
+from terrazzo.engine.plan.layout import WIRE_BLOCKS, Range, tiles, wire_scratch_bytes
 from terrazzo.engine.plan.precision import WireFormat
 
 __all__ = ["BlockMessage", "as_sent", "decode", "encode"]
@@ -55,15 +55,15 @@ class BlockMessage:
         """
         into = self._blocks.narrow(axes).data
         with self._ledger.holding(self._scratch_bytes(own)):
-            for part in _tiles(own):
-                encode(own[part].to(self._through), self._form, into[_packed(part)])
+            for part, packed in _tiles(own):
+                encode(own[part].to(self._through), self._form, into[packed])
         yield from self._blocks.complete(axes)
 
     def unpack(self, into: Tensor) -> None:
         """Put what has arrived into a tensor of any dtype; this rank's own elements are as the others see them."""
         with self._ledger.holding(self._scratch_bytes(into)):
-            for part in _tiles(into):
-                values = decode(self._blocks.data[_packed(part)], self._form)
+            for part, packed in _tiles(into):
+                values = decode(self._blocks.data[packed], self._form)
                 into[part].copy_(values if into.dtype == self._through else values.to(self._through))
 
     def _scratch_bytes(self, values: Tensor) -> int:
@@ -73,7 +73,7 @@ class BlockMessage:
 def as_sent(values: Tensor, form: WireFormat, through: torch.dtype) -> Tensor:
     """What ranks see of `values` that are sent: 1-D, from the beginning of a block, in the dtype `through`."""
     seen = torch.empty_like(values, dtype=through)
-    for part in _tiles(values):
+    for part, _ in _tiles(values):
         own = values[part].to(through)
         blocks = own.new_zeros(-(-own.numel() // _BLOCK) * _BLOCK)
         blocks[: own.numel()] = own
@@ -114,12 +114,8 @@ def _scale(exact: Tensor) -> Tensor:
     return torch.where(exact.isfinite(), rounded, torch.nan)
 
 
-def _tiles(values: Tensor) -> Iterator[slice]:
-    """Whole blocks that are encoded or decoded at once."""
-    size = tile_numel(values.device.type)
-    for start in range(0, values.numel(), size):
-        yield slice(start, min(start + size, values.numel()))
-
-
-def _packed(part: slice) -> slice:
-    return slice(part.start // _BLOCK * _PACKED, part.stop // _BLOCK * _PACKED)
+def _tiles(values: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Whole blocks that are encoded or decoded at once: where they are among the elements, and among the bytes."""
+    for tile in tiles(Range(0, values.numel()), values.device.type):
+        packed = WIRE_BLOCKS.bytes_of(tile)
+        yield slice(tile.start, tile.stop), slice(packed.start, packed.stop)

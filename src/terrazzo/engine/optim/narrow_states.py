@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from terrazzo.engine.buckets.narrow import NarrowState, tiles
+from terrazzo.engine.buckets.narrow import NarrowState
 from terrazzo.engine.buckets.rounding import round_stochastically
 from terrazzo.engine.optim.segment import Segment
 from terrazzo.engine.optim.settings import frozen
 from terrazzo.engine.optim.stepper import Stepper
-from terrazzo.engine.plan.layout import STATE_BLOCKS, Range
+from terrazzo.engine.plan.layout import STATE_BLOCKS, Range, tiles
 
 __all__ = ["NarrowStates"]
 
@@ -35,7 +35,7 @@ class NarrowStates:
         after: dict[str, Any] = {}
         unforeseen: dict[str, list[Tensor]] = defaultdict(list)  # such as a momentum that was 0 at first: in fp32
         values, gradient = parameter.detach(), parameter.grad
-        for tile in tiles(segment.range, values.device):
+        for tile in tiles(segment.range, values.device.type):
             within = tile.within(segment.range)
             part = nn.Parameter(values[within].float())
             if gradient is not None:

@@ -10,7 +10,7 @@ contiguous collective per axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +28,7 @@ __all__ = [
     "share",
     "tile_numel",
     "tiled_step_bytes",
+    "tiles",
     "travels_in_blocks",
     "wire_scratch_bytes",
 ]
@@ -192,6 +193,13 @@ def tile_numel(device: str) -> int:
     a GPU.
     """
     return STATE_BLOCKS.numel << (8 if device == "cpu" else 13)
+
+
+def tiles(held: Range, device: str) -> Iterator[Range]:
+    """Parts of `held`, which begins with a block, that are encoded or decoded at once on a kind of device."""
+    size = tile_numel(device)
+    for start in range(held.start, held.stop, size):
+        yield Range(start, min(start + size, held.stop))
 
 
 def tiled_step_bytes(numel: int, device: str) -> int:
