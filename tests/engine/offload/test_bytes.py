@@ -127,7 +127,9 @@ def combinations() -> Iterator[Any]:
 
 
 MORE_PROMISED = {("hfsdp", "weight on nvme", "gathered in int8"): 4096}
-"""Bytes that the bill has too many, known and not yet mended."""
+"""Bytes that the bill has too many: it has weights encoded as their gather begins, and from files they have come only
+when the unit before has been released.
+"""
 
 
 @pytest.mark.parametrize(("plan", "tiers", "precision"), [*combinations()])
