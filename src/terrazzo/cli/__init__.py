@@ -1,19 +1,32 @@
 """The command line: `terrazzo VERB`. Each verb is the file or the folder of its name, and this file only puts them
-together; `shared` is what all have. Options stand in the file itself, of a folder in `command` or `commands`, those of
-`plan` in its `options`. These import no torch, so that `--help` comes at once.
+together.
 
-How a verb may end is the table of `terrazzo.exit_codes`.
+    train       trains what a configuration describes
+    run         starts a script on several ranks
+    init        asks a few questions, and writes a configuration
+    plan        memory, traffic and time of a model before it runs
+    config      configurations of any dialect: explained, checked, converted, compared
+    checkpoint  checkpoints of any format: shown, verified, compared, pruned, converted
+    watch       a run while it runs
+    report      report.html of a run
+    verdict     what bounds a run's step, and the edit that would help
+    trace       the last steps of all ranks, for Perfetto
+    profile     a script of somebody else's, measured while it runs
+    bench       Terrazzo timed beside FSDP2, DeepSpeed and others
+    shared      what all verbs have
 
-Verbs that are one file:
+How a verb is made:
 
-    train    trains what a configuration describes
-    run      starts a script on several ranks
-    watch    a run while it runs
-    report   report.html of a run
-    verdict  what bounds a run's step, and the edit that would help
-    trace    the last steps of all ranks, for Perfetto
-    profile  a script of somebody else's, measured while it runs
-    bench    Terrazzo timed beside FSDP2, DeepSpeed and others
+- A function with annotated parameters, of which typer makes the options: its docstring is what `--help` says. It stands
+  in the file of the verb's name, of a folder in `command` or `commands`.
+- That file imports no torch, so that `--help` comes at once. What the verb does is imported inside the function, which
+  hands on typed values: options that belong together as one object (`PlanArguments`, `ContextOptions`,
+  `HuggingFaceOptions`). Of a folder it is `VERB_checkpoint` or `VERB_config` in the file of the verb's name.
+- It raises `BadInput` for what is wrong with its arguments, which `main` prints, and ends by `typer.Exit(code)`; the
+  codes are the table of `terrazzo.exit_codes`.
+
+To add one: write the function, add it below with the class of command that answers wrong options (`shared.verb`), and
+name it in the list above. `python -m tools.reference_pages` writes its page.
 """
 
 from __future__ import annotations
@@ -97,8 +110,8 @@ def _run() -> None:
     try:
         app()
     except (BadInput, SaveFailed) as error:
-        said = printable(without_passwords(str(error)))  # names in it may come from a stranger's file
-        print(f"Error: {said}", file=sys.stderr)
+        message = printable(without_passwords(str(error)))  # names in it may come from a stranger's file
+        print(f"Error: {message}", file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception as error:  # as Python would show it, but for passwords
         print(without_passwords("".join(traceback.format_exception(error))), end="", file=sys.stderr)

@@ -34,13 +34,13 @@ def profile(
     from terrazzo.telemetry.profiling.command import profile as run
 
     folder = out or Path("runs") / time.strftime("profile-%Y%m%d-%H%M%S")
-    found = run(command, folder)
-    for line in _said(found.own or folder, found.steps, found.code):
+    outcome = run(command, folder)
+    for line in _lines(outcome.own or folder, outcome.steps, outcome.code):
         print(f"terrazzo profile: {line}", file=sys.stderr)
-    raise typer.Exit(found.code)
+    raise typer.Exit(outcome.code)
 
 
-def _said(folder: Path, steps: int, code: int) -> list[str]:
+def _lines(folder: Path, steps: int, code: int) -> list[str]:
     if not steps:
         return [
             "no step of a torch.optim optimizer was seen, so there is nothing to say.",

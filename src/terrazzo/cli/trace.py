@@ -30,10 +30,10 @@ def trace(
     from terrazzo.telemetry import flights_of, trace_of
     from terrazzo.telemetry.log.run_folder import RunFolder
 
-    found = trace_of(flights_of(run), steps)
+    events = trace_of(flights_of(run), steps)
     path = out or RunFolder(run).trace
     try:
-        path.write_text(json.dumps(found), encoding="utf-8")
+        path.write_text(json.dumps(events), encoding="utf-8")
     except OSError as error:
         raise BadInput(
             f"'{path}' cannot be written ({error.strerror or error}): name another file by --out."

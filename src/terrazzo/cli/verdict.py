@@ -17,13 +17,13 @@ def verdict(run: RunArgument, as_json: AsJsonOption = False) -> None:
     from terrazzo.train.planning.run_review import RunReview  # the trainer, which other verbs do without
 
     review = RunReview(run)
-    found, sizing = review.verdict(), review.sizing()
-    if found is None:
+    bound, sizing = review.verdict(), review.sizing()
+    if bound is None:
         raise BadInput(f"'{run}' has no record of a step yet: wait for its first log step, or lower log.every.")
     if as_json:
-        say_json(found.as_dict() | {"sizing": None if sizing is None else sizing._asdict()})
+        say_json(bound.as_dict() | {"sizing": None if sizing is None else sizing._asdict()})
         return
-    say(str(found), "bold")
+    say(str(bound), "bold")
     for table in review.tables():
         say(f"\n{table.title}\n{columns([table.head, *table.rows], '<' + '>' * (len(table.head) - 1))}")
     if sizing is not None:

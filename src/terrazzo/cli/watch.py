@@ -56,8 +56,8 @@ def _on_screen(run: Path) -> None:
     lines: Sequence[Mapping[str, Any]] = []
     with Live(console=console, auto_refresh=False) as live:
         while not (has_ended(lines) or _failed(run, lines)):
-            if (found := _stamp(run)) != stamp or not lines:
-                stamp, lines = found, _read(run, waits=True)
+            if (newest := _stamp(run)) != stamp or not lines:
+                stamp, lines = newest, _read(run, waits=True)
                 verdict = _verdict(run, lines)
             shown = _shown(run, lines, console.width, ranks, verdict) if lines else _waiting(ranks)
             live.update(shown, refresh=True)
@@ -126,25 +126,25 @@ def _shown(
     from terrazzo.telemetry import has_ended, screen_of
 
     age_s = max(0.0, time.time() - _metrics(run).stat().st_mtime)
-    said = verdict or _verdict(run, lines)
+    sentence = verdict or _verdict(run, lines)
     now = [] if has_ended(lines) else ranks.lines()
-    text = screen_of(str(run), lines, steps=_steps(run), verdict=said, age_s=age_s, width=width, ranks=now)
+    text = screen_of(str(run), lines, steps=_steps(run), verdict=sentence, age_s=age_s, width=width, ranks=now)
     return Text(printable(text))
 
 
 def _verdict(run: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
     from terrazzo.train.planning.run_review import RunReview
 
-    found = RunReview(run, lines).verdict() if lines else None
-    return None if found is None else str(found)
+    bound = RunReview(run, lines).verdict() if lines else None
+    return None if bound is None else str(bound)
 
 
 def _stamp(run: Path) -> tuple[int, int] | None:
     try:
-        found = _metrics(run).stat()
+        status = _metrics(run).stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size
+    return status.st_mtime_ns, status.st_size
 
 
 def _steps(run: Path) -> int | None:

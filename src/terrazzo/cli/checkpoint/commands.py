@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -32,9 +32,9 @@ def inspect(
     as_json: AsJsonOption = False,
 ) -> None:
     """Show what a checkpoint holds, or which checkpoints are in a folder. Digests are not checked."""
-    from terrazzo.cli.checkpoint.inspect import run  # imports torch, which --help can do without
+    from terrazzo.cli.checkpoint.inspect import inspect_checkpoint  # imports torch, which --help can do without
 
-    run(path, tensors, as_json)
+    inspect_checkpoint(path, tensors, as_json)
 
 
 @checkpoint.command(cls=Verb)
@@ -50,9 +50,9 @@ def verify(
     Exit code 0: all is whole. 1: something is damaged. 2: nothing is, and something could not be verified: other
     formats hold no digests.
     """
-    from terrazzo.cli.checkpoint.verify import run  # imports torch, which --help can do without
+    from terrazzo.cli.checkpoint.verify import verify_checkpoints  # imports torch, which --help can do without
 
-    raise typer.Exit(run(paths, threads, as_json))
+    raise typer.Exit(verify_checkpoints(paths, threads, as_json))
 
 
 @checkpoint.command(cls=Verb)
@@ -69,9 +69,9 @@ def diff(
 
     Values are compared in the wider dtype. Exit code 0: equal. 1: different.
     """
-    from terrazzo.cli.checkpoint.diff import run  # imports torch, which --help can do without
+    from terrazzo.cli.checkpoint.diff import diff_checkpoints  # imports torch, which --help can do without
 
-    raise typer.Exit(run((a, b), kind, show_all, as_json))
+    raise typer.Exit(diff_checkpoints((a, b), kind, show_all, as_json))
 
 
 @checkpoint.command(cls=Verb)
@@ -85,10 +85,9 @@ def prune(  # structure: signature fixed by the command line
     as_json: AsJsonOption = False,
 ) -> None:
     """Remove all checkpoints of a folder but those to keep. Damaged ones and those of other formats stay."""
-    from terrazzo.cli.checkpoint.prune import run as remove  # imports torch, which --help can do without
+    from terrazzo.cli.checkpoint.prune import KeptCheckpoints, prune_folder  # imports torch, which --help does without
 
-    keep: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best, "run": run}
-    remove(folder, keep, dry_run, as_json)
+    prune_folder(folder, KeptCheckpoints(keep_last, keep_every, keep_best, run), dry_run, as_json)
 
 
 @checkpoint.command(cls=Verb)
@@ -109,7 +108,6 @@ def convert(
     max_shard_size: Annotated[str | None, typer.Option(help="hf: of a file, such as 500MB; default: 5GB")] = None,
 ) -> None:
     """Write a checkpoint of any format as one of Terrazzo, as a Hugging Face model folder, or for torch's DCP."""
-    from terrazzo.cli.checkpoint.convert import run  # imports torch, which --help can do without
+    from terrazzo.cli.checkpoint.convert import HuggingFaceOptions, convert_checkpoint  # torch, as above
 
-    given = {"--reference": reference, "--dtype": dtype, "--max-shard-size": max_shard_size}
-    run(src, dst, to, {option: value for option, value in given.items() if value is not None})
+    convert_checkpoint(src, dst, to, HuggingFaceOptions(reference, dtype, max_shard_size))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,13 +18,13 @@ from terrazzo.checkpoint.exporters.huggingface import (
 from terrazzo.checkpoint.source import WEIGHT
 from terrazzo.checkpoint.storage.places import check_new
 from terrazzo.checkpoint.upkeep import describe
-from terrazzo.checkpoint.upkeep.convert import convert as convert_checkpoint
+from terrazzo.checkpoint.upkeep.convert import convert
 from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.shared.terminal import say
 from terrazzo.errors import BadInput
 from terrazzo.words import dtype_named
 
-__all__ = ["run"]
+__all__ = ["HuggingFaceOptions", "convert_checkpoint"]
 
 TERRAZZO, HF, DCP = "terrazzo", "hf", "dcp"  # what `convert` writes
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,45 +32,59 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 WANTED = f"give --reference FOLDER, which holds the model's {CONFIG_FILE} and tokenizer."
 
 
-def run(src: str, dst: str, to: str, given: Mapping[str, Any]) -> None:
-    """Write a checkpoint in another format. `given` are the options of Hugging Face's, by name."""
-    _check_target(to, dst, list(given))
-    options = _huggingface_options(given.get("--dtype"), given.get("--max-shard-size"))
+class HuggingFaceOptions(NamedTuple):
+    """The options that `--to hf` alone has, as they are written; None for those left out."""
+
+    reference: Path | None
+    dtype: str | None
+    max_shard_size: str | None
+
+    @property
+    def flags(self) -> list[str]:
+        """Of those that are written."""
+        return [f"--{name.replace('_', '-')}" for name, value in self._asdict().items() if value is not None]
+
+
+def convert_checkpoint(src: str, dst: str, to: str, options: HuggingFaceOptions) -> None:
+    """Write a checkpoint in another format."""
+    _check_target(to, dst, options.flags)
+    keywords = _export_keywords(options)
     source = open_source(src)
-    model = _model_of(src, source, given.get("--reference")) if to == HF else None
+    model = _model_of(src, source, options.reference) if to == HF else None
     with progress("converting", describe.total_bytes(source, WEIGHT if to == HF else None)) as advance:
         source.advance = advance
         if model is not None:
-            export_huggingface(source, Path(dst), model, **options)
+            export_huggingface(source, Path(dst), model, **keywords)
         elif to == DCP:
             from terrazzo.checkpoint.exporters.dcp import export_dcp  # torch.distributed.checkpoint takes a second
 
             export_dcp(source, Path(dst))
         else:
-            convert_checkpoint(source, dst)
+            convert(source, dst)
     say(f"written: {dst}")
     for line in describe.lost(source, to):
         say(f"not taken over: {line}")
 
 
-def _check_target(to: str, dst: str, given: Sequence[str]) -> None:
-    if given and to != HF:
-        raise BadInput(f"{given[0]} is for --to hf, and this is --to {to}: leave it out.")
+def _check_target(to: str, dst: str, flags: list[str]) -> None:
+    if flags and to != HF:
+        raise BadInput(f"{flags[0]} is for --to hf, and this is --to {to}: leave it out.")
     if "://" in dst and to != TERRAZZO:
         raise BadInput(f"'{dst}' is a URL, and --to {to} writes local folders only: give a path.")
     check_new(dst)
 
 
-def _huggingface_options(dtype: str | None, max_shard_size: str | None) -> dict[str, Any]:
-    options: dict[str, Any] = {}
-    if dtype is not None:
-        dtype = dtype_named(dtype)
+def _export_keywords(options: HuggingFaceOptions) -> dict[str, Any]:
+    """Arguments of `export_huggingface`: those that are written, the rest have its defaults."""
+    keywords: dict[str, Any] = {}
+    if options.dtype is not None:
+        dtype = dtype_named(options.dtype)
         if dtype not in DTYPES:
             raise BadInput(f"--dtype is '{dtype}'; there are: {', '.join(DTYPES)}.")
-        options["dtype"] = DTYPES[dtype]
-    if max_shard_size is not None:
-        options["max_shard_bytes"] = _parse_size(max_shard_size)
-    return options
+        keywords["dtype"] = DTYPES[dtype]
+    if options.max_shard_size is not None:
+        keywords["max_shard_bytes"] = _parse_size(options.max_shard_size)
+    return keywords
 
 
 def _parse_size(text: str) -> int:

@@ -12,33 +12,33 @@ from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.checkpoint.text import differences_text
 from terrazzo.cli.shared.terminal import say, say_json
 
-__all__ = ["run"]
+__all__ = ["diff_checkpoints"]
 
 
-def run(paths: tuple[str, str], kind: str | None, show_all: bool, as_json: bool) -> int:
+def diff_checkpoints(paths: tuple[str, str], kind: str | None, show_all: bool, as_json: bool) -> int:
     """Compare two checkpoints; the exit code."""
     sources = open_source(paths[0]), open_source(paths[1])
     settings = [] if kind else compare_settings(*sources)
     with progress("comparing", sum(describe.total_bytes(source, kind) for source in sources)) as advance:
         for source in sources:
             source.advance = advance
-        found = list(compare(*sources, kind))
-    equal = not settings and all(each.equal for each in found)
+        differences = list(compare(*sources, kind))
+    equal = not settings and all(each.equal for each in differences)
     if as_json:
-        states = [_as_json(each) for each in found if show_all or not each.equal]
+        states = [_as_json(each) for each in differences if show_all or not each.equal]
         say_json(
             {
                 "a": paths[0],
                 "b": paths[1],
                 "equal": equal,
-                "compared": len(found),
+                "compared": len(differences),
                 "settings": settings,
                 "states": states,
             }
         )
     else:
         heads = [f"{side}  {source.where}: {source.format}" for side, source in zip("AB", sources, strict=True)]
-        say("\n".join([*heads, *settings, "", differences_text(found, show_all)]))
+        say("\n".join([*heads, *settings, "", differences_text(differences, show_all)]))
     return 0 if equal else 1
 
 

@@ -8,25 +8,25 @@ from terrazzo.cli.checkpoint.text import inspect_text, listing_text, tensors_tex
 from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.errors import BadInput
 
-__all__ = ["run"]
+__all__ = ["inspect_checkpoint"]
 
 
-def run(path: str, show_tensors: bool, as_json: bool) -> None:
-    """What a checkpoint holds, or which checkpoints are in a folder."""
-    found = describe.expand(path)
-    if found != [path]:
+def inspect_checkpoint(path: str, show_tensors: bool, as_json: bool) -> None:
+    """Print what a checkpoint holds, or which checkpoints are in a folder."""
+    paths = describe.expand(path)
+    if paths != [path]:
         if show_tensors:
-            raise BadInput(f"'{path}' is a folder of checkpoints: --tensors needs one of them, such as '{found[-1]}'.")
-        listing = describe.listing(path, found)
+            raise BadInput(f"'{path}' is a folder of checkpoints: --tensors needs one of them, such as '{paths[-1]}'.")
+        listing = describe.listing(path, paths)
         say_json(listing) if as_json else say(listing_text(listing))
         return
     source = open_source(path)
     description = describe.describe(source)
-    listed = describe.tensors(source) if show_tensors else []
+    tensors = describe.tensors(source) if show_tensors else []
     if as_json:
-        say_json(description | {"all_tensors": listed} if show_tensors else description)
+        say_json(description | {"all_tensors": tensors} if show_tensors else description)
         return
     say(path, "bold")
     say(inspect_text(description))
-    if listed:
-        say(tensors_text(listed))
+    if tensors:
+        say(tensors_text(tensors))

@@ -23,10 +23,10 @@ def inspect_text(description: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def tensors_text(listed: Sequence[Mapping[str, Any]]) -> str:
-    """What `tensors` gives, a line each, below what else is said."""
+def tensors_text(tensors: Sequence[Mapping[str, Any]]) -> str:
+    """What `tensors` gives, a line each, below what else is printed."""
     rows = [["all tensors", "shape", "size", "states"]]
-    for tensor in listed:
+    for tensor in tensors:
         by_dtype: dict[str, list[str]] = {}
         for kind, state in tensor["states"].items():
             by_dtype.setdefault(state["dtype"], []).append(kind)
@@ -35,20 +35,21 @@ def tensors_text(listed: Sequence[Mapping[str, Any]]) -> str:
     return f"\n{columns(rows, '<<><')}"
 
 
-def differences_text(found: Sequence[StateDifference], show_all: bool) -> str:
+def differences_text(differences: Sequence[StateDifference], show_all: bool) -> str:
     """A row for each tensor, in it the largest absolute difference of each kind of state; at the end those of all."""
-    different = {each.name for each in found if not each.equal}
-    kinds = list(dict.fromkeys(each.kind for each in found))
+    different = {each.name for each in differences if not each.equal}
+    kinds = list(dict.fromkeys(each.kind for each in differences))
     rows: dict[str, dict[str, str]] = {}
-    for each in found:
+    for each in differences:
         if show_all or each.name in different:
             rows.setdefault(each.name, dict.fromkeys(kinds, ""))[each.kind] = _distance_text(each)
     table = columns(
         [["largest |A - B|", *kinds], *([name, *row.values()] for name, row in rows.items())], "<" + ">" * len(kinds)
     )
-    worst = [_worst(kind, found) for kind in kinds if any(each.differing for each in found if each.kind == kind)]
-    count = sum(not each.equal for each in found)
-    ending = f"different: {count:,} of {len(found):,} states" if count else f"equal: {len(found):,} states"
+    unlike = {each.kind for each in differences if each.differing}
+    worst = [_worst(kind, differences) for kind in kinds if kind in unlike]
+    count = sum(not each.equal for each in differences)
+    ending = f"different: {count:,} of {len(differences):,} states" if count else f"equal: {len(differences):,} states"
     totals = f"\n{columns(worst, '<><')}" if worst else ""
     return f"{table}\n\n{ending}{totals}" if rows else ending
 
@@ -59,8 +60,8 @@ def _distance_text(each: StateDifference) -> str:
     return f"{each.max_abs:.3g}{f' ({each.note})' if each.note else ''}"
 
 
-def _worst(kind: str, found: Sequence[StateDifference]) -> list[str]:
-    of_kind = [each for each in found if each.kind == kind and each.differing]
+def _worst(kind: str, differences: Sequence[StateDifference]) -> list[str]:
+    of_kind = [each for each in differences if each.kind == kind and each.differing]
     worst = max(of_kind, key=lambda each: math.inf if math.isnan(each.max_abs) else each.max_abs)
     return [f"  {kind}, at most", f"{worst.max_abs:.3g}", worst.name]
 

@@ -15,16 +15,16 @@ from terrazzo.cli.checkpoint.progress import progress
 from terrazzo.cli.shared.terminal import say, say_json
 from terrazzo.errors import BadInput, Damaged
 
-__all__ = ["run"]
+__all__ = ["verify_checkpoints"]
 
 EXIT_CODES = {"whole": 0, "not verified": 2, "damaged": 1}  # the last that applies is the command's
 
 
-def run(paths: Sequence[str], threads: int | None, as_json: bool) -> int:
+def verify_checkpoints(paths: Sequence[str], threads: int | None, as_json: bool) -> int:
     """Recompute every digest; the exit code."""
-    found = [each for path in paths for each in describe.expand(path)]
+    checkpoints = [checkpoint for path in paths for checkpoint in describe.expand(path)]
     results, start = [], time.perf_counter()
-    for path in found:
+    for path in checkpoints:
         results.append(_verify(path, threads or len(os.sched_getaffinity(0))))
         if not as_json:
             _say_verified(results[-1])

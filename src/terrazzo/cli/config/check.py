@@ -15,10 +15,10 @@ from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.understand import Understood, understand
 from terrazzo.errors import BadInput
 
-__all__ = ["run"]
+__all__ = ["check_config"]
 
 
-def run(file: Path, dialect: str | None, options: ContextOptions, as_json: bool) -> int:
+def check_config(file: Path, dialect: str | None, options: ContextOptions, as_json: bool) -> int:
     """Find what is wrong with a configuration; the exit code."""
     understood = understand(file, dialect, reading_context(options))
     findings = [*check(understood), *_trainers_own(understood)]

@@ -46,9 +46,10 @@ def explain(  # structure: signature fixed by the command line
 
     --all adds what the library's defaults decide. --json has everything.
     """
-    from terrazzo.cli.config.explain import run  # imports torch, which --help can do without
+    from terrazzo.cli.config.explain import explain_config  # imports torch, which --help can do without
 
-    run(file, name, ContextOptions(world, model, load_dtype, trainer, library), everything, as_json)
+    context = ContextOptions(world, model, load_dtype, trainer, library)
+    explain_config(file, name, context, everything, as_json)
 
 
 @config.command(cls=Verb)
@@ -66,9 +67,9 @@ def check(  # structure: signature fixed by the command line
 
     Exit code 0: no errors, though there may be warnings. 1: errors.
     """
-    from terrazzo.cli.config.check import run  # imports torch, which --help can do without
+    from terrazzo.cli.config.check import check_config  # imports torch, which --help can do without
 
-    raise typer.Exit(run(file, name, ContextOptions(world, model, load_dtype, trainer, library), as_json))
+    raise typer.Exit(check_config(file, name, ContextOptions(world, model, load_dtype, trainer, library), as_json))
 
 
 @config.command(cls=Verb)
@@ -96,10 +97,10 @@ def convert(  # structure: signature fixed by the command line
     -o the document is printed, and the report goes to standard error. Exit code 1: keys are refused, and nothing was
     written; --partial writes what is left.
     """
-    from terrazzo.cli.config.convert import run  # imports torch, which --help can do without
+    from terrazzo.cli.config.convert import Dialects, convert_config  # imports torch, which --help can do without
 
     options = ContextOptions(world, model, load_dtype, trainer, library)
-    raise typer.Exit(run(file, (name, to), options, out, partial, as_json))
+    raise typer.Exit(convert_config(file, Dialects(name, to), options, out, partial, as_json))
 
 
 @config.command(cls=Verb)
@@ -116,7 +117,7 @@ def diff(  # structure: signature fixed by the command line
     as_json: AsJsonOption = False,
 ) -> None:
     """Compare what two configurations mean, whatever their dialects. Exit code 0: the same. 1: different."""
-    from terrazzo.cli.config.diff import run  # imports torch, which --help can do without
+    from terrazzo.cli.config.diff import diff_configs  # imports torch, which --help can do without
 
     options = ContextOptions(world, model, load_dtype, trainer, library)
-    raise typer.Exit(run((a, b), (from_a, from_b), options, as_json))
+    raise typer.Exit(diff_configs((a, b), (from_a, from_b), options, as_json))

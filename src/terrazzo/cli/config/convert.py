@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from terrazzo.cli.config.context import reading_context
 from terrazzo.cli.config.options import ContextOptions
@@ -21,23 +21,29 @@ from terrazzo.dialects.verbs.understand import Understood, understand
 from terrazzo.errors import BadInput
 from terrazzo.files import GIB
 
-__all__ = ["run"]
+__all__ = ["Dialects", "convert_config"]
 
 
-def run(
-    file: Path, names: tuple[str | None, str], options: ContextOptions, out: Path | None, partial: bool, as_json: bool
+class Dialects(NamedTuple):
+    """Names: of the file's dialect, None for the one that it looks like, and of the one to write."""
+
+    source: str | None
+    target: str
+
+
+def convert_config(
+    file: Path, dialects: Dialects, options: ContextOptions, out: Path | None, partial: bool, as_json: bool
 ) -> int:
     """Write a configuration in another dialect; the exit code.
 
     Args:
-        names: of the file's dialect, None as it looks, and of the one to write.
         out: the file to write; None to print the document.
         partial: write although keys are refused, without them.
     """
-    target = dialect(names[1])
+    target = dialect(dialects.target)
     if out is not None:
         _check_out(out)
-    understood = understand(file, names[0], reading_context(options))
+    understood = understand(file, dialects.source, reading_context(options))
     conversion = convert(understood, target)
     is_written = partial or not conversion.refused
     text = _text(conversion, understood, out)

@@ -12,10 +12,10 @@ from terrazzo.dialects.core.key_verdict import LOST
 from terrazzo.dialects.verbs.explain import OptionRow, Page, explain, origin_words
 from terrazzo.dialects.verbs.understand import understand
 
-__all__ = ["run"]
+__all__ = ["explain_config"]
 
 
-def run(file: Path, dialect: str | None, options: ContextOptions, everything: bool, as_json: bool) -> None:
+def explain_config(file: Path, dialect: str | None, options: ContextOptions, everything: bool, as_json: bool) -> None:
     """Say what a configuration means."""
     page = explain(understand(file, dialect, reading_context(options)))
     say_report(page) if as_json else _say_page(str(file), page, everything=everything)
@@ -25,10 +25,10 @@ def _say_page(file: str, page: Page, *, everything: bool) -> None:
     """The plan in words, then what the file sets, and with `everything` also what it does not."""
     say(f"{file}: {page.title}", "bold")
     say("\n".join(page.plan))
-    said = [option for option in page.options if option.key]
+    in_file = [option for option in page.options if option.key]
     default = [option for option in page.options if not option.key]
-    if said:
-        say("\n" + columns_text([["option", "value", "set by", "meaning"], *map(_option_row, said)]))
+    if in_file:
+        say("\n" + columns_text([["option", "value", "set by", "meaning"], *map(_option_row, in_file)]))
     if everything:
         if default:
             say(f"\nby default:\n{columns_text([[row[0], row[1], row[3]] for row in map(_option_row, default)])}")

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
 from terrazzo.errors import BadInput
+
+if TYPE_CHECKING:
+    from terrazzo.cli.init.questions import InitAnswers
 
 __all__ = ["init"]
 
@@ -81,20 +84,20 @@ def init(  # structure: signature fixed by the command line
 
     terrazzo init mine.yaml --yes --model llama3-8b --gpu h100-sxm --ranks 8
     """
-    from terrazzo.cli.init.document import write  # imports the planner and the trainer
+    from terrazzo.cli.init.document import write_config  # imports the planner and the trainer
 
-    given = {"goal": goal, "model": model, "data": data, "gpu": gpu, "ranks": ranks, "seq": seq}
-    given |= {"global_batch": global_batch, "steps": steps}
+    option_texts = {"goal": goal, "model": model, "data": data, "gpu": gpu, "ranks": ranks, "seq": seq}
+    option_texts |= {"global_batch": global_batch, "steps": steps}
     file = _checked_file(file)
-    _check_askable(given, yes)
-    write(_free_file(file, yes, overwrite), _answers(given, yes))
+    _check_askable(option_texts, yes)
+    write_config(_free_file(file, yes, overwrite), _answers(option_texts, yes))
 
 
-def _check_askable(given: Mapping[str, str | None], yes: bool) -> None:
+def _check_askable(option_texts: Mapping[str, str | None], yes: bool) -> None:
     """Somebody is there to be asked, or nothing is left to ask."""
     from terrazzo.cli.init.questions import QUESTIONS
 
-    missing = [question.flag for question in QUESTIONS if given[question.name] is None]
+    missing = [question.flag for question in QUESTIONS if option_texts[question.name] is None]
     if missing and not yes and not _can_ask():
         raise BadInput(
             f"There is no terminal to ask on, and these are not given: {', '.join(missing)}. Give them, or --yes for"
@@ -111,23 +114,24 @@ def _free_file(file: Path, yes: bool, overwrite: bool) -> Path:
             break
         names = (file.with_stem(f"{file.stem}-{number}") for number in count(2))
         free = next(name for name in names if not name.exists())
-        file = _asked("Another file to write", str(free), lambda text: _checked_file(Path(text or "")))
+        file = _ask_until_read("Another file to write", str(free), lambda text: _checked_file(Path(text or "")))
     return file
 
 
-def _answers(given: Mapping[str, str | None], yes: bool) -> dict[str, Any]:
-    """What every question is answered with: as given, else its default, or else what is typed."""
+def _answers(option_texts: Mapping[str, str | None], yes: bool) -> InitAnswers:
+    """What every question is answered with: as its option says, else its default, or else what is typed."""
     from terrazzo.cli.init.questions import QUESTIONS
 
-    answers: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
+    answers = cast("InitAnswers", by_name)
     for question in QUESTIONS:
-        text, read = given[question.name], partial(question.answer, answers=answers)
+        text, read = option_texts[question.name], partial(question.answer, answers=answers)
         ask = text is None and not yes
-        answers[question.name] = _asked(question.text, question.default(answers), read) if ask else read(text)
+        by_name[question.name] = _ask_until_read(question.text, question.default(answers), read) if ask else read(text)
     return answers
 
 
-def _asked(text: str, default: str | None, read: Callable[[str | None], T]) -> T:
+def _ask_until_read(text: str, default: str | None, read: Callable[[str | None], T]) -> T:
     """What is typed, or the default, as `read` takes it: asked for again until it does."""
     while True:
         typed = input(f"{text}{'' if default is None else f' [{default}]'}: ").strip()

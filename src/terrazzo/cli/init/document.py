@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from terrazzo.cli.init.questions import DECODER, Machine, Model
+from terrazzo.cli.init.questions import DECODER, InitAnswers, Machine, Model
 from terrazzo.cli.plan.files import commented, model_text, write_model
 from terrazzo.cli.shared.terminal import say
 from terrazzo.config import Config, config_from_dict
@@ -21,7 +21,7 @@ from terrazzo.telemetry.log.run_folder import RunFolder
 from terrazzo.train.preflight import check
 from terrazzo.train.settings.command import program
 
-__all__ = ["write"]
+__all__ = ["write_config"]
 
 MODES = ("none", "selective", "full")
 LARGEST_UNTIMED = 8
@@ -30,11 +30,11 @@ RATES = {"pretrain": 3e-4, "finetune": 2e-5}
 DECODER_RATE = 1e-3
 
 
-def write(file: Path, answers: Mapping[str, Any]) -> None:
+def write_config(file: Path, answers: InitAnswers) -> None:
     """Choose, check and write. Raises: `BadInput` before anything is written, where no choice fits or can run."""
     model, machine = answers["model"], answers["gpu"]
-    found = _search(answers)
-    best = _best(found, answers)
+    frontier = _search(answers)
+    best = _best(frontier, answers)
     folder = file.with_suffix("")
     named = model.shape if model.built_in else model.folder or model.name
     files = train_config(best.setup, named, folder)
@@ -43,7 +43,7 @@ def write(file: Path, answers: Mapping[str, Any]) -> None:
     notes = _checked(config, files, answers["ranks"]) if machine.is_here else []
     if files.model_config is not None:
         write_model(files.model_config, folder / "config.json", "terrazzo init")
-    file.write_text(_text(document, _reasons(found, best, answers), file), encoding="utf-8")
+    file.write_text(_text(document, _reasons(frontier, best, answers), file), encoding="utf-8")
     say(f"{best.setup.plan.name}: {_memory(best)}")
     for note in notes:
         say(f"note: {note}")
@@ -56,8 +56,8 @@ def write(file: Path, answers: Mapping[str, Any]) -> None:
 # -- the choice ----------------------------------------------------------------------------------------------------
 
 
-def _search(answers: Mapping[str, Any], checkpointing: str | None = None) -> Frontier:
-    machine: Machine = answers["gpu"]
+def _search(answers: InitAnswers, checkpointing: str | None = None) -> Frontier:
+    machine = answers["gpu"]
     cluster, ranks = machine.cluster, answers["ranks"]
     memory = cluster.device.memory_bytes
     shared = machine.on_cpu and memory is not None  # by the ranks of a host
@@ -77,21 +77,21 @@ def _search(answers: Mapping[str, Any], checkpointing: str | None = None) -> Fro
     return compare(request)
 
 
-def _best(found: Frontier, answers: Mapping[str, Any]) -> Estimate:
+def _best(frontier: Frontier, answers: InitAnswers) -> Estimate:
     """The planner's first. Where it knows no speed, the first that recomputes least, in larger micro-batches."""
-    if found.best is None:
-        nearest = found.nearest
+    if frontier.best is None:
+        nearest = frontier.nearest
         why = f" Nearest is {nearest.strategy}: {nearest.reason.rstrip('.')}." if nearest else ""
         raise BadInput(
             f"No plan of {answers['model'].name} fits on {_machine_text(answers)}, offload included.{why} Take more"
             " --ranks, another --gpu, a shorter --seq or a smaller --model."
         )
-    if found.best.time is not None:
-        return found.best
-    sure = [one for one in found.ranked if one.memory.fits_surely is not False] or list(found.ranked)
+    if frontier.best.time is not None:
+        return frontier.best
+    sure = [one for one in frontier.ranked if one.memory.fits_surely is not False] or list(frontier.ranked)
     least = min(MODES.index(one.setup.checkpointing) for one in sure)
-    kept = [one for one in sure if one.setup.checkpointing == MODES[least]]
-    same = [one for one in kept if one.setup.plan == kept[0].setup.plan]
+    least_recomputing = [one for one in sure if one.setup.checkpointing == MODES[least]]
+    same = [one for one in least_recomputing if one.setup.plan == least_recomputing[0].setup.plan]
     return max(same, key=lambda one: one.setup.micro_batch if one.setup.micro_batch <= LARGEST_UNTIMED else 0)
 
 
@@ -114,7 +114,7 @@ def _checked(config: Config, files: TrainFiles, ranks: int) -> list[str]:
 # -- the document --------------------------------------------------------------------------------------------------
 
 
-def _document(files: TrainFiles, answers: Mapping[str, Any], file: Path) -> dict[str, Any]:
+def _document(files: TrainFiles, answers: InitAnswers, file: Path) -> dict[str, Any]:
     """All sections in the order in which they are read."""
     model, goal, config = answers["model"], answers["goal"], dict(files.config)
     log = Path("runs") / file.stem
@@ -141,7 +141,7 @@ def _document(files: TrainFiles, answers: Mapping[str, Any], file: Path) -> dict
     }
 
 
-def _reasons(found: Frontier, best: Estimate, answers: Mapping[str, Any]) -> dict[str, list[str]]:
+def _reasons(frontier: Frontier, best: Estimate, answers: InitAnswers) -> dict[str, list[str]]:
     """Why each section is as it is, by its name."""
     setup, machine = best.setup, answers["gpu"]
     batch = (
@@ -152,7 +152,7 @@ def _reasons(found: Frontier, best: Estimate, answers: Mapping[str, Any]) -> dic
     return {
         "model": [_model_reason(answers["model"], answers["goal"])],
         "data": ["A file, a folder, a glob or a URL. `tokenizer` is a Hugging Face tokenizer's folder, or `bytes`."],
-        "plan": _plan_reasons(found, best, answers),
+        "plan": _plan_reasons(frontier, best, answers),
         "offload": ["For the plan's states that are not on the device: nothing fits without that."],
         "precision": [_precision_reason(setup.precision.loss_scaling is not None, machine)],
         "batch": [batch],
@@ -163,7 +163,7 @@ def _reasons(found: Frontier, best: Estimate, answers: Mapping[str, Any]) -> dic
     }
 
 
-def _plan_reasons(found: Frontier, best: Estimate, answers: Mapping[str, Any]) -> list[str]:
+def _plan_reasons(frontier: Frontier, best: Estimate, answers: InitAnswers) -> list[str]:
     name, pace = best.setup.plan.name, best.time
     if answers["ranks"] == 1 and "@" not in name:
         chosen = "A single rank has no others to split states over."
@@ -172,9 +172,9 @@ def _plan_reasons(found: Frontier, best: Estimate, answers: Mapping[str, Any]) -
         chosen = f"{name} is expected to be the fastest that fits: about {speed}."
     else:
         chosen = f"No speed is known of this device: of what fits, {name} sends the fewest bytes between ranks."
-    refused = {one.strategy: one.reason for one in found.refused if one.setup is not None}
+    refused = {one.strategy: one.reason for one in frontier.refused if one.setup is not None}
     shown = [f"{name} does not fit: {reason}" for name, reason in refused.items()][:3]
-    compared = f"{found.considered} combinations of plan, micro-batch and recomputation were compared for"
+    compared = f"{frontier.considered} combinations of plan, micro-batch and recomputation were compared for"
     return [f"{compared} {_machine_text(answers)}.", chosen, f"Memory of a rank: {_memory(best)}.", *shown]
 
 
@@ -204,15 +204,15 @@ def _checkpointing_reason(mode: str) -> str:
 def _memory(best: Estimate) -> str:
     """Every room that the plan uses: a rank's device, and what its host's ranks take together."""
     names = {"device": "", "host": " of each host's memory", "disk": " of each host's disks"}
-    found = []
+    amounts = []
     for room in best.memory.rooms:
         of = "" if room.capacity is None else f" of {room.capacity / GIB:,.1f}"
-        found.append(f"{room.expected / GIB:,.1f}{of} GiB{names[room.name]}")
-    return f"{' and '.join(found)} expected"
+        amounts.append(f"{room.expected / GIB:,.1f}{of} GiB{names[room.name]}")
+    return f"{' and '.join(amounts)} expected"
 
 
-def _machine_text(answers: Mapping[str, Any]) -> str:
-    machine: Machine = answers["gpu"]
+def _machine_text(answers: InitAnswers) -> str:
+    machine = answers["gpu"]
     return f"{counted(answers['ranks'], 'rank')} on a {machine.cluster.device.name}" if machine.on_cpu else (
         f"{answers['ranks']} x {machine.cluster.device.name}"
     )  # fmt: skip

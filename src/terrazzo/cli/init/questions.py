@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from terrazzo.config import config_from_dict
 from terrazzo.errors import ALL, BadInput, did_you_mean
@@ -17,9 +17,7 @@ from terrazzo.planner.setup.request import LIMIT
 from terrazzo.train.data.sources import find_files
 from terrazzo.train.planning.as_setup import setup_of
 
-__all__ = ["DECODER", "QUESTIONS", "Machine", "Model", "Question"]
-
-AnswersByKey = Mapping[str, Any]
+__all__ = ["DECODER", "QUESTIONS", "InitAnswers", "Machine", "Model", "Question"]
 
 GOALS = ("pretrain", "finetune")
 DECODER = {"kind": "decoder", "dim": 256, "layers": 6, "heads": 4}
@@ -31,18 +29,25 @@ LONGEST = 1024
 
 @dataclass(frozen=True)
 class Question:
-    """One setting: an option of the command, or else a line to be typed."""
+    """One setting: an option of the command, or else a line to be typed.
+
+    Attributes:
+        name: of its answer in `InitAnswers`.
+        text: as it is asked.
+        default: what is answered where nothing is, by the answers before it.
+        read: what an answer means, by the answers before it.
+    """
 
     name: str
     text: str
-    default: Callable[[AnswersByKey], str | None]
-    read: Callable[[str, AnswersByKey], Any]
+    default: Callable[[InitAnswers], str | None]
+    read: Callable[[str, InitAnswers], Any]
 
     @property
     def flag(self) -> str:
         return f"--{self.name.replace('_', '-')}"
 
-    def answer(self, text: str | None, answers: AnswersByKey) -> Any:
+    def answer(self, text: str | None, answers: InitAnswers) -> Any:
         """What `text` means, or the default where it is None.
 
         Raises: `BadInput` for what cannot be, and where there is no default.
@@ -79,17 +84,30 @@ class Machine:
         return self.cluster.device.kind == "cpu"
 
 
-def _goal(text: str, answers: AnswersByKey) -> str:
+class InitAnswers(TypedDict, total=False):
+    """What has been answered so far, by the question's name; all of it once every question was."""
+
+    goal: str
+    model: Model
+    data: str
+    gpu: Machine
+    ranks: int
+    seq: int
+    global_batch: int
+    steps: int
+
+
+def _goal(text: str, answers: InitAnswers) -> str:
     if text not in GOALS:
         raise BadInput(f"--goal is '{text}', expected one of {', '.join(GOALS)}.{did_you_mean(text, GOALS)}")
     return text
 
 
-def _default_model(answers: AnswersByKey) -> str | None:
+def _default_model(answers: InitAnswers) -> str | None:
     return "decoder" if answers["goal"] == "pretrain" else None
 
 
-def _model(text: str, answers: AnswersByKey) -> Model:
+def _model(text: str, answers: InitAnswers) -> Model:
     path = Path(text)
     folder = path if path.is_dir() else path.parent if path.is_file() else None
     if answers["goal"] == "finetune" and (folder is None or not any(folder.glob("*.safetensors"))):
@@ -107,54 +125,54 @@ def _model(text: str, answers: AnswersByKey) -> Model:
     return Model(text, model_shape(text), folder)
 
 
-def _data(text: str, answers: AnswersByKey) -> str:
+def _data(text: str, answers: InitAnswers) -> str:
     """The source, once it is there; an object store is not asked yet."""
     if "://" not in text:
         find_files(text)
     return text
 
 
-def _machine(text: str, answers: AnswersByKey) -> Machine:
+def _machine(text: str, answers: InitAnswers) -> Machine:
     here = this_machine()
     if text == "cpu":
         return Machine(cpu_host(here.host_memory_bytes), is_here=True)
     if text == "here":
         return Machine(here, is_here=True)
-    found = device(text)
-    return Machine(Cluster(found, found.per_node), is_here=False)
+    named = device(text)
+    return Machine(Cluster(named, named.per_node), is_here=False)
 
 
-def _default_ranks(answers: AnswersByKey) -> str:
-    machine: Machine = answers["gpu"]
+def _default_ranks(answers: InitAnswers) -> str:
+    machine = answers["gpu"]
     return "1" if machine.on_cpu else str(machine.cluster.count)
 
 
-def _ranks(text: str, answers: AnswersByKey) -> int:
-    machine: Machine = answers["gpu"]
+def _ranks(text: str, answers: InitAnswers) -> int:
+    machine = answers["gpu"]
     ranks = _whole("--ranks", text)
     if machine.is_here and not machine.on_cpu and ranks > machine.cluster.count:
         raise BadInput(f"--ranks is {ranks}, but this machine has {machine.cluster.count} GPUs, one for each rank.")
     return ranks
 
 
-def _default_sequence(answers: AnswersByKey) -> str:
-    model: Model = answers["model"]
+def _default_sequence(answers: InitAnswers) -> str:
+    model = answers["model"]
     return "256" if model.built_in else str(min(model.shape.positions or LONGEST, LONGEST))
 
 
-def _sequence(text: str, answers: AnswersByKey) -> int:
+def _sequence(text: str, answers: InitAnswers) -> int:
     sequence, positions = _whole("--seq", text), answers["model"].shape.positions
     if not answers["model"].built_in and positions and sequence > positions:
         raise BadInput(f"--seq is {sequence}, but {answers['model'].name} has positions for {positions} tokens.")
     return sequence
 
 
-def _default_batch(answers: AnswersByKey) -> str:
-    ranks: int = answers["ranks"]
+def _default_batch(answers: InitAnswers) -> str:
+    ranks = answers["ranks"]
     return str(-(-32 // ranks) * ranks)
 
 
-def _batch(text: str, answers: AnswersByKey) -> int:
+def _batch(text: str, answers: InitAnswers) -> int:
     batch, ranks = _whole("--global-batch", text), answers["ranks"]
     if batch % ranks:
         raise BadInput(

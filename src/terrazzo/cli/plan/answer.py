@@ -7,7 +7,6 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 
 from rich.console import Console
 
+from terrazzo.cli.plan.arguments import FromConfig, FromCount, FromModel, PlanArguments, PlanSource
 from terrazzo.cli.plan.files import check_files, emit, emitted, unfilled
-from terrazzo.cli.plan.options import OPTIONS
-from terrazzo.config import Config, load_config
+from terrazzo.cli.plan.options import OPTION_ROWS
+from terrazzo.config import Config
 from terrazzo.errors import BadInput
 from terrazzo.planner import Cluster, Estimate, Framework, Request, runnable
 from terrazzo.planner.api import ask, compare, in_framework
@@ -33,78 +33,65 @@ from terrazzo.planner.setup.request import build_cluster
 from terrazzo.planner.text.blocks import TextBlock, TextLine, show
 from terrazzo.train.settings.command import program
 
-__all__ = ["run"]
-
-OptionValues = Mapping[str, Any]
-"""Arguments of `terrazzo plan` by name."""
-
-_OPTIONS = [option for options in OPTIONS.values() for option in options]
+__all__ = ["answer_plan"]
 
 
-def run(asked: OptionValues, given: Collection[str]) -> None:
-    """`terrazzo plan`.
-
-    Args:
-        given: names of the arguments that were written, and not left at their defaults.
-    """
-    check_files(asked["emit"], asked["picture"], asked["html"])
-    source = _source(asked)
-    _refuse_options(source, asked, given)
-    framework = Framework.parse(asked["framework"])
-    config = None if source != "CONFIG" else load_config(asked["config"], asked["overrides"] or [])
-    answer = _answer(source, asked, framework, config)
-    explanation = None if asked["explain"] is None else explained(_best(answer), asked["explain"])
-    _write(answer, asked)
-    if asked["json"]:
+def answer_plan(arguments: PlanArguments) -> None:
+    """`terrazzo plan`: from its arguments to what it writes and prints."""
+    check_files(arguments.emit, arguments.picture, arguments.html)
+    source = _source(arguments)
+    _refuse_options(source, arguments)
+    answer = _answer(source, arguments, Framework.parse(arguments.framework))
+    explanation = None if arguments.explain is None else explained(_best(answer), arguments.explain)
+    _write(answer, source, arguments)
+    if arguments.json:
         print((explanation or answer.report()).model_dump_json(indent=2))
     elif explanation is not None:
         show(explain(explanation))
     else:
-        _print(answer, asked, config)
+        _print(answer, source, arguments)
 
 
 # -- the answer ----------------------------------------------------------------------------------------------------
 
 
-def _answer(source: str, asked: OptionValues, framework: Framework, config: Config | None) -> Answer | BareAnswer:
-    if source == "--model":
-        return _of_model(asked, framework)
-    if config is None:
-        return _of_count(asked)
+def _answer(source: PlanSource, arguments: PlanArguments, framework: Framework) -> Answer | BareAnswer:
+    if isinstance(source, FromModel):
+        return _of_model(arguments, framework)
+    if isinstance(source, FromCount):
+        return _of_count(source.text, arguments)
     from terrazzo.cli.plan.of_config import of_config  # imports the trainer
 
-    return in_framework(of_config(config, asked, _request({**asked, "model": 1})), framework)
+    return in_framework(of_config(source, arguments, _request(arguments, model=1)), framework)
 
 
-def _of_model(asked: OptionValues, framework: Framework) -> Answer:
-    request = _model_request(asked)
-    return ask(request, framework, fewest=asked["min_gpus"] or (request.gpus is None and request.strategy is None))
+def _of_model(arguments: PlanArguments, framework: Framework) -> Answer:
+    request = _model_request(arguments)
+    return ask(request, framework, fewest=arguments.min_gpus or (request.gpus is None and request.strategy is None))
 
 
-def _model_request(asked: OptionValues) -> Request:
-    return replace(_request(asked), as_megatron=Framework.parse(asked["framework"]).name == "megatron")
+def _model_request(arguments: PlanArguments) -> Request:
+    return replace(_request(arguments), as_megatron=Framework.parse(arguments.framework).name == "megatron")
 
 
-def _of_count(asked: OptionValues) -> BareAnswer:
+def _of_count(text: str, arguments: PlanArguments) -> BareAnswer:
     """States and traffic. The recipe is the ZeRO paper's 2 + 2 + 12 bytes unless another was asked for."""
-    if "@" in (asked["strategy"] or ""):
+    if "@" in (arguments.strategy or ""):
         raise BadInput("An offload says nothing about a bare number of parameters: name a model with --model.")
-    precision = "zero" if asked["precision"] is None else asked["precision"]
-    request = _request({**asked, "model": _count(asked["params"]), "precision": precision})
+    precision = "zero" if arguments.precision is None else arguments.precision
+    request = _request(arguments, model=_count(text), precision=precision)
     if not isinstance(request.gpus, int):
-        given = "none was given" if request.gpus is None else f"--gpus is {request.gpus!r}"
-        raise BadInput(f"--params needs one number of ranks, and {given}: write --world 256.")
+        number = "none was given" if request.gpus is None else f"--gpus is {request.gpus!r}"
+        raise BadInput(f"--params needs one number of ranks, and {number}: write --world 256.")
     machine = request.gpu is not None or request.memory_bytes is not None
     return BareAnswer(request, build_cluster(request).device.memory_bytes if machine else None)
 
 
-def _request(asked: OptionValues) -> Request:
-    fields = {option.field: asked[option.argument] for option in _OPTIONS if option.field}
-    for option in _OPTIONS:
-        if option.unit is not None and (value := asked[option.argument]) is not None:
-            fields[option.field] = value * option.unit
-    fields["strategy"], fields["offload"] = _strategy(asked["strategy"], asked["offload"])
-    return Request(**fields, sequence_parallel=not asked["no_sequence_parallel"])
+def _request(arguments: PlanArguments, **changes: Any) -> Request:
+    """What is asked of the planner; `changes` replace fields of it."""
+    strategy, offload = _strategy(arguments.strategy, arguments.offload)
+    own = {"strategy": strategy, "offload": offload, "sequence_parallel": not arguments.no_sequence_parallel}
+    return Request(**{**arguments.request_fields, **own, **changes})
 
 
 def _strategy(name: str | None, tier: str | None) -> tuple[str | None, bool]:
@@ -141,15 +128,20 @@ def _count(text: str) -> float:
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
-def _source(asked: OptionValues) -> str:
+def _source(arguments: PlanArguments) -> PlanSource:
     """What describes the model. Raises: `BadInput` unless it is exactly one."""
-    sources = {"CONFIG": asked["config"], "--model": asked["model"], "--params": asked["params"]}
-    named = [name for name, value in sources.items() if value is not None]
-    if len(named) != 1:
-        found = " and ".join(named) + " were given" if named else "No model was given"
-        raise BadInput(f"{found}: give CONFIG, --model NAME or --params COUNT, and only one of them.")
-    _check_config(asked["config"])
-    return named[0]
+    sources: list[PlanSource] = []
+    if arguments.config is not None:
+        sources.append(FromConfig(arguments.config, arguments.overrides))
+    if arguments.model is not None:
+        sources.append(FromModel(arguments.model))
+    if arguments.params is not None:
+        sources.append(FromCount(arguments.params))
+    if len(sources) != 1:
+        problem = " and ".join(each.label for each in sources) + " were given" if sources else "No model was given"
+        raise BadInput(f"{problem}: give CONFIG, --model NAME or --params COUNT, and only one of them.")
+    _check_config(arguments.config)
+    return sources[0]
 
 
 def _check_config(path: Path | None) -> None:
@@ -161,76 +153,78 @@ def _check_config(path: Path | None) -> None:
         raise BadInput(f"There is no file '{path}', and a model is named by an option: write --model {meant}.")
 
 
-def _refuse_options(source: str, asked: OptionValues, given: Collection[str]) -> None:
+def _refuse_options(source: PlanSource, arguments: PlanArguments) -> None:
     """What has no meaning beside a configuration, which says what a run is, or beside a bare number of parameters."""
     reasons = {
         "CONFIG": "was given beside a configuration, which decides it: write an override, such as plan.name=zero2.",
         "--params": "says nothing about a bare number of parameters: name a model with --model.",
     }
-    for option in _OPTIONS if source in reasons else ():
-        if option.argument in given and source not in option.beside:
-            raise BadInput(f"{option.flag} {reasons[source]}")
-    if asked["calibrate"] and (source != "CONFIG" or asked["gpu"] is not None):
+    for option in OPTION_ROWS if source.label in reasons else ():
+        if option.argument in arguments.written and source.label not in option.beside:
+            raise BadInput(f"{option.flag} {reasons[source.label]}")
+    if arguments.calibrate and (not isinstance(source, FromConfig) or arguments.gpu is not None):
         raise BadInput(
             "--calibrate measures a configuration of `terrazzo train` on this machine: give CONFIG, no --gpu."
         )
-    if asked["emit"] is not None and source != "--model":
+    if arguments.emit is not None and not isinstance(source, FromModel):
         raise BadInput("--emit writes the configuration of a model that is planned with --model.")
-    if asked["html"] is not None and source != "--model":
+    if arguments.html is not None and not isinstance(source, FromModel):
         raise BadInput("--html draws the plans of a model that is named with --model.")
 
 
 # -- the outputs ---------------------------------------------------------------------------------------------------
 
 
-def _write(answer: Answer | BareAnswer, asked: OptionValues) -> None:
+def _write(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArguments) -> None:
     try:
-        if asked["emit"] is not None:
-            emit(_best(answer), asked["model"], asked["emit"])
-        if asked["picture"] is not None:
-            save_picture(answer.chart(), asked["picture"])
-        if asked["html"] is not None and isinstance(answer, Answer):
-            _write_page(answer, asked)
+        if arguments.emit is not None and isinstance(source, FromModel):
+            emit(_best(answer), source.name, arguments.emit)
+        if arguments.picture is not None:
+            save_picture(answer.chart(), arguments.picture)
+        if arguments.html is not None and isinstance(answer, Answer):
+            _write_page(answer, arguments, arguments.html)
     except OSError as error:
         raise BadInput(f"'{error.filename}' cannot be written: {error.strerror}.") from error
 
 
-def _write_page(answer: Answer, asked: OptionValues) -> None:
+def _write_page(answer: Answer, arguments: PlanArguments, path: Path) -> None:
     """With all plans that are possible, also where one was named."""
-    request, frontier = _model_request(asked), answer.frontier
+    request, frontier = _model_request(arguments), answer.frontier
     if frontier is None:
         opened = replace(request, strategy=None, micro_batch=None, checkpointing=None)
-        frontier = compare(opened, Framework.parse(asked["framework"]))
-    save_page(answer.best, request, frontier, answer.estimate, asked["html"])
+        frontier = compare(opened, Framework.parse(arguments.framework))
+    save_page(answer.best, request, frontier, answer.estimate, path)
 
 
-def _print(answer: Answer | BareAnswer, asked: OptionValues, config: Config | None) -> None:
+def _print(answer: Answer | BareAnswer, source: PlanSource, arguments: PlanArguments) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # × is ? where the output is ASCII, and not an error
     console = Console(highlight=False)
     show(answer.blocks(), console)
     show_bars(answer.chart(), console)
     if isinstance(answer, Answer):
-        show(_how_to_run(answer, asked, config), console)
+        show(_how_to_run(answer, source, arguments), console)
 
 
-def _how_to_run(answer: Answer, asked: OptionValues, config: Config | None) -> list[TextBlock]:
+def _how_to_run(answer: Answer, source: PlanSource, arguments: PlanArguments) -> list[TextBlock]:
     """The commands that run the plan, where this version can."""
     here = answer.best.memory.fits is not False and runnable(answer.best.setup)
     start = _start(answer.best.setup.cluster)
-    if config is not None and here:
-        ranks = _ranks(answer, asked["gpus"], config)
-        command = shlex.join(["train", str(asked["config"]), *(asked["overrides"] or []), *ranks])
+    if isinstance(source, FromConfig):
+        if not here:
+            return []
+        ranks = _ranks(answer, arguments.gpus, source.config)
+        command = shlex.join(["train", str(source.path), *source.overrides, *ranks])
         return [TextLine(f"\nTo run it: {start} {command}", copied=True)]
-    if config is not None or not (here or asked["emit"]):
+    if not isinstance(source, FromModel) or not (here or arguments.emit):
         return []
-    path = asked["emit"] or Path("plan.yaml")
+    path = arguments.emit or Path("plan.yaml")
     try:
-        left = unfilled(emitted(answer.best, asked["model"], path))
+        left = unfilled(emitted(answer.best, source.name, path))
     except BadInput:  # a model that `terrazzo train` cannot build
         return []
     train = " ".join([f"{start} train {shlex.quote(str(path))}", *(f"{key}=..." for key in left)])
-    if asked["emit"] is not None:
+    if arguments.emit is not None:
         return [TextLine(f"\nwritten: {path}. To run it: {train}", copied=True)]
     command = shlex.join([*sys.argv[1:], "--emit", str(path)])
     return [TextLine(f"\nTo run it: {program()} {command} && {train}", copied=True)]

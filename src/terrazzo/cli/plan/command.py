@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from terrazzo.cli.plan.arguments import PlanArguments
 from terrazzo.cli.plan.options import OPTIONS, PlanOption
-from terrazzo.cli.plan.values import read_values
 
 __all__ = ["plan"]
 
@@ -23,7 +23,7 @@ _OVERRIDES = Annotated[
 ]
 
 
-def plan(invocation: typer.Context, **asked: Any) -> None:
+def plan(invocation: typer.Context, **values: Any) -> None:
     """Will it fit, how fast, on how many GPUs, with which strategy, and what exactly to run: from shapes alone.
 
     With --strategy, or a configuration, it describes that plan. Without, it tries all that make sense and ranks them.
@@ -37,11 +37,12 @@ def plan(invocation: typer.Context, **asked: Any) -> None:
 
     terrazzo plan examples/quickstart.yaml plan.name=zero1
     """
-    asked = read_values(asked)
-    from terrazzo.cli.plan.answer import run  # imports the planner and the trainer, which --help can do without
+    sources = {name: invocation.get_parameter_source(name) for name in values}
+    written = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    arguments = PlanArguments.read(values, written)
+    from terrazzo.cli.plan.answer import answer_plan  # imports the planner and the trainer, which --help can do without
 
-    sources = {name: invocation.get_parameter_source(name) for name in asked}
-    run(asked, [name for name, source in sources.items() if source and source.name == "COMMANDLINE"])
+    answer_plan(arguments)
 
 
 def _parameters() -> Iterator[Parameter]:

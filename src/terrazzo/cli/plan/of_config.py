@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
 
+from terrazzo.cli.plan.arguments import FromConfig, PlanArguments
 from terrazzo.config import Config, MeshConfig, PlanConfig, load_config
 from terrazzo.errors import BadInput, TerrazzoError, printable
 from terrazzo.planner import Cluster, Edit, Estimate, Request, Setup
@@ -25,34 +24,32 @@ from terrazzo.train.planning.planned import planned
 
 __all__ = ["of_config"]
 
-OptionValues = Mapping[str, Any]
-"""Arguments of `terrazzo plan` by name."""
 
-
-def of_config(config: Config, asked: OptionValues, machines: Request) -> Answer:
-    """What `terrazzo train` promises of `config`, here or on other machines.
+def of_config(source: FromConfig, arguments: PlanArguments, machines: Request) -> Answer:
+    """What `terrazzo train` promises of a configuration, here or on other machines.
 
     Args:
         machines: its fields that describe machines are what was said of them; the rest is not looked at.
     """
-    notes = [_calibrated(asked["config"], asked["overrides"] or [])] if asked["calibrate"] else []
-    ranks, cluster = _ranks(asked, config), _cluster(machines)
+    config = source.config
+    notes = [_calibrated(source)] if arguments.calibrate else []
+    ranks, cluster = _ranks(arguments, config), _cluster(machines)
 
     def under(setup: Setup) -> Estimate:
         mesh = MeshConfig(**{axis: getattr(setup.mesh, axis) for axis in MeshConfig.model_fields})
         plan = PlanConfig(name=setup.plan.name, mesh=mesh, units=config.plan.units, prefetch=config.plan.prefetch)
         return planned(config.model_copy(update={"plan": plan}), ranks, cluster)
 
-    found = planned(config, ranks, cluster)
+    estimate = planned(config, ranks, cluster)
     edits: tuple[Edit, ...] = ()
-    if found.memory.fits is False:
+    if estimate.memory.fits is False:
 
         def edited(change: ChangedSettings) -> Estimate:
-            changed = load_config(asked["config"], [*(asked["overrides"] or []), *change.overrides])
+            changed = load_config(source.path, [*source.overrides, *change.overrides])
             return planned(changed, change.ranks, cluster)
 
-        edits = best_edits(_kinds(config, found.setup, ranks), found, edited)
-    return Answer(replace(found, edits=edits, notes=(*found.notes, *notes)), under)
+        edits = best_edits(_kinds(config, estimate.setup, ranks), estimate, edited)
+    return Answer(replace(estimate, edits=edits, notes=(*estimate.notes, *notes)), under)
 
 
 class ChangedSettings(NamedTuple):
@@ -84,9 +81,9 @@ def _kinds(config: Config, setup: Setup, ranks: int) -> Kinds[ChangedSettings]:
     )
 
 
-def _calibrated(path: Path, overrides: list[str]) -> str:
+def _calibrated(source: FromConfig) -> str:
     try:
-        record, where = calibrate(path, overrides)
+        record, where = calibrate(source.path, source.overrides)
     except BadInput:
         raise
     except TerrazzoError as error:  # the steps failed, and the message holds their traceback
@@ -95,12 +92,12 @@ def _calibrated(path: Path, overrides: list[str]) -> str:
     return f"{record.steps} steps were measured just now; the record is {where}"
 
 
-def _ranks(asked: OptionValues, config: Config) -> int:
-    if asked["gpus"] is not None:
-        return _whole("--gpus", asked["gpus"])
-    if asked["gpu"] is not None and config.launch.ranks is None:
+def _ranks(arguments: PlanArguments, config: Config) -> int:
+    if arguments.gpus is not None:
+        return _whole("--gpus", arguments.gpus)
+    if arguments.gpu is not None and config.launch.ranks is None:
         raise BadInput("The configuration does not say how many ranks there are (launch.ranks): give --gpus N.")
-    return ranks_to_start(config) if asked["gpu"] is None else config.rank_numbers[-1]
+    return ranks_to_start(config) if arguments.gpu is None else config.rank_numbers[-1]
 
 
 def _cluster(request: Request) -> Cluster | None:

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OPTIONS", "PlanOption"]
+__all__ = ["OPTIONS", "OPTION_ROWS", "PlanOption"]
 
 GIGA, TERA = 1e9, 1e12
 CONFIG, PARAMS = frozenset({"CONFIG"}), frozenset({"--params"})
@@ -18,7 +18,7 @@ class PlanOption:
     """One option.
 
     Attributes:
-        what: its names and the metavar, as the help shows them.
+        usage: its names and the metavar, as the help shows them.
         help: what it says of them.
         field: of a `Request` that the value is; empty where it is none.
         kind: of the value; a `bool` is a switch, which is off by default.
@@ -27,7 +27,7 @@ class PlanOption:
         unit: how many times as much the field is.
     """
 
-    what: str
+    usage: str
     help: str
     field: str = ""
     kind: type = str
@@ -38,12 +38,12 @@ class PlanOption:
     @cached_property
     def names(self) -> list[str]:
         """As they are written, with `--`."""
-        return [word for word in self.what.split() if word.startswith("--")]
+        return [word for word in self.usage.split() if word.startswith("--")]
 
     @cached_property
     def metavar(self) -> str | None:
         """What stands for the value."""
-        return " ".join(word for word in self.what.split() if word not in self.names) or None
+        return " ".join(word for word in self.usage.split() if word not in self.names) or None
 
     @cached_property
     def flag(self) -> str:
@@ -59,6 +59,10 @@ class PlanOption:
     def argument(self) -> str:
         """The name of the parameter by which the command gets the value."""
         return self.flag.removeprefix("--").replace("-", "_")
+
+    def in_unit(self, value: Any) -> Any:
+        """A value of the option as the field has it: GB in bytes."""
+        return value if value is None or self.unit is None else value * self.unit
 
 
 _MODEL = (
@@ -259,3 +263,5 @@ OPTIONS = {
     "Model": _MODEL, "Machines": _MACHINES, "Training": _TRAINING, "Splitting": _SPLITTING, "Output": _OUTPUT,
 }  # fmt: skip
 """By the panel of the help."""
+
+OPTION_ROWS = [option for options in OPTIONS.values() for option in options]

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from terrazzo.cli.plan.options import OPTIONS, PlanOption
+from terrazzo.cli.plan.options import OPTION_ROWS, PlanOption
 from terrazzo.cli.shared.verb import as_setting
 from terrazzo.errors import BadInput, did_you_mean
 
-__all__ = ["meant_option", "read_values"]
+__all__ = ["meant_option", "read_numbers"]
 
 OTHER_NAMES = {
     "--model": "preset name model-name model-path model-id hf hf-model checkpoint",
@@ -36,8 +36,9 @@ OTHER_NAMES = {
 }
 """What else an option is called, here or by other tools."""
 
-_OPTIONS = [option for options in OPTIONS.values() for option in options]
-_KNOWN = {known.removeprefix("--"): option for option in _OPTIONS for name in option.names for known in name.split("/")}
+_KNOWN = {
+    known.removeprefix("--"): option for option in OPTION_ROWS for name in option.names for known in name.split("/")
+}
 _OTHERS = {other: _KNOWN[flag.removeprefix("--")] for flag, names in OTHER_NAMES.items() for other in names.split()}
 _NUMBER = re.compile(r"[^0-9.+-]*([+-]?[0-9]+(?:[,_][0-9]{3})*(?:\.[0-9]+)?)\s*([a-z/]*)", re.IGNORECASE)
 _UNITS = {"GB": " of GB (1e9 bytes)", "W": " of watts", "MS": " of milliseconds"} | {
@@ -47,10 +48,10 @@ LONGEST = 20
 _SIZES = {"": 1, "k": 1024, "ki": 1024, "m": 1024**2, "mi": 1024**2}
 
 
-def read_values(asked: Mapping[str, Any]) -> dict[str, Any]:
+def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with numbers in place of their text. Raises: `BadInput` for what is none, before any work."""
-    read = {option.argument: _read(option, asked[option.argument]) for option in _OPTIONS if option.is_number}
-    return {**asked, **read}
+    numbers = {option.argument: _read(option, values[option.argument]) for option in OPTION_ROWS if option.is_number}
+    return {**values, **numbers}
 
 
 def meant_option(option: str, value: str, words: list[str]) -> str | None:

@@ -1,1 +1,7 @@
-"""What all verbs have: arguments, answers to wrong options, what they print with, readers that leave."""
+"""What all verbs have.
+
+verb       the class of a command; answers to options that it does not have
+arguments  arguments and options that several commands have
+terminal   lines, tables and JSON as they are printed
+unread     a reader of what is printed may leave: `terrazzo ... | head`
+"""

@@ -49,13 +49,13 @@ def answering(mend: Mend) -> type[Verb]:
             try:
                 return super().parse_args(ctx, args)
             except Exception as error:
-                said = None
+                answer = None
                 if type(error).__name__ == "NoSuchOption":  # of click, or of typer's own copy of it
                     option = str(getattr(error, "option_name", ""))
-                    said = mend(option, _value(option, words), words)
-                if said is None:
+                    answer = mend(option, _value(option, words), words)
+                if answer is None:
                     raise
-                raise BadInput(f"'{option}' is no option of `terrazzo {self.name}`: {said}") from None
+                raise BadInput(f"'{option}' is no option of `terrazzo {self.name}`: {answer}") from None
 
     return Answering
 
