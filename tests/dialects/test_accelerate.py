@@ -12,11 +12,10 @@ import yaml
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.formats.accelerate import Accelerate
+from terrazzo.dialects.formats.accelerate.dialect import DIALECT
 from tests.dialects.peers import assert_lossless, converted, described
 from tests.helpers.launched import launched, plugin
 
-DIALECT = Accelerate()
 COMMON = {"compute_environment": "LOCAL_MACHINE", "num_processes": 8, "num_machines": 1, "mixed_precision": "bf16"}
 
 

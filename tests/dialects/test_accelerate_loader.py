@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from terrazzo.dialects.core.description import PATHS
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import flatten
-from terrazzo.dialects.formats.accelerate import Accelerate
+from terrazzo.dialects.formats.accelerate.dialect import DIALECT
 from terrazzo.dialects.formats.accelerate.keys import SECTIONS, TOP
 from tests.helpers.launched import has_plugin, launched, plugin
 
@@ -25,7 +25,6 @@ DEEPSPEED, DYNAMO, FSDP, PARALLELISM = (
 
 pytest.importorskip("accelerate", reason="Accelerate's launcher is the oracle")
 
-DIALECT = Accelerate()
 FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 BASE = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"}
 

@@ -10,11 +10,10 @@ from hypothesis import HealthCheck, given, settings
 
 from terrazzo.dialects.core.description import PATHS, Description, inactive
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
-from terrazzo.dialects.formats.accelerate import Accelerate
+from terrazzo.dialects.formats.accelerate.dialect import DIALECT
 from tests.helpers.launched import has_plugin, launched, plugin
 from tests.helpers.neutral import described, descriptions
 
-DIALECT = Accelerate()
 FUZZ = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 # What the launcher decides, what is gathered anyway, and sizes that the loop or the number of ranks gives.
 _ELSEWHERE = ("mesh.dp_shard", "mesh.dp_replicate", "batch.global_batch", "batch.micro_batch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
 from terrazzo.dialects.core.keys import matches
 from terrazzo.dialects.core.meaning import data_ranks, degrees, same
 from terrazzo.dialects.core.reader import Reader, derived, flatten, join, split
-from terrazzo.dialects.formats.terrazzo.dialect import Terrazzo
+from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as HUB
 from terrazzo.dialects.registry import dialect
 from terrazzo.dialects.verbs.check import check
 from terrazzo.dialects.verbs.comments import place, take
@@ -29,56 +30,55 @@ from terrazzo.dialects.verbs.precision_table import costs, precisions
 from terrazzo.dialects.verbs.understand import Understood, read_document, understand
 from terrazzo.engine import Plan
 
-HUB = Terrazzo()
 
-
-class Toy(Dialect):
+def read_toy(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """Five keys: two that mean something anywhere, one with a rule, and two of its own."""
-
-    name = "toy"
-    title = "Toy"
-    known = ("lr", "old_lr", "clip", "verbose", "magic", "stage")
-
-    def recognises(self, document: ConfigDocument) -> bool:
-        return "verbose" in document
-
-    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
-        reader = Reader(document, "Toy")
-        lr = reader.number("old_lr") if "old_lr" in reader else reader.number("lr")
-        reader.say("old_lr", "renamed", "it is called lr now")
-        clip = reader.any("clip", 0.5)
-        if clip.value == "auto":
-            reader.say("clip", "defaulted", "auto is 1.0 here")
-            clip = Setting(1.0, "auto", "clip")
-        reader.keep("verbose", "how much is printed", loss="harmless")
-        reader.keep("magic", "nothing else does magic", loss="refused")
-        given: dict[str, Setting[Any]] = {"training.clip": clip}
-        if lr.value is not None:
-            given["optimizer.lr"] = lr
-        if "stage" in reader:
-            stage = reader.integer("stage", 0, high=3)
-            rows = Plan.named(f"zero{stage.value}").places()
-            given |= {f"sharding.{state}": Setting(str(value), "file", "stage") for state, value in rows.items()}
-        return reader.finish(self.name, given, self.known)
-
-    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
-        draft = Draft(description, self.title, self.name)
-        draft.copy("optimizer.lr", "lr")
-        if description.dialect != self.name or description["training.clip"].key:
-            draft.copy("training.clip", "clip")
-        return draft.finish()
+    reader = Reader(document, "Toy")
+    lr = reader.number("old_lr") if "old_lr" in reader else reader.number("lr")
+    reader.say("old_lr", "renamed", "it is called lr now")
+    clip = reader.any("clip", 0.5)
+    if clip.value == "auto":
+        reader.say("clip", "defaulted", "auto is 1.0 here")
+        clip = Setting(1.0, "auto", "clip")
+    reader.keep("verbose", "how much is printed", loss="harmless")
+    reader.keep("magic", "nothing else does magic", loss="refused")
+    settings: dict[str, Setting[Any]] = {"training.clip": clip}
+    if lr.value is not None:
+        settings["optimizer.lr"] = lr
+    if "stage" in reader:
+        stage = reader.integer("stage", 0, high=3)
+        rows = Plan.named(f"zero{stage.value}").places()
+        settings |= {f"sharding.{state}": Setting(str(value), "file", "stage") for state, value in rows.items()}
+    return reader.finish("toy", settings, ("lr", "old_lr", "clip", "verbose", "magic", "stage"))
 
 
-class Careless(Toy):
-    """Its writer says that all is well, and writes half of the learning rate."""
+def write_toy(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
+    draft = Draft(description, "Toy", "toy")
+    draft.copy("optimizer.lr", "lr")
+    if description.dialect != "toy" or description["training.clip"].key:
+        draft.copy("training.clip", "clip")
+    return draft.finish()
 
-    name = "careless"
-    title = "Careless"
 
-    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
-        draft = Draft(description, self.title, self.name)
-        draft.put("optimizer.lr", "lr", description.value("optimizer.lr") / 2)
-        return draft.finish()
+def write_half_the_rate(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
+    """It says that all is well."""
+    draft = Draft(description, "Careless", "careless")
+    draft.put("optimizer.lr", "lr", description.value("optimizer.lr") / 2)
+    return draft.finish()
+
+
+TOY = Dialect(
+    name="toy",
+    title="Toy",
+    suffix=".yaml",
+    keys={},
+    recognises=lambda document: "verbose" in document,
+    read=read_toy,
+    write=write_toy,
+    findings=lambda document, reading, context: (),
+    meaning=lambda key: "",
+)
+CARELESS = replace(TOY, name="careless", title="Careless", write=write_half_the_rate)
 
 
 def converted(
@@ -96,7 +96,7 @@ def kinds(conversion: Conversion) -> dict[str, str]:
 
 def test_every_key_gets_its_verdict() -> None:
     document = {"lr": 0.1, "clip": "auto", "verbose": True, "magic": 3, "lrr": 2, "stage": 7}
-    conversion = converted(document, Toy(), HUB)
+    conversion = converted(document, TOY, HUB)
     assert kinds(conversion) == {
         "lr": "renamed",
         "clip": "defaulted",
@@ -117,33 +117,33 @@ def test_every_key_gets_its_verdict() -> None:
 
 
 def test_an_alias_is_renamed_and_says_why() -> None:
-    (verdict,) = converted({"old_lr": 0.1}, Toy(), HUB).verdicts
+    (verdict,) = converted({"old_lr": 0.1}, TOY, HUB).verdicts
     assert (verdict.kind, verdict.target, verdict.why) == ("renamed", "optimizer.lr", "it is called lr now")
 
 
 def test_the_same_dialect_keeps_what_only_it_has() -> None:
     document = {"lr": 0.1, "verbose": True, "magic": 3}
-    conversion = converted(document, Toy(), Toy())
+    conversion = converted(document, TOY, TOY)
     assert conversion.document == document
     assert set(kinds(conversion).values()) == {"applied"}
 
 
 def test_a_loss_that_the_writer_hides_is_found_by_reading_back() -> None:
-    conversion = converted({"optimizer": {"lr": 0.1}}, HUB, Careless())
+    conversion = converted({"optimizer": {"lr": 0.1}}, HUB, CARELESS)
     (verdict,) = conversion.verdicts
     assert verdict.kind == "lossy"
     assert "Careless has 0.05 for optimizer.lr, not 0.1" in verdict.why
 
 
 def test_defaults_that_are_lost_are_named_too() -> None:
-    conversion = converted({"lr": 0.1}, Toy(), HUB)
+    conversion = converted({"lr": 0.1}, TOY, HUB)
     assert conversion.document["train"] == {"clip": 0.5}  # the source's default is no longer a default
-    conversion = converted({"optimizer": {"lr": 0.1}}, HUB, Toy())
+    conversion = converted({"optimizer": {"lr": 0.1}}, HUB, TOY)
     assert {"sharding.weight", "schedule.name"} <= {verdict.key for verdict in conversion.unsaid}
 
 
 def test_the_targets_own_defaults_are_named() -> None:
-    added = {verdict.key: verdict.value for verdict in converted({"lr": 0.1}, Toy(), HUB).added}
+    added = {verdict.key: verdict.value for verdict in converted({"lr": 0.1}, TOY, HUB).added}
     assert added["schedule.name"] == "cosine"
     assert added["optimizer.weight_decay"] == 0.1
     assert "optimizer.lr" not in added
@@ -152,7 +152,7 @@ def test_the_targets_own_defaults_are_named() -> None:
 def test_what_holds_in_place_of_a_refused_setting_is_named() -> None:
     row = {f"sharding.{state}": Setting("S", "file", "stage") for state in ("weight", "between", "grad", "optim")}
     reading = Reading(build("toy", row), (KeyVerdict("stage", 9, "applied"),))
-    conversion = convert_reading(Toy(), reading, HUB, NO_CONTEXT)
+    conversion = convert_reading(TOY, reading, HUB, NO_CONTEXT)
     assert kinds(conversion) == {"stage": "refused"}
     assert {verdict.key: verdict.value for verdict in conversion.added}["sharding.weight"] == "D"
 
@@ -385,7 +385,7 @@ def test_comments_are_placed_and_change_nothing() -> None:
 def test_comments_follow_their_keys_into_another_dialect() -> None:
     text = "# head\nlr: 0.1  # tuned by hand\n# be quiet\nverbose: false\n# long runs\nclip: 2\n"
     loaded = Loaded(Path("a.yaml"), parse(text, "yaml"), text, "yaml")
-    conversion = converted(loaded.document, Toy(), HUB)
+    conversion = converted(loaded.document, TOY, HUB)
     written = to_text(conversion.document, "yaml", loaded, conversion.verdicts)
     assert yaml.safe_load(written) == conversion.document
     assert "  lr: 0.1  # tuned by hand" in written
@@ -557,7 +557,7 @@ def test_check_is_silent_where_nothing_is_wrong(tmp_path: Path) -> None:
 def test_the_models_sizes_are_checked(tmp_path: Path) -> None:
     description = build("toy", {"mesh.tp": Setting(3, "file", "tp"), "mesh.pp": Setting(40, "file", "pp")})
     loaded = Loaded(tmp_path / "a.yaml", {}, "", "yaml")
-    found = check(Understood(loaded, Toy(), Reading(description, ()), ReadingContext(heads=32, layers=32)))
+    found = check(Understood(loaded, TOY, Reading(description, ()), ReadingContext(heads=32, layers=32)))
     assert {finding.key for finding in found} == {"tp", "pp"}
 
 
@@ -574,7 +574,7 @@ def test_differences_are_of_meaning() -> None:
 
 
 def test_what_one_leaves_to_code_is_told_from_what_differs() -> None:
-    toy = Toy().read({"lr": 3e-4, "clip": 1.0}).description
+    toy = TOY.read({"lr": 3e-4, "clip": 1.0}).description
     hub = HUB.read({}).description
     found = {difference.path: difference.kind for difference in compare(toy, hub)}
     assert found["schedule.name"] == "b"

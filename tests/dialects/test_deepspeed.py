@@ -11,11 +11,10 @@ import torch
 from terrazzo.dialects.core.description import LOADED, Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.formats.deepspeed import DeepSpeed
+from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from terrazzo.dialects.formats.deepspeed.keys import TABLE
 from tests.dialects.peers import assert_lossless, converted, nested, verdicts
 
-DIALECT = DeepSpeed()
 SIZE = {"train_micro_batch_size_per_gpu": 1}
 
 
@@ -292,11 +291,10 @@ def test_a_logarithmic_warm_up_is_not_a_linear_one() -> None:
 
 def test_buffers_keep_the_dtype_that_they_were_loaded_in() -> None:
     """As in DeepSpeed 0.19.8's `_cast_module_mixed_precision`: they are cast where `buffer_dtype` is given alone."""
-    dialect = DeepSpeed()
     for extra, wanted in (({}, LOADED), ({"data_types": {"buffer_dtype": "bf16"}}, "bf16")):
-        read = dialect.read({"bf16": {"enabled": True}, **extra}).description
+        read = DIALECT.read({"bf16": {"enabled": True}, **extra}).description
         assert read.value("precision.buffers") == wanted
-        assert dialect.read(dialect.write(read).document).description.value("precision.buffers") == wanted
+        assert DIALECT.read(DIALECT.write(read).document).description.value("precision.buffers") == wanted
 
 
 # What DeepSpeed's other classes take where the file is silent.

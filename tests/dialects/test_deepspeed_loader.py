@@ -17,12 +17,11 @@ from terrazzo.dialects.core.description import PATHS
 from terrazzo.dialects.core.dialect import Reading, ReadingContext
 from terrazzo.dialects.core.keys import ANY, LIST, SWITCH
 from terrazzo.dialects.core.reader import flatten
-from terrazzo.dialects.formats.deepspeed import DeepSpeed
+from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from terrazzo.dialects.formats.deepspeed.keys import ALIASES, STRICT, TABLE
 
 pytest.importorskip("deepspeed", reason="DeepSpeed's loader is the oracle: make .venv/.bench")
 
-DIALECT = DeepSpeed()
 FUZZ = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 

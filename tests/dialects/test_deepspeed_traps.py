@@ -11,10 +11,9 @@ import pytest
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.formats.deepspeed import DeepSpeed
+from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from terrazzo.dialects.formats.deepspeed.versions import REMOVED
 
-DIALECT = DeepSpeed()
 SIZE = {"train_micro_batch_size_per_gpu": 1}
 
 

@@ -10,10 +10,8 @@ from hypothesis import HealthCheck, given, settings
 
 from terrazzo.dialects.core.description import PATHS, Description, inactive
 from terrazzo.dialects.core.dialect import ReadingContext, Writing
-from terrazzo.dialects.formats.deepspeed import DeepSpeed
+from terrazzo.dialects.formats.deepspeed.dialect import DIALECT
 from tests.helpers.neutral import described, descriptions
-
-DIALECT = DeepSpeed()
 
 
 def written(description: Description, **versions: str) -> tuple[dict[str, Any], dict[str, str]]:

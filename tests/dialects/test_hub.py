@@ -15,7 +15,7 @@ from terrazzo.config.files import load
 from terrazzo.dialects.core.description import Description, Setting, build, settings
 from terrazzo.dialects.core.dialect import ReadingContext
 from terrazzo.dialects.core.reader import flatten
-from terrazzo.dialects.formats.terrazzo.dialect import Terrazzo
+from terrazzo.dialects.formats.terrazzo.dialect import DIALECT as HUB
 from terrazzo.dialects.verbs.understand import read_document
 from terrazzo.engine import LossScaling, Plan
 from terrazzo.engine.plan import place
@@ -23,7 +23,6 @@ from terrazzo.errors import BadInput
 from terrazzo.train.settings.plan import build_plan, build_precision
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
-HUB = Terrazzo()
 
 OTHER: dict[str, Any] = {
     "model.kind": "huggingface",

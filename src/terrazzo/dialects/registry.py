@@ -1,4 +1,4 @@
-"""The dialects by name."""
+"""The dialects by name, each imported when it is first asked for; and which of them a document is written in."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from terrazzo.errors import BadInput, did_you_mean, listed
 __all__ = ["NAMES", "dialect", "recognise"]
 
 # In the order of recognition: those whose keys are least like another's first.
-_CLASSES = {
-    "accelerate": "terrazzo.dialects.formats.accelerate.Accelerate",
-    "deepspeed": "terrazzo.dialects.formats.deepspeed.DeepSpeed",
-    "torchtitan": "terrazzo.dialects.formats.torchtitan.Torchtitan",
-    "megatron": "terrazzo.dialects.formats.megatron.Megatron",
-    "terrazzo": "terrazzo.dialects.formats.terrazzo.Terrazzo",
-    "lightning": "terrazzo.dialects.formats.lightning.Lightning",
-    "trainer": "terrazzo.dialects.formats.trainer.TrainingArguments",
-    "fsdp2": "terrazzo.dialects.formats.fsdp2.FSDP2",
-    "fsdp1": "terrazzo.dialects.formats.fsdp1.FSDP1",
+_MODULES = {
+    "accelerate": "terrazzo.dialects.formats.accelerate.dialect",
+    "deepspeed": "terrazzo.dialects.formats.deepspeed.dialect",
+    "torchtitan": "terrazzo.dialects.formats.torchtitan.dialect",
+    "megatron": "terrazzo.dialects.formats.megatron.dialect",
+    "terrazzo": "terrazzo.dialects.formats.terrazzo.dialect",
+    "lightning": "terrazzo.dialects.formats.lightning.dialect",
+    "trainer": "terrazzo.dialects.formats.trainer.dialect",
+    "fsdp2": "terrazzo.dialects.formats.fsdp2.dialect",
+    "fsdp1": "terrazzo.dialects.formats.fsdp1.dialect",
 }
-NAMES = tuple(_CLASSES)
+NAMES = tuple(_MODULES)
 
 
 @cache
 def dialect(name: str) -> Dialect:
     """The dialect of that name. Raises: `BadInput` with the nearest name."""
-    if name not in _CLASSES:
+    if name not in _MODULES:
         raise BadInput(f"There is no dialect {name!r}.{did_you_mean(name, NAMES)} Dialects are {', '.join(NAMES)}.")
-    module, _, attribute = _CLASSES[name].rpartition(".")
-    found: Dialect = getattr(import_module(module), attribute)()  # from the table, never a file
-    return found
+    record: Dialect = import_module(_MODULES[name]).DIALECT  # a module of the table above, never one that a file names
+    return record
 
 
 def recognise(document: ConfigDocument, where: str) -> Dialect:
@@ -40,13 +39,14 @@ def recognise(document: ConfigDocument, where: str) -> Dialect:
 
     Raises: `BadInput` where it is none's, or several could be meant.
     """
-    found = [each for each in map(dialect, NAMES) if each.recognises(document)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    candidates = [each for each in map(dialect, NAMES) if each.recognises(document)]
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
         shown = listed([repr(str(key)[:40]) for key in document], 6)
         raise BadInput(
             f"'{where}' is of no dialect known here; its keys are {shown}. If it is one of "
             f"{', '.join(NAMES)}, say so: --from NAME."
         )
-    raise BadInput(f"'{where}' may be {' or '.join(each.title for each in found)}: say which, --from {found[0].name}.")
+    titles = " or ".join(each.title for each in candidates)
+    raise BadInput(f"'{where}' may be {titles}: say which, --from {candidates[0].name}.")

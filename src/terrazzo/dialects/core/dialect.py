@@ -1,19 +1,28 @@
-"""What every dialect is: recognised, read into the neutral description, and written from it."""
+"""What every dialect is: a record of functions, which recognise, read and write; and what these take and return."""
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from terrazzo.dialects.core.description import Description
 from terrazzo.dialects.core.key_verdict import KeyVerdict
-from terrazzo.dialects.core.keys import Key, row_of
+from terrazzo.dialects.core.keys import Key
 
-__all__ = ["NO_CONTEXT", "ConfigDocument", "Dialect", "Finding", "Reading", "ReadingContext", "Writing"]
+__all__ = [
+    "NO_CONTEXT",
+    "ConfigDocument",
+    "Dialect",
+    "Finding",
+    "ReadFunction",
+    "Reading",
+    "ReadingContext",
+    "WriteFunction",
+    "Writing",
+]
 
 ConfigDocument = Mapping[str, Any]
 """A configuration as plain data: what `files.load` returns."""
@@ -93,38 +102,40 @@ class Finding:
     text: str
 
 
-class Dialect(ABC):
-    """One library's configuration.
+class ReadFunction(Protocol):
+    """What a document means. A bad value is a `refused` verdict and its setting the default, not an exception."""
+
+    def __call__(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT, /) -> Reading: ...
+
+
+class WriteFunction(Protocol):
+    """A document that means what a description says, so far as the dialect has words for it."""
+
+    def __call__(self, description: Description, context: ReadingContext = NO_CONTEXT, /) -> Writing: ...
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """One library's configuration: its names, its table of keys, and the functions that know it.
 
     Attributes:
         name: as in `--to`, such as `deepspeed`.
         title: as in messages, such as "DeepSpeed JSON".
         suffix: of its files: `.json` or `.yaml`.
         keys: dotted; `<...>` stands for any name, and a key with `.*` at its end for everything below it.
+        recognises: whether a document is of this dialect, as far as its keys tell. It never raises.
+        read: see `ReadFunction`.
+        write: see `WriteFunction`.
+        findings: combinations of keys that the library refuses, or takes otherwise than they look.
+        meaning: what a key does, in a few words; empty where it is not known.
     """
 
     name: str
     title: str
-    suffix: str = ".yaml"
+    suffix: str
     keys: Mapping[str, Key]
-
-    @abstractmethod
-    def recognises(self, document: ConfigDocument) -> bool:
-        """Whether a document is of this dialect, as far as its keys tell. It must not raise, whatever is in there."""
-
-    @abstractmethod
-    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
-        """What a document means. A bad value is a `refused` verdict and its setting the default, not an exception."""
-
-    @abstractmethod
-    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
-        """A document that means this, so far as the dialect can say it."""
-
-    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
-        """Combinations of keys that this library refuses, or takes otherwise than they look."""
-        return ()
-
-    def meaning(self, key: str) -> str:
-        """What a key does, in a few words; empty where it is not known."""
-        row = row_of(self.keys, key)
-        return row.meaning if row else ""
+    recognises: Callable[[ConfigDocument], bool]
+    read: ReadFunction
+    write: WriteFunction
+    findings: Callable[[ConfigDocument, Reading, ReadingContext], Iterable[Finding]]
+    meaning: Callable[[str], str]

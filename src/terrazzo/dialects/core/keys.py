@@ -29,6 +29,7 @@ __all__ = [
     "Rows",
     "Type",
     "matches",
+    "meaning_of",
     "number",
     "row_of",
     "section",
@@ -115,6 +116,12 @@ def row_of(keys: Mapping[str, Key], key: str) -> Key | None:
     """The row of a key: its own, else that of the first pattern that it is one of."""
     found = keys.get(key)
     return found or next((row for name, row in keys.items() if name[-1] in "*>" and matches(key, name)), None)
+
+
+def meaning_of(keys: Mapping[str, Key], key: str) -> str:
+    """What a key does, as its row says; empty where there is none."""
+    row = row_of(keys, key)
+    return row.meaning if row else ""
 
 
 # -- types ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The dialects, a folder for each. None imports another; each is a `Dialect`, which `registry` has by its name.
+"""The dialects, a folder for each. None imports another.
 
-A folder has `dialect` (the class), `keys` (a row for every key), `read`, `write`, and `findings` where combinations of
-keys are refused.
+A folder has `keys` (a row for every key), `read`, `write` and `findings` (combinations of keys that are refused), and
+`dialect`, whose `DIALECT` is the record of these functions: what `registry` has by the dialect's name.
 
     shared             what several of them say alike
     deepspeed, fsdp1   those whose documents stand inside of others'

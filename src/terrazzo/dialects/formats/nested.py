@@ -7,22 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from terrazzo.config.files import load
 from terrazzo.dialects.core.description import Extra, Setting, keys_in, settings
 from terrazzo.dialects.core.dialect import ConfigDocument, Dialect, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.key_verdict import KeyVerdict, worst
-from terrazzo.dialects.formats.deepspeed import DeepSpeed
-from terrazzo.dialects.formats.fsdp1 import FSDP1
+from terrazzo.dialects.formats.deepspeed.dialect import DIALECT as DEEPSPEED
+from terrazzo.dialects.formats.fsdp1.dialect import DIALECT as FSDP1
+from terrazzo.dialects.formats.fsdp1.write import write as write_fsdp1
 from terrazzo.errors import BadInput
 
 __all__ = ["DEEPSPEED", "FSDP_STRATEGY", "Nested", "keyed", "load_named", "merge", "placed", "read_nested"]
 
-DEEPSPEED = DeepSpeed()
-"""Inside Accelerate's YAML, TrainingArguments and Lightning's strategy."""
-FSDP_STRATEGY = FSDP1("FSDPStrategy")
-"""The arguments that Lightning's strategy passes on to FSDP1."""
+FSDP_STRATEGY = replace(FSDP1, write=partial(write_fsdp1, library="FSDPStrategy"))
+"""The arguments that Lightning's strategy passes on to FSDP1, which messages call by its name."""
 
 
 @dataclass(frozen=True)

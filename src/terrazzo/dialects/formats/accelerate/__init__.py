@@ -13,9 +13,5 @@ In reading order:
     write_engines   `deepspeed_config`, and plain replicas
     write_fsdp      `fsdp_config` and `parallelism_config`
     write_own       the keys of a document that was Accelerate's before, with their present values
-    dialect         the class that offers all of this to the verbs
+    dialect         the record of these functions, which the registry has by its name
 """
-
-from terrazzo.dialects.formats.accelerate.dialect import Accelerate
-
-__all__ = ["Accelerate"]

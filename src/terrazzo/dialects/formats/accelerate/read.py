@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByKey
-from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.formats.accelerate.keys import TYPES
 from terrazzo.dialects.formats.accelerate.read_deepspeed import read_deepspeed
 from terrazzo.dialects.formats.accelerate.read_fsdp import VERSION, read_fsdp, read_mesh
@@ -18,7 +18,7 @@ from terrazzo.dialects.formats.shared.rows import row_settings
 __all__ = ["read"]
 
 
-def read(document: ConfigDocument, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """The document's meaning."""
     source = AccelerateReader(document, context)
     kind = _kind(source)

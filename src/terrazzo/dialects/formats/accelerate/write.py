@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import SHARDING, TIERS, Description
-from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.formats.accelerate.write_engines import write_deepspeed, write_replicas
 from terrazzo.dialects.formats.accelerate.write_fsdp import write_fsdp
@@ -13,7 +13,7 @@ from terrazzo.dialects.formats.shared.fsdp import leave_to_loop
 __all__ = ["write"]
 
 
-def write(description: Description, context: ReadingContext) -> Writing:
+def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """A file that `accelerate launch --config_file` takes, with a verdict for every setting."""
     if description.dialect == "accelerate":
         return write_own(description)

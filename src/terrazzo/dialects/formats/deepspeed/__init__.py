@@ -20,9 +20,5 @@ In reading order; each `read_*` module reads one part of a document, each `write
     write_zero       the stage nearest to a row, degrees and tiers
     write_precision  `bf16`, `fp16` or `torch_autocast`, and what differs from what these bring
     write_training   batch sizes, optimizer, schedule and clipping
-    dialect          the class that offers all of this to the verbs
+    dialect          the record of these functions, which the registry has by its name
 """
-
-from terrazzo.dialects.formats.deepspeed.dialect import DeepSpeed
-
-__all__ = ["DeepSpeed"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import UNSET, Setting, SettingsByKey
-from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.formats.deepspeed.keys import KEYS
 from terrazzo.dialects.formats.deepspeed.read_precision import read_precision
 from terrazzo.dialects.formats.deepspeed.read_schedule import read_schedule
@@ -24,7 +24,7 @@ from terrazzo.dialects.formats.deepspeed.reader import DeepSpeedReader
 __all__ = ["read"]
 
 
-def read(document: ConfigDocument, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """The document's meaning. Settings come from the parts in turn; a later part may set an earlier one's right."""
     source = DeepSpeedReader(document, context)
     stage = stage_of(source)

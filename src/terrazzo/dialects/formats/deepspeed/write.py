@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.formats.deepspeed.draft import DeepSpeedDraft
 from terrazzo.dialects.formats.deepspeed.write_precision import write_precision
 from terrazzo.dialects.formats.deepspeed.write_training import (
@@ -23,7 +23,7 @@ from terrazzo.dialects.formats.deepspeed.write_zero import (
 __all__ = ["write"]
 
 
-def write(description: Description, context: ReadingContext) -> Writing:
+def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """A document that DeepSpeed's loader takes, with a verdict for every setting."""
     draft = DeepSpeedDraft(description, context)
     write_batch(draft)

@@ -6,9 +6,5 @@ In reading order:
     read      arguments to the neutral description
     findings  what FSDP1 refuses, or takes otherwise than it looks
     write     the neutral description to arguments
-    dialect   the class that offers all of this to the verbs
+    dialect   the record of these functions, which the registry has by its name
 """
-
-from terrazzo.dialects.formats.fsdp1.dialect import FSDP1
-
-__all__ = ["FSDP1"]

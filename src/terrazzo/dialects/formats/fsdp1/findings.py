@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 
 __all__ = ["findings"]
 
 
-def findings(document: ConfigDocument) -> Iterable[Finding]:
+def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """All of them."""
     strategy = str(document.get("sharding_strategy") or "FULL_SHARD").upper()
     if strategy.endswith("NO_SHARD"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING, Description
-from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.formats.shared.fsdp import ROW_NAMES, leave_to_loop, write_offload, write_wrap_policy
 from terrazzo.dialects.formats.shared.fsdp_policy import FSDP1_POLICY, write_policy
@@ -12,8 +12,8 @@ from terrazzo.dialects.formats.shared.rows import HYBRID_ROWS, choose_row, shard
 __all__ = ["write"]
 
 
-def write(description: Description, context: ReadingContext, library: str) -> Writing:
-    """All that FSDP1's arguments can say."""
+def write(description: Description, context: ReadingContext = NO_CONTEXT, library: str = "FSDP1") -> Writing:
+    """All that FSDP1's arguments can say. `library`: who passes them on, as in messages."""
     pen = Pen(description, library, "fsdp1")
     world = context.world
     leave_to_loop(pen)

@@ -8,9 +8,5 @@ In reading order:
     findings    what FSDP2 refuses, or takes otherwise than it looks
     write       the neutral description to arguments; calls `write_mesh`
     write_mesh  the mesh and `reshard_after_forward` of a row
-    dialect     the class that offers all of this to the verbs
+    dialect     the record of these functions, which the registry has by its name
 """
-
-from terrazzo.dialects.formats.fsdp2.dialect import FSDP2
-
-__all__ = ["FSDP2"]

@@ -1,45 +1,33 @@
-"""FSDP2's arguments, as a dialect."""
+"""The record of FSDP2's arguments, `fully_shard(module, **these)`, and how they are recognised."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 
-from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import (
-    NO_CONTEXT,
-    ConfigDocument,
-    Dialect,
-    Finding,
-    Reading,
-    ReadingContext,
-    Writing,
-)
+from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
+from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.fsdp2.findings import findings
 from terrazzo.dialects.formats.fsdp2.keys import KEYS
 from terrazzo.dialects.formats.fsdp2.read import read
 from terrazzo.dialects.formats.fsdp2.write import write
 
-__all__ = ["FSDP2"]
+__all__ = ["DIALECT"]
 
 
-class FSDP2(Dialect):
-    """`fully_shard(module, **these)` for every unit and the root."""
+def recognises(document: ConfigDocument) -> bool:
+    """Whether it has argument names of this library, and no others."""
+    names = {key.partition(".")[0] for key in KEYS}
+    return bool(document) and set(document) <= names
 
-    name = "fsdp2"
-    title = "torch FSDP2 (fully_shard) arguments"
-    suffix = ".yaml"
-    keys = KEYS
 
-    def recognises(self, document: ConfigDocument) -> bool:
-        """Whether it has argument names of this library, and no others."""
-        names = {key.partition(".")[0] for key in KEYS}
-        return bool(document) and set(document) <= names
-
-    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
-        return read(document, context)
-
-    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
-        return write(description, context)
-
-    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
-        return findings(document)
+DIALECT = Dialect(
+    name="fsdp2",
+    title="torch FSDP2 (fully_shard) arguments",
+    suffix=".yaml",
+    keys=KEYS,
+    recognises=recognises,
+    read=read,
+    write=write,
+    findings=findings,
+    meaning=partial(meaning_of, KEYS),
+)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.formats.fsdp2.read_mesh import MESH_ORDER
 
 __all__ = ["findings"]
 
 
-def findings(document: ConfigDocument) -> Iterable[Finding]:
+def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """All of them."""
     yield from _precision(document)
     mesh = document.get("mesh")

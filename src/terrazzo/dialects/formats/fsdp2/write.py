@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import TIERS, Description
-from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.formats.fsdp2.write_mesh import write_sharding
 from terrazzo.dialects.formats.shared.fsdp import leave_to_loop, write_offload
@@ -12,7 +12,7 @@ from terrazzo.dialects.formats.shared.fsdp_policy import FSDP2_POLICY, write_pol
 __all__ = ["write"]
 
 
-def write(description: Description, context: ReadingContext) -> Writing:
+def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """All that `fully_shard` can be told."""
     pen = Pen(description, "FSDP2", "fsdp2")
     leave_to_loop(pen)

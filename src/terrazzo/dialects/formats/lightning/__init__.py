@@ -9,9 +9,5 @@ In reading order:
     read_loop      the training loop
     findings       what Lightning refuses, or takes otherwise than it looks
     write          the neutral description to YAML of LightningCLI
-    dialect        the class that offers all of this to the verbs
+    dialect        the record of these functions, which the registry has by its name
 """
-
-from terrazzo.dialects.formats.lightning.dialect import Lightning
-
-__all__ = ["Lightning"]

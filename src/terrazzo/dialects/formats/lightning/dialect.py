@@ -1,60 +1,51 @@
-"""Lightning's Trainer as a dialect: its arguments at the top, or below `trainer` as LightningCLI writes them.
+"""The record of Lightning's Trainer, and how such a document is recognised.
 
-A strategy is a name, or `class_path` with `init_args`; a class path is compared with the known ones, never imported.
+Its arguments stand at the top, or below `trainer` as LightningCLI writes them. A strategy is a name, or `class_path`
+with `init_args`; a class path is compared with the known ones, never imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import (
-    NO_CONTEXT,
-    ConfigDocument,
-    Dialect,
-    Finding,
-    Reading,
-    ReadingContext,
-    Writing,
-)
+from terrazzo.dialects.core.dialect import ConfigDocument, Dialect
+from terrazzo.dialects.core.keys import meaning_of
 from terrazzo.dialects.formats.lightning.findings import findings
 from terrazzo.dialects.formats.lightning.keys import DEEPSPEED_STRATEGY, FSDP, KEYS, MODEL_PARALLEL, SHARED, TRAINER
 from terrazzo.dialects.formats.lightning.read import read
 from terrazzo.dialects.formats.lightning.write import write
 
-__all__ = ["Lightning"]
+__all__ = ["DIALECT"]
 
 _TELLING = ("accumulate_grad_batches", "gradient_clip_val", "strategy", "num_nodes", "max_epochs", "accelerator")
 
 
-class Lightning(Dialect):
-    """The arguments of `lightning.Trainer` and its strategy."""
+def recognises(document: ConfigDocument) -> bool:
+    """Whether it has Trainer arguments, at the top or below `trainer`."""
+    below = document.get("trainer")
+    arguments = below if isinstance(below, Mapping) else document
+    known = [key for key in arguments if key in TRAINER or key in ("seed_everything", "model", "data")]
+    telling = any(key in arguments for key in (*_TELLING, *(("precision",) if below is arguments else ())))
+    return bool(known) and telling and 2 * len(known) > len(arguments) and "fsdp" not in document
 
-    name = "lightning"
-    title = "Lightning Trainer"
-    suffix = ".yaml"
-    keys = KEYS
 
-    def recognises(self, document: ConfigDocument) -> bool:
-        """Whether it has Trainer arguments, at the top or below `trainer`."""
-        below = document.get("trainer")
-        arguments = below if isinstance(below, Mapping) else document
-        known = [key for key in arguments if key in TRAINER or key in ("seed_everything", "model", "data")]
-        telling = any(key in arguments for key in (*_TELLING, *(("precision",) if below is arguments else ())))
-        return bool(known) and telling and 2 * len(known) > len(arguments) and "fsdp" not in document
+def meaning(key: str) -> str:
+    """What an argument of the Trainer or of a strategy does."""
+    name = key.removeprefix("trainer.")
+    if not name.startswith("strategy.init_args."):
+        return meaning_of(KEYS, name)
+    row = {**SHARED, **FSDP, **MODEL_PARALLEL, **DEEPSPEED_STRATEGY}.get(name.split(".")[2])
+    return row.meaning if row else "argument of the strategy"
 
-    def meaning(self, key: str) -> str:
-        name = key.removeprefix("trainer.")
-        if not name.startswith("strategy.init_args."):
-            return super().meaning(name)
-        row = {**SHARED, **FSDP, **MODEL_PARALLEL, **DEEPSPEED_STRATEGY}.get(name.split(".")[2])
-        return row.meaning if row else "argument of the strategy"
 
-    def read(self, document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
-        return read(document, context)
-
-    def write(self, description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
-        return write(description, context)
-
-    def findings(self, document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
-        return findings(document)
+DIALECT = Dialect(
+    name="lightning",
+    title="Lightning Trainer",
+    suffix=".yaml",
+    keys=KEYS,
+    recognises=recognises,
+    read=read,
+    write=write,
+    findings=findings,
+    meaning=meaning,
+)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.formats.lightning.keys import NAMED
 from terrazzo.dialects.formats.lightning.read_loop import arguments_of
 
 __all__ = ["findings"]
 
 
-def findings(document: ConfigDocument) -> Iterable[Finding]:
+def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """All of them."""
     trainer = arguments_of(document)
     prefix = "trainer." if trainer is not document else ""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Extra, Setting, SettingsByKey
-from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader
 from terrazzo.dialects.formats.lightning.keys import KEYS, NAMED, ROWS, TRAINER
 from terrazzo.dialects.formats.lightning.precision import precision_row
@@ -21,7 +21,7 @@ __all__ = ["read"]
 _VERBATIM = ("strategy", "precision", "optimizer", "gradient_clip_algorithm", "devices", "num_nodes", "accelerator")
 
 
-def read(document: ConfigDocument, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """The document's meaning."""
     return _Read(document, context).reading()
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from terrazzo.dialects.core.description import DATA_AXES, LOADED, PATHS, SHARDING, TIERS, Description, Setting
-from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.key_verdict import KeyVerdict
 from terrazzo.dialects.formats.lightning.precision import WORDS, precision_row
@@ -28,7 +28,7 @@ _ADOPTED = ("sharding.", "mesh.", "units.", "offload.", "prefetch.", "loading.br
 _PLAIN_WORDS = tuple(word for word in WORDS if isinstance(word, str) and "-" in word and "engine" not in word)
 
 
-def write(description: Description, context: ReadingContext) -> Writing:
+def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The document."""
     if description.dialect == "lightning":
         return _own(description)

@@ -10,9 +10,5 @@ In reading order:
     write            ranks and memory; calls the two modules below
     write_precision  the dtypes, fp32 master weights, and a scaled loss for fp16
     write_training   batch, optimizer, schedule, activations kept, checkpoints
-    dialect          the class that offers all of this to the verbs
+    dialect          the record of these functions, which the registry has by its name
 """
-
-from terrazzo.dialects.formats.megatron.dialect import Megatron
-
-__all__ = ["Megatron"]

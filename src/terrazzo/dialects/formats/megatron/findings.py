@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.keys import SWITCH
 from terrazzo.dialects.formats.megatron.keys import canonical
 
 __all__ = ["findings"]
 
 
-def findings(document: ConfigDocument, reading: Reading) -> Iterable[Finding]:
+def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """All of them."""
     said = {canonical(str(key)): value for key, value in document.items()}
     on = {key for key, value in said.items() if SWITCH.parse(value) is True}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByKey
-from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.megatron.keys import DEGREES, KEYS, LAUNCHER, REMOVED, canonical
 from terrazzo.dialects.formats.megatron.read_training import read_training
@@ -18,7 +18,7 @@ _IDLE = "without {} it says nothing"
 _NESTED = ("language_model.", "model_parallel.")
 
 
-def read(document: ConfigDocument, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """What arguments mean."""
     reader = Reader(_normal(document), "Megatron-LM", keys=KEYS)
     reader.keep_nulls()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import DATA_AXES, SHARDING, TIERS, Description
-from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Draft
 from terrazzo.dialects.core.meaning import NVME_ONLY, ON_CPU, idle, tier_and_share
 from terrazzo.dialects.formats.megatron.keys import DEGREES, FSDP_ROWS, LAUNCHER
@@ -19,7 +19,7 @@ _GROUPED = ("-", "-", "-", "S")
 """Places of a distributed optimizer in several groups."""
 
 
-def write(description: Description, context: ReadingContext) -> Writing:
+def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The arguments; defaults are left out. Of its own descriptions every argument stands as it stood."""
     draft = Draft(description, "Megatron-LM", "megatron")
     if draft.own:

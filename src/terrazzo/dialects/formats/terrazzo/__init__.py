@@ -5,12 +5,9 @@ In reading order:
     paths      the key for each neutral setting, for reading and writing
     keys       the keys of the schema, and the sections that may be one word
     read       YAML to the neutral description
+    findings   what `terrazzo train` refuses of a plan with its tiers
     draft      the document that is written: what is left to defaults, what is kept as it is
     write      the neutral description to YAML; calls `precision`
     precision  the precision section, written
-    dialect    the class that offers all of this to the verbs
+    dialect    the record of these functions, which the registry has by its name
 """
-
-from terrazzo.dialects.formats.terrazzo.dialect import Terrazzo
-
-__all__ = ["Terrazzo"]

@@ -9,7 +9,7 @@ from typing import Any
 from terrazzo.config import KEYS as SCHEMA
 from terrazzo.config import MuonConfig, check_keys, tier_text
 from terrazzo.dialects.core.description import LOADED, STATES, TIERS, Setting, SettingsByKey
-from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.core.meaning import APART
 from terrazzo.dialects.core.reader import Reader, derived
 from terrazzo.dialects.formats.terrazzo.keys import KEYS
@@ -36,7 +36,7 @@ _ELSEWHERE = {
 }
 
 
-def read(document: ConfigDocument, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """The document's meaning."""
     reader = _SchemaReader(document)
     given = {path: reader.take(key) for key, path in PATH_OF.items()}

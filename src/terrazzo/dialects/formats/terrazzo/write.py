@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from terrazzo.config import KEYS, MuonConfig
 from terrazzo.dialects.core.description import MODEL_AXES, STATES, Description, shown
-from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.meaning import APART, degrees, idle, left
 from terrazzo.dialects.formats.terrazzo.draft import HubDraft
 from terrazzo.dialects.formats.terrazzo.precision import write_precision
@@ -25,7 +25,7 @@ _RECOMPUTED = ("none", "full", "selective", "selective_half")
 _MIB = 2**20
 
 
-def write(description: Description, context: ReadingContext) -> Writing:
+def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The document. Of its own descriptions, what was left to defaults is left to them again."""
     draft = HubDraft(description)
     _plan(draft)

@@ -8,9 +8,5 @@ In reading order:
     findings    what torchtitan refuses, or what does nothing
     write       the neutral description to the configuration; calls `write_plan`
     write_plan  the mesh and the row
-    dialect     the class that offers all of this to the verbs
+    dialect     the record of these functions, which the registry has by its name
 """
-
-from terrazzo.dialects.formats.torchtitan.dialect import Torchtitan
-
-__all__ = ["Torchtitan"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from terrazzo.dialects.core.dialect import ConfigDocument, Finding, ReadingContext
+from terrazzo.dialects.core.dialect import ConfigDocument, Finding, Reading, ReadingContext
 from terrazzo.dialects.core.reader import flatten
 from terrazzo.dialects.formats.torchtitan.keys import KEYS, OPAQUE
 
@@ -17,7 +17,7 @@ HF_STORAGE = (2, 9)
 """The version of torch from which on shards of a tensor are put together in a Hugging Face folder."""
 
 
-def findings(document: ConfigDocument, context: ReadingContext) -> Iterable[Finding]:
+def findings(document: ConfigDocument, reading: Reading, context: ReadingContext) -> Iterable[Finding]:
     """All of them."""
     flat = flatten(document, OPAQUE)
     yield from _together(flat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from terrazzo.dialects.core.description import LOADED, Description
-from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.core.meaning import left
 from terrazzo.dialects.formats.shared.fsdp import TORCH_NAMES, write_offload
@@ -17,7 +17,7 @@ _CLASSES = {"none": None, "full": "FullAC", "selective_half": "SelectiveAC"}
 """The class that recomputes what a mode recomputes."""
 
 
-def write(description: Description, context: ReadingContext) -> Writing:
+def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The document; torchtitan's defaults are left out, save where another dialect's differ."""
     pen = Pen(description, "torchtitan", "torchtitan")
     write_plan(pen, context)

@@ -11,9 +11,5 @@ In reading order:
     write           the neutral description to arguments; calls the two modules below
     write_parallel  `fsdp_config`, `parallelism_config`, and the switches for 16 bits
     write_loop      batch, optimizer, schedule, clipping, saving
-    dialect         the class that offers all of this to the verbs
+    dialect         the record of these functions, which the registry has by its name
 """
-
-from terrazzo.dialects.formats.trainer.dialect import TrainingArguments
-
-__all__ = ["TrainingArguments"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Setting, SettingsByKey
-from terrazzo.dialects.core.dialect import ConfigDocument, Reading, ReadingContext
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ConfigDocument, Reading, ReadingContext
 from terrazzo.dialects.formats.shared.accelerate import stack_precision
 from terrazzo.dialects.formats.trainer.findings import MATCHED
 from terrazzo.dialects.formats.trainer.keys import EIGHT_BITS, KEYS, REMOVED
@@ -24,7 +24,7 @@ _OUTER = (
 """Settings that the Trainer's own fields decide where the DeepSpeed document says nothing."""
 
 
-def read(document: ConfigDocument, context: ReadingContext) -> Reading:
+def read(document: ConfigDocument, context: ReadingContext = NO_CONTEXT) -> Reading:
     """The document's meaning."""
     source = TrainerReader(document, context)
     source.keep_nulls()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from terrazzo.dialects.core.description import Description
-from terrazzo.dialects.core.dialect import ReadingContext, Writing
+from terrazzo.dialects.core.dialect import NO_CONTEXT, ReadingContext, Writing
 from terrazzo.dialects.core.draft import Pen
 from terrazzo.dialects.formats.nested import DEEPSPEED, placed
 from terrazzo.dialects.formats.shared.fsdp import wants_deepspeed
@@ -22,7 +22,7 @@ from terrazzo.dialects.formats.trainer.write_parallel import write_ddp, write_fs
 __all__ = ["write"]
 
 
-def write(description: Description, context: ReadingContext) -> Writing:
+def write(description: Description, context: ReadingContext = NO_CONTEXT) -> Writing:
     """The document."""
     own = description.dialect == "trainer"
     if own:
