@@ -35,9 +35,9 @@ MUTATIONS = [
     ),
     Mutation(
         "what is kept until backward is a view of memory that goes",
-        "engine/buckets/full.py",
-        "Buffer(self.space, kept.axes, kept.data.clone())",
-        "Buffer(self.space, kept.axes, kept.data)",
+        "engine/buckets/weight_gathers.py",
+        "Buffer(part.space, part.axes, part.data.clone())",
+        "Buffer(part.space, part.axes, part.data)",
         "engine/test_parity.py",
     ),
     # -- gradients and their sums

@@ -35,8 +35,10 @@ Four ways through it, each from its first call to its last:
         schedule/forward        ForwardPass.enter                   which units are due: this one, those to prefetch
         schedule/gathered       GatheredWeights.gather              whether they are under way already
         buckets/unit_weights    UnitWeights.gather, then .wait      behind an update; a Transfer for each bucket
-        buckets/full            FullWeights.gather, then .install   memory; then modules may read the parameters
+        buckets/full            FullWeights.gather                  from rest, or from what `between` has kept
+        buckets/weight_gathers  WeightGather.fill                   the way of what is sent: a dtype, blocks, codes
         buckets/buffer          Buffer.gather                       cast, and one all-gather for each axis
+        buckets/full            FullWeights.install                 modules may read the parameters
 
     A step of what is kept in files: the docstring of `offload`, and of all else that of `optim`
 

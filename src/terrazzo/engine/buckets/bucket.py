@@ -16,7 +16,8 @@ from terrazzo.engine.buckets.full import FullWeights
 from terrazzo.engine.buckets.gradient import Gradient
 from terrazzo.engine.buckets.narrow import NarrowState
 from terrazzo.engine.buckets.packed import PackedWeight
-from terrazzo.engine.buckets.wire import BlockMessage, as_sent
+from terrazzo.engine.buckets.weight_gathers import complete_in_blocks
+from terrazzo.engine.buckets.wire import as_sent
 from terrazzo.engine.comm.traffic import Ledger
 from terrazzo.engine.comm.transfer import Moves
 from terrazzo.engine.plan.box import Box
@@ -26,6 +27,7 @@ from terrazzo.engine.plan.partition import Member
 from terrazzo.engine.plan.place import ON_DEVICE, Tiers
 from terrazzo.engine.plan.precision import FrozenFormat
 from terrazzo.engine.plan.sharding_spec import ShardingSpec
+from terrazzo.engine.plan.weight_wire import BlockWire
 from terrazzo.engine.runtime.private_torch import plainly
 from terrazzo.errors import Misuse, listed
 
@@ -176,8 +178,7 @@ class Bucket(BucketSpec):
         Args:
             values: 1-D, from the beginning of a block.
         """
-        form, through = self.gather_format, self.compute_dtype
-        return values if form is None else as_sent(values, form, through)
+        return as_sent(values, self.wire.form, self.compute_dtype) if isinstance(self.wire, BlockWire) else values
 
     def _master_as_seen(self, values: Tensor) -> Tensor:
         return self.as_seen(values) if self.updated_in_blocks else values
@@ -249,34 +250,30 @@ class Bucket(BucketSpec):
             copied: whether this rank's own part of the weights has been brought in line already; see `own_weight`.
         """
         self.note_change()
-        if isinstance(self.weight, Buffer) and not self.gathers_apart:
-            yield from self._complete(self.weight) if copied else self._gather_new(self.weight)
-        elif self.gathers_apart:
+        if self.gathers_apart:
             with self.ledger.holding(self.weight.nbytes):
                 gathered = self.space.empty(self.weight_axes, self.weight_dtype)
-                yield from self._gather_new(gathered)
+                yield from self._bring_new(gathered, self.master)
                 self.weight.save(gathered)
+        elif isinstance(self.weight, Buffer):
+            yield from self._bring_new(self.weight, None if copied else self.master)
         elif self.has_own_master and not copied:
             for part in self.weight.cuts(self.weight.range):
                 with self.weight.opened(part, "replace") as weight, self.master.opened(part) as master:
                     weight.copy_(master)
 
-    def _gather_new(self, weight: Buffer) -> Moves[Tensor]:
-        """Fill `weight` from the master weights of all ranks."""
-        if not self.updated_in_blocks:
-            return (yield from weight.gather(self.master))
-        yield from self.master.load(weight.narrow(self.optim_axes).data)
-        return (yield from self._complete(weight))
+    def _bring_new(self, weight: Buffer, own: Resting | None) -> Moves[None]:
+        """Fill `weight` from the master weights of all ranks.
 
-    def _complete(self, weight: Buffer) -> Moves[Tensor]:
-        """The same, where this rank's own part is there."""
-        if self.gather_format is None or not self.updated_in_blocks:
-            return (yield from weight.complete(self.optim_axes))
-        message = BlockMessage(self.space, self.weight_axes, self.gather_format, self.compute_dtype, self.ledger)
-        with self.ledger.holding(message.nbytes):
-            yield from message.bring(weight.narrow(self.optim_axes).data, self.optim_axes)
-            message.unpack(weight.data)
-        return weight.data
+        Args:
+            own: those of this rank; None where its part of `weight` is there.
+        """
+        if own is not None:
+            yield from weight.take(own)
+        if self.updated_in_blocks and isinstance(self.wire, BlockWire):
+            yield from complete_in_blocks(weight, self.optim_axes, self.wire.form, self.compute_dtype, self.ledger)
+        else:
+            yield from weight.complete(self.optim_axes)
 
     @property
     def own_weight(self) -> Resting | None:

@@ -138,10 +138,14 @@ class Buffer(Resting):
 
     def gather(self, source: Resting) -> Moves[Tensor]:
         """Fill this buffer from `source`, which is split over more axes: cast, then one all-gather per axis."""
+        yield from self.take(source)
+        return (yield from self.complete(source.axes))
+
+    def take(self, source: Resting) -> Moves[None]:
+        """Fill this rank's part from `source`, which is split over more axes; nothing to do where they are one."""
         own = self.narrow(source.axes).data
         if not (isinstance(source, Buffer) and source.data.data_ptr() == own.data_ptr()):
             yield from source.load(own)
-        return (yield from self.complete(source.axes))
 
     def complete(self, axes: tuple[str, ...]) -> Moves[Tensor]:
         """Fill this buffer from the parts that splitting over the longer list `axes` leaves on each rank."""

@@ -280,7 +280,7 @@ class CountingWeights:
     def rest(self) -> None:
         for bucket in self._buckets:
             bucket.release()
-            bucket.drop_held()
+            bucket.drop_between()
 
 
 class CountingBucket:
@@ -294,19 +294,19 @@ class CountingBucket:
         self._beside = beside
         self.spec, self._ledger, self._traffic = spec, tally.ledger, tally.traffic
         self.present = spec.resident
-        self._held_bytes = self._pending_bytes = self._partial_bytes = self._arriving_bytes = 0
+        self._between_bytes = self._pending_bytes = self._partial_bytes = self._arriving_bytes = 0
 
     def gather(self) -> None:
         if not self.present:
             self.present, spec = True, self.spec
-            self._arriving_bytes = spec.arriving_bytes(spec.between_axes if self._held_bytes else spec.weight_axes)
+            self._arriving_bytes = spec.arriving_bytes(spec.between_axes if self._between_bytes else spec.weight_axes)
             self._ledger.acquire(self._arriving_bytes)
             if spec.gathers_into_place or not self._arriving_bytes:
                 self._ledger.acquire(spec.full_bytes)
             with self._ledger.holding(spec.scratch_bytes if self._arriving_bytes else 0):
-                self._record(spec.collectives(When.BACKWARD if self._held_bytes else When.FORWARD))
-            if spec.packed is not None:
-                self._hold()
+                self._record(spec.collectives(When.BACKWARD if self._between_bytes else When.FORWARD))
+            if spec.wire.codes_stay:
+                self._keep_between()
             if self._beside:
                 self.decode()
 
@@ -330,18 +330,18 @@ class CountingBucket:
             return
         self.decode()
         if self.present:
-            self._hold()
+            self._keep_between()
         self._release_full()
 
-    def _hold(self) -> None:
-        if not self._held_bytes:
-            self._held_bytes = self.spec.held_bytes
-            self._ledger.acquire(self._held_bytes)
+    def _keep_between(self) -> None:
+        if not self._between_bytes:
+            self._between_bytes = self.spec.between_bytes
+            self._ledger.acquire(self._between_bytes)
 
     def release(self) -> None:
         self.decode()
-        if self.present and self.spec.packed is not None:
-            self.drop_held()
+        if self.present and self.spec.wire.codes_stay:
+            self.drop_between()
         self._release_full()
 
     def _release_full(self) -> None:
@@ -350,13 +350,13 @@ class CountingBucket:
             self._ledger.release(self.spec.full_bytes)
 
     def arrive(self) -> None:
-        """Full weights can be read: what is kept in their place goes, but for bytes of packed ones."""
-        if self.spec.packed is None:
-            self.drop_held()
+        """Full weights can be read: what is kept in their place goes, but for codes."""
+        if not self.spec.wire.codes_stay:
+            self.drop_between()
 
-    def drop_held(self) -> None:
-        self._ledger.release(self._held_bytes)
-        self._held_bytes = 0
+    def drop_between(self) -> None:
+        self._ledger.release(self._between_bytes)
+        self._between_bytes = 0
 
     def accumulate_gradients(self, this_pass: Pass) -> None:
         if not self._pending_bytes:
@@ -370,12 +370,12 @@ class CountingBucket:
                 self._traffic.record("send", self._pending_bytes)
 
     def reduce(self, last: bool) -> Moves[None]:
-        held_bytes, self._pending_bytes = self._pending_bytes, 0
+        pending_bytes, self._pending_bytes = self._pending_bytes, 0
         reduction = self.spec.sums.of(last)
         yield from self._send(reduction.partial)
         if reduction.partial:
-            yield Released(self._ledger, held_bytes, lent=True)
-            held_bytes = 0
+            yield Released(self._ledger, pending_bytes, lent=True)
+            pending_bytes = 0
         if last:
             yield Released(self._ledger, self._partial_bytes, lent=True)
             self._partial_bytes = 0
@@ -385,7 +385,7 @@ class CountingBucket:
         self._ledger.acquire(reduction.beside_bytes)
         yield from self._send(reduction.finish)
         yield Released(self._ledger, reduction.beside_bytes)
-        yield Released(self._ledger, held_bytes, lent=True)
+        yield Released(self._ledger, pending_bytes, lent=True)
 
     def _send(self, moves: Sequence[MoveBytes]) -> Moves[None]:
         for move in moves:

@@ -16,7 +16,7 @@ from terrazzo.engine.autograd.listeners import eager, inside_backward, on_backwa
 from terrazzo.engine.autograd.module_tree import ModuleTree
 from terrazzo.engine.autograd.recomputed import Regions, is_differentiated
 from terrazzo.engine.autograd.saved import SavedWeights
-from terrazzo.engine.buckets.full import Storages
+from terrazzo.engine.buckets.full_memory import Storages
 from terrazzo.engine.buckets.parameter import note_of
 from terrazzo.engine.buckets.unit import Unit, adopt_edits
 from terrazzo.engine.comm.label import Purpose

@@ -30,9 +30,9 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from terrazzo.engine.plan.layout import WIRE_BLOCKS, wire_scratch_bytes
 from terrazzo.engine.plan.place import ON_DEVICE, Plan, Tiers
 from terrazzo.engine.plan.precision import FrozenFormat, Precision
+from terrazzo.engine.plan.weight_wire import BlockWire, DtypeWire, PackedWire, Wire
 
 __all__ = ["BucketSpec", "MoveBytes", "Pass", "Reduction", "Sums", "When", "resting_bytes"]
 
@@ -147,8 +147,8 @@ class BucketSpec:
         matrices: whether its parameters are matrices, which may be sent in 8 bits; see `travels_in_blocks`.
 
     Attributes:
-        gather_format: what its weights are sent as, in blocks of 8 bits; None where they are in a dtype.
-        updated_in_blocks: whether new weights are: those at rest are what the blocks stand for.
+        wire: what its weights are sent as.
+        updated_in_blocks: whether new weights are sent in blocks of 8 bits: those at rest are what these stand for.
         weight_axes, between_axes, optim_axes: over which the states are split.
         compute_dtype, weight_dtype: of the full weights, and of those at rest.
         has_own_master: whether master weights have memory of their own.
@@ -181,9 +181,8 @@ class BucketSpec:
         self.compute_dtype = self.stored or self.precision.compute
         self.weight_axes, self.between_axes = plan.weight.axes, () if self.keep else plan.between.axes
         self.optim_axes = plan.optim.axes if trainable else plan.weight.axes
-        in_dtype = self.stored is None and self.packed is None
-        self.gather_format = self.precision.gather if self.matrices and in_dtype else None
-        self.updated_in_blocks = self.gather_format is not None and self.weight_axes != self.optim_axes
+        self.wire = self._wire()
+        self.updated_in_blocks = self.wire.rounds and self.weight_axes != self.optim_axes
         stored = self.stored or self.precision.weight
         self.has_own_master = trainable and not self.shares_memory(stored)
         self.weight_dtype = stored if self.has_own_master or not trainable else self.precision.master
@@ -196,6 +195,13 @@ class BucketSpec:
         self.moments_apart = self.updated_off_device or (trainable and self.precision.narrow is not None)
         reached = on_device or (tiers.weight == "cpu" and self.on_host)
         self.gathers_apart = not reached and self.weight_axes != self.optim_axes
+
+    def _wire(self) -> Wire:
+        if self.packed is not None:
+            return PackedWire(self.packed)
+        if self.precision.gather is not None and self.matrices and self.stored is None:
+            return BlockWire(self.precision.gather)
+        return DtypeWire(self.compute_dtype)
 
     def shares_memory(self, stored: torch.dtype) -> bool:
         """Whether a weight of the dtype `stored` and its master are one memory, or one within the other."""
@@ -239,14 +245,14 @@ class BucketSpec:
         return 0 if self.resident else self.whole * self.compute_dtype.itemsize
 
     @property
-    def held_bytes(self) -> int:
+    def between_bytes(self) -> int:
         """Kept from forward to backward in place of full weights and beside those at rest; of packed weights their
         bytes, beside the full ones too.
         """
         if not self.regathered or self.between_axes == self.weight_axes:
             return 0
         kept = self.numel(self.between_axes)
-        return self.weight_bytes(kept) if self.packed is not None else kept * self.compute_dtype.itemsize
+        return self.weight_bytes(kept) if self.wire.codes_stay else kept * self.compute_dtype.itemsize
 
     def pending_dtype(self, this_pass: Pass) -> torch.dtype:
         """The dtype of an unreduced gradient, which only adds up on this rank or is on its way to the wire."""
@@ -264,30 +270,27 @@ class BucketSpec:
     @property
     def apart_bytes(self) -> int:
         """New weights that are gathered on the device on their way to where they rest, and what they are sent as."""
-        apart = self.gathers_apart * self.numel(self.weight_axes) * self.weight_dtype.itemsize
-        return apart + self.updated_in_blocks * (self.message_bytes(self.weight_axes) + self.scratch_bytes)
-
-    def message_bytes(self, axes: tuple[str, ...]) -> int:
-        """Its elements in blocks of 8 bits, when the space is split over `axes`."""
-        return WIRE_BLOCKS.size_bytes(self.numel(axes))
+        own = self.numel(self.weight_axes)
+        apart = self.gathers_apart * own * self.weight_dtype.itemsize
+        return apart + self.updated_in_blocks * (self.wire.message_bytes(own) + self.scratch_bytes)
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory to encode or decode these."""
-        return wire_scratch_bytes(self.whole, "cpu" if self.on_host else "cuda")
+        """Memory to encode or decode what is sent of full weights in memory of its own."""
+        return self.wire.scratch_bytes(self.whole, "cpu" if self.on_host else "cuda")
 
     @property
     def gathers_into_place(self) -> bool:
         """Whether memory for full weights is there before they come; else as they are decoded."""
-        return self.gather_format is None or self.tiers.weight != "device"
+        return not self.wire.message_bytes(self.whole) or self.tiers.weight != "device"
 
     def arriving_bytes(self, axes: tuple[str, ...]) -> int:
-        """What is sent of full weights, in memory of its own until they are decoded; none in a dtype.
+        """What is sent of full weights, in memory of its own until it is decoded; 0 where they come straight.
 
         Args:
             axes: over which they are split before.
         """
-        return self.message_bytes(()) if self.gather_format is not None and axes else 0
+        return self.wire.message_bytes(self.whole) if axes else 0
 
     # -- collectives -------------------------------------------------------------------------------------------
 
@@ -298,16 +301,16 @@ class BucketSpec:
         return known
 
     def _collectives_at(self, when: When) -> list[MoveBytes]:
-        compute = self.compute_dtype.itemsize if self.packed is None else self.packed.itemsize
         match when:
             case When.FORWARD:
-                return self._gathers(self.weight_axes, (), compute, "weights")
+                return self._gathers(self.weight_axes, (), self.wire, "weights")
             case When.BACKWARD:
-                return self._gathers(self.between_axes, (), compute, "weights")
+                return self._gathers(self.between_axes, (), self.wire, "weights")
             case _ if not self.trainable:
                 return []
             case When.UPDATE:
-                return self._gathers(self.optim_axes, self.weight_axes, self.weight_dtype.itemsize, "updated weights")
+                wire = self.wire if self.updated_in_blocks else DtypeWire(self.weight_dtype)
+                return self._gathers(self.optim_axes, self.weight_axes, wire, "updated weights")
             case When.REDUCE | When.LAST:
                 reduction = self.sums.of(when is When.LAST)
                 return [*reduction.partial, *reduction.finish]
@@ -325,12 +328,11 @@ class BucketSpec:
             last=Reduction(partial, partial_axes, finish, optim, beside),
         )
 
-    def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], itemsize: float, what: str) -> list[MoveBytes]:
+    def _gathers(self, source: tuple[str, ...], target: tuple[str, ...], wire: Wire, what: str) -> list[MoveBytes]:
         moves, own = [], self.numel(source)
         for cut in range(len(source) - 1, len(target) - 1, -1):
             wider = self.numel(source[:cut])
-            sent = (wider - own) * itemsize if self.gather_format is None else WIRE_BLOCKS.size_bytes(wider - own)
-            moves.append(MoveBytes("all_gather", what, source[cut], sent))
+            moves.append(MoveBytes("all_gather", what, source[cut], wire.sent_bytes(wider - own)))
             own = wider
         return moves
 

@@ -114,7 +114,7 @@ class UnitChanges:
         gather: full weights come, where none are here. `again`: those that do not stay from forward to backward.
         arrive: where they are sent in blocks of 8 bits, these are decoded, which the computation waits for.
             `arrive_again`: after `again`.
-        rest_between: forward has ended; `drop_held`: full weights are here in the place of what it has kept.
+        rest_between: forward has ended; `drop_between`: full weights are here in the place of what it has kept.
         release: all full weights go.
         between: bytes that stay between forward and backward.
         pending: of an unreduced gradient that only adds up on this rank. `partial`: of sums of earlier micro-batches.
@@ -133,7 +133,7 @@ class UnitChanges:
     arrive: Change
     arrive_again: Change
     rest_between: Change
-    drop_held: Change
+    drop_between: Change
     release: Change
     between: int
     pending: int
@@ -168,11 +168,11 @@ def unit_changes(unit: UnitShape, placement: Placement) -> UnitChanges:
     trained = [bucket for bucket in found if bucket.trainable]
     again = [bucket for bucket in found if bucket.regathered]
     stays = sum(bucket.full_bytes for bucket in found if not bucket.regathered)
-    held = sum(bucket.held_bytes for bucket in again if bucket.packed is None)
-    packed = sum(bucket.held_bytes for bucket in again if bucket.packed is not None)  # beside full weights, too
+    held = sum(bucket.between_bytes for bucket in again if not bucket.wire.codes_stay)
+    codes = sum(bucket.between_bytes for bucket in again if bucket.wire.codes_stay)  # beside full weights, too
     rest = _Steps()
     for bucket in again:
-        rest.take(GATHERED, bucket.held_bytes if bucket.packed is None else 0)
+        rest.take(GATHERED, 0 if bucket.wire.codes_stay else bucket.between_bytes)
         rest.take(GATHERED, -bucket.full_bytes)
     full_again = sum(bucket.full_bytes for bucket in again)
     gather, arrive = _gathered(found, from_rest=True)
@@ -189,9 +189,9 @@ def unit_changes(unit: UnitShape, placement: Placement) -> UnitChanges:
         arrive=arrive,
         arrive_again=arrive_again,
         rest_between=rest.end(),
-        drop_held=_one(GATHERED, -held),
-        release=_one(GATHERED, -stays - full_again - packed),
-        between=stays + held + packed,
+        drop_between=_one(GATHERED, -held),
+        release=_one(GATHERED, -stays - full_again - codes),
+        between=stays + held + codes,
         pending=sum(pending),
         partial=sum(bucket.partial_bytes for bucket in trained),
         finished=sum(_finished_bytes(bucket) for bucket in trained),
@@ -215,13 +215,13 @@ def _gathered(found: Sequence[PlannedBucket], from_rest: bool) -> tuple[Change, 
     for bucket in found:
         if bucket.resident:
             continue
-        is_kept = not from_rest and bucket.held_bytes
+        is_kept = not from_rest and bucket.between_bytes
         arriving = bucket.arriving_bytes(bucket.between_axes if is_kept else bucket.weight_axes)
         begun.take(GATHERED, arriving)
         if bucket.gathers_into_place or not arriving:
             begun.take(GATHERED, bucket.full_bytes)
-        if from_rest and bucket.packed is not None and bucket.regathered:
-            begun.take(GATHERED, bucket.held_bytes)  # beside full weights
+        if from_rest and bucket.wire.codes_stay and bucket.regathered:
+            begun.take(GATHERED, bucket.between_bytes)  # beside full weights
         if arriving:
             begun.take(GATHERED, bucket.scratch_bytes)
             begun.take(GATHERED, -bucket.scratch_bytes)

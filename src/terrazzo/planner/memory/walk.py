@@ -209,7 +209,7 @@ class _Walk:
         self.arrive(index)
         if self.held[index]:
             self.held[index] = False
-            self.apply(self.changes[index].drop_held, "while gathering weights")
+            self.apply(self.changes[index].drop_between, "while gathering weights")
 
     def arrive(self, index: int) -> None:
         if self.arriving[index] is not NOTHING:

@@ -1,0 +1,182 @@
+"""How the full weights of a bucket come to this rank, and what of them is there between forward and backward.
+
+There is one way for each thing that weights are sent as, `BucketSpec.wire`:
+
+    wire         how weights come                               what `between` names
+    DtypeWire    straight into the memory of full weights       a part of full weights, in their place, until the
+    BlockWire    in a message of its own, which is decoded      next full weights are there
+    PackedWire   into the end of the memory of full weights,    a part of the codes, beside full weights, from the
+                 where they are decoded                         gather of forward on until these are released
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from terrazzo.engine.buckets.buffer import Buffer, Resting, Space
+from terrazzo.engine.buckets.full_memory import FullMemory
+from terrazzo.engine.buckets.packed import PackedWeight, room_for, unpack
+from terrazzo.engine.buckets.wire import BlockMessage
+from terrazzo.engine.comm.traffic import Ledger
+from terrazzo.engine.comm.transfer import Handle, Moves, for_computation
+from terrazzo.engine.plan.bucket_spec import BucketSpec
+from terrazzo.engine.plan.precision import WireFormat
+from terrazzo.engine.plan.weight_wire import BlockWire
+
+__all__ = ["WeightGather", "complete_in_blocks", "weight_gather"]
+
+
+def weight_gather(spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> WeightGather:
+    """The way of a bucket's weights.
+
+    Args:
+        memory: that they come to.
+        weight: at rest.
+        ledger: of transient memory.
+    """
+    if isinstance(weight, PackedWeight):
+        return _PackedGather(spec, space, memory, weight, ledger)
+    if isinstance(spec.wire, BlockWire):
+        return _BlockGather(spec, space, memory, weight, ledger, spec.wire.form)
+    return _DtypeGather(spec, space, memory, weight, ledger)
+
+
+class WeightGather(ABC):
+    """What is asked of each way. It is told how far full weights are, for what `between` names to be there in time.
+
+    Attributes:
+        between: that, where it is something else than the weights at rest; None while it is not there.
+    """
+
+    def __init__(self, spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger) -> None:
+        self._space, self._memory, self._weight, self._ledger = space, memory, weight, ledger
+        is_apart = spec.regathered and spec.between_axes != spec.weight_axes
+        self._between_axes = spec.between_axes if is_apart else None
+        self.between: Buffer | None = None
+
+    @abstractmethod
+    def fill(self, from_rest: bool) -> Moves[None]:
+        """Bring full weights to their memory, allocated as late as can be.
+
+        Args:
+            from_rest: from where weights rest, even where what `between` names is there.
+        """
+
+    @abstractmethod
+    def put_down(self) -> None:
+        """Full weights are about to go until backward: keep a part of them."""
+
+    @abstractmethod
+    def arrived(self) -> None:
+        """They are there, and can be read."""
+
+    @abstractmethod
+    def released(self) -> None:
+        """They are about to go, and not until backward."""
+
+    def drop_between(self) -> None:
+        """What `between` names is not needed any longer."""
+        if self.between is not None:
+            self._ledger.release(self.between.data.nbytes)
+            self.between = None
+
+
+class _DtypeGather(WeightGather):
+    def fill(self, from_rest: bool) -> Moves[None]:
+        self._memory.allocate()
+        yield from self._memory.buffer.gather(self._source(from_rest))
+
+    def _source(self, from_rest: bool) -> Resting:
+        return self._weight if from_rest or self.between is None else self.between
+
+    def put_down(self) -> None:
+        if self.between is None and self._between_axes is not None:
+            part = self._memory.buffer.narrow(self._between_axes)
+            self.between = Buffer(part.space, part.axes, part.data.clone())
+            self._ledger.acquire(part.data.nbytes)
+
+    def arrived(self) -> None:
+        self.drop_between()
+
+    def released(self) -> None:
+        pass  # `between` names a part of them, which is not there beside them
+
+
+class _BlockGather(_DtypeGather):
+    """
+    Args:
+        form: of the blocks.
+    """
+
+    def __init__(
+        self, spec: BucketSpec, space: Space, memory: FullMemory, weight: Resting, ledger: Ledger, form: WireFormat
+    ) -> None:
+        super().__init__(spec, space, memory, weight, ledger)
+        self._form, self._gathers_into_place = form, spec.gathers_into_place
+
+    def fill(self, from_rest: bool) -> Moves[None]:
+        source, memory = self._source(from_rest), self._memory
+        if not source.axes:  # whole on this rank: nothing is sent
+            yield from super().fill(from_rest)
+            return
+        message = BlockMessage(self._space, (), self._form, memory.data.dtype, self._ledger)
+        with self._ledger.holding(message.nbytes):
+            if self._gathers_into_place or not isinstance(source, Buffer):
+                memory.allocate()
+                own = memory.buffer.narrow(source.axes).data
+                yield from source.load(own)
+            else:
+                own = source.data
+            yield from message.bring(own, source.axes)
+            memory.allocate()
+            message.unpack(memory.data)
+
+
+class _PackedGather(WeightGather):
+    _weight: PackedWeight
+
+    def fill(self, from_rest: bool) -> Moves[None]:
+        form, full = self._weight.form, self._memory.data
+        self._memory.allocate()
+        source = self._weight.codes if from_rest or self.between is None else self.between
+        if isinstance(source, Buffer) and not source.axes and source.data.device == full.device:
+            yield Handle(queued=True)  # nothing is moved, but decoding belongs beside the computation or to its use
+            codes = source.data
+        else:
+            room = room_for(self._space, form, full)
+            codes = yield from room.gather(source)
+            if self.between is None and self._between_axes is not None and not from_rest:
+                self._copy_codes(room.narrow(self._between_axes))
+        unpack(codes, form, full)
+
+    def _copy_codes(self, codes: Buffer) -> None:
+        copied = for_computation(lambda: torch.empty_like(codes.data)).copy_(codes.data)
+        self.between = Buffer(codes.space, codes.axes, copied)
+        self._ledger.acquire(copied.nbytes)
+
+    def put_down(self) -> None:
+        pass  # codes have been there since the gather
+
+    def arrived(self) -> None:
+        pass  # codes stay beside them
+
+    def released(self) -> None:
+        self.drop_between()
+
+
+def complete_in_blocks(
+    buffer: Buffer, axes: tuple[str, ...], form: WireFormat, through: torch.dtype, ledger: Ledger
+) -> Moves[None]:
+    """Do as `Buffer.complete` does, in blocks: this rank's own part becomes what the others see of it, too.
+
+    Args:
+        axes: over which the parts on each rank are split.
+        through: the dtype that elements are rounded to before.
+        ledger: of transient memory.
+    """
+    message = BlockMessage(buffer.space, buffer.axes, form, through, ledger)
+    with ledger.holding(message.nbytes):
+        yield from message.bring(buffer.narrow(axes).data, axes)
+        message.unpack(buffer.data)

@@ -1,0 +1,80 @@
+"""What the weights of a bucket are sent as, without tensors: sizes, and what the form means for memory.
+
+One of three, which `BucketSpec.wire` is: a dtype, blocks of 8 bits, or the packed codes that they rest in. Each has its
+counterpart with tensors in `buckets/weight_gathers`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from terrazzo.engine.plan.layout import WIRE_BLOCKS, wire_scratch_bytes
+from terrazzo.engine.plan.precision import FrozenFormat, WireFormat
+
+__all__ = ["BlockWire", "DtypeWire", "PackedWire", "Wire"]
+
+
+class Wire(ABC):
+    """What weights are sent as.
+
+    Attributes:
+        rounds: whether ranks see other values than those that are sent.
+        codes_stay: whether what `between` names is codes, beside full weights, from the gather of forward on until
+            these are released. Else it is a part of full weights, in their place, until they are there again.
+    """
+
+    rounds = False
+    codes_stay = False
+
+    @abstractmethod
+    def sent_bytes(self, numel: int) -> float:
+        """Of so many elements; a fraction only in plans of spaces that are not padded."""
+
+    def message_bytes(self, numel: int) -> int:
+        """Memory beside that of the weights for so many elements that have been sent, until they are decoded."""
+        return 0
+
+    def scratch_bytes(self, numel: int, device: str) -> int:
+        """Memory to encode or decode so many elements of such a message, on a kind of device."""
+        return 0
+
+
+@dataclass(frozen=True)
+class DtypeWire(Wire):
+    """Full weights as they are computed with, straight into their memory."""
+
+    dtype: torch.dtype
+
+    def sent_bytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BlockWire(Wire):
+    """Blocks of 8 bits, encoded for the message alone."""
+
+    form: WireFormat
+    rounds = True
+
+    def sent_bytes(self, numel: int) -> int:
+        return WIRE_BLOCKS.size_bytes(numel)
+
+    def message_bytes(self, numel: int) -> int:
+        return WIRE_BLOCKS.size_bytes(numel)
+
+    def scratch_bytes(self, numel: int, device: str) -> int:
+        return wire_scratch_bytes(numel, device)
+
+
+@dataclass(frozen=True)
+class PackedWire(Wire):
+    """The codes of 4 bits that weights rest in, into the memory that they are decoded in."""
+
+    form: FrozenFormat
+    codes_stay = True
+
+    def sent_bytes(self, numel: int) -> float:
+        return numel * self.form.itemsize
