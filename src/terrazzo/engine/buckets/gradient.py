@@ -23,7 +23,7 @@ from terrazzo.engine.buckets.unreduced import UnreducedGradient
 from terrazzo.engine.comm.collectives import MessageRoute
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.traffic import Ledger
-from terrazzo.engine.comm.transfer import Moves, Released, branching, converted, for_computation, further
+from terrazzo.engine.comm.transfer import Moves, Released, converted, next_stream, outlives_chain, tail
 from terrazzo.engine.mesh.axes import Axes
 from terrazzo.engine.plan.bucket_spec import MoveBytes, Reduction, Sums
 from terrazzo.engine.plan.layout import Range
@@ -175,7 +175,7 @@ class Gradient:
             del pending
             held_bytes = 0
         elif not lent and self._partial is not None:
-            for_computation(lambda: pending)  # held: it is added, beside, to what earlier micro-batches have left
+            outlives_chain(lambda: pending)  # held: it is added, beside, to what earlier micro-batches have left
         partial_bytes = self._partial.data.nbytes if self._partial is not None and self._tier == "device" else 0
         data = self._add_partial(data)
         if denominator is None:
@@ -183,9 +183,9 @@ class Gradient:
         else:
             yield Released(ledger, partial_bytes, lent=True)
             ledger.acquire(reduction.beside_bytes)
-            with branching():
+            with tail():
                 if reduction.partial and reduction.partial_axes == reduction.axes:
-                    further()  # nothing that is used has to be given back
+                    next_stream()  # nothing that is used has to be given back
                 data = yield from self._complete(data, reduction, denominator)
             yield Released(ledger, reduction.beside_bytes)
         yield Released(ledger, held_bytes, lent=True)
@@ -195,7 +195,7 @@ class Gradient:
         """`data` and what earlier micro-batches have left."""
         if self._partial is None:
             return data
-        partial, self._partial = for_computation(self._partial.wait), None  # held: its memory is
+        partial, self._partial = outlives_chain(self._partial.wait), None  # held: its memory is
         with partial.opened(partial.range) as sums:
             if self._tier != "device":
                 return data.add_(sums.to(data.device, non_blocking=True))  # pinned, and written again behind this copy

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from terrazzo.engine.buckets.bucket import Bucket
 from terrazzo.engine.comm.label import Label, Purpose
-from terrazzo.engine.comm.transfer import Moves, Transfer, at_once, for_computation
+from terrazzo.engine.comm.transfer import Moves, Transfer, at_once, outlives_chain
 from terrazzo.engine.runtime.calls import do_all
 from terrazzo.engine.runtime.worker import Job
 
@@ -176,7 +176,7 @@ def _finish_publishing(weights: Callable[[], UnitWeights | None]) -> None:
 
 def _publish_written(buckets: Sequence[Bucket]) -> Moves[None]:
     """Bring resting weights in line with master weights that have been written or stepped on this thread."""
-    for bucket in for_computation(lambda: buckets):  # held: their memory is, and the model may be dropped meanwhile
+    for bucket in outlives_chain(lambda: buckets):  # held: their memory is, and the model may be dropped meanwhile
         yield from bucket.publish()
 
 
@@ -195,7 +195,7 @@ def _publish_updated(buckets: Sequence[Bucket], updates: list[Job]) -> Moves[Non
         with buckets[0].sharding.axes.tally.traffic.times_of("", "update").waiting():
             updates[0].wait()
         updates.clear()
-        for bucket in (bucket for bucket in for_computation(lambda: buckets) if bucket.trainable):
+        for bucket in (bucket for bucket in outlives_chain(lambda: buckets) if bucket.trainable):
             yield from bucket.publish(copied=bucket.own_weight is not None)
             if bucket.resident:
                 bucket.full.install()

@@ -20,7 +20,7 @@ from terrazzo.engine.buckets.full_memory import FullMemory
 from terrazzo.engine.buckets.packed import PackedWeight, room_for, unpack
 from terrazzo.engine.buckets.wire import BlockMessage
 from terrazzo.engine.comm.traffic import Ledger
-from terrazzo.engine.comm.transfer import Handle, Moves, for_computation
+from terrazzo.engine.comm.transfer import Handle, Moves, outlives_chain
 from terrazzo.engine.plan.bucket_spec import BucketSpec
 from terrazzo.engine.plan.precision import WireFormat
 from terrazzo.engine.plan.weight_wire import BlockWire
@@ -152,7 +152,7 @@ class _PackedGather(WeightGather):
         unpack(codes, form, full)
 
     def _copy_codes(self, codes: Buffer) -> None:
-        copied = for_computation(lambda: torch.empty_like(codes.data)).copy_(codes.data)
+        copied = outlives_chain(lambda: torch.empty_like(codes.data)).copy_(codes.data)
         self.between = Buffer(codes.space, codes.axes, copied)
         self._ledger.acquire(copied.nbytes)
 

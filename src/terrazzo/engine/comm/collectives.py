@@ -25,7 +25,7 @@ from terrazzo.ending import leaves_to_parent, require_own
 from terrazzo.engine.comm.label import moving
 from terrazzo.engine.comm.sums import divide
 from terrazzo.engine.comm.traffic import Ledger, Traffic
-from terrazzo.engine.comm.transfer import Handle, Moves, converted, for_computation, further
+from terrazzo.engine.comm.transfer import Handle, Moves, converted, next_stream, outlives_chain
 
 __all__ = ["TRAIL", "Collectives", "MessageRoute", "NativeCollectives", "all_gather_single"]
 
@@ -281,7 +281,7 @@ class NativeCollectives(Collectives):
     def _reduce_scatter(self, full: Tensor, dtype: torch.dtype, kind: str) -> Moves[Tensor]:
         self._leave_trail()
         make = functools.partial(full.new_empty, full.numel() // self.size)
-        own = for_computation(make) if full.dtype == dtype else make()
+        own = outlives_chain(make) if full.dtype == dtype else make()
         yield self._queued(kind, _reduce_scatter_single(own, full, group=self.group, async_op=True), full, own)
         return converted(own, dtype)
 
@@ -308,7 +308,7 @@ class NativeCollectives(Collectives):
     def _all_reduce(self, full: Tensor, dtype: torch.dtype, denominator: float) -> Moves[Tensor]:
         self._leave_trail()
         yield self._queued("all_reduce", dist.all_reduce(full, group=self.group, async_op=True), full)
-        further()
+        next_stream()
         return divide(converted(full, dtype), denominator)
 
 

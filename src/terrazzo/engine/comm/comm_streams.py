@@ -47,16 +47,16 @@ class CommStreams:
             yield
 
     @contextlib.contextmanager
-    def further(self, count: int) -> Iterator[None]:
+    def beside(self, index: int) -> Iterator[None]:
         """Inside of `chain`: work is queued on a further stream, behind the chain; other chains do not wait for it.
 
         Args:
-            count: how often this chain has gone further before.
+            index: of the further streams, which one chain takes in order.
         """
-        if count == len(self._further):
+        if index == len(self._further):
             self._further.append(Stream.beside(self._stream.device))
-        self._further[count].wait_event(self.mark())
-        with self._further[count].inside():
+        self._further[index].wait_event(self.mark())
+        with self._further[index].inside():
             yield
 
     def home(self) -> AbstractContextManager[Any]:
@@ -72,7 +72,7 @@ class CommStreams:
         return made
 
     def mark(self) -> torch.Event | None:
-        """An event at the end of what is queued now, inside of `chain` or `further`."""
+        """An event at the end of what is queued now, inside of `chain` or `beside`."""
         return Stream.current(self._stream.device).mark()
 
     def wait(self, mark: torch.Event | None) -> None:

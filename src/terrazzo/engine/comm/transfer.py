@@ -3,13 +3,35 @@
 A move is written as a generator: it starts a collective, yields its `Handle`, and is resumed once the collective has
 finished. A `Transfer` drives such a generator, so a chain of collectives stays asynchronous without callbacks.
 
-On CUDA, where the host need not wait for collectives, a whole chain is queued at its start on a communication stream,
-and the computation waits for its end. After its first sum, a gradient's chain may go on, over other links or with a
-division, on a further stream: the next chain does not wait for that part.
+On CPU the host waits for each collective: every `advance` moves a chain one collective on. On CUDA the host need not
+wait: a whole chain is queued at its start on a communication stream, and the computation waits for its end. Behind its
+first sum, the tail of a gradient's chain may run on further streams, over other links or with a division: the next
+chain does not wait for that.
 
-Memory goes back to the stream that allocated it. Memory of the computation that a chain uses is held until the
-computation has waited for the whole chain. Memory of the communication stream can be lent to the computation; the next
-chain may reuse it as soon as it is released, whatever the computation waits for.
+A worked example, the last reduction of a unit's gradient under `hybrid_shard`, with shards inside of a machine and
+replicas between machines. As a chain, of `unreduced` in memory that the communication stream lent to the computation:
+
+    part = yield from shards.reduce_scatter(unreduced, dtype)      # yields one Handle
+    yield Released(ledger, unreduced.nbytes, unreduced, lent=True)
+    with tail():
+        next_stream()                                              # else the gather of unit 1 would wait for machines
+        total = yield from replicas.all_reduce(part, dtype, n)     # on CUDA it calls next_stream() before it divides
+    return total                                                   # allocated by `outlives_chain`: it is used later
+
+and on CUDA, while backward goes on from unit 2 to unit 1; time runs to the right:
+
+    computation     backward of 2 |          | backward of 1                         | uses `total`
+    first stream                  | scatter 2 | gather 1 | ...                       |
+    second stream                             | all-reduce 2                |        |
+    third stream                                                            | divide |
+    the schedule                  Transfer()  make_room()         advance()          advance(), or finish()
+    what it does                  queues all  `unreduced` may be  waits for          waits for the
+                                  of this     reused by gather 1  the first stream   others: done
+
+Who owns memory decides when it may go. Memory goes back to the stream that allocated it: so what the chain returns is
+allocated for the computation, `outlives_chain`, and held until the computation has waited for the whole chain; so are
+tensors of the computation that the chain reads. Memory of the communication stream can be lent to the computation; the
+next chain may reuse it as soon as it is released, whatever the computation waits for.
 """
 
 from __future__ import annotations
@@ -37,10 +59,10 @@ __all__ = [
     "Released",
     "Transfer",
     "at_once",
-    "branching",
     "converted",
-    "for_computation",
-    "further",
+    "next_stream",
+    "outlives_chain",
+    "tail",
 ]
 
 
@@ -103,8 +125,8 @@ class Released:
 
 
 @dataclass
-class _Leg:
-    """The part of a chain on one stream: an event at its end, and memory to release once that was waited for."""
+class _Stretch:
+    """What of a chain is on one stream: an event at its end, and memory to release once that was waited for."""
 
     mark: torch.Event | None = None
     released: list[Released] = field(default_factory=list)
@@ -128,10 +150,10 @@ class Transfer(Generic[T]):
         self._moves, self._label, self._streams = moves, label or moving.get(), comm_streams
         self._in_flight: Handle | None = None
         self._result: list[T] = []  # once the chain has ended
-        self._legs = [_Leg()] if comm_streams is not None else []
+        self._stretches = [_Stretch()] if comm_streams is not None else []
         self._depth, self._first_awaited = 0, False
-        self._branch: ExitStack | None = None
-        self._for_computation: list[Any] = []
+        self._tail: ExitStack | None = None
+        self._outlive: list[Any] = []
         self._moves_nothing = True
         self._go_on()
         if self._moves_nothing:
@@ -140,13 +162,13 @@ class Transfer(Generic[T]):
     def __del__(self) -> None:
         """The model has been dropped meanwhile: the computation waits, since memory held here goes back to it now."""
         if self._streams is not None and not sys.is_finalizing():
-            for leg in self._legs:
-                self._streams.wait(leg.mark)
+            for stretch in self._stretches:
+                self._streams.wait(stretch.mark)
 
     @property
     def done(self) -> bool:
         """Whether the computation may use what has been moved."""
-        return self._in_flight is None and not self._legs
+        return self._in_flight is None and not self._stretches
 
     @property
     def holds_room(self) -> bool:
@@ -166,14 +188,15 @@ class Transfer(Generic[T]):
         if self._in_flight is not None:
             self._in_flight.wait()
             self._go_on()
-        elif self._streams is not None and self._legs:
-            legs, self._legs = (self._legs, []) if self._first_awaited else (self._legs[:1], self._legs[1:])
+        elif self._streams is not None and self._stretches:
+            count = len(self._stretches) if self._first_awaited else 1
+            stretches, self._stretches = self._stretches[:count], self._stretches[count:]
             self._first_awaited = True
-            for leg in legs:
-                self._streams.wait(leg.mark)
-                self._give(leg.released)
-            if not self._legs:
-                self._for_computation = []
+            for stretch in stretches:
+                self._streams.wait(stretch.mark)
+                self._give(stretch.released)
+            if not self._stretches:
+                self._outlive = []
 
     def finish(self) -> T:
         """Run the chain to its end and return its result."""
@@ -187,44 +210,44 @@ class Transfer(Generic[T]):
         """Release lent memory for the next chain; where the host does the work, finish this chain first."""
         if self._streams is None:
             self.finish()
-        for leg in self._legs:
-            self._give(released for released in leg.released if released.lent)
-            leg.released = [released for released in leg.released if not released.lent]
+        for stretch in self._stretches:
+            self._give(released for released in stretch.released if released.lent)
+            stretch.released = [released for released in stretch.released if not released.lent]
 
     def _give(self, released: Iterable[Released]) -> None:
         for each in released:
             each.release()
 
-    def hold(self, make: Callable[[], Any]) -> Any:
-        """Have `make` allocate memory of the computation, and hold it until the computation has waited for all legs."""
+    def outlive(self, make: Callable[[], Any]) -> Any:
+        """Have `make` allocate memory of the computation; hold it until the computation has waited for the chain."""
         assert self._streams is not None, "without streams a chain runs in the computation"
         with self._streams.home():
-            self._for_computation.append(make())
-        return self._for_computation[-1]
+            self._outlive.append(make())
+        return self._outlive[-1]
 
     @contextmanager
-    def branching(self) -> Iterator[None]:
-        """Inside, legs that `further` begins stay open until the end of the block."""
-        with ExitStack() as self._branch:
+    def tail(self) -> Iterator[None]:
+        """Inside, stretches that `next_stream` begins stay open until the end of the block."""
+        with ExitStack() as self._tail:
             yield
-        self._branch = None
+        self._tail = None
 
-    def further(self) -> None:
-        """Continue on a further stream until the innermost `branching` ends; outside of one, do nothing."""
-        if self._branch is not None:
-            self._branch.enter_context(self._one_further())
+    def next_stream(self) -> None:
+        """Begin a stretch on a further stream, until the `tail` ends; outside of one, do nothing."""
+        if self._tail is not None:
+            self._tail.enter_context(self._on_next_stream())
 
     @contextmanager
-    def _one_further(self) -> Iterator[None]:
+    def _on_next_stream(self) -> Iterator[None]:
         assert self._streams is not None, "without streams a chain runs in the computation"
-        if self._depth + 1 == len(self._legs):
-            self._legs.append(_Leg())
-        with self._streams.further(self._depth):
+        if self._depth + 1 == len(self._stretches):
+            self._stretches.append(_Stretch())
+        with self._streams.beside(self._depth):
             self._depth += 1
             try:
                 yield
             finally:
-                self._legs[self._depth].mark = self._streams.mark()
+                self._stretches[self._depth].mark = self._streams.mark()
                 self._depth -= 1
 
     def _go_on(self) -> None:
@@ -240,7 +263,7 @@ class Transfer(Generic[T]):
                         self._in_flight.wait()
                         self._start_next()
                 finally:
-                    self._legs[0].mark = self._streams.mark()
+                    self._stretches[0].mark = self._streams.mark()
         finally:
             _beside.reset(before)
 
@@ -252,7 +275,7 @@ class Transfer(Generic[T]):
                 if self._streams is None:
                     step.release()
                 else:
-                    self._legs[self._depth].released.append(step)
+                    self._stretches[self._depth].released.append(step)
                 step = next(self._moves)
             self._in_flight, self._moves_nothing = step, False
         except StopIteration as stop:
@@ -268,34 +291,40 @@ _beside: ContextVar[Transfer[Any] | None] = ContextVar("beside", default=None)
 """The chain that is being queued beside the computation."""
 
 
-def for_computation(make: Callable[[], T]) -> T:
-    """Have `make` allocate memory that outlives the running chain: the computation's, held until it waited for that."""
+def outlives_chain(make: Callable[[], T]) -> T:
+    """Have `make` allocate memory for after the running chain: the computation's, held until it has waited for that.
+
+    What `make` only returns, such as tensors of the computation that the chain reads, is held as long.
+    """
     transfer = _beside.get()
-    return make() if transfer is None else cast(T, transfer.hold(make))
+    return make() if transfer is None else cast(T, transfer.outlive(make))
 
 
 @contextmanager
-def branching() -> Iterator[None]:
-    """Inside, the running chain may continue on further streams; what it does behind the block waits for none."""
+def tail() -> Iterator[None]:
+    """Inside, the running chain may go on to further streams, by `next_stream`; what it does behind the block does not
+    wait for these. The block is the end of a chain but for what that releases.
+    """
     transfer = _beside.get()
-    with transfer.branching() if transfer is not None else nullcontext():
+    with transfer.tail() if transfer is not None else nullcontext():
         yield
 
 
-def further() -> None:
-    """Continue the running chain on a further stream until the end of `branching`: other chains do not wait for it.
+def next_stream() -> None:
+    """Continue the running chain on a further stream until the end of its `tail`: other chains do not wait for it.
 
-    All of that part must be queued, and must release none of the memory that it uses, which its result holds.
+    Outside of a tail, and where the host does the work, it stays where it is. On CUDA all of the tail must be queued
+    work, and it must release none of the memory that it uses, which the chain's result holds.
     """
     if (transfer := _beside.get()) is not None:
-        transfer.further()
+        transfer.next_stream()
 
 
 def converted(values: Tensor, dtype: torch.dtype) -> Tensor:
     """`values` in `dtype`, for computation."""
     if values.dtype == dtype:
         return values
-    return for_computation(lambda: torch.empty_like(values, dtype=dtype)).copy_(values)
+    return outlives_chain(lambda: torch.empty_like(values, dtype=dtype)).copy_(values)
 
 
 def at_once(transfers: Sequence[Transfer[object]]) -> Moves[None]:
