@@ -106,12 +106,12 @@ ACTS: Mapping[str, Act] = {
     ),
     "give-grad": Act(
         "p.grad = tensor",
-        *("ddlddd", "ddlddd", "border/grad_attribute", _DONE),
+        *("ddlddd", "ddlddd", "border/grad_edits", _DONE),
         "Before a backward, which adds to it, as in PyTorch; but in fp16, or with a gradient denominator, that raises.",
     ),
     "drop-grad": Act(
         "p.grad = None",
-        *("d", "d", "border/grad_attribute"),
+        *("d", "d", "border/grad_edits"),
         note="On every rank: else the next backward raises `RanksApart`.",
     ),
     "change-grad": Act(

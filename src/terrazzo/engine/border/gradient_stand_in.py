@@ -28,7 +28,7 @@ GradientKey = tuple[Bucket, int]
 
 
 class Gradients(Protocol):
-    """What a stand-in asks of the gradients of its model."""
+    """What a stand-in asks of the gradients of its model: `GradientAnswers`."""
 
     keys: list[GradientKey]
 
@@ -45,14 +45,14 @@ class Gradients(Protocol):
 class GradientStandIn(Placeholder):
     """Shape, dtype and device of a gradient; what is not one of the actions below raises `Misuse`."""
 
-    owner: weakref.ref[Gradients]
+    answers: weakref.ref[Gradients]
     number: int
 
     @classmethod
-    def of(cls, member: Member, owner: Gradients, number: int) -> Self:
-        """The gradient of a parameter, which is the one of that number among `owner.keys`."""
+    def of(cls, member: Member, answers: Gradients, number: int) -> Self:
+        """The gradient of a parameter, which is the one of that number among `answers.keys`."""
         made = cls.blank(member.parameter, f"{member.name}.grad")
-        made.owner, made.number = weakref.ref(owner), number  # a parameter owns this, and must not own itself
+        made.answers, made.number = weakref.ref(answers), number  # a parameter owns this, and must not own itself
         return made
 
     def _answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -60,8 +60,8 @@ class GradientStandIn(Placeholder):
         if is_first and func in _ACTIONS:
             return _ACTIONS[func](*args, **by_torch_names(kwargs))
         if is_first and can_be_measured(func):
-            owner, key = _found(self)
-            return owner.measured(key, func, *args[1:], **kwargs)
+            answers, key = _answers_for(self)
+            return answers.measured(key, func, *args[1:], **kwargs)
         if func in _FOR_EACH and args and all(isinstance(grad, GradientStandIn) for grad in args[0]):
             return _for_each(_FOR_EACH[func], *args, **by_torch_names(kwargs))
         return super()._answer(func, args, kwargs)
@@ -75,10 +75,10 @@ class GradientStandIn(Placeholder):
         )
 
 
-def _found(grad: GradientStandIn) -> tuple[Gradients, GradientKey]:
-    if (owner := grad.owner()) is None:
+def _answers_for(grad: GradientStandIn) -> tuple[Gradients, GradientKey]:
+    if (answers := grad.answers()) is None:
         raise model_gone(f"The gradient {grad.terrazzo_note.name!r}")
-    return owner, owner.keys[grad.number]
+    return answers, answers.keys[grad.number]
 
 
 def _check_numbers(*numbers: Any) -> None:
@@ -108,17 +108,17 @@ def _on_device_of(data: Tensor, number: Any) -> Any:
 def _norm(grad: GradientStandIn, kind: Any = "fro", dim: Any = None, keepdim: bool = False, **named: Any) -> Tensor:
     kind, dtype = named.pop("ord", named.pop("p", kind)), named.pop("dtype", None)
     kind = 2.0 if kind in ("fro", None) else kind
-    owner, key = _found(grad)
-    asked = {"dim": dim, "keepdim": keepdim, **named}
-    rare = {name: each for name, each in asked.items() if each is not None and each is not False}
+    answers, key = _answers_for(grad)
+    options = {"dim": dim, "keepdim": keepdim, **named}
+    rare = {name: each for name, each in options.items() if each is not None and each is not False}
     if rare or isinstance(kind, str) or not kind > 0:
-        return cast(Tensor, owner.measured(key, torch.linalg.vector_norm, kind, dtype=dtype, **rare))
-    return owner.norm(key, float(kind)).to(dtype or torch.float32)
+        return cast(Tensor, answers.measured(key, torch.linalg.vector_norm, kind, dtype=dtype, **rare))
+    return answers.norm(key, float(kind)).to(dtype or torch.float32)
 
 
 def _changed(grad: GradientStandIn, what: str, change: Callable[[Tensor], Any]) -> GradientStandIn:
-    owner, key = _found(grad)
-    owner.change(key, what, change)
+    answers, key = _answers_for(grad)
+    answers.change(key, what, change)
     return grad
 
 

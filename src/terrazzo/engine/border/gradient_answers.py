@@ -1,0 +1,113 @@
+"""What stand-ins of gradients are answered: norms and other measures over all ranks, and changes in place.
+
+The norms of all parameters are computed together, and once until a gradient changes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from terrazzo.engine.border.gradient_stand_in import GradientKey
+from terrazzo.engine.border.measured import measured_gradient
+from terrazzo.engine.border.measures import Spread
+from terrazzo.engine.model.engine import Engine
+from terrazzo.engine.optim.clipping import norms
+from terrazzo.errors import Misuse
+
+__all__ = ["GradientAnswers"]
+
+
+class GradientAnswers:
+    """The gradients of one model, as `GradientStandIn` asks for them.
+
+    Attributes:
+        keys: all of its gradients, in the order of their numbers.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._weak_engine = weakref.ref(engine)
+        self._buckets = engine.trainable()
+        self.keys = [(bucket, index) for bucket in self._buckets for index in range(len(bucket.members))]
+        self._norms: dict[float, dict[GradientKey, Tensor]] = {}
+        self._measured = 0
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._weak_engine()
+        assert engine is not None, "the model is gone"
+        return engine
+
+    def norm(self, key: GradientKey, kind: float) -> Tensor:
+        """The norm of one parameter's gradient over all ranks, 0-d fp32. Collective."""
+        if self._engine.axes.stages:  # torch's own clipping would scale each stage by the norm of that stage
+            raise Misuse(
+                f"The norm of {_name(key)!r} was asked for, of a model in stages (pp): a norm over the gradients that "
+                "this rank has is not that of the model. Use tz.clip_grad_norm_(model, max_norm), which gives it."
+            )
+        self._check_finished(_name(key))
+        changes = sum(bucket.gradient.finished.changes for bucket in self._buckets)
+        if changes != self._measured:
+            self._norms.clear()
+            self._measured = changes
+        if kind not in self._norms:
+            self._norms[kind] = self._measure(kind)
+        return self._norms[kind][key].clone()
+
+    def measured(self, key: GradientKey, func: Any, *rest: Any, **named: Any) -> Any:
+        """What `func`, one that measures, makes of one parameter's gradient."""
+        self._check_finished(_name(key))
+        self._await_scaling()
+        return measured_gradient(self._engine, *key, func, *rest, **named)
+
+    def _await_scaling(self) -> None:
+        for driver in self._engine.drivers:
+            driver.off_device.await_scaling()
+
+    def _measure(self, kind: float) -> dict[GradientKey, Tensor]:
+        engine = self._engine
+        self._await_scaling()
+        Spread(engine.axes, engine.sharding.contributed_over, 0).check(f"the gradients' norms of order {kind:g}")
+        total = norms(
+            ([bucket.gradient.finished.contribution(index)] for bucket, index in self.keys), engine.sharding, kind
+        )
+        return dict(zip(self.keys, total.float().unbind(), strict=True))
+
+    def change(self, key: GradientKey, what: str, change: Callable[[Tensor], Any]) -> None:
+        """Change this rank's elements of one parameter's gradient in place; `what` is done on every rank."""
+        bucket, index = key
+        name = bucket.members[index].name
+        self.prepare_change(name)
+        self._engine.progress.note(f"{name}.grad.{what}")
+        bucket.gradient.finished.change(index, change)
+
+    def prepare_change(self, name: str) -> None:
+        """Refuse a change of the gradient of `name` where there can be none now.
+
+        Raises:
+            Misuse: there.
+        """
+        self._check_finished(name)
+        for driver in self._engine.drivers:
+            if driver.off_device.steps_in_backward:
+                raise Misuse(
+                    f"The gradient of {name!r} was changed, but with offload step 'backward' units are "
+                    "updated while backward runs. Use tz.Offload(step='overlapped')."
+                )
+            driver.catch_up()  # an update may still read it
+
+    def _check_finished(self, name: str) -> None:
+        if any(bucket.gradient.unfinished for bucket in self._buckets):
+            raise Misuse(
+                f"The gradient of {name!r} was looked at or changed while gradients were still being accumulated. Run "
+                "the last micro-batch's backward outside 'with tz.accumulate(model)' first; zero_grad() of the "
+                "optimizer or the model forgets them."
+            )
+
+
+def _name(key: GradientKey) -> str:
+    bucket, index = key
+    return bucket.members[index].name
