@@ -21,7 +21,7 @@ import torch
 from terrazzo import cli
 from terrazzo.config import Config, load_config
 from terrazzo.exit_codes import PREEMPTED
-from terrazzo.train import run
+from terrazzo.train import start
 from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.loop import TrainingLoop
@@ -82,7 +82,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
     monkeypatch.setattr(
         "terrazzo.config.load_config", lambda path, words: load_config(path, [*steps_may_be_few, *words])
     )
-    monkeypatch.setattr(run, "start_training", made)
+    monkeypatch.setattr(start, "start_training", made)
     monkeypatch.chdir(ROOT)
     return made
 

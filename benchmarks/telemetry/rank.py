@@ -22,20 +22,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from terrazzo import cli
 from terrazzo.telemetry import StepRecorder
-from terrazzo.telemetry.flight.recorder import Recorded
+from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.train.report import RunReport
 
 __all__: list[str] = []
 
 _EVENTS = ("issued", "done", "waits", "waited", "phase", "unit_begins", "unit_ends", "moved")
-_STEPS = [(Recorded, name) for name in (*_EVENTS, "step_done")] + [(StepRecorder, "step_done"), (StepRecorder, "take")]
+_STEPS: list[tuple[type, str]] = [(RingRecorder, name) for name in (*_EVENTS, "step_done")]
+_STEPS += [(StepRecorder, "step_done"), (StepRecorder, "take")]
 _RECORDS = [(StepRecorder, "record"), (StepRecorder, "numbers"), (RunReport, "step_record")]
 _WARM = 20
 """First steps, which do not count."""
 
 
-_phase = Recorded.phase
+_phase = RingRecorder.phase
 
 
 def _nothing(*args: Any, **more: Any) -> dict[str, Any]:

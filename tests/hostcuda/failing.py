@@ -68,7 +68,7 @@ def diverges(norms: list[float]) -> tuple[list[str], int | None, str | None]:
             config=config_from_dict({}),
             ranks=SimpleNamespace(device=device),
             share=DataShare(0, 1),
-            keeper=SimpleNamespace(saved_step=0),
+            checkpoints=SimpleNamespace(saved_step=0),
             optimizer=SimpleNamespace(scaler_state=dict),
         )
         judge = StepJudge(session)

@@ -21,7 +21,7 @@ from terrazzo.errors import BadInput
 from terrazzo.telemetry import Verdict, lines_of, page_of, steps_of, verdict_of
 from terrazzo.telemetry.display.bounds import BOUNDS
 from terrazzo.telemetry.display.tables import tables_of
-from terrazzo.telemetry.steps.step_recorder import CAUSES
+from terrazzo.telemetry.steps.step_recorder import TIME_CAUSES
 from terrazzo.train.planning import run_review
 from tests.helpers.processes import Pool
 from tests.telemetry.test_steps import trained
@@ -164,7 +164,7 @@ def test_what_takes_much_but_unevenly_is_not_said_to_take_nothing() -> None:
 
 
 def test_all_that_may_bound_a_step_has_a_row_of_words() -> None:
-    assert {*CAUSES, "late_rank", "device", "host"} == set(BOUNDS)
+    assert {*TIME_CAUSES, "late_rank", "device", "host"} == set(BOUNDS)
     assert [name for name, row in BOUNDS.items() if not row.color] == ["device", "host", "late_rank"]
 
 

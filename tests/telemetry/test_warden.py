@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from terrazzo.exit_codes import FAILED, STALLED
-from terrazzo.telemetry import BlackBox, flights_of
+from terrazzo.telemetry import FlightRecorder, flights_of
 from terrazzo.telemetry.flight.ring import EventKind
 from terrazzo.telemetry.watchdog import watched_rank
 from terrazzo.telemetry.watchdog.watchdog import Patience
@@ -163,14 +163,14 @@ def test_ranks_on_several_machines_are_looked_after_by_a_warden_on_each(two_proc
 
 
 def looked_after(apart: bool) -> bool:
-    before, box = watched_rank._machine, BlackBox(dist.get_rank(), 2)
+    before, recorder = watched_rank._machine, FlightRecorder(dist.get_rank(), 2)
     if apart:
         watched_rank._machine = lambda: f"machine {dist.get_rank()}"
     try:
-        leave = watched_rank.look_after(box, Patience(20, 600))
+        leave = watched_rank.look_after(recorder, Patience(20, 600))
     finally:
         watched_rank._machine = before
     if leave is not None:
         leave()
-    box.close()
+    recorder.close()
     return leave is not None

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from terrazzo import cli
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput
-from terrazzo.telemetry import BlackBox, LiveRanks, has_ended, rows_of, screen_of
+from terrazzo.telemetry import FlightRecorder, LiveRanks, has_ended, rows_of, screen_of
 from tests.telemetry.test_verdict import record, settings, write_run
 
 
@@ -121,24 +121,24 @@ def test_a_pipe_gets_each_row_once_until_the_run_ends(tmp_path: Path) -> None:
 def test_where_ranks_are_now_is_read_from_what_they_record(tmp_path: Path) -> None:
     ranks = LiveRanks(tmp_path)
     assert ranks.lines() == []
-    box = BlackBox(1, 2)
-    box.recorder.extend_table(folder=str(tmp_path), units=["", "blocks.1"])
+    recorder = FlightRecorder(1, 2)
+    recorder.events.extend_table(folder=str(tmp_path), units=["", "blocks.1"])
     (tmp_path / "flight").mkdir()
-    live = {"pid": os.getpid(), "descriptor": box.descriptor, "boot": boot_id()}
+    live = {"pid": os.getpid(), "descriptor": recorder.descriptor, "boot": boot_id()}
     (tmp_path / "flight/rank-00001.live").write_text(json.dumps(live))
-    box.recorder.step_done(7)
-    box.recorder.phase("forward")
-    box.recorder.unit_begins(1, "forward")
+    recorder.events.step_done(7)
+    recorder.events.phase("forward")
+    recorder.events.unit_begins(1, "forward")
     assert ranks.lines() == ["rank 1    step 8  forward  blocks.1"]
-    box.recorder.unit_ends(1)
-    box.recorder.phase("backward")
-    track = box.recorder.track("dp_shard", "all_gather", False)
-    box.recorder.waits(track, 1)
+    recorder.events.unit_ends(1)
+    recorder.events.phase("backward")
+    track = recorder.events.track("dp_shard", "all_gather", False)
+    recorder.events.waits(track, 1)
     (line,) = ranks.lines()
     assert line.startswith("rank 1    step 8  backward  waits for all_gather since 0.")
     text = shown(LINES, ranks=[line])
     assert "\nnow\n  rank 1    step 8  backward  waits for" in text
-    box.recorder.phase("end")
+    recorder.events.phase("end")
     assert ranks.lines() == [], "it has ended in order"
 
 

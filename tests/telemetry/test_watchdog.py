@@ -16,7 +16,7 @@ import pytest
 from terrazzo.engine.comm.label import Label, Purpose
 from terrazzo.exit_codes import STALLED
 from terrazzo.telemetry import flights_of
-from terrazzo.telemetry.flight.recorder import Recorded
+from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.flight.ring import EventKind, Ring, Tail
 from terrazzo.telemetry.watchdog.rank_progress import LEFT, RankProgress
 from terrazzo.telemetry.watchdog.stall import Fact, Stall, find_stall
@@ -33,7 +33,7 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         self.rings = [Ring(Ring.memory()) for _ in range(count)]
-        self.ranks = [Recorded(ring, rank, count) for rank, ring in enumerate(self.rings)]
+        self.ranks = [RingRecorder(ring, rank, count) for rank, ring in enumerate(self.rings)]
         self.tails = [Tail(ring.descriptor) for ring in self.rings]
         for rank in self.ranks:
             rank.extend_table(
@@ -434,19 +434,19 @@ from pathlib import Path
 import terrazzo as tz
 from terrazzo.engine import engine_of
 from terrazzo.train.launch.rank_process import announce_ready, run_rank
-from terrazzo.telemetry.watchdog.recording import black_box
+from terrazzo.telemetry.watchdog.recording import open_flight_recorder
 
 how, folder, rank = sys.argv[1], Path(sys.argv[2]), int(os.environ["RANK"])
 
 def work():
     announce_ready()
     dist.init_process_group("gloo")
-    box = black_box(rank, 2)
+    recorder = open_flight_recorder(rank, 2)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = tz.shard(model, optimizer, plan="zero3", units=[torch.nn.Linear])
     engine = engine_of(model)
-    box.follow(engine, folder)
+    recorder.follow(engine, folder)
     for step in range(1, 5):
         loss = model(torch.ones(2, 8)).sum()
         if step == 3 and rank == 1:
@@ -454,7 +454,7 @@ def work():
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        box.recorder.step_done(step)
+        recorder.events.step_done(step)
     return 0
 
 def act(model, engine):

@@ -14,15 +14,15 @@ import pytest
 
 from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput
+from terrazzo.train.checkpoints.restart_points import restarts_of
 from terrazzo.train.launch.launcher import launch_with_restarts
-from terrazzo.train.launch.notices import Ended, Notices
+from terrazzo.train.launch.notices import Notices, RunEnd
 from terrazzo.train.launch.restarts import Restart, Restarts, Saved, Start, refuse_restarts, take_restart_note
-from terrazzo.train.run import _restarts
 from tests.helpers import programs
 from tests.train.test_loop import command, curve, environment, metrics, one_rank_of
 from tests.train.test_session import config_in, trained
 
-FAILED = Ended(1, "Rank 1 was ended by SIGKILL", lasts=False)
+FAILED = RunEnd(1, "Rank 1 was ended by SIGKILL", lasts=False)
 START = Start(2, ["words"])
 
 
@@ -37,7 +37,7 @@ class Told:
     def words(self, saved: Saved) -> Sequence[str]:
         return [f"from {saved.step}"]
 
-    def after(self, ended: Ended = FAILED) -> Start | None:
+    def after(self, ended: RunEnd = FAILED) -> Start | None:
         return self.again.after(START, ended)
 
 
@@ -70,14 +70,14 @@ def test_two_failures_without_a_checkpoint_in_between_end_it_with_the_first_one_
 ) -> None:
     told = Told(9, *steps)
     assert told.after() is not None
-    assert told.after(Ended(1, "rank 0 failed: ConnectionError", lasts=False)) is None
+    assert told.after(RunEnd(1, "rank 0 failed: ConnectionError", lasts=False)) is None
     assert capsys.readouterr().err == (
         f"\nNot started again: no checkpoint was saved since the failure before ({at}), which was: {FAILED.why}.\n"
     )
 
 
 def test_what_no_restart_mends_is_not_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Told(9, 3).after(Ended(2, "rank 0 failed: Error: no fruit", lasts=True)) is None
+    assert Told(9, 3).after(RunEnd(2, "rank 0 failed: Error: no fruit", lasts=True)) is None
     assert capsys.readouterr().err == "\nNot started again: it would end so again.\n"
 
 
@@ -97,7 +97,7 @@ def test_the_end_of_ranks_that_were_started_again_is_heard_of_though_they_have_c
     """The run's folders are its own since its first start, and what was noted of that is not how the run has ended."""
     (tmp_path / "rank.py").write_text(CLAIMS)
     heard: list[int | str] = []
-    notices = Notices("", str, ended=lambda ended: heard.append(ended.code), again=lambda: heard.append("again"))
+    notices = Notices("", str, on_end=lambda end: heard.append(end.code), on_restart=lambda: heard.append("again"))
     start = Start(1, [str(tmp_path / "rank.py"), str(tmp_path)])
     restarts = Restarts(1, lambda: Saved(1, "step-1"), lambda saved: start.words, lambda line: None)
     assert launch_with_restarts(start, restarts, notices, None) == 9
@@ -111,7 +111,7 @@ def test_a_run_begun_anew_goes_on_from_its_own_checkpoints_alone(tmp_path: Path)
     launch = {"restarts": 1}
     assert trained(config_in(tmp_path, train={"steps": 3})) == 0
     anew = config_in(tmp_path, launch=launch, checkpoint={"resume": "never", "overwrite": True})
-    again = _restarts(anew, ["words"])
+    again = restarts_of(anew, ["words"])
     assert again._newest() == Saved(), "what is there is of another run"
     assert trained(anew) == 0
     saved = again._newest()
@@ -123,7 +123,7 @@ def test_a_run_begun_anew_goes_on_from_its_own_checkpoints_alone(tmp_path: Path)
 def test_a_run_whose_checkpoints_are_gone_is_not_begun_anew(tmp_path: Path) -> None:
     config = config_in(tmp_path, launch={"restarts": 1})
     assert trained(config) == 0
-    again = _restarts(config, ["words"])
+    again = restarts_of(config, ["words"])
     (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
     with pytest.raises(BadInput, match="held a checkpoint when this run began, and holds none now"):
         again._newest()
@@ -168,15 +168,16 @@ STEPS = [
 LAUNCHER = """
 import sys
 from pathlib import Path
-from terrazzo.train import run
+from terrazzo.config import load_config
+from terrazzo.train import start
 from terrazzo.train.launch import local_ranks
 
 local_ranks.SIBLING_GRACE_S = 1.0
-Start, again = run.Start, run._restarts
-run.Start = lambda ranks, words: Start(ranks, [sys.argv[1], *words[2:]])
-run._restarts = lambda config, words: again(config, [sys.argv[1], *words[2:]])
+Start, again = start.Start, start.restarts_of
+start.Start = lambda ranks, words: Start(ranks, [sys.argv[1], *words[2:]])
+start.restarts_of = lambda config, words: again(config, [sys.argv[1], *words[2:]])
 path, words = Path(sys.argv[3]), sys.argv[4:]
-sys.exit(run.start_training(run.load_config(path, words), path, words))
+sys.exit(start.start_training(load_config(path, words), path, words))
 """
 """`terrazzo train` whose ranks run another program."""
 

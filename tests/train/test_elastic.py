@@ -15,10 +15,10 @@ from terrazzo.config import config_from_dict, load_config
 from terrazzo.engine.runtime import device as devices
 from terrazzo.errors import BadInput, counted
 from terrazzo.train.launch.machine import ranks_to_start, slots_of
-from terrazzo.train.launch.notices import Ended
+from terrazzo.train.launch.notices import RunEnd
 from terrazzo.train.launch.rank_slots import RankSlots
 from terrazzo.train.launch.restarts import Restarts, Saved, Start
-from terrazzo.train.run import _check_fewer
+from terrazzo.train.preflight import check_fewer
 from tests.helpers import programs
 from tests.train.test_again import LAUNCHER, killed_by
 from tests.train.test_loop import command, curve, environment, metrics
@@ -93,8 +93,8 @@ def test_fewer_ranks_that_cannot_run_it_are_refused_before_a_start(tmp_path: Pat
         batch={"global_batch": 8},
     )
     with pytest.raises(BadInput, match=r"launch.ranks is 3:4, and of 3 ranks it would be refused: batch: 4 of 12 rows"):
-        _check_fewer(config, 4)
-    _check_fewer(config, 3)
+        check_fewer(config, 4)
+    check_fewer(config, 3)
 
 
 def test_a_start_takes_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_a_rank_that_fails_at_its_start_again_is_gone_on_without(capsys: pytest.
     places = RankSlots([2, 3], lambda: 3, named=False)
     again = Restarts(9, lambda: Saved(5, "step-5"), lambda saved: ["words"], said.append, places)
     start = Start(3, ["words"])
-    for ranks, ended in ((3, Ended(1, "x", lasts=False, unbegun=2)), (2, Ended(1, "y", lasts=False, unbegun=2))):
+    for ranks, ended in ((3, RunEnd(1, "x", lasts=False, unbegun=2)), (2, RunEnd(1, "y", lasts=False, unbegun=2))):
         following = again.after(start, ended)
         assert following is not None and following.ranks == ranks
         start = following
@@ -150,7 +150,7 @@ def test_a_rank_that_fails_at_its_start_again_is_gone_on_without(capsys: pytest.
         "restart 1 of 9: starting 3 ranks again, from step-5",
         "restart 2 of 9: rank 2 of 3 fails at its start again; starting 2 ranks, from step-5",
     ]
-    assert again.after(start, Ended(1, "z", lasts=False, unbegun=1)) is None
+    assert again.after(start, RunEnd(1, "z", lasts=False, unbegun=1)) is None
     assert capsys.readouterr().err == (
         "\nNot started again: rank 1 of 2 fails at its start again, and 2 ranks are the least (launch.ranks).\n"
     )

@@ -31,7 +31,7 @@ from terrazzo.exit_codes import BAD_INPUT, CORRUPTED, DIVERGED, FAILED, INTERRUP
 from terrazzo.telemetry.log.exit_note import overrule_exit
 from terrazzo.train.launch import preemption, rank_process
 from terrazzo.train.launch.launcher_pipe import REPORT
-from terrazzo.train.launch.notices import Ended
+from terrazzo.train.launch.notices import RunEnd
 from terrazzo.train.launch.preemption import stays_stopped
 from terrazzo.train.launch.rank_process import announce_claim, note_interrupted, run_rank
 from tests.checkpoint.faults import reap, spawn_child
@@ -331,23 +331,23 @@ def test_a_run_that_went_well_is_noted_by_its_first_rank(
     [
         (
             {"code": 1, "reason": "failed", "cause": "ConnectionError: gone", "rank": 0, "step": 3},
-            Ended(1, "Rank 1 was ended by SIGKILL", lasts=False, rank=1, step=4, reason="killed"),
+            RunEnd(1, "Rank 1 was ended by SIGKILL", lasts=False, rank=1, step=4, reason="killed"),
             {"code": 1, "reason": "killed", "cause": "Rank 1 was ended by SIGKILL", "rank": 1, "step": 4},
         ),
         (
             {"code": 83, "reason": "diverged", "cause": "Error: nan", "rank": 1, "step": 3},
-            Ended(83, "rank 1 failed: Error: nan", rank=1),
+            RunEnd(83, "rank 1 failed: Error: nan", rank=1),
             {"code": 83, "reason": "diverged", "cause": "Error: nan", "rank": 1, "step": 3},
         ),
         (
             None,
-            Ended(130),
+            RunEnd(130),
             {"code": 130, "reason": "interrupted", "cause": "ended by SIGINT", "rank": None, "step": None},
         ),
     ],
 )
 def test_a_launcher_knows_of_ranks_that_say_nothing(
-    there: dict[str, Any] | None, ended: Ended, noted: dict[str, Any], tmp_path: Path
+    there: dict[str, Any] | None, ended: RunEnd, noted: dict[str, Any], tmp_path: Path
 ) -> None:
     if there is not None:
         (tmp_path / "exit.json").write_text(json.dumps(there))

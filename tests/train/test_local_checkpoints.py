@@ -17,11 +17,11 @@ from terrazzo.config import Config, config_from_dict
 from terrazzo.errors import BadInput, SaveFailed
 from terrazzo.train.checkpoints.local import LocalCheckpoints
 from terrazzo.train.checkpoints.local_folder import local_checkpoints, local_folder, noted_run
+from terrazzo.train.checkpoints.restart_points import restarts_of
 from terrazzo.train.checkpoints.resume import resume_from
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.prepare import prepare_model
 from terrazzo.train.preflight import check
-from terrazzo.train.run import _restarts
 from terrazzo.train.session.build_session import open_session
 from tests.helpers.cover import mostly_long
 from tests.helpers.threads import run_in_threads
@@ -93,7 +93,7 @@ def test_a_run_goes_on_from_what_survives_to_the_same_bits(
     config = local_in(tmp_path / "crashed", every)
     crashed(config, 7, monkeypatch)
     assert names(config) == ["step-00000006"], "one at a time"
-    again = _restarts(config, ["words"])
+    again = restarts_of(config, ["words"])
     assert (again._newest().step, again._newest().path) == (6, f"{local_folder(config)}/step-00000006")
     header(capsys)
     assert trained(config) == 0
@@ -187,7 +187,7 @@ def test_those_of_another_run_are_not_used(
 def test_a_run_that_begins_anew_goes_on_from_its_own_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     crashed(local_in(tmp_path), 7, monkeypatch)
     anew = local_in(tmp_path, resume="never", overwrite=True)
-    again = _restarts(anew, ["words"])
+    again = restarts_of(anew, ["words"])
     assert again._newest().step == 0, "what is there is of another run"
     crashed(anew, 1, monkeypatch)
     assert again._newest().step == 0

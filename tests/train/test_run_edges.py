@@ -34,10 +34,10 @@ from terrazzo.train.launch import stop_signals
 from terrazzo.train.launch.notices import Notices
 from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.launch.stop_signals import StopRequest
+from terrazzo.train.launch.trainer_notices import cut_short_text
 from terrazzo.train.loop import TrainingLoop
 from terrazzo.train.model.objectives import NextToken
 from terrazzo.train.preflight import check
-from terrazzo.train.run import _cut_short
 from terrazzo.train.session import build_session
 from terrazzo.train.session.build_session import open_session
 from terrazzo.train.session.session import Session
@@ -130,7 +130,7 @@ def on_ranks_of_a_run(ranks: int, config: Config, work: Callable[[Session], Any]
             return work(session)
         finally:
             session.loader.close()
-            session.keeper.abandon()
+            session.checkpoints.abandon()
 
     return run_in_threads(ranks, body)
 
@@ -325,7 +325,7 @@ def test_a_stop_before_the_first_step_promises_no_step(
     monkeypatch.setattr(stop_signals, "say_now", lines.append)
     stop, requests = Asked(), SimpleQueue[int]()
     stop.trains = trains
-    notices = Notices("asked", lambda: "cut short", asked_early="asked early")
+    notices = Notices("asked", lambda: "cut short", stopping_early="asked early")
     threading.Thread(target=stop._say, args=(requests, notices), daemon=True).start()
     requests.put(0)
     _wait_until(lambda: bool(lines))
@@ -354,15 +354,15 @@ def test_what_is_lost_at_a_second_interrupt_is_said_with_the_way_on(tmp_path: Pa
     config = config_in(tmp_path, train={"steps": 3})
     command = Command(Path("mine.yaml"), ["train.steps=3"])
     again = f"{program()} train mine.yaml train.steps=3"
-    assert _cut_short(config, command) == (
+    assert cut_short_text(config, command) == (
         f"Ended at once, without saving: there is no checkpoint, and all steps are lost. To begin anew: {again}"
     )
     trained(config)
     newest = tmp_path / "run" / "checkpoints" / "step-00000003"
     lost = f"steps after the newest checkpoint, {newest}, are lost"
-    assert _cut_short(config, command) == f"Ended at once, without saving: {lost}. To go on from it: {again}"
+    assert cut_short_text(config, command) == f"Ended at once, without saving: {lost}. To go on from it: {again}"
     anew = config_in(tmp_path, checkpoint={"resume": "never", "overwrite": True})
-    assert _cut_short(anew, command).endswith(f"{again} checkpoint.resume=if_exists")
+    assert cut_short_text(anew, command).endswith(f"{again} checkpoint.resume=if_exists")
 
 
 RANK_THAT_SLEEPS = """

@@ -170,15 +170,15 @@ def test_a_stop_that_was_asked_for_is_no_failure(capsys: pytest.CaptureFixture[s
     interrupted = Failure(0, 100 * S, 130, "KeyboardInterrupt")
     follows = Failure(1, 101 * S, 1, "RuntimeError: Connection closed by peer")
     ranks: list[Any] = [Ended(0, -2, interrupted, 101 * S), Ended(1, 1, follows, 102 * S)]
-    assert report_end(RanksAtEnd(ranks, asked=signal.SIGINT)).code == 130
+    assert report_end(RanksAtEnd(ranks, stop_signal=signal.SIGINT)).code == 130
     assert capsys.readouterr().err == "Stopped by SIGINT; all ranks have ended.\n"
     killed: list[Any] = [Ended(0, -15, ended_ns=S), Ended(1, -15, ended_ns=S)]
-    assert report_end(RanksAtEnd(killed, asked=signal.SIGTERM)).code == 143
+    assert report_end(RanksAtEnd(killed, stop_signal=signal.SIGTERM)).code == 143
     saved: list[Any] = [Ended(0, 75), Ended(1, 75)]
-    assert report_end(RanksAtEnd(saved, asked=signal.SIGTERM)).code == 75
+    assert report_end(RanksAtEnd(saved, stop_signal=signal.SIGTERM)).code == 75
     assert capsys.readouterr().err.count("\n") == 1
     broken: list[Any] = [Ended(0, 1, Failure(0, 99 * S, 1, "OSError: disk full"), 101 * S), Ended(1, -2)]
-    assert report_end(RanksAtEnd(broken, asked=signal.SIGINT)).code == 1
+    assert report_end(RanksAtEnd(broken, stop_signal=signal.SIGINT)).code == 1
     assert "OSError: disk full" in capsys.readouterr().err
 
 

@@ -137,7 +137,7 @@ def test_a_checkpoint_of_another_loop_is_refused_by_name(tmp_path: Path) -> None
     def body(rank: int) -> None:
         with open_session(config, ALONE) as session:
             checkpoint.save(
-                checkpoint.step_path(session.keeper.folder, 1), session.model, session.optimizer, {"step": 1}
+                checkpoint.step_path(session.checkpoints.folder, 1), session.model, session.optimizer, {"step": 1}
             )
         with pytest.raises(BadInput, match=r"not of 'terrazzo train'.*no best, config, data.*tz\.checkpoint\.load"):
             open_session(config, ALONE)

@@ -53,7 +53,7 @@ class _Script:
         self.origin = origin
         self.set: dict[str, list[str]] = {}
         self.open: dict[str, int] = {}
-        self.found: list[tuple[int, list[str]]] = []
+        self.programs: list[tuple[int, list[str]]] = []
         self.words: list[str] = []
 
     def run(self, text: str) -> None:
@@ -73,8 +73,8 @@ class _Script:
         while at < len(words) and words[at] in _KEYWORDS:
             change += (words[at] in _OPENING) - (words[at] in _CLOSING)
             at += 1
-        while at < len(words) and (found := _SET.fullmatch(words[at])):
-            self._assign(found, line if depth + max(change, 0) > 0 else 0)
+        while at < len(words) and (assignment := _SET.fullmatch(words[at])):
+            self._assign(assignment, line if depth + max(change, 0) > 0 else 0)
             at += 1
         if at < len(words):
             self._command([each for word in words[at:] for each in self.expand(word)], line)
@@ -86,11 +86,11 @@ class _Script:
             words = [each for word in _words(nested, self.origin) for each in self.expand(word)]
         place = _program(words)
         if place >= 0 and any(word.startswith("--") for word in words[place:]):
-            self.found.append((line, words))
+            self.programs.append((line, words))
         self.words += words
 
-    def _assign(self, found: re.Match[str], line: int) -> None:
-        name, more, value = found[1], found[2], found[3]
+    def _assign(self, assignment: re.Match[str], line: int) -> None:
+        name, more, value = assignment[1], assignment[2], assignment[3]
         if line:
             self.open[name] = line
             return
@@ -109,33 +109,33 @@ class _Script:
         for part in _PARTS.findall(word):
             array = _VARIABLE.fullmatch(part.strip('"'))
             if part[0] == "'":
-                found, quoted = [part[1:-1]], True
+                pieces, quoted = [part[1:-1]], True
             elif array is not None and array[2] and split:
-                found = self._words_of(array)
+                pieces = self._words_of(array)
                 if part[0] != '"':
-                    found = [each for word in found for each in word.split()]
+                    pieces = [each for word in pieces for each in word.split()]
             elif part[0] == '"':
-                found, quoted = [self._filled(part[1:-1])], True
+                pieces, quoted = [self._filled(part[1:-1])], True
             else:
                 text = self._filled(re.sub(r"\\(.)", r"\1", part))
-                found = text.split() if split and "$" in part else [text]
-            if found:
-                fields = [*fields[:-1], fields[-1] + found[0], *found[1:]]
+                pieces = text.split() if split and "$" in part else [text]
+            if pieces:
+                fields = [*fields[:-1], fields[-1] + pieces[0], *pieces[1:]]
         return [field for field in fields if field or quoted]
 
     def _filled(self, text: str) -> str:
-        return _SUM.sub(_computed, _VARIABLE.sub(lambda found: " ".join(self._words_of(found)), text))
+        return _SUM.sub(_computed, _VARIABLE.sub(lambda variable: " ".join(self._words_of(variable)), text))
 
-    def _words_of(self, found: re.Match[str]) -> list[str]:
-        name = found[1] or found[4]
+    def _words_of(self, variable: re.Match[str]) -> list[str]:
+        name = variable[1] or variable[4]
         if name in self.open:
             raise BadInput(
                 f"'{self.origin}': ${name} is set in line {self.open[name]} within a condition, a loop or a function, "
                 "and nothing of a script is run: write the arguments that hold into a file that ends in .args."
             )
         if name not in self.set:
-            return [found[0] if found[3] is None else found[3]]
-        return self.set[name] if found[2] else self.set[name][:1]
+            return [variable[0] if variable[3] is None else variable[3]]
+        return self.set[name] if variable[2] else self.set[name][:1]
 
 
 def _program(words: list[str]) -> int:
@@ -147,10 +147,10 @@ def _tokens(text: str, origin: str) -> Iterator[tuple[str, str]]:
     """Words and ends of statements; an array in brackets is one word, marked by a zero before its content."""
     place = 0
     while place < len(text):
-        found = _TOKEN.match(text, place)
-        assert found is not None
-        place = found.end()
-        kind, token = str(found.lastgroup), found[0]
+        match = _TOKEN.match(text, place)
+        assert match is not None
+        place = match.end()
+        kind, token = str(match.lastgroup), match[0]
         if kind == "word" and token.endswith("=") and text[place : place + 1] == "(":
             end = _closing(text, place, origin)
             token, place = f"{token}{_ARRAY}{text[place + 1 : end]}", end + 1
@@ -161,11 +161,11 @@ def _closing(text: str, start: int, origin: str) -> int:
     """Where a bracket closes, past quotes and comments."""
     place = start + 1
     while place < len(text):
-        found = _TOKEN.match(text, place)
-        assert found is not None
-        if found[0] == ")":
+        match = _TOKEN.match(text, place)
+        assert match is not None
+        if match[0] == ")":
             return place
-        place = found.end()
+        place = match.end()
     raise BadInput(f"'{origin}': the bracket in line {text.count(chr(10), 0, start) + 1} is not closed.")
 
 
@@ -173,11 +173,11 @@ def _words(text: str, origin: str) -> list[str]:
     return [token for kind, token in _tokens(text, origin) if kind == "word"]
 
 
-def _computed(found: re.Match[str]) -> str:
+def _computed(arithmetic: re.Match[str]) -> str:
     """`$((8*2))` of small whole numbers; else as it stands."""
-    text = found[1].replace(" ", "").replace("$", "")
+    text = arithmetic[1].replace(" ", "").replace("$", "")
     if not re.fullmatch(r"\d{1,9}(\*\d{1,9}){0,3}", text):
-        return found[0]
+        return arithmetic[0]
     return str(math.prod(int(factor) for factor in text.split("*")))
 
 
@@ -193,32 +193,32 @@ def parse_arguments(text: str, origin: str) -> dict[str, Any]:
     """
     script = _Script(origin)
     script.run(text)
-    if len(script.found) > 1:
-        lines = ", ".join(str(line) for line, _ in script.found)
+    if len(script.programs) > 1:
+        lines = ", ".join(str(line) for line, _ in script.programs)
         raise BadInput(f"'{origin}' starts several programs with arguments (lines {lines}): keep one of them.")
-    words = script.found[0][1] if script.found else script.words
+    words = script.programs[0][1] if script.programs else script.words
     program = _program(words)
     launcher = _options(words[:program], origin) if program > 0 else {}
-    found = _options(words[program + 1 :], origin)
-    if not found and not launcher:
+    options = _options(words[program + 1 :], origin)
+    if not options and not launcher:
         raise BadInput(f"'{origin}' gives no program an argument: there is nothing to read.")
-    return {**({_LAUNCHER: launcher} if launcher else {}), **found}
+    return {**({_LAUNCHER: launcher} if launcher else {}), **options}
 
 
 def _options(words: list[str], origin: str) -> dict[str, Any]:
-    given: list[tuple[str, list[Any]]] = [("", [])]
+    written: list[tuple[str, list[Any]]] = [("", [])]
     for word in words:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
-            given.append((name, [_plain(value)] if equals else []))
+            written.append((name, [_plain(value)] if equals else []))
         else:
-            given[-1][1].append(_plain(word))
-    found: dict[str, Any] = {}
-    for name, values in given[1:]:
-        said = values if len(values) > 1 else values[0] if values else True
-        if found.setdefault(name, said) != said:
-            raise BadInput(f"'{origin}': --{name} is given twice, as {found[name]} and {said}: keep one of them.")
-    return found
+            written[-1][1].append(_plain(word))
+    options: dict[str, Any] = {}
+    for name, values in written[1:]:
+        setting = values if len(values) > 1 else values[0] if values else True
+        if options.setdefault(name, setting) != setting:
+            raise BadInput(f"'{origin}': --{name} is given twice, as {options[name]} and {setting}: keep one of them.")
+    return options
 
 
 def _plain(word: str) -> Any:
@@ -240,10 +240,10 @@ def write_arguments(document: Mapping[str, Any]) -> str:
 
 
 def _line(arguments: Mapping[str, Any]) -> list[str]:
-    found = []
+    words = []
     for name, value in arguments.items():
         if value is None or value is False:
             continue
-        given = [] if value is True else value if isinstance(value, list) else [value]
-        found += [f"--{name}", *(shlex.quote(str(each)) for each in given)]
-    return found
+        texts = [] if value is True else value if isinstance(value, list) else [value]
+        words += [f"--{name}", *(shlex.quote(str(each)) for each in texts)]
+    return words

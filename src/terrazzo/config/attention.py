@@ -28,8 +28,8 @@ class AttentionConfig(Section):
         return "stride" if self.stride is not None else "layers of other kinds" if self.full_every is not None else ""
 
     def _agrees(self) -> None:
-        given = [name for name in ("stride", "full_every") if getattr(self, name) is not None]
-        if self.window is None and given:
+        set_here = [name for name in ("stride", "full_every") if getattr(self, name) is not None]
+        if self.window is None and set_here:
             raise ValueError(
-                f"{', '.join(given)} without attention.window: set it, such as 1024, or remove the section"
+                f"{', '.join(set_here)} without attention.window: set it, such as 1024, or remove the section"
             )

@@ -36,11 +36,11 @@ class ExpertsConfig(Section):
 
     def _agrees(self) -> None:
         usual = type(self).model_fields
-        given = [name for name, value in self if value != usual[name].default]
-        if self.count is None and given:
-            raise ValueError(f"{', '.join(given)} without experts.count: set it, such as 8, or remove the section")
+        set_here = [name for name, value in self if value != usual[name].default]
+        if self.count is None and set_here:
+            raise ValueError(f"{', '.join(set_here)} without experts.count: set it, such as 8, or remove the section")
         if self.count is not None and self.top_k > self.count:
             raise ValueError(f"top_k {self.top_k} experts compute each token, and there are {self.count}: lower top_k")
         for key, balance in (("bias_rate", "bias"), ("loss_weight", "loss")):
-            if key in given and self.balance != balance:
+            if key in set_here and self.balance != balance:
                 raise ValueError(f"{key} belongs to balance '{balance}', and this one is '{self.balance}': remove it")

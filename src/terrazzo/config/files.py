@@ -168,7 +168,7 @@ _BESIDES = re.compile(r'"(?:[^"\\]|\\.)*"?|//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z)|,(
 
 def _strict(text: str) -> str:
     """The text without what strict JSON does not have; all else keeps its place."""
-    return _BESIDES.sub(lambda found: found[0] if found[0][0] == '"' else re.sub(r"[^\n]", " ", found[0]), text)
+    return _BESIDES.sub(lambda piece: piece[0] if piece[0][0] == '"' else re.sub(r"[^\n]", " ", piece[0]), text)
 
 
 def _json(text: str, origin: str) -> Any:
@@ -179,12 +179,12 @@ def _json(text: str, origin: str) -> Any:
         raise BadInput(f"'{origin}' holds {word}, which is not a number that a setting can have.")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        by_key: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in by_key:
                 raise _twice(key, origin)
-            found[key] = value
-        return found
+            by_key[key] = value
+        return by_key
 
     return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
 
@@ -206,8 +206,8 @@ class _Loader(_Parser):  # type: ignore[misc]
     """Plain values only. `1e-3` is a number, as in YAML 1.2; dates are text."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 

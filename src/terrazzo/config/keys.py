@@ -82,5 +82,5 @@ def keys_meant(word: str) -> list[str]:
     for key in KEYS:
         ends.setdefault(key.rpartition(".")[2], []).append(key)
     near = [last] if last in ends else difflib.get_close_matches(last, ends, n=1, cutoff=0.75)
-    found = ends[near[0]] if near else []
-    return found if len(found) <= _MOST_MEANT else []
+    meant = ends[near[0]] if near else []
+    return meant if len(meant) <= _MOST_MEANT else []

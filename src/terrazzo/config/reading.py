@@ -95,8 +95,8 @@ def check_keys(raw: Mapping[str, Any]) -> CheckedKeys:
         except ValidationError as error:
             for detail in error.errors():
                 place = detail["loc"]
-                found = [place[:depth] for depth in range(1, len(place)) if _dotted(place[:depth]) in KEYS]
-                where = found[0] if found else place  # an entry of a list is its key's
+                known = [place[:depth] for depth in range(1, len(place)) if _dotted(place[:depth]) in KEYS]
+                where = known[0] if known else place  # an entry of a list is its key's
                 if detail["type"] != "extra_forbidden":
                     words = _sentence(dict(detail), "it" if where == place else "")
                     problems.setdefault(_dotted(where), without_passwords(words))
@@ -185,51 +185,51 @@ def _sentences(errors: Sequence[dict[str, Any]]) -> list[str]:
         whole = [each for depth in range(1, len(place)) if (each := _dotted(place[:depth])) in KEYS]
         by_key.setdefault(whole[0] if whole else _dotted(place), []).append(error)
     lines: list[str] = []
-    for key, found in by_key.items():
-        if len(found) > 1 and all(error["input"] == found[0]["input"] for error in found):
-            kinds = " or ".join(_expected(error["type"], error.get("ctx", {})) for error in found)
-            lines.append(f"{key} is {_shown(found[0]['input'])}, expected {kinds}{_or_null(key)}.")
+    for key, of_key in by_key.items():
+        if len(of_key) > 1 and all(error["input"] == of_key[0]["input"] for error in of_key):
+            kinds = " or ".join(_expected(error["type"], error.get("ctx", {})) for error in of_key)
+            lines.append(f"{key} is {_shown(of_key[0]['input'])}, expected {kinds}{_or_null(key)}.")
         else:
-            lines += map(_sentence, found)
+            lines += map(_sentence, of_key)
     return lines
 
 
 def _sentence(error: dict[str, Any], subject: str = "") -> str:
     """One pydantic error in plain words: key, or `subject` in its place, what was found, what was expected."""
     where = _dotted(error["loc"])
-    found, kind, context = error["input"], error["type"], error.get("ctx", {})
+    value, kind, context = error["input"], error["type"], error.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(error["loc"])
     if kind == "value_error":
         return f"{where}: {context['error']}" if where and not subject else str(context["error"])
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        near = did_you_mean(str(found), choices)
-        return f"{subject or where} is {found!r}, expected one of {', '.join(choices)}.{near}"
+        near = did_you_mean(str(value), choices)
+        return f"{subject or where} is {value!r}, expected one of {', '.join(choices)}.{near}"
     expected = f"{_expected(kind, context)}{_or_null(where)}"
-    edit = _keys_of(where, found) or _edit(kind, found)
-    return f"{subject or where} is {_shown(found)}, expected {expected}.{edit}"
+    edit = _keys_of(where, value) or _edit(kind, value)
+    return f"{subject or where} is {_shown(value)}, expected {expected}.{edit}"
 
 
-def _edit(kind: str, found: Any) -> str:
+def _edit(kind: str, value: Any) -> str:
     """For a number or a switch that is text, such as `'12'` or `'off'`, and a word in place of a list."""
-    if isinstance(found, str) and kind == "list_type":
-        return f" Write [{found}]."
-    if not isinstance(found, str) or kind not in ("int_type", "float_type", "bool_type"):
+    if isinstance(value, str) and kind == "list_type":
+        return f" Write [{value}]."
+    if not isinstance(value, str) or kind not in ("int_type", "float_type", "bool_type"):
         return ""
     try:
-        meant = parse_value(found, "yaml", "it")
+        meant = parse_value(value, "yaml", "it")
     except BadInput:
         return ""
     right = isinstance(meant, bool) if kind == "bool_type" else type(meant) in (int, float)
     return f" Write {json.dumps(meant)}, without quotes." if right else ""
 
 
-def _keys_of(where: str, found: Any) -> str:
+def _keys_of(where: str, value: Any) -> str:
     """What stands in a section that was given as one value: `optimizer=adamw` for `optimizer.name=adamw`."""
     keys = [key.removeprefix(f"{where}.") for key in KEYS if key.startswith(f"{where}.")]
-    if "name" in keys and isinstance(found, str):
-        return f" Write {where}.name: {found}, or on the command line {where}.name={found}."
+    if "name" in keys and isinstance(value, str):
+        return f" Write {where}.name: {value}, or on the command line {where}.name={value}."
     return f" It has {', '.join(keys)}." if keys else ""
 
 

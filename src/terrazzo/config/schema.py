@@ -87,11 +87,11 @@ class PlanConfig(Named):
 
     def _agrees(self) -> None:
         rows = {"weight": self.weight, "between": self.between, "grad": self.grad, "optim": self.optim}
-        given = [key for key, value in rows.items() if value is not None]
-        if given and self.name is not None:
-            raise ValueError(f"a preset name ('{self.name}') and custom places ({', '.join(given)}): give one of them")
-        if given and len(given) < len(rows):
-            missing = ", ".join(key for key in rows if key not in given)
+        places = [key for key, value in rows.items() if value is not None]
+        if places and self.name is not None:
+            raise ValueError(f"a preset name ('{self.name}') and custom places ({', '.join(places)}): give one of them")
+        if places and len(places) < len(rows):
+            missing = ", ".join(key for key in rows if key not in places)
             raise ValueError(f"a custom plan names all four places; missing: {missing} ('-' means not split)")
 
 

@@ -19,7 +19,7 @@ def without_passwords(value: Any) -> Any:
     with both, the `@` first, the end stays wherever it may as well be host and path: as in `key:a@host/b@c`.
     """
     if isinstance(value, str):
-        return _AFTER_SCHEME.sub(lambda found: _hidden(found[0]), value)
+        return _AFTER_SCHEME.sub(lambda url: _hidden(url[0]), value)
     if isinstance(value, dict):
         return {key: without_passwords(entry) for key, entry in value.items()}
     if isinstance(value, list):

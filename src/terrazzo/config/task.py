@@ -78,9 +78,11 @@ class LoraConfig(Section):
         return value
 
     def _agrees(self) -> None:
-        given = sorted(self.model_fields_set - {"rank"})
-        if self.rank is None and given and self != LoraConfig():
-            raise ValueError(f"{', '.join(given)} without lora.rank: set lora.rank, such as 8, or remove the section")
+        set_here = sorted(self.model_fields_set - {"rank"})
+        if self.rank is None and set_here and self != LoraConfig():
+            raise ValueError(
+                f"{', '.join(set_here)} without lora.rank: set lora.rank, such as 8, or remove the section"
+            )
         if not self.target_modules:
             raise ValueError("target_modules is empty: name layers, or leave it out for 'all-linear'")
 
@@ -160,10 +162,10 @@ class ObjectiveConfig(Named):
         return OBJECTIVES[self.name]
 
     def _agrees(self) -> None:
-        given = [
+        set_here = [
             key for key in ("beta", "label_smoothing") if getattr(self, key) != type(self).model_fields[key].default
         ]
-        if given and self.name != "dpo":
+        if set_here and self.name != "dpo":
             raise ValueError(
-                f"{', '.join(given)} without name 'dpo', which alone reads it: set name to 'dpo', or remove it"
+                f"{', '.join(set_here)} without name 'dpo', which alone reads it: set name to 'dpo', or remove it"
             )

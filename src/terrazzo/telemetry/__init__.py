@@ -1,13 +1,31 @@
-"""Where the time and the memory of a run went: metrics of a step, and the places they are written to.
+"""Where the time and the memory of a run go: what is measured of its steps, where that is written, and who reads it.
 
 Each folder imports from those before it in this list, and `attachment`, for a training loop of one's own, from all:
 
-    log        what a run writes into its folder, and how it is read back
-    steps      what is measured of a step
-    flight     the flight recorder: what each rank has exchanged, exchange by exchange
-    display    a run's records as a verdict, tables, a screen of text and a page
-    watchdog   ranks that stand still
-    profiling  a script of somebody else's, measured while it runs
+    log         what a run writes into its folder, and how it is read back
+    steps       what is measured of a step
+    flight      the flight recorder: what each rank has exchanged, exchange by exchange
+    display     a run's records as a verdict, tables, a screen of text and a page
+    watchdog    ranks that stand still
+    profiling   a script of somebody else's, measured while it runs
+    attachment  `attach`: all of this for a training loop of one's own
+
+How a measurement goes, from the step to the file and back:
+
+1. In a step the engine counts: seconds of each phase, and of each exchange how long the host waited (`engine.tally`).
+2. Behind the step `steps.step_recorder.StepRecorder.step_done` takes the counts. The training loop calls it, of one's
+   own loop the optimizer's hook that `attach` has set.
+3. At a log step `StepRecorder.record()` makes one dict of all steps since the last: the record of a step, whose fields
+   `docs/concepts/step-record.md` has. What differs between ranks is compared as its `skew`.
+4. On rank 0 `log.sinks.JsonLines.log("step", number, record)` writes it as a line of `metrics.jsonl`, in the folder
+   whose files `log.run_folder.RunFolder` names; `TensorBoard` does the same for event files.
+5. Whoever looks reads the lines by `log.records`, and makes of them `display.verdict`, `display.tables`,
+   `display.screen` (`terrazzo watch`) or `display.page` (report.html).
+
+To measure one thing more: count it in `StepRecorder` (2), put it into the dict (3); sinks take any number by its name.
+
+Beside that each rank writes single exchanges, as they happen, into a ring in memory: `flight.recorder.RingRecorder`.
+`terrazzo trace` draws it, and the watchdog reads from it what a rank that stands still waits for.
 
 Open to other packages:
 
@@ -29,7 +47,7 @@ if TYPE_CHECKING:
     from terrazzo.telemetry.display.step_table import StepTable, duration
     from terrazzo.telemetry.display.tables import Table, table_of_units, tables_of
     from terrazzo.telemetry.display.verdict import Verdict, verdict_of
-    from terrazzo.telemetry.flight.folder import BlackBox, flights_of, save_flight
+    from terrazzo.telemetry.flight.folder import FlightRecorder, flights_of, save_flight
     from terrazzo.telemetry.flight.trace import trace_of
     from terrazzo.telemetry.log.records import lines_of, of_newest_start, restart_text, run_lines, steps_of
     from terrazzo.telemetry.log.sinks import JsonLines, Sink, TensorBoard
@@ -43,7 +61,7 @@ else:
 
 __all__ = [
     "VERDICT",
-    "BlackBox",
+    "FlightRecorder",
     "JsonLines",
     "LiveRanks",
     "PeakMemory",

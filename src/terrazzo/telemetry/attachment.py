@@ -14,7 +14,7 @@ from terrazzo.engine import engine_of
 from terrazzo.errors import BadInput, Misuse
 from terrazzo.exchange import timeout_s, together
 from terrazzo.telemetry.display.verdict import Verdict, verdict_of
-from terrazzo.telemetry.flight.folder import BlackBox
+from terrazzo.telemetry.flight.folder import FlightRecorder
 from terrazzo.telemetry.log.exit_note import forget_exit
 from terrazzo.telemetry.log.records import lines_of, steps_of
 from terrazzo.telemetry.log.run_folder import RunFolder
@@ -34,8 +34,8 @@ class Telemetry:
         sinks: where records go.
         every: steps between two records.
         first_step: steps that were made before.
-        box: where each exchange is recorded, on all ranks.
-        leave: has nobody look after this rank any more.
+        flight_recorder: where each exchange is recorded, on all ranks.
+        stop_looking: has nobody look after this rank any more.
     """
 
     def __init__(
@@ -44,11 +44,12 @@ class Telemetry:
         sinks: list[Sink],
         every: int,
         first_step: int,
-        box: BlackBox,
-        leave: Callable[[], None] | None,
+        flight_recorder: FlightRecorder,
+        stop_looking: Callable[[], None] | None,
     ) -> None:
-        self._recorder, self._sinks, self._every, self._step, self._box = recorder, sinks, every, first_step, box
-        self._leave = leave
+        self._recorder, self._sinks, self._every, self._step = recorder, sinks, every, first_step
+        self._flight_recorder = flight_recorder
+        self._stop_looking = stop_looking
         self._handle: Any = None
         self._path = next((sink.path for sink in sinks if isinstance(sink, JsonLines)), None)
 
@@ -59,7 +60,7 @@ class Telemetry:
     def _step_done(self) -> None:
         self._step += 1
         self._recorder.step_done()
-        self._box.recorder.step_done(self._step)
+        self._flight_recorder.events.step_done(self._step)
         if self._step % self._every == 0:
             record = self._recorder.record()
             for sink in self._sinks:
@@ -82,9 +83,9 @@ class Telemetry:
         for sink in self._sinks:
             sink.close()
         self._sinks = []
-        if self._leave is not None:
-            self._leave()
-        self._box.close()
+        if self._stop_looking is not None:
+            self._stop_looking()
+        self._flight_recorder.close()
 
 
 def attach(  # structure: signature fixed by what the records of a run have
@@ -143,10 +144,12 @@ def attach(  # structure: signature fixed by what the records of a run have
     there = RunFolder(Path(folder))
     events = there.tensorboard if tensorboard else None
     sinks = together(lambda: _sinks(there.metrics, events, first_step) if dist.get_rank() == 0 else [], BadInput)
-    box = BlackBox(dist.get_rank(), dist.get_world_size())
-    box.follow(engine, Path(folder))
-    leave = look_after(box, Patience(stall_s, timeout_s(), own_loop=True)) if stall_s is not None else None
-    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step, box, leave)
+    flight_recorder = FlightRecorder(dist.get_rank(), dist.get_world_size())
+    flight_recorder.follow(engine, Path(folder))
+    stop_looking = None
+    if stall_s is not None:
+        stop_looking = look_after(flight_recorder, Patience(stall_s, timeout_s(), own_loop=True))
+    telemetry = Telemetry(StepRecorder(engine, micro_batches), sinks, every, first_step, flight_recorder, stop_looking)
     telemetry.follow(engine.optimizers[-1])
     return telemetry
 

@@ -1,14 +1,17 @@
 """`terrazzo train`: data, model, schedule and loop of a sharded training run.
 
-To understand a run, read these in turn; the rest is what they call:
+From `terrazzo train x.yaml` to the first step and its checkpoint, file by file; the rest is what these call:
 
-    run                    from the arguments to the exit code: refuse, start ranks, open a session, train
-    session.build_session  how model, data, optimizer and checkpoints become a `Session`
-    loop                   what happens in each step and between two: `TrainingLoop`
-    steps.step             forward, backward and update
-    checkpoints.keeper     when a checkpoint counts as saved, and where a run goes on from
+    cli.train                    reads the arguments: this process is the launcher, or a rank that others have started
+    start                        the launcher: refuses what cannot run, starts the ranks, ends as they end
+    rank                         a rank: joins the others, agrees on the configuration, opens the session, trains
+    session.build_session        `open_session`: model, data, optimizer and checkpoints become a `Session`
+    loop                         `TrainingLoop`: what happens in each step and between two
+    steps.step                   forward, backward and update
+    checkpoints.run_checkpoints  `RunCheckpoints`: when it saves, what it keeps, and what the run goes on from
 
-Each folder imports from those before it in this list, and none from `run` and `loop`, which bring them together:
+Each folder imports from those before it in this list, and none from `start`, `rank` and `loop`, which bring them
+together:
 
     before there are ranks
         settings     what a configuration is to torch, to `tz.shard` and to a shell
@@ -30,5 +33,5 @@ Each folder imports from those before it in this list, and none from `run` and `
 Open to other packages, which is to say to the command line:
 
     calibration, checkpoints.export, data.sources, launch, planning, preflight   what it runs, and asks for
-    run, settings.command                                                        the same
+    rank, settings.command, start                                                the same
 """

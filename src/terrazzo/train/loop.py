@@ -12,7 +12,7 @@ from terrazzo.engine.comm.phases import Phases
 from terrazzo.exit_codes import PREEMPTED
 from terrazzo.telemetry import StepRecorder
 from terrazzo.train.checkpoints.export import export
-from terrazzo.train.checkpoints.keeper import refuse_lost
+from terrazzo.train.checkpoints.run_checkpoints import refuse_lost
 from terrazzo.train.launch.stop_signals import StopRequest
 from terrazzo.train.model.experts import balance_experts, forget_load
 from terrazzo.train.report import LogWindow, RunReport
@@ -79,14 +79,14 @@ class TrainingLoop:
 
     def agree_to_stop(self) -> bool:
         """Whether any rank was asked to stop; all raise where one has lost a folder or a save. Collective."""
-        keeper = self.session.keeper
-        lost = keeper.lost() or self.report.lost()
+        checkpoints = self.session.checkpoints
+        lost = checkpoints.lost() or self.report.lost()
         self.engine.traffic.record("control", self.stop.NBYTES)
         with self.engine.traffic.times_of("", "control").waiting(late=True):
-            stopped, broken = self.stop.agreed(keeper.failed() or lost is not None)
+            stopped, broken = self.stop.agreed(checkpoints.failed() or lost is not None)
         if broken:
             refuse_lost(lost)
-            keeper.wait()
+            checkpoints.wait()
         return stopped
 
     def after_step(self, *, stopped: bool) -> None:
@@ -113,11 +113,11 @@ class TrainingLoop:
         """
         session = self.session
         with self.phases.during("save"):
-            if session.keeper.lacks(session.step):  # it was gone back to, and is on this machine alone
+            if session.checkpoints.lacks(session.step):  # it was gone back to, and is on this machine alone
                 self.report.saved(session.save())
-            session.keeper.finish()
+            session.checkpoints.finish()
             if session.step == session.config.train.steps and session.config.checkpoint.save_format == "hf":
-                path = export(session.config, session.keeper, session.model, session.step, trained=trained)
+                path = export(session.config, session.checkpoints, session.model, session.step, trained=trained)
                 self.report.exported(path)
             self.report.end(stopped=stopped)
 
@@ -184,11 +184,11 @@ class TrainingLoop:
 
     def validate(self) -> None:
         """Measure and report the validation loss, where there are data for it. Raises `Diverged`: it is not finite."""
-        found = evaluate(self.session)
-        if found is not None:
-            self.judge.refuse(f"validation loss of step {self.session.step}", found.loss)
-            self.session.progress.validations.add(self.session.step, found.loss)
-        self.report.validation(found)
+        validation = evaluate(self.session)
+        if validation is not None:
+            self.judge.refuse(f"validation loss of step {self.session.step}", validation.loss)
+            self.session.progress.validations.add(self.session.step, validation.loss)
+        self.report.validation(validation)
 
     def between_steps(self, *, finished: bool, last: bool) -> None:
         """Comparisons, evaluation, checkpoints and samples that are due after the current step."""
@@ -206,7 +206,7 @@ class TrainingLoop:
             self.report.saved(saved)
             if (choice := self.cadence.choose()) is not None:
                 self.report.cadence(choice)
-        elif session.keeper.local_due(session.step):
+        elif session.checkpoints.local_due(session.step):
             if self.judge.has_unseen:
                 self.judge.check()
             with self.phases.during("save"), self.cadence.apart():

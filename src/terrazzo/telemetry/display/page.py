@@ -125,8 +125,8 @@ def _points(lines: Sequence[Mapping[str, Any]], kind: str) -> list[Point]:
     """Step and loss; of many, every so many-th and the last."""
     points = [(float(line["step"]), float(line["loss"])) for line in lines if line["kind"] == kind and "loss" in line]
     points = [point for point in points if math.isfinite(point[1])]
-    kept = points[:: max(1, math.ceil(len(points) / MOST_POINTS))]
-    return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]
+    thinned = points[:: max(1, math.ceil(len(points) / MOST_POINTS))]
+    return thinned if not points or thinned[-1] == points[-1] else [*thinned, points[-1]]
 
 
 def _chart(curves: Mapping[str, Sequence[Point]]) -> str:

@@ -78,8 +78,8 @@ def _of_exchanges(records: Records) -> Table:
 
 
 def _of_memory(records: Records) -> Table:
-    held = records[-1].get("memory_bytes", {})
-    rows = [(name, f"{count / 2**20:,.1f}") for name, count in held.items() if name != "retries" and count]
+    by_state = records[-1].get("memory_bytes", {})
+    rows = [(name, f"{count / 2**20:,.1f}") for name, count in by_state.items() if name != "retries" and count]
     return Table("Memory of rank 0", ("state", "MiB"), rows)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from terrazzo.telemetry.display.bounds import BOUNDS
 from terrazzo.telemetry.display.edits import Admits, edit_for
 from terrazzo.telemetry.log.records import of_these_ranks, weighted
-from terrazzo.telemetry.steps.step_recorder import CAUSE_OF
+from terrazzo.telemetry.steps.step_recorder import CAUSE_OF_KIND
 
 __all__ = ["Verdict", "verdict_of"]
 
@@ -138,7 +138,7 @@ def _causes(records: Sequence[Mapping[str, Any]]) -> list[_Cause]:
     for key in sorted({key for record in records for key in record.get("comm", {})}):
         axis, _, kind = key.rpartition(" ")
         if kind != "control":
-            cause = "exchange" if axis in _ACTIVATIONS else CAUSE_OF.get(kind, "exchange")
+            cause = "exchange" if axis in _ACTIVATIONS else CAUSE_OF_KIND.get(kind, "exchange")
             exchanges.setdefault((cause, axis), []).append(key)
     for (cause, axis), keys in exchanges.items():
         each = [sum(_exposed(record, key) for key in keys) for record in records]

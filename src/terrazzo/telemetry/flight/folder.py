@@ -16,39 +16,41 @@ from terrazzo.engine import Engine
 from terrazzo.engine.runtime.system import boot_id
 from terrazzo.errors import BadInput
 from terrazzo.files import replacing
-from terrazzo.telemetry.flight.recorder import Recorded
+from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.flight.ring import FIELDS, Flight, Ring, Tail, read_flight
 from terrazzo.telemetry.log.run_folder import RunFolder
 
-__all__ = ["BlackBox", "flights_of", "save_flight", "tails_of"]
+__all__ = ["FlightRecorder", "flights_of", "save_flight", "tails_of"]
 
 
-class BlackBox:
+class FlightRecorder:
     """One rank's ring, and the recorder that writes it.
 
     Args:
         rank: of this process, among `world`.
-        given: the descriptor of a ring whose memory outlives this process; None for one of its own, which is put into
-            the run's folder when this object is closed or gone, or the process exits.
+        ring_descriptor: of a ring whose memory outlives this process; None for one of its own, which is put into the
+            run's folder when this object is closed or gone, or the process exits.
 
     Attributes:
+        events: takes what the engine tells.
         descriptor: of the ring.
-        watched: whether the process that has given it may look after this one.
+        watched: whether the process that the ring is of may look after this one.
     """
 
-    def __init__(self, rank: int, world: int, given: int | None = None) -> None:
-        descriptor = Ring.memory() if given is None else given
+    def __init__(self, rank: int, world: int, ring_descriptor: int | None = None) -> None:
+        descriptor = Ring.memory() if ring_descriptor is None else ring_descriptor
         os.set_inheritable(descriptor, False)
-        self.recorder, self._rank, self.watched = Recorded(Ring(descriptor), rank, world), rank, given is not None
+        self.events, self._rank = RingRecorder(Ring(descriptor), rank, world), rank
+        self.watched = ring_descriptor is not None
         self.descriptor = descriptor
         self._saving: Ending | None = None
 
     def follow(self, engine: Engine, folder: Path) -> None:
         """Record what this engine does, for a run of this folder. What an earlier run has left there is removed."""
         folder = folder.absolute()
-        self.recorder.follow(engine, folder=str(folder))
+        self.events.follow(engine, folder=str(folder))
         with contextlib.suppress(OSError):  # a full disk: the run goes on
-            _clear(folder, self.recorder.table)
+            _clear(folder, self.events.table)
             live = {"pid": os.getpid(), "descriptor": self.descriptor, "boot": boot_id()}
             _live(folder, self._rank).write_text(json.dumps(live))
         if not self.watched:

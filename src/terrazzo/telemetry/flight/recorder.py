@@ -31,7 +31,7 @@ from terrazzo.telemetry.flight.ring import (
 )
 from terrazzo.telemetry.steps.memory import resident_bytes
 
-__all__ = ["Recorded"]
+__all__ = ["RingRecorder"]
 
 _MOST_TRACKS = 255
 _16 = 0xFFFF
@@ -39,7 +39,7 @@ _RESIDENT_NS = 10**9
 """Resident bytes are read once in so long: the system takes a hundred times as long for them as a record does."""
 
 
-class Recorded(Recorder):
+class RingRecorder(Recorder):
     """Writes a record of each event, and never waits.
 
     That is 1 µs of computing in a loop, and 10 µs where a product of matrices has had the caches before: what is called

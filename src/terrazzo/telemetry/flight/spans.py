@@ -61,12 +61,12 @@ class Names:
 
 def bars_of(flight: Flight) -> list[Bar]:
     """All bars of one rank, in the order of their ends. What has not ended yet lasts until the newest record."""
-    found = _Bars(Names(flight.table))
+    collected = _Bars(Names(flight.table))
     for event in flight.records:
-        found.take(event)
+        collected.take(event)
     if flight.records:
-        found.close(max(event.time for event in flight.records))
-    return found.bars
+        collected.close(max(event.time for event in flight.records))
+    return collected.bars
 
 
 class _Bars:

@@ -42,10 +42,10 @@ def trace_of(flights: Sequence[Flight], steps: int) -> dict[str, Any]:
     moved = _clocks(flights)
     bars = [bars_of(flight) for flight in flights]
     begins = [_begin_of(own, steps) for own in bars]
-    kept = [[bar for bar in own if bar.end > begin] for own, begin in zip(bars, begins, strict=True)]
-    origin = min((bar.start + moved[index] for index, own in enumerate(kept) for bar in own), default=0)
+    newest = [[bar for bar in own if bar.end > begin] for own, begin in zip(bars, begins, strict=True)]
+    origin = min((bar.start + moved[index] for index, own in enumerate(newest) for bar in own), default=0)
     events: list[dict[str, Any]] = []
-    for index, (flight, own) in enumerate(zip(flights, kept, strict=True)):
+    for index, (flight, own) in enumerate(zip(flights, newest, strict=True)):
         shift = moved[index] - origin
         events += _of_rank(flight, own, shift)
         first = min((bar.start for bar in own), default=0)

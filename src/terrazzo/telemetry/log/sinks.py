@@ -98,11 +98,11 @@ class JsonLines(Sink):
 def _cut_back(path: Path, last_step: int) -> None:
     """Leave the lines up to `last_step` of an earlier run, and none of its summary."""
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if last_step and _stays(line, last_step)]
-    if kept == lines:
+    earlier = [line for line in lines if last_step and _stays(line, last_step)]
+    if earlier == lines:
         return
     with replacing(path, sync=True) as beside:
-        beside.write_bytes(b"".join(kept))
+        beside.write_bytes(b"".join(earlier))
 
 
 def _stays(line: bytes, last_step: int) -> bool:

@@ -44,8 +44,8 @@ def _reading(facts: Mapping[str, Any]) -> str:
     if workers >= cores:
         return f"Less work on each sample, as the DataLoader's {workers} workers have all {cores} cores of a rank,"
     more = min(2 * workers, cores)
-    kept = "" if facts.get("persistent", True) else ", persistent_workers=True"
-    return f"DataLoader(..., num_workers={more}{kept})"
+    persistent = "" if facts.get("persistent", True) else ", persistent_workers=True"
+    return f"DataLoader(..., num_workers={more}{persistent})"
 
 
 def _computing(cause: str, facts: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from terrazzo.engine.comm.times import Times
 from terrazzo.telemetry.profiling.probe import EVERY
-from terrazzo.telemetry.steps.step_recorder import PHASES, Spent, causes_of
+from terrazzo.telemetry.steps.step_recorder import PHASES, StepTimes, causes_of
 
 __all__ = ["Merged"]
 
@@ -150,7 +150,7 @@ def _arrivals(lines: Sequence[Sequence[TraceLine]], clocks: Sequence[float]) -> 
     return [{key: there - clock for key, there in known.items()} for clock in clocks]
 
 
-def _spent(own: Sequence[TraceLine], arrived: Mapping[tuple[str, int], float]) -> Spent:
+def _spent(own: Sequence[TraceLine], arrived: Mapping[tuple[str, int], float]) -> StepTimes:
     seconds, waited = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
     data: dict[tuple[str, str], Times] = defaultdict(Times)
     for line in own:
@@ -164,7 +164,7 @@ def _spent(own: Sequence[TraceLine], arrived: Mapping[tuple[str, int], float]) -
             times.exposed_s += (end - start) / 1e9
             there = arrived.get((group, ordinal), end if kind == "control" else start)
             times.late_s += max(0.0, min(end, there) - start) / 1e9
-    return Spent(seconds, waited, data, {})
+    return StepTimes(seconds, waited, data, {})
 
 
 def _by_key(data: Mapping[tuple[str, str], Times]) -> Iterator[tuple[str, Times]]:

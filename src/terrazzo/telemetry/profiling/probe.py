@@ -224,8 +224,8 @@ class ScriptProbe:
             return None
         if id(optimizer) not in self._engines:
             self._engines[id(optimizer)] = _Sharded.of(optimizer)
-            if (found := self._engines[id(optimizer)]) is not None:
-                self.facts |= {"terrazzo": True, "own": found.own}
+            if (sharded := self._engines[id(optimizer)]) is not None:
+                self.facts |= {"terrazzo": True, "own": sharded.own}
         return self._engines[id(optimizer)]
 
     def _write(self, line: dict[str, Any]) -> None:

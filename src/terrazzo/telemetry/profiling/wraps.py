@@ -81,11 +81,11 @@ def _wrap_exchanges(probe: ScriptProbe) -> None:
 
 def _wrap(places: tuple[Any, ...], name: str, by: Callable[[Any], Any]) -> None:
     """The same in all places, where this version of torch has it."""
-    found = getattr(places[0], name, None)
-    if found is not None:
-        wrapped = by(found)
+    original = getattr(places[0], name, None)
+    if original is not None:
+        wrapped = by(original)
         for place in places:
-            if getattr(place, name, None) is found:
+            if getattr(place, name, None) is original:
                 setattr(place, name, wrapped)
 
 

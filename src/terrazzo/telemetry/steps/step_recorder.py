@@ -11,26 +11,26 @@ from terrazzo.engine.comm.times import Times
 from terrazzo.engine.runtime import device as devices
 from terrazzo.telemetry.steps.memory import PeakMemory
 
-__all__ = ["CAUSES", "CAUSE_OF", "PHASES", "Spent", "StepRecorder", "causes_of"]
+__all__ = ["CAUSE_OF_KIND", "PHASES", "TIME_CAUSES", "StepRecorder", "StepTimes", "causes_of"]
 
 PHASES = ("input", "forward", "backward", "clip", "update", "evaluate", "save", "other")
 """Of a step, in their order. Each moment belongs to one."""
 
-CAUSES = ("compute", "gather", "reduce", "exchange", "late_peer", "tier", "update", "input", "evaluate", "save")
+TIME_CAUSES = ("compute", "gather", "reduce", "exchange", "late_peer", "tier", "update", "input", "evaluate", "save")
 """What the host did, or waited for. Each moment belongs to one."""
 
 _APART = ("update", "input", "evaluate", "save")
 """Phases that are causes themselves, but for what the host waited in them."""
 
-CAUSE_OF = {"all_gather": "gather", "broadcast": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
-CAUSE_OF |= {"update": "tier", "control": "late_peer"}
+CAUSE_OF_KIND = {"all_gather": "gather", "broadcast": "gather", "reduce_scatter": "reduce", "all_reduce": "reduce"}
+CAUSE_OF_KIND |= {"update": "tier", "control": "late_peer"}
 """By kind of exchange, of weights and gradients; those of activations are cause `exchange`, but for `control`."""
 
 _Exchanges = defaultdict[tuple[str, str], Times]
 """By axis and kind."""
 
 
-class Spent(NamedTuple):
+class StepTimes(NamedTuple):
     """What steps took: seconds by phase, of which waited, and exchanges by axis and kind.
 
     Exchanges of activations have the axis along which they go, and count as cause `exchange`.
@@ -42,16 +42,16 @@ class Spent(NamedTuple):
     activations: Mapping[tuple[str, str], Times]
 
 
-def causes_of(spent: Spent) -> dict[str, float]:
+def causes_of(spent: StepTimes) -> dict[str, float]:
     """Seconds by cause: they add up to those of all phases.
 
     A wait is `late_peer` while not all other ranks were there, and the exchange's own after that. `compute` is what is
     left: arithmetic on a CPU, and the engine's and the loop's own work.
     """
-    causes = dict.fromkeys(CAUSES, 0.0)
+    causes = dict.fromkeys(TIME_CAUSES, 0.0)
     for phase, seconds in spent.seconds.items():
         causes[phase if phase in _APART else "compute"] += seconds - spent.waited[phase]
-    groups = ((spent.data, CAUSE_OF), (spent.activations, {"control": "late_peer"}))
+    groups = ((spent.data, CAUSE_OF_KIND), (spent.activations, {"control": "late_peer"}))
     for exchanges, cause_of in groups:
         for (_, kind), times in exchanges.items():
             causes["late_peer"] += times.late_s
@@ -142,16 +142,16 @@ class StepRecorder:
 
     def _memory(self) -> dict[str, int]:
         """Bytes by state. What a CPU rank has beside these is not split up: libraries and malloc keep some of it."""
-        held = self._at_rest | {"transient": self._tally.ledger.peak_bytes}
+        by_state = self._at_rest | {"transient": self._tally.ledger.peak_bytes}
         peak = self._peak.peak_bytes
         if not self._on_cuda:
-            return held | {"peak": peak}
-        more = {"peak": peak, "activations": max(0, peak - sum(held.values()))}
-        return held | more | devices.allocator(self._device)
+            return by_state | {"peak": peak}
+        more = {"peak": peak, "activations": max(0, peak - sum(by_state.values()))}
+        return by_state | more | devices.allocator(self._device)
 
     @property
-    def _spent(self) -> Spent:
-        return Spent(self._seconds, self._waited, self._data, self._activations)
+    def _spent(self) -> StepTimes:
+        return StepTimes(self._seconds, self._waited, self._data, self._activations)
 
     def _exchanged(self, times: Times, steps: int) -> dict[str, float]:
         known = {"n": times.count / steps, "sent_bytes": times.sent_bytes / steps}

@@ -29,12 +29,12 @@ class OtherMachines:
         self._links, self._patience = links, patience
         self.system = _RemoteSystem()
         self._seen: dict[int, int] = {}  # by machine, when its newest report that was taken in had come
-        self._began, self._said = time.monotonic(), False
+        self._began, self._has_said_unheard = time.monotonic(), False
 
     def ranks(self) -> dict[int, tuple[Tail, int]]:
         """For a `Watchdog`, all that are elsewhere."""
         places = self._links.others.values()
-        return {rank: (_Nothing(), self.system.pid(rank)) for place in places for rank in place.ranks}
+        return {rank: (_RemoteTail(), self.system.pid(rank)) for place in places for rank in place.ranks}
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Tell the other machines of the ranks here."""
@@ -56,8 +56,8 @@ class OtherMachines:
     def any_silent(self, say: Callable[[str], object]) -> bool:
         """Whether a machine is silent, so that nobody knows what all wait for; one that always was is said, once."""
         unheard = [place for number, place in self._links.others.items() if self._links.report_of(number) is None]
-        if unheard and not self._said and time.monotonic() - self._began > _UNHEARD_S:
-            self._said = True
+        if unheard and not self._has_said_unheard and time.monotonic() - self._began > _UNHEARD_S:
+            self._has_said_unheard = True
             say(
                 f"Nobody looks whether ranks stand still: the warden of host {unheard[0].host} is not heard at"
                 f" {unheard[0].address}, port {unheard[0].port}. Let machines of the run reach each other on all ports."
@@ -75,8 +75,8 @@ class OtherMachines:
             silent_s = self._links.silent_s(number) if was_heard else self._links.unreached_s(number)
             if silent_s >= self._patience.stall_s:
                 now = time.monotonic_ns()
-                if (found := cut_off(place, silent_s, here, now, self._patience.stall_s)) is not None:
-                    return found
+                if (stall := cut_off(place, silent_s, here, now, self._patience.stall_s)) is not None:
+                    return stall
         return None
 
     def leave(self, message: Mapping[str, Any], stall: Stall | None) -> None:
@@ -125,7 +125,7 @@ class _RemoteSystem(System):
         return self._facts.get(pid, {}).get(name, before)
 
 
-class _Nothing(Tail):
+class _RemoteTail(Tail):
     """The tail of a rank whose records are on another machine."""
 
     def __init__(self) -> None:

@@ -136,8 +136,8 @@ class RankProgress:
     @property
     def waits(self) -> dict[ExchangeKey, FlightEvent]:
         """For which exchanges with other ranks, and since when; an update of its own is none."""
-        found = {(*self._names.track(track), n): event for (track, n), event in self._waits.items()}
-        return {key: event for key, event in found.items() if key[1] != "update"}
+        by_exchange = {(*self._names.track(track), n): event for (track, n), event in self._waits.items()}
+        return {key: event for key, event in by_exchange.items() if key[1] != "update"}
 
     def line(self, now: int) -> str:
         """Where it is at that moment, in nanoseconds of the clock of records, on one line."""

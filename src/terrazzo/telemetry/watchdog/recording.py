@@ -10,11 +10,11 @@ import faulthandler
 import os
 import signal
 
-from terrazzo.telemetry.flight.folder import BlackBox, save_flight
+from terrazzo.telemetry.flight.folder import FlightRecorder, save_flight
 from terrazzo.telemetry.flight.ring import Ring, Tail
 from terrazzo.telemetry.watchdog.rank_progress import RankProgress
 
-__all__ = ["ASK", "DESCRIPTORS", "Recording", "black_box", "threads_memory"]
+__all__ = ["ASK", "DESCRIPTORS", "Recording", "open_flight_recorder", "threads_memory"]
 
 DESCRIPTORS = "TERRAZZO_FLIGHT"
 """A variable of a rank's environment: the descriptors of its ring, and of the file that its threads write to."""
@@ -84,12 +84,12 @@ def threads_memory() -> int:
     return made
 
 
-def black_box(rank: int, world: int) -> BlackBox:
+def open_flight_recorder(rank: int, world: int) -> FlightRecorder:
     """This rank's flight recorder. From now on `ASK` has it write where its threads are, if somebody reads that."""
     inherited = os.environ.pop(DESCRIPTORS, None)  # what this rank starts is not this rank
     if inherited is None:
-        return BlackBox(rank, world)
+        return FlightRecorder(rank, world)
     ring, threads = map(int, inherited.split(","))
     os.set_inheritable(threads, False)
     faulthandler.register(ASK, file=threads, all_threads=True, chain=False)
-    return BlackBox(rank, world, ring)
+    return FlightRecorder(rank, world, ring)

@@ -27,12 +27,12 @@ class Fact(NamedTuple):
     Attributes:
         state: as in `/proc/PID/stat`; empty for none.
         busy: whether it, or what it has started, has had processors since the run stands still.
-        held: whether it has waited for a drive or a file system meanwhile.
+        on_drive: whether it has waited for a drive or a file system meanwhile.
     """
 
     state: str
     busy: bool
-    held: bool = False
+    on_drive: bool = False
 
     @property
     def gone(self) -> bool:
@@ -73,9 +73,9 @@ def find_stall(
     """
     waits = {rank: progress.waits for rank, progress in ranks.items()}
     for cause in ("died", "stopped"):
-        found = [rank for rank in ranks if (facts[rank].gone if cause == "died" else facts[rank].stopped)]
-        if found:
-            return _of_some(cause, found, ranks, now)
+        culprits = [rank for rank in ranks if (facts[rank].gone if cause == "died" else facts[rank].stopped)]
+        if culprits:
+            return _of_some(cause, culprits, ranks, now)
     absent = [rank for rank in ranks if not waits[rank]]
     busy = [rank for rank in absent if facts[rank].busy]
     if busy:
@@ -84,8 +84,8 @@ def find_stall(
         return _of_some("input", reading, ranks, now)
     if own_loop and (outside := [rank for rank in absent if ranks[rank].phase in ("other", "")]):
         return _of_some("outside", outside, ranks, now)
-    if held := [rank for rank in absent if facts[rank].held]:
-        return _of_some("drive", held, ranks, now)
+    if on_drive := [rank for rank in absent if facts[rank].on_drive]:
+        return _of_some("drive", on_drive, ranks, now)
     if absent:
         return _of_some("stuck", absent, ranks, now)
     return _apart(ranks, now)

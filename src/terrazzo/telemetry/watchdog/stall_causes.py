@@ -1,4 +1,8 @@
-"""Why a run may stand still: a table of causes, how each is worded, and whether it ends the run. `stall` finds them."""
+"""Why a run may stand still: a table of causes, how each is worded, and whether it ends the run. `stall` finds them.
+
+That a run has stood still is one of the ways in which it ends, beside a failure or a stop: those are in
+`train.launch.outcome`.
+"""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class _WatchedRank:
     def _open(self, place: Sequence[int], mode: int) -> int:
         number, device, inode = place
         path = f"/proc/{self.pid}/fd/{number}"
-        found = os.stat(path)
-        if (found.st_dev, found.st_ino) != (device, inode):  # it has closed that, and the number is another's
+        status = os.stat(path)
+        if (status.st_dev, status.st_ino) != (device, inode):  # it has closed that, and the number is another's
             raise FileNotFoundError(path)
         return os.open(path, mode | os.O_CLOEXEC)
 
@@ -209,11 +209,11 @@ class Warden:
         if self._all_ended() or any(progress.has_left for progress in self._watchdog.progress_of.values()):
             return
         stall = self._watchdog.why()
-        kept = keep_evidence(self._suspects, stall, FAILED)
+        evidence = keep_evidence(self._suspects, stall, FAILED)
         now = oom_kills()
         of_memory = now is not None and self._oom_kills is not None and now > self._oom_kills
         more = "The kernel's out-of-memory killer has ended a process here meanwhile." if of_memory else ""
-        _say(" ".join(filter(None, [stall.text, more, kept])))
+        _say(" ".join(filter(None, [stall.text, more, evidence])))
 
     @property
     def _suspects(self) -> list[Suspect]:
@@ -221,10 +221,10 @@ class Warden:
 
     def _end(self, stall: Stall) -> None:
         """Everything is kept before anything ends."""
-        kept = keep_evidence(self._suspects, stall)
+        evidence = keep_evidence(self._suspects, stall)
         for each in self._ranks:
             each.recording.save()
-        _say(f"{stall.text}\nAll ranks are ended, with exit code {STALLED}. {kept}".rstrip())
+        _say(f"{stall.text}\nAll ranks are ended, with exit code {STALLED}. {evidence}".rstrip())
         if self._others is not None:  # they have heard of it, and do the same: who is ended first fails the others
             time.sleep(_TOGETHER_ELSEWHERE_S)
         for each in self._ranks:

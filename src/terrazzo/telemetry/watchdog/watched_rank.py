@@ -29,8 +29,8 @@ from terrazzo.engine.runtime.system import birth_of, boot_id
 from terrazzo.exchange import gather_json
 from terrazzo.exit_codes import STALLED
 from terrazzo.hosts import open_listener, own_address
-from terrazzo.telemetry.flight.folder import BlackBox
-from terrazzo.telemetry.flight.recorder import Recorded
+from terrazzo.telemetry.flight.folder import FlightRecorder
+from terrazzo.telemetry.flight.recorder import RingRecorder
 from terrazzo.telemetry.watchdog.rank_progress import LEFT
 from terrazzo.telemetry.watchdog.recording import ASK, threads_memory
 from terrazzo.telemetry.watchdog.warden_links import RunMachine, reached_of
@@ -50,21 +50,21 @@ _started: list[subprocess.Popen[bytes]] = []
 """For as long as this process lives: they end after it."""
 
 
-def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
+def look_after(flight_recorder: FlightRecorder, patience: Patience) -> Callable[[], None] | None:
     """Have a process of each machine look after the ranks that are there; it talks to those of the others. Collective.
 
     Returns:
-        What ends that for this rank, as does the end of the box; None where nobody looks: one rank waits for no other,
-        and there are systems that do not show processes to each other.
+        What ends that for this rank, as does the end of the flight recorder; None where nobody looks: one rank waits
+        for no other, and there are systems that do not show processes to each other.
     """
-    here = _OwnSide()
-    everyone = gather_json(here.description(box.descriptor))
+    channel = _WardenChannel()
+    everyone = gather_json(channel.description(flight_recorder.descriptor))
     machines = list(dict.fromkeys(each["machine"] for each in everyone))
     if len(everyone) == 1 or "" in machines:
-        here.close()
+        channel.close()
         return None
-    rank = box.recorder.table["rank"]
-    ranks = [{"rank": rank, **each} for rank, each in enumerate(everyone) if each["machine"] == here.machine]
+    rank = flight_recorder.events.table["rank"]
+    ranks = [{"rank": rank, **each} for rank, each in enumerate(everyone) if each["machine"] == channel.machine]
     starts = ranks[0]["rank"] == rank
     task, listener = {"ranks": ranks, "patience": patience}, None
     if len(machines) > 1:
@@ -73,8 +73,8 @@ def look_after(box: BlackBox, patience: Patience) -> Callable[[], None] | None:
     start = functools.partial(_start, task, listener) if starts else None
     reach = functools.partial(_reach, task) if listener is not None else None
     soon_s = min(_SOONEST_S, patience.stall_s / 4)
-    start_thread("terrazzo-ward", functools.partial(_listen, here, (reach, start), soon_s), here.leave)
-    return Ending(box, functools.partial(_leave, here, box.recorder))
+    start_thread("terrazzo-ward", functools.partial(_listen, channel, (reach, start), soon_s), channel.leave)
+    return Ending(flight_recorder, functools.partial(_leave, channel, flight_recorder.events))
 
 
 def _links_task(
@@ -82,16 +82,16 @@ def _links_task(
 ) -> dict[str, Any]:
     """Where wardens find each other, and the key that they know each other by. Collective."""
     own = None if listener is None else [own_address(), listener.getsockname()[1], secrets.token_hex(16)]
-    found = gather_json(own)
+    listeners = gather_json(own)
     places = []
     for machine in machines:
         ranks = [rank for rank, each in enumerate(everyone) if each["machine"] == machine]
-        address, port, _ = found[ranks[0]]
+        address, port, _ = listeners[ranks[0]]
         places.append([everyone[ranks[0]]["host"], address, port, ranks])
-    return {"places": places, "key": found[0][2], "own": machines.index(_machine())}
+    return {"places": places, "key": listeners[0][2], "own": machines.index(_machine())}
 
 
-class _OwnSide:
+class _WardenChannel:
     """What a rank has for its warden: a pipe for its commands, and memory for where its threads are."""
 
     def __init__(self) -> None:
@@ -104,12 +104,12 @@ class _OwnSide:
 
     def description(self, ring: int) -> dict[str, Any]:
         """How another process of this machine finds what is here."""
-        found = {}
+        places = {}
         for name, number in (("ring", ring), ("threads", self._threads), ("commands", self._command_writer)):
             status = os.fstat(number)
-            found[name] = [number, status.st_dev, status.st_ino]
+            places[name] = [number, status.st_dev, status.st_ino]
         about = {"machine": self.machine, "host": platform.node(), "pid": os.getpid(), "birth": birth_of(os.getpid())}
-        return {**about, **found, "signalled": self._signalled}
+        return {**about, **places, "signalled": self._signalled}
 
     def show_threads(self) -> None:
         faulthandler.dump_traceback(self._threads, all_threads=True)
@@ -135,9 +135,9 @@ def _machine() -> str:
     return ""
 
 
-def _leave(here: _OwnSide, recorder: Recorded) -> None:
+def _leave(channel: _WardenChannel, recorder: RingRecorder) -> None:
     recorder.phase(LEFT)
-    here.leave()
+    channel.leave()
 
 
 def _reach(task: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def _start(task: Mapping[str, Any], listener: socket.socket | None) -> None:
         listener.close()
 
 
-def _listen(here: _OwnSide, begins: Sequence[Callable[[], None] | None], soon_s: float) -> None:
+def _listen(channel: _WardenChannel, begins: Sequence[Callable[[], None] | None], soon_s: float) -> None:
     """Start the warden after a while, if this rank does that; then do what comes on the pipe.
 
     Args:
@@ -176,14 +176,14 @@ def _listen(here: _OwnSide, begins: Sequence[Callable[[], None] | None], soon_s:
         at_once()
     if start is not None:
         waiting = select.poll()
-        waiting.register(here.commands, select.POLLIN)
+        waiting.register(channel.commands, select.POLLIN)
         if not waiting.poll(soon_s * 1e3):
             start()
-    while (word := os.read(here.commands, 1)) == ASKED:
-        here.show_threads()
+    while (word := os.read(channel.commands, 1)) == ASKED:
+        channel.show_threads()
     if word == END:
-        _end(os.read(here.commands, 1 << 16).decode())
-    here.close()
+        _end(os.read(channel.commands, 1 << 16).decode())
+    channel.close()
 
 
 def _end(why: str) -> None:

@@ -38,21 +38,23 @@ def calibrate(path: Path, overrides: Sequence[str] = ()) -> tuple[Calibration, P
     with ScratchFolder(f"calibrate-{os.getpid()}") as folder:
         out = Path(folder, "trials.json")
         apart = [f"log.folder={folder}/run", f"checkpoint.folder={folder}/checkpoints", "checkpoint.resume=never"]
-        given = [*overrides, *apart, "checkpoint.save_format=terrazzo"]
+        changed = [*overrides, *apart, "checkpoint.save_format=terrazzo"]
         make_swap_folders(load_config(path, overrides))  # those inside the log folder that the run itself would have
-        config = load_config(path, given)
+        config = load_config(path, changed)
         ranks = ranks_to_start(config)
         check(config, ranks)
-        _run([str(path), str(out), *given])
+        _run([str(path), str(out), *changed])
         trials = [Trial(**values) for values in json.loads(out.read_text(encoding="utf-8"))]
     record = record_of(config, ranks, trials)
     return record, record.save()
 
 
 def _run(arguments: list[str]) -> None:
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     command = tethered("-m", "terrazzo.train.calibration.trial", *arguments)
-    done = subprocess.run(command, env=kept, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+    )
     if done.returncode:
         kind = BadInput if done.returncode == BAD_INPUT else TerrazzoError
         raise kind(f"The steps to be measured could not be made: {done.stderr.strip()}")

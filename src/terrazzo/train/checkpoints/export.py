@@ -26,7 +26,7 @@ from terrazzo.exchange import on_first, patiently
 from terrazzo.files import read_json, replace_file
 from terrazzo.integrations.peft import save_adapter
 from terrazzo.telemetry.log.run_folder import RunFolder, note_of
-from terrazzo.train.checkpoints.keeper import Keeper
+from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data.tokenizer import BYTES, load_tokenizer
 from terrazzo.train.model.as_llama import byte_tokenizer_files, decoder_as_llama
 from terrazzo.train.model.huggingface import scored_class
@@ -35,7 +35,7 @@ from terrazzo.train.model.prepare import decoder_config, prepare_model
 __all__ = ["describe_model", "export"]
 
 
-def export(config: Config, keeper: Keeper, model: nn.Module, step: int, *, trained: bool) -> Path:
+def export(config: Config, checkpoints: RunCheckpoints, model: nn.Module, step: int, *, trained: bool) -> Path:
     """Write the newest checkpoint's weights to `log.folder`/hf; rank 0 writes, in pieces. Collective.
 
     Of a run with adapters it is a PEFT folder, with the adapters alone. One that is there stays if it is of this run
@@ -43,21 +43,21 @@ def export(config: Config, keeper: Keeper, model: nn.Module, step: int, *, train
     `hf-1`, `hf-2`, ...
 
     Args:
-        keeper: of the run, which has saved `step`.
+        checkpoints: of the run, which has saved `step`.
         model: sharded.
     """
     out = RunFolder(config.log.folder).hf
-    origin = {"run": keeper.run, "step": step}
+    origin = {"run": checkpoints.run, "step": step}
     if not trained and on_first(lambda: out.exists() and _origin(out) == origin):
         return out
     on_first(lambda: _set_aside(out))
     if config.lora.rank is not None:
         save_adapter(model, out)
     else:
-        path = checkpoint.step_path(keeper.folder, step)
+        path = checkpoint.step_path(checkpoints.folder, step)
 
         def write() -> None:
-            if keeper.is_first:
+            if checkpoints.is_first:
                 export_huggingface(checkpoint.open_source(path), out, describe_model(config))
 
         patiently(write, SaveFailed)

@@ -139,8 +139,8 @@ def data_changes(config: Config, saved: dict[str, Any], files: Sequence[SourceFi
 
     That they are others is for the loader to say.
     """
-    found = _changed_settings(config, saved["config"]) or _changed_files(files, saved.get("files"))
-    what = f"What has changed: {found}. Put it back" if found else "Put the data back as they were"
+    changes = _changed_settings(config, saved["config"]) or _changed_files(files, saved.get("files"))
+    what = f"What has changed: {changes}. Put it back" if changes else "Put the data back as they were"
     return str(
         without_passwords(f"{what}, or start a new run from the weights: {_from_weights(config, saved['step'])}.")
     )
@@ -165,16 +165,16 @@ def _changed_files(files: Sequence[SourceFile], saved: list[list[Any]] | None) -
     if now is None or saved is None:
         return ""
     before, here = {name: rest for name, *rest in saved}, {name: rest for name, *rest in now}
-    found = [f"'{name}' is gone" for name in before if name not in here]
-    found += [f"'{name}' is new" for name in here if name not in before]
+    changes = [f"'{name}' is gone" for name in before if name not in here]
+    changes += [f"'{name}' is new" for name in here if name not in before]
     both = [name for name in here if name in before]
-    found += [
+    changes += [
         f"'{name}' has {here[name][0]:,} bytes and had {before[name][0]:,}"
         for name in both
         if here[name][0] != before[name][0] and None not in (here[name][0], before[name][0])
     ]
-    found = found or [f"'{name}' was written anew" for name in both if here[name] != before[name]]
-    return f"in data.source, {listed(found)}" if found else ""
+    changes = changes or [f"'{name}' was written anew" for name in both if here[name] != before[name]]
+    return f"in data.source, {listed(changes)}" if changes else ""
 
 
 def _from_weights(config: Config, step: int) -> str:

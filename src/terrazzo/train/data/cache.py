@@ -260,10 +260,10 @@ def open_cache(path: Path, key: str, verify: bool) -> TokenCache | None:
     """
     try:
         with path.open("rb") as file:
-            found = _read_header(file)
-            if found is None:
+            parts = _read_header(file)
+            if parts is None:
                 return None
-            header, crc, body_bytes = found
+            header, crc, body_bytes = parts
             if header.key != key or body_bytes != _expected_bytes(header):
                 return None
             if verify and _checksum(file, body_bytes) != crc:

@@ -82,9 +82,11 @@ def load_chat(tokenizer: Tokenizer, name: str, template: str | Path | None, loss
     """
     if name == BYTES:
         return _PlainChat(tokenizer, loss_on)
-    given = None if template is None else _read_template(Path(template))
+    template_text = None if template is None else _read_template(Path(template))
     origin = f"the chat template of data.tokenizer '{name}'" if template is None else f"data.chat_template '{template}'"
-    return _TemplateChat(_load_backend(Path(name).expanduser()), given, loss_on, origin, tokenizer.end_of_document)
+    return _TemplateChat(
+        _load_backend(Path(name).expanduser()), template_text, loss_on, origin, tokenizer.end_of_document
+    )
 
 
 def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) -> str:
@@ -106,9 +108,9 @@ def chat_fingerprint(name: str, template: str | Path | None, loss_on: LossOn) ->
     if name != BYTES:
         folder = _folder_of(Path(name).expanduser())
         check_files(folder)
-        found = [path for pattern in TEMPLATE_FILES for path in sorted(folder.glob(pattern))]
-        digests = [hashlib.sha256(read_plain(path, MAX_BYTES)).hexdigest() for path in found]
-        digest.update("".join(f"{path.name}:{one};" for path, one in zip(found, digests, strict=True)).encode())
+        files = [path for pattern in TEMPLATE_FILES for path in sorted(folder.glob(pattern))]
+        digests = [hashlib.sha256(read_plain(path, MAX_BYTES)).hexdigest() for path in files]
+        digest.update("".join(f"{path.name}:{one};" for path, one in zip(files, digests, strict=True)).encode())
     return digest.hexdigest()
 
 
@@ -135,21 +137,23 @@ def _load_backend(path: Path) -> Any:
         raise missing_extra("transformers") from error
     check_files(_folder_of(path))
     try:
-        found = AutoTokenizer.from_pretrained(str(_folder_of(path)), local_files_only=True, trust_remote_code=False)
+        backend = AutoTokenizer.from_pretrained(str(_folder_of(path)), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # many kinds, by what is missing in the folder
         raise BadInput(
             f"The data hold conversations, and transformers cannot load the tokenizer in {str(_folder_of(path))!r} to "
             f"render them ({error}). Save it there with save_pretrained."
         ) from error
-    found.model_max_length = 1 << 62  # a longer conversation is ours to cut: no warning
-    return found
+    backend.model_max_length = 1 << 62  # a longer conversation is ours to cut: no warning
+    return backend
 
 
 def text_completion(document: Document, tokenizer: Tokenizer) -> Rendered:
     """A prompt and its completion, both text, each in tokens of its own; only the completion is learnt."""
-    prompt, completion = tokenizer.encode([document.text[: document.given], document.text[document.given :]])
+    prompt, completion = tokenizer.encode(
+        [document.text[: document.prompt_length], document.text[document.prompt_length :]]
+    )
     tokens = np.concatenate((prompt, completion, [tokenizer.end_of_document])).astype(np.int64)
-    span_bytes = len(document.text[document.given :].encode())
+    span_bytes = len(document.text[document.prompt_length :].encode())
     return Rendered(tokens, [(max(1, len(prompt)), len(tokens))] if len(completion) else [], span_bytes)
 
 
@@ -160,8 +164,8 @@ class _PlainChat:
         self.tokenizer, self.loss_on = tokenizer, loss_on
 
     def ask(self, question: str) -> Prompt:
-        end, asked = self.tokenizer.end_of_document, _asked_by_user(question)
-        prompt = self.render(Document("train.sample_chat", messages=asked)).tokens.tolist()
+        end, messages = self.tokenizer.end_of_document, _asked_by_user(question)
+        prompt = self.render(Document("train.sample_chat", messages=messages)).tokens.tolist()
         (head,) = self.tokenizer.encode([f"<|{ASSISTANT}|>\n"])
         return Prompt([*prompt, *head.tolist()], [end])
 
@@ -180,14 +184,14 @@ class _PlainChat:
         for index, message in enumerate(messages):
             head, content = self.tokenizer.encode([f"<|{message['role']}|>\n", message["content"]])
             start, length = length, length + len(head) + len(content) + 1
-            if document.given is None and (self.loss_on == "all" or message["role"] == ASSISTANT):
+            if document.prompt_length is None and (self.loss_on == "all" or message["role"] == ASSISTANT):
                 learnt = (start + len(head), length) if self.loss_on == ASSISTANT else (max(start, 1), length)
                 spans.append(learnt)
-            if index == document.given:
+            if index == document.prompt_length:
                 completion = start + len(head)
             tokens += [head.astype(np.int64), content.astype(np.int64), end]
         joined = np.concatenate(tokens or [np.zeros(0, np.int64)])
-        if document.given is not None:
+        if document.prompt_length is not None:
             spans = [(completion, length)]
         texts = [self.tokenizer.decode(joined[slice(*span)].tolist()) for span in spans]
         return Rendered(joined, spans, sum(len(text.encode()) for text in texts))
@@ -195,10 +199,10 @@ class _PlainChat:
 
 @dataclass(frozen=True)
 class _TemplateChat:
-    """A Hugging Face tokenizer's chat template, or the text `given` in its place; `origin` is what errors call it."""
+    """A Hugging Face tokenizer's chat template, or `template_text` in its place; `origin` is what errors call it."""
 
     tokenizer: Any
-    given: str | None
+    template_text: str | None
     loss_on: LossOn
     origin: str
     end_of_document: int
@@ -226,16 +230,16 @@ class _TemplateChat:
 
     def template_for(self, document: Document) -> str:
         """The template's text; a tokenizer may have another one for conversations with tools."""
-        if self.given is not None:
-            return self.given
+        if self.template_text is not None:
+            return self.template_text
         try:
-            found: str = self.tokenizer.get_chat_template(None, document.tools)
+            template: str = self.tokenizer.get_chat_template(None, document.tools)
         except ValueError as error:
             raise BadInput(
                 f"{document.name} is a conversation, and the tokenizer has no chat template for it. Set "
                 "data.chat_template to a file that holds one, or save the tokenizer with its chat template."
             ) from error
-        return found
+        return template
 
 
 @dataclass(frozen=True)
@@ -302,9 +306,9 @@ class _Conversation:
 
     def learnt(self, loss_on: LossOn) -> tuple[list[int], list[tuple[int, int]]]:
         """All tokens, and the ranges of those to learn."""
-        if self.document.given is not None:
+        if self.document.prompt_length is not None:
             tokens = self.tokens_of(self.text)
-            return tokens, [self.completion(tokens, self.document.given)]
+            return tokens, [self.completion(tokens, self.document.prompt_length)]
         if loss_on == ASSISTANT and GENERATION.search(self.template):
             return self.marked(*self.apply(self.messages, mask=True))
         tokens = self.tokens_of(self.text)
@@ -312,15 +316,15 @@ class _Conversation:
 
     def marked(self, text: str, places: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
         """The tokens of `text`, and the ranges of those that have characters in `places`, as transformers counts."""
-        found = self.chat.tokenizer(text, add_special_tokens=False)
-        mask = [0] * len(found["input_ids"])
+        encoded = self.chat.tokenizer(text, add_special_tokens=False)
+        mask = [0] * len(encoded["input_ids"])
         for start, stop in places:
-            first, last = found.char_to_token(0, start), found.char_to_token(0, stop - 1)
+            first, last = encoded.char_to_token(0, start), encoded.char_to_token(0, stop - 1)
             if first is None:
                 break
             stop_token = last + 1 if last else len(mask)
             mask[first:stop_token] = [1] * max(0, stop_token - first)
-        return found["input_ids"], _spans_of(mask)
+        return encoded["input_ids"], _spans_of(mask)
 
     def tokens_of(self, text: str) -> list[int]:
         tokens: list[int] = self.chat.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -338,21 +342,21 @@ class _Conversation:
                 spans.append((self.place(before, tokens, index), self.place(through, tokens, index)))
         return spans
 
-    def completion(self, tokens: list[int], given: int) -> tuple[int, int]:
+    def completion(self, tokens: list[int], prompt_length: int) -> tuple[int, int]:
         """What follows the prompt, which ends where the assistant begins to write."""
-        return self.place(self.rendered(self.messages[:given], prompt=True), tokens, given), len(tokens)
+        return self.place(self.rendered(self.messages[:prompt_length], prompt=True), tokens, prompt_length), len(tokens)
 
     def place(self, beginning: str, tokens: list[int], index: int) -> int:
         """How many of `tokens` the text `beginning` is."""
         if not self.text.startswith(beginning):
             self.ambiguous(index, "the template writes what comes before its end differently when more follows")
-        found = self.tokens_of(beginning) if beginning != self.text else tokens
-        if tokens[: len(found)] != found:
+        before = self.tokens_of(beginning) if beginning != self.text else tokens
+        if tokens[: len(before)] != before:
             self.ambiguous(index, "a token runs across its border")
-        return len(found)
+        return len(before)
 
     def ambiguous(self, index: int, why: str) -> None:
-        if self.document.given is not None:
+        if self.document.prompt_length is not None:
             raise BadInput(
                 f"{self.document.name}: where the completion begins is not certain, in message {index + 1}: {why}. Set "
                 "data.chat_template to a file with a template that writes the prompt alike with and without an answer, "

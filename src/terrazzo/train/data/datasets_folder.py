@@ -40,8 +40,8 @@ def dataset_of(source: str) -> SourceFile | None:
     folder, split = folder_of_source(source)
     if split is None and not _is_saved(folder):
         return None
-    found = find_spec("datasets")
-    if found is None or found.origin is None:  # a folder of that name in the current one is no package
+    package = find_spec("datasets")
+    if package is None or package.origin is None:  # a folder of that name in the current one is no package
         raise BadInput(
             f"data.source {source!r} is for the package 'datasets' to read, which is not installed."
             f" {install('datasets')}, or convert it to JSONL or parquet."
@@ -59,10 +59,10 @@ def read_dataset(file: SourceFile, form: RecordForm) -> Iterator[Document]:
     Raises:
         BadInput: the folder cannot be read, there is no such split, or it lacks the columns.
     """
-    found = _chosen(_opened(file), file)
-    needed = form.columns(found.column_names or list(next(iter(found), {})), file.where)
+    dataset = _chosen(_opened(file), file)
+    needed = form.columns(dataset.column_names or list(next(iter(dataset), {})), file.where)
     number = 0
-    for batch in found.with_format(None).select_columns(needed).iter(batch_size=ROWS_PER_READ):
+    for batch in dataset.with_format(None).select_columns(needed).iter(batch_size=ROWS_PER_READ):
         for values in zip(*(batch[column] for column in needed), strict=True):
             number += 1
             record = record_of(dict(zip(needed, values, strict=True)))
@@ -88,17 +88,17 @@ def _opened(file: SourceFile) -> Any:
     return builder.as_streaming_dataset()
 
 
-def _chosen(found: Any, file: SourceFile) -> Any:
+def _chosen(opened: Any, file: SourceFile) -> Any:
     """The split that was asked for, or the only one."""
     split = (file.split or "").rpartition("/")[2]
-    if not isinstance(found, dict):
+    if not isinstance(opened, dict):
         if split:
             raise BadInput(f"'{file.where}' is one dataset without splits: leave out '#{file.split}'.")
-        return found
-    splits = [str(name) for name in found]
+        return opened
+    splits = [str(name) for name in opened]
     if not split and len(splits) == 1:
-        return found[splits[0]]
+        return opened[splits[0]]
     if split not in splits:
         meant = did_you_mean(split, splits) if split else ""
         raise BadInput(f"'{file.where}' has the splits {splits}.{meant} Name one, as in '{file.where}#{splits[0]}'.")
-    return found[split]
+    return opened[split]

@@ -65,10 +65,10 @@ class TokenData:
     @property
     def described(self) -> dict[str, str]:
         """What ranks compare, which is equal for equal samples whatever files they came from."""
-        found = {"training data": self.train, "validation data": self.validation}
+        parts = {"training data": self.train, "validation data": self.validation}
         texts = {
             name: "none" if part is None else f"{part.tokens_numel:,} tokens, fingerprint {part.fingerprint}"
-            for name, part in found.items()
+            for name, part in parts.items()
         }
         return texts | {"tokenizer": self.tokenizer.fingerprint}
 
@@ -110,8 +110,8 @@ def load_data(
         return tokenizer, wanted
 
     tokenizer, wanted = together(made)
-    found = together(lambda: _assemble(config, tokenizer, [_opened(one.path) for one in wanted]))
-    return replace(found, files=tuple(wanted[0].files))
+    data = together(lambda: _assemble(config, tokenizer, [_opened(one.path) for one in wanted]))
+    return replace(data, files=tuple(wanted[0].files))
 
 
 def _sources_of(data: DataConfig) -> list[str | Sequence[str]]:
@@ -192,24 +192,26 @@ def _assemble(config: Config, tokenizer: Tokenizer, caches: list[TokenCache]) ->
             "would be rendered with it. Remove it, or give conversations."
         )
     packing: list[Packing] = ["single" if cache.header.pairs else _packing_of(data, cache) for cache in caches]
-    train, held = _datasets(config, caches[0], packing[0], 0.0 if len(caches) == 2 else data.validation_fraction, end)
-    notes = _notes_of(caches[0].header, {"training": train, "validation": held})
+    train, validation = _datasets(
+        config, caches[0], packing[0], 0.0 if len(caches) == 2 else data.validation_fraction, end
+    )
+    notes = _notes_of(caches[0].header, {"training": train, "validation": validation})
     if len(caches) == 2:
-        held, _ = _datasets(config, caches[1], packing[1], 0.0, end)
-        notes += _notes_of(caches[1].header, {"validation": held})
+        validation, _ = _datasets(config, caches[1], packing[1], 0.0, end)
+        notes += _notes_of(caches[1].header, {"validation": validation})
     if data.attention == "document" and "single" in packing:
         notes += ("data.attention 'document' does nothing where each sequence has one document: remove it",)
     skipped = Skipped([name for cache in caches for name in cache.header.skipped])
     _check_learns(config, "training", train)
-    if held is not None and (len(caches) == 2 or held.rows is not None):
-        _check_learns(config, "validation", held)
-    if held is not None and not held.targets_numel:  # a single token, which predicts nothing
-        held = None
-    if held is None and data.validation_fraction:
+    if validation is not None and (len(caches) == 2 or validation.rows is not None):
+        _check_learns(config, "validation", validation)
+    if validation is not None and not validation.targets_numel:  # a single token, which predicts nothing
+        validation = None
+    if validation is None and data.validation_fraction:
         share = f"data.validation_fraction is {data.validation_fraction:g}"
         edit = "Raise it, give more data, or set it to 0"
         notes += (f"{share}, and so small a part of the data has no token to learn: there is no validation. {edit}",)
-    return TokenData(train, held, tokenizer, skipped, notes)
+    return TokenData(train, validation, tokenizer, skipped, notes)
 
 
 def _packing_of(data: DataConfig, cache: TokenCache) -> Packing:
@@ -252,16 +254,16 @@ def _datasets(
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """The sequences of a cache, and those of `fraction` of its tokens that are held out."""
     if packing == "stream":
-        train, held = (
+        train, validation = (
             None if split is None else _in_a_stream(config, cache, split, end)
             for split in split_documents(cache, fraction)
         )
     else:
         chosen = held_out_pairs(cache, fraction) if cache.header.pairs else held_out_whole(cache, fraction)
         train = _in_rows(config, cache, packing, ~chosen, end)
-        held = _in_rows(config, cache, packing, chosen, end) if chosen.any() else None
+        validation = _in_rows(config, cache, packing, chosen, end) if chosen.any() else None
     assert train is not None
-    return train, held
+    return train, validation
 
 
 def _in_a_stream(config: Config, cache: TokenCache, split: Split, end: int) -> SequenceDataset:
@@ -300,10 +302,10 @@ def _notes_of(header: CacheHeader, datasets: Mapping[str, SequenceDataset | None
         "left out as longer than a sequence": sum(row.dropped for row in rows),
     }
     kind = "preference pairs" if header.pairs else "conversations"
-    said = [f"{(header.pairs or header.conversations) + header.unlearnt:,} {kind}"]
-    said += [f"{count:,} {what}" for what, count in counts.items() if count]
+    parts = [f"{(header.pairs or header.conversations) + header.unlearnt:,} {kind}"]
+    parts += [f"{count:,} {what}" for what, count in counts.items() if count]
     for name, dataset in used.items():
         places = dataset.rows_numel * dataset.sequence_length
         share = f"{dataset.targets_numel:,} tokens learnt in {dataset.rows_numel:,} sequences"
-        said.append(f"{name}: {share} ({dataset.targets_numel / max(1, places):.0%} of their length)")
-    return ("; ".join(said),)
+        parts.append(f"{name}: {share} ({dataset.targets_numel / max(1, places):.0%} of their length)")
+    return ("; ".join(parts),)

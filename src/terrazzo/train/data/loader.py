@@ -155,12 +155,12 @@ class Loader:
             BadInput: the data, the sequence length or the order is not the one that the state is of.
         """
         cursor = Cursor(int(state["epoch"]), int(state["samples"]))
-        found = {
+        expected = {
             "dataset": self.dataset.fingerprint,
             "seed": self.order.seed,
             "order": self.order.fingerprint(cursor.epoch),
         }
-        for name, value in found.items():
+        for name, value in expected.items():
             if state[name] != value and not changed:
                 raise BadInput(
                     f"The saved data cursor is of another {name} ({state[name]!r}; here {value!r}), so training would"

@@ -43,9 +43,9 @@ class PairRecords:
             if set(kinds.values()) == {list}:
                 return _conversation_pair(record, name, where)
         there = [field for field in (PROMPT, CHOSEN, REJECTED) if field in record]
-        found = ", ".join(f"{field!r} is {kinds[field].__name__ if field in kinds else 'null'}" for field in there)
+        kinds_text = ", ".join(f"{field!r} is {kinds[field].__name__ if field in kinds else 'null'}" for field in there)
         raise BadInput(
-            f"{where}: {found}, but a preference pair has {PROMPT!r}, {CHOSEN!r} and {REJECTED!r} as strings, or"
+            f"{where}: {kinds_text}, but a preference pair has {PROMPT!r}, {CHOSEN!r} and {REJECTED!r} as strings, or"
             f" {CHOSEN!r} and {REJECTED!r}, and {PROMPT!r} if it is there, as lists of messages. Correct the record;"
             f" where both conversations hold the prompt already, remove {PROMPT!r}."
         )
@@ -63,26 +63,28 @@ def _check_fields(fields: Any, where: str, what: str) -> None:
 def _text_pair(record: dict[str, Any], name: str, where: str) -> Document:
     prompt = encodable(record[PROMPT], where)
     chosen, rejected = (prompt + encodable(record[field], where) for field in (CHOSEN, REJECTED))
-    given = len(prompt)
-    return Document(name, chosen, given=given, rejected=Document(name, rejected, given=given))
+    prompt_length = len(prompt)
+    return Document(
+        name, chosen, prompt_length=prompt_length, rejected=Document(name, rejected, prompt_length=prompt_length)
+    )
 
 
 def _conversation_pair(record: dict[str, Any], name: str, where: str) -> Document:
     chosen, rejected = (messages_of(record[field], field, where) for field in (CHOSEN, REJECTED))
     tools = tools_of(record.get(TOOLS_FIELD), where)
     if record.get(PROMPT) is None:
-        given = _common(chosen, rejected)
+        prompt_length = _common(chosen, rejected)
     else:
         prompt = messages_of(record[PROMPT], PROMPT, where)
-        given, chosen, rejected = len(prompt), [*prompt, *chosen], [*prompt, *rejected]
-    if given in (0, len(chosen), len(rejected)):
-        lacking = "no message before the completions" if given == 0 else "no completion after the prompt"
+        prompt_length, chosen, rejected = len(prompt), [*prompt, *chosen], [*prompt, *rejected]
+    if prompt_length in (0, len(chosen), len(rejected)):
+        lacking = "no message before the completions" if prompt_length == 0 else "no completion after the prompt"
         raise BadInput(
             f"{where}: the pair has {lacking}. Begin {CHOSEN!r} and {REJECTED!r} with the same messages and end each"
             f" with another one, or give {PROMPT!r}."
         )
-    other = Document(name, messages=rejected, tools=tools, given=given)
-    return Document(name, messages=chosen, tools=tools, given=given, rejected=other)
+    other = Document(name, messages=rejected, tools=tools, prompt_length=prompt_length)
+    return Document(name, messages=chosen, tools=tools, prompt_length=prompt_length, rejected=other)
 
 
 def _common(chosen: list[Message], rejected: list[Message]) -> int:

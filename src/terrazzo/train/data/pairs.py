@@ -72,9 +72,9 @@ class PairDataset(SequenceDataset):
 
     def batch(self, indices: Indices) -> Batch:
         """The pairs `indices` as one batch `[2 B, T]`, with the reference where it is known."""
-        found = super().batch(_rows_of(indices))
+        batch = super().batch(_rows_of(indices))
         reference = None if self.reference is None else self.reference[torch.from_numpy(np.maximum(indices, 0))]
-        return replace(found, samples=self.samples(indices), reference=reference)
+        return replace(batch, samples=self.samples(indices), reference=reference)
 
 
 def _rows_of(pairs: Indices) -> Indices:

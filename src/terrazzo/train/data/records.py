@@ -52,7 +52,7 @@ Message = dict[str, Any]
 class Document:
     """One text, or one conversation. `name` says where it is from: `file`, `file:line` or `file:row`.
 
-    A preference pair is the chosen one, which has the `rejected` one. Of each the first `given` characters, or
+    A preference pair is the chosen one, which has the `rejected` one. Of each the first `prompt_length` characters, or
     messages, are the prompt.
     """
 
@@ -60,7 +60,7 @@ class Document:
     text: str = ""
     messages: list[Message] | None = None
     tools: list[Any] | None = None
-    given: int | None = None
+    prompt_length: int | None = None
     rejected: Document | None = None
 
     @property
@@ -227,10 +227,10 @@ def read_json(file: SourceFile, content: bytes, form: RecordForm) -> Iterator[Do
 def _object_in(line: bytes) -> dict[str, Any] | None:
     """The object that a line is, the whole of it."""
     try:
-        found = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _check_found(file: SourceFile, form: RecordForm, first: dict[str, Any]) -> None:
@@ -303,20 +303,20 @@ def messages_of(messages: Any, field: str, where: str) -> list[Message]:
 
 def _message_of(message: Any, where: str) -> Message:
     """One message; its content is a string, a list of `{"type": "text", "text": ...}` parts, or tool calls instead."""
-    given = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
-    role, content = given.get("role"), given.get("content")
+    fields = {key: value for key, value in message.items() if value is not None} if isinstance(message, dict) else {}
+    role, content = fields.get("role"), fields.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
-    if content is None and given.get("tool_calls") and isinstance(role, str):
+    if content is None and fields.get("tool_calls") and isinstance(role, str):
         _check_role(role, where)
-        return given  # templates tell a missing content from an empty one
+        return fields  # templates tell a missing content from an empty one
     if not isinstance(role, str) or not isinstance(content, str):
         raise BadInput(
             f"{where}: the message {str(message)[:80]!r} does not have a 'role' and a 'content' that are "
             f"strings. Correct the record; only text can be trained on."
         )
     _check_role(role, where)
-    return {**given, "content": content}
+    return {**fields, "content": content}
 
 
 def _check_role(role: str, where: str) -> None:

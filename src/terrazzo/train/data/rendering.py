@@ -72,8 +72,8 @@ def _ask(request: bytes) -> dict[str, Any]:
         process, line = _process, _line  # another thread may end it meanwhile, and then lets go of it
         try:
             line.send_bytes(request)
-            found: dict[str, Any] = json.loads(line.recv_bytes())
-            return found
+            answer: dict[str, Any] = json.loads(line.recv_bytes())
+            return answer
         except (EOFError, OSError):  # it has ended
             pass
         except BaseException:  # interrupted between request and answer: the next one must not get it
@@ -161,8 +161,8 @@ def _answer(work: Any, arguments: dict[str, Any]) -> bytes:
     except MemoryError:
         return json.dumps({"error": f"it took more than {MAX_BYTES >> 30} GiB of memory", "line": None}).encode()
     except Exception as error:  # templates raise what they like
-        said = f"{type(error).__name__}: {error}"[:2000]
-        return json.dumps({"error": said, "line": getattr(error, "lineno", None)}).encode()
+        message = f"{type(error).__name__}: {error}"[:2000]
+        return json.dumps({"error": message, "line": getattr(error, "lineno", None)}).encode()
 
 
 if __name__ == "__main__":

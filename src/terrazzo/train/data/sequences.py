@@ -278,18 +278,18 @@ class SequenceDataset:
                 targets[row, : stop - start - 1][~self.learnt.mask(start + 1, stop)] = IGNORED
         valid_tokens = int((targets != IGNORED).sum())
         positions = torch.from_numpy(self.positions(bounds)) if self.apart else None
-        found = Batch(torch.from_numpy(inputs), torch.from_numpy(targets), valid_tokens, valid_tokens)
-        return replace(found, positions=positions)
+        batch = Batch(torch.from_numpy(inputs), torch.from_numpy(targets), valid_tokens, valid_tokens)
+        return replace(batch, positions=positions)
 
     def positions(self, bounds: Indices) -> Indices:
         """Of each place of the sequences at `bounds` `[B, 2]` in its document, or in what fills it up: `[B, T]`."""
-        found = np.tile(np.arange(self.sequence_length), (len(bounds), 1))
+        positions = np.tile(np.arange(self.sequence_length), (len(bounds), 1))
         for row, (start, stop) in enumerate(bounds):
             places = np.arange(start, min(stop, start + self.sequence_length))
             document = np.searchsorted(self.offsets, places, side="right") - 1
-            found[row, : len(places)] = places - np.maximum(self.offsets[document], start)
-            found[row, len(places) :] -= len(places)
-        return found
+            positions[row, : len(places)] = places - np.maximum(self.offsets[document], start)
+            positions[row, len(places) :] -= len(places)
+        return positions
 
     def read(self, start: int, numel: int) -> TokenArray:
         """Up to `numel` tokens of the stream from `start`: fewer only at its end."""

@@ -119,11 +119,11 @@ def stored_files(url: str) -> list[SourceFile]:
     fs, path = open_store(url, what)
     with reading(what):
         fs.invalidate_cache()
-        found, root = _listed(fs, path)
+        entries, root = _listed(fs, path)
         if root is None:
-            return [_stored(fs, found[0], path.rpartition("/")[2], required=True)]
-        names = [one["name"].removeprefix(root).lstrip("/") for one in found]
-        pairs = [pair for pair in zip(found, names, strict=True) if pair[0]["type"] == "file" and is_visible(pair[1])]
+            return [_stored(fs, entries[0], path.rpartition("/")[2], required=True)]
+        names = [one["name"].removeprefix(root).lstrip("/") for one in entries]
+        pairs = [pair for pair in zip(entries, names, strict=True) if pair[0]["type"] == "file" and is_visible(pair[1])]
         files = [_stored(fs, one, name, required=False) for one, name in pairs]
     if not files:
         raise BadInput(
@@ -163,8 +163,8 @@ def is_visible(name: str) -> bool:
 
 def folder_files(root: Path, excluded: frozenset[str] = frozenset({"__pycache__"})) -> list[Path]:
     """Every visible file under a folder of this machine, sorted by its path below it."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted((path for path in found if path.is_file()), key=lambda path: path.relative_to(root).parts)
+        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).parts)

@@ -115,12 +115,12 @@ def _files_of(source: str) -> list[SourceFile]:
     if path.is_file():
         return [SourceFile.local(path, path.name, required=True)]
     if path.is_dir():
-        found = folder_files(path)
+        files = folder_files(path)
     else:
-        found = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
-    if found:
+        files = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(match)]
+    if files:
         root = path if path.is_dir() else Path(plain_part(str(path)))
-        return [SourceFile.local(file, file.relative_to(root).as_posix(), required=False) for file in found]
+        return [SourceFile.local(file, file.relative_to(root).as_posix(), required=False) for file in files]
     if path.is_dir():
         raise BadInput(
             f"data.source {source!r} is a folder without any visible file. Put text, JSONL or parquet in it."
@@ -177,18 +177,18 @@ def read_documents(
 def _documents_of(file: SourceFile, form: RecordForm, skipped: Skipped) -> Iterator[Document]:
     """The non-empty documents of one file."""
     if file.split is not None:
-        found = read_dataset(file, form)
+        documents = read_dataset(file, form)
     elif is_jsonl(file.name):
-        found = read_jsonl(file, form)
+        documents = read_jsonl(file, form)
     elif is_json(file.name):
-        found = _read_records(file, form, skipped)
+        documents = _read_records(file, form, skipped)
     elif is_parquet(file.name):
-        found = read_parquet(file, form)
+        documents = read_parquet(file, form)
     else:
         form.check_text(file.where)
-        found = _read_text(file, skipped)
+        documents = _read_text(file, skipped)
     with nullcontext() if file.is_plain else reading(f"'{file.where}'"):
-        yield from (document for document in found if document.text or document.is_whole)
+        yield from (document for document in documents if document.text or document.is_whole)
 
 
 def _read_records(file: SourceFile, form: RecordForm, skipped: Skipped) -> Iterator[Document]:
@@ -196,13 +196,13 @@ def _read_records(file: SourceFile, form: RecordForm, skipped: Skipped) -> Itera
     with opened(file) as stream:
         content = stream.read()
     try:
-        found = read_json(file, content, form)
+        documents = read_json(file, content, form)
     except BadInput:
         if file.required:
             raise
         skipped.names.append(file.name)
         return
-    yield from found
+    yield from documents
 
 
 def _read_text(file: SourceFile, skipped: Skipped) -> Iterator[Document]:

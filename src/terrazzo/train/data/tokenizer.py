@@ -124,8 +124,8 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
 
 def check_files(folder: Path) -> None:
     """Raise `BadInput` for a file that a tokenizer's library would read and that it cannot read to an end."""
-    found = [path for pattern in READ_BY_LIBRARIES for path in folder.glob(pattern)]
-    for path in sorted(found):
+    files = [path for pattern in READ_BY_LIBRARIES for path in folder.glob(pattern)]
+    for path in sorted(files):
         if not path.is_dir():
             check_model_file(path, MAX_BYTES, folder)
 
@@ -141,8 +141,8 @@ def _read_backend(file: Path) -> Any:
     except BaseException as error:  # the library raises bare Exception, and a panic in it is none
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        said = str(error)[:300]
-        raise BadInput(f"{str(file)!r} is not a readable tokenizer ({said}). Save it again.") from error
+        reason = str(error)[:300]
+        raise BadInput(f"{str(file)!r} is not a readable tokenizer ({reason}). Save it again.") from error
 
 
 def _convert_backend(folder: Path) -> Any:
@@ -152,8 +152,8 @@ def _convert_backend(folder: Path) -> Any:
     except ImportError as error:
         raise missing_extra("transformers") from error
     try:
-        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        backend = found.backend_tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        backend = tokenizer.backend_tokenizer
         if backend.get_vocab_size(with_added_tokens=True) < FEWEST_TOKENS:  # it found no vocabulary, and says nothing
             raise ValueError("it finds no vocabulary in them")
         return backend

@@ -3,7 +3,7 @@
 the launcher, which starts ranks on this machine
     launcher         starts them, once or again
     local_ranks      their processes, and the pipes on which they report
-    outcome          why they have ended, as a table of causes, and what is said of it
+    outcome          in which of six ways they have ended, and what is said of it
     restarts         whether ranks are started again after a failure, and what these are told
     rank_slots       where ranks may be, when some places are lost
     machine          what this machine has for ranks: devices, threads, and how many there may be
@@ -18,7 +18,8 @@ a rank, whoever has started it
 both
     launcher_pipe    what a rank reports to its launcher
     stop_signals     SIGTERM and Ctrl-C: received by the launcher, and as a request that all ranks agree on
-    notices          what is said of a run that ends, or that somebody stops
+    notices          how a run has ended, and what is said of one that somebody stops
+    trainer_notices  the same of a run of the trainer
 a script of the user's own in the place of the trainer
     script           how it is started as ranks
     script_rank      one rank of it

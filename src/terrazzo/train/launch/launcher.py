@@ -15,7 +15,7 @@ from terrazzo.exit_codes import PREEMPTED, STALLED
 from terrazzo.telemetry.watchdog.evidence import keep_evidence
 from terrazzo.telemetry.watchdog.watchdog import Patience
 from terrazzo.train.launch.local_ranks import LocalRanks
-from terrazzo.train.launch.notices import Ended, Notices, say_now
+from terrazzo.train.launch.notices import Notices, RunEnd, say_now
 from terrazzo.train.launch.outcome import RanksAtEnd, report_end
 from terrazzo.train.launch.restarts import Restarts, Start
 from terrazzo.train.launch.stop_signals import Signals
@@ -55,7 +55,7 @@ def launch_ranks(
     signals, defaults = Signals(), environment_of(ranks) if defaults is None else defaults
     try:
         started = LocalRanks(ranks, arguments, defaults, labelled=labelled, patience=patience)
-        return _left(_run(started, signals, notices)[0], notices)
+        return _exit_code(_run(started, signals, notices)[0], notices)
     finally:
         signals.restore()
 
@@ -68,44 +68,44 @@ def launch_with_restarts(start: Start, restarts: Restarts, notices: Notices, pat
             looked_after = patience if start.ranks > 1 else None
             defaults, environment = environment_of(start.ranks), start.environment
             ranks = LocalRanks(start.ranks, start.words, defaults, environment, patience=looked_after)
-            ended, claimed = _run(ranks, signals, notices, claimed)
-            failed = ended.code not in (0, PREEMPTED) and not signals.received
-            following = restarts.after(start, ended) if failed else None
+            end, claimed = _run(ranks, signals, notices, claimed)
+            failed = end.code not in (0, PREEMPTED) and not signals.received
+            following = restarts.after(start, end) if failed else None
             if following is None:
-                return _left(ended, notices)
+                return _exit_code(end, notices)
             start = following
             if claimed:
-                notices.again()
+                notices.on_restart()
     finally:
         signals.restore()
 
 
-def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None, claimed: bool = False) -> tuple[Ended, bool]:
+def _run(ranks: LocalRanks, signals: Signals, notices: Notices | None, claimed: bool = False) -> tuple[RunEnd, bool]:
     """Wait until ranks have ended, and say how; whether the run's folders are its own.
 
     Args:
         claimed: by an earlier start of the run.
     """
     with ranks as started:
-        stopped_by = started.wait(signals, lambda: _say_asked(started, notices))
+        kill_signal = started.wait(signals, lambda: _say_stopping(started, notices))
         evidence = keep_evidence(started.suspects, started.stall) if started.stall is not None else ""
-    asked = next(iter(signals.received), None)
+    stop_signal = next(iter(signals.received), None)
     oom_kills = started.oom_kills
-    end = RanksAtEnd(started.ranks, asked, stopped_by, started.stall, evidence, oom_kills, notices)
-    ended = report_end(end)
+    at_end = RanksAtEnd(started.ranks, stop_signal, kill_signal, started.stall, evidence, oom_kills, notices)
+    end = report_end(at_end)
     claimed = claimed or any(rank.claimed for rank in started.ranks)
     if notices is not None and claimed and started.stall is None:  # the note of a stall is kept with its evidence
-        notices.ended(ended)
-    return ended, claimed
+        notices.on_end(end)
+    return end, claimed
 
 
-def _say_asked(started: LocalRanks, notices: Notices | None) -> None:
+def _say_stopping(started: LocalRanks, notices: Notices | None) -> None:
     if notices is not None:
         say_now(notices.on_request(trains=started.are_training))
 
 
-def _left(ended: Ended, notices: Notices | None) -> int:
+def _exit_code(end: RunEnd, notices: Notices | None) -> int:
     """The exit code of a run that goes on no more."""
-    if ended.code == STALLED and notices is not None:
+    if end.code == STALLED and notices is not None:
         say_now(notices.cut_short())
-    return ended.code
+    return end.code

@@ -221,10 +221,10 @@ class LocalRanks:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def wait(self, signals: Signals, asked: Callable[[], None] = lambda: None) -> int | None:
+    def wait(self, signals: Signals, on_stop: Callable[[], None] = lambda: None) -> int | None:
         """Until all have ended; the signal that ended the run at once, if one did.
 
-        The first signal asks for a stop, and is passed on; `asked` is called unless a rank has failed by then. When a
+        The first signal asks for a stop, and is passed on; `on_stop` is called unless a rank has failed by then. When a
         rank fails, the others have some seconds to fail by themselves.
         """
         heeded, deadline = 0, float("inf")
@@ -237,7 +237,7 @@ class LocalRanks:
                 if heeded > 1 or not asks:
                     return number
                 if not any(rank.failed for rank in self.ranks):
-                    asked()
+                    on_stop()
                 self._pass_on(number)
             if deadline == float("inf") and any(rank.failed for rank in self.ranks):
                 for rank in self.ranks:
@@ -264,8 +264,8 @@ class LocalRanks:
     @property
     def suspects(self) -> list[Suspect]:
         """Ranks that record."""
-        found = zip(self.ranks, self.recordings, strict=True)
-        return [Suspect(rank.rank, rank.pid, recording, rank.ask) for rank, recording in found]
+        recorded = zip(self.ranks, self.recordings, strict=True)
+        return [Suspect(rank.rank, rank.pid, recording, rank.ask) for rank, recording in recorded]
 
     @property
     def oom_kills(self) -> int | None:

@@ -1,4 +1,4 @@
-"""What is said of a run that ends: how its ranks have ended, and the words for whoever stops it."""
+"""How a run has ended, as a value, and the words for whoever stops one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from terrazzo.config import without_passwords
 from terrazzo.exit_codes import reason_of
 from terrazzo.telemetry.log.exit_note import ExitNote
 
-__all__ = ["Ended", "Notices", "say_now"]
+__all__ = ["Notices", "RunEnd", "say_now"]
 
 
-class Ended(NamedTuple):
+class RunEnd(NamedTuple):
     """How ranks that were started together have ended.
 
     Attributes:
@@ -50,24 +50,24 @@ class Notices:
     """What is said of a run that somebody stops, and who is told how its ranks end.
 
     Attributes:
-        asked: said when it is asked to stop.
-        asked_early: said instead while it is still set up, and may be refused.
-        cut_short: what it costs to end it at once.
-        unbegun: said where no rank had begun, so that there was nobody to ask.
-        ended: called with how ranks have ended, of a run whose folders are its own.
-        again: called before they are started again, of such a run.
+        stopping: said when it is asked to stop.
+        cut_short: gives what is said where it is ended at once: what that costs.
+        unbegun: said instead where no rank had begun, so that there was nobody to ask.
+        stopping_early: said when it is asked to stop while it is set up, and may yet be refused.
+        on_end: called with how ranks have ended, of a run whose folders are its own.
+        on_restart: called before they are started again, of such a run.
     """
 
-    asked: str
+    stopping: str
     cut_short: Callable[[], str]
     unbegun: str = "Ended before training began: nothing is lost."
-    asked_early: str = ""
-    ended: Callable[[Ended], object] = lambda ended: None
-    again: Callable[[], object] = lambda: None
+    stopping_early: str = ""
+    on_end: Callable[[RunEnd], object] = lambda end: None
+    on_restart: Callable[[], object] = lambda: None
 
     def on_request(self, *, trains: bool) -> str:
         """What is said when somebody asks for a stop; `trains`: the run is set up."""
-        return self.asked if trains or not self.asked_early else self.asked_early
+        return self.stopping if trains or not self.stopping_early else self.stopping_early
 
 
 def say_now(line: str) -> None:

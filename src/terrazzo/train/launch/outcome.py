@@ -1,7 +1,8 @@
-"""How ranks that were started together have ended: which of a few causes it was, what is said of it, the exit code.
+"""How ranks that were started together have ended: in which of six ways, what is said of it, the exit code.
 
-`CAUSES` is the table, in the order in which they are looked for. What failed first is said last, where whoever looks at
-the end of a long output finds it.
+`ENDINGS` is the list of ways, in the order in which they are tried. What failed first is said last, where whoever looks
+at the end of a long output finds it. Why ranks stood still, which is one of the ways, is found while they are still
+there: by `telemetry.watchdog`, whose `STALL_CAUSES` are the causes of that alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from terrazzo.exit_codes import BAD_INPUT, FAILED, INTERRUPTED, PREEMPTED, STALL
 from terrazzo.telemetry.watchdog.stall import Stall
 from terrazzo.train.launch.launcher_pipe import Failure, first_failure
 from terrazzo.train.launch.local_ranks import LocalRank
-from terrazzo.train.launch.notices import Ended, Notices, say_now
+from terrazzo.train.launch.notices import Notices, RunEnd, say_now
 
 __all__ = ["RanksAtEnd", "report_end"]
 
@@ -32,16 +33,16 @@ class RanksAtEnd:
     """What is known of ranks once all have ended.
 
     Attributes:
-        asked: the signal that was passed on to all ranks: that they died of it is no failure.
-        ended_by: the signal that had all of them ended at once.
+        stop_signal: passed on to all ranks, to ask them for a stop: that they died of it is no failure.
+        kill_signal: that had all of them ended at once.
         stall: why they stood still, and `evidence` where that is kept, in a sentence.
         oom_kills: how many processes the kernel has ended meanwhile for want of memory, if that is known.
         notices: what is said of a run that was ended at once.
     """
 
     ranks: Sequence[LocalRank]
-    asked: int | None = None
-    ended_by: int | None = None
+    stop_signal: int | None = None
+    kill_signal: int | None = None
     stall: Stall | None = None
     evidence: str = ""
     oom_kills: int | None = None
@@ -55,66 +56,66 @@ class RanksAtEnd:
     @cached_property
     def unreported(self) -> Failure | None:
         """The first rank that has ended without a word: killed, or with an exit code alone."""
-        return first_failure(_unreported(rank, self.asked, self.oom_kills) for rank in self.ranks)
+        return first_failure(_unreported(rank, self.stop_signal, self.oom_kills) for rank in self.ranks)
 
     @property
     def any_is_left(self) -> bool:
         """Whether the system does not let go of one, which still has its device and its files."""
         return any(rank.code is None for rank in self.ranks)
 
-    def ended_by_failure(self, failure: Failure, why: str, reason: str = "") -> Ended:
+    def ended_by_failure(self, failure: Failure, why: str, reason: str = "") -> RunEnd:
         """The end of a run whose first failure this is; `why` in a line."""
         rank = self.ranks[failure.rank]
         unbegun = None if rank.at else failure.rank
         lasts = failure.lasts or self.any_is_left
-        return Ended(failure.exit_code, why, lasts, unbegun, failure.rank, rank.step, reason)
+        return RunEnd(failure.exit_code, why, lasts, unbegun, failure.rank, rank.step, reason)
 
 
-def report_end(end: RanksAtEnd) -> Ended:
+def report_end(end: RanksAtEnd) -> RunEnd:
     """Say what ended the run; how it has ended."""
-    return next(ended for cause in CAUSES if (ended := cause(end)) is not None)
+    return next(run_end for ending in ENDINGS if (run_end := ending(end)) is not None)
 
 
-# -- causes: each says what there is to say and returns how the run has ended, or None where it is another -------------
+# -- ways to end: each says what there is to say and returns how the run has ended, or None where it is another --------
 
 
-def _stood_still(end: RanksAtEnd) -> Ended | None:
+def _stood_still(end: RanksAtEnd) -> RunEnd | None:
     if (stall := end.stall) is None:
         return None
     _say(f"{stall.text}\nAll ranks were ended. {end.evidence}".rstrip())
     step = end.ranks[stall.rank or 0].step
-    return Ended(STALLED, stall.text, end.any_is_left, rank=stall.rank, step=step, reason=stall.cause)
+    return RunEnd(STALLED, stall.text, end.any_is_left, rank=stall.rank, step=step, reason=stall.cause)
 
 
-def _ended_at_once(end: RanksAtEnd) -> Ended | None:
-    if end.ended_by is None:
+def _ended_at_once(end: RanksAtEnd) -> RunEnd | None:
+    if end.kill_signal is None:
         return None
     if end.notices is not None:
         begun = any(rank.begun for rank in end.ranks)
         say_now(end.notices.cut_short() if begun else end.notices.unbegun)
-    return Ended(128 + end.ended_by)
+    return RunEnd(128 + end.kill_signal)
 
 
-def _stopped_as_asked(end: RanksAtEnd) -> Ended | None:
+def _stopped_as_asked(end: RanksAtEnd) -> RunEnd | None:
     """All have ended as they were asked to: with codes of their own, else by the signal."""
-    if end.asked is None or end.unreported is not None:
+    if end.stop_signal is None or end.unreported is not None:
         return None
     if end.reported is not None and end.reported.exit_code != INTERRUPTED:
         return None
     if all(rank.code is not None and rank.code >= 0 and rank.failure is None for rank in end.ranks):
-        return Ended(max(rank.code or 0 for rank in end.ranks))
-    _say(f"Stopped by {signal.Signals(end.asked).name}; all ranks have ended.")
-    return Ended(128 + end.asked)
+        return RunEnd(max(rank.code or 0 for rank in end.ranks))
+    _say(f"Stopped by {signal.Signals(end.stop_signal).name}; all ranks have ended.")
+    return RunEnd(128 + end.stop_signal)
 
 
-def _ended_well(end: RanksAtEnd) -> Ended | None:
+def _ended_well(end: RanksAtEnd) -> RunEnd | None:
     if end.reported is not None or end.unreported is not None:
         return None
     codes = [rank.code for rank in end.ranks if rank.code is not None and not rank.ended_by_us]
-    return Ended(max(codes, default=FAILED))
+    return RunEnd(max(codes, default=FAILED))
 
 
-def _died_first(end: RanksAtEnd) -> Ended | None:
+def _died_first(end: RanksAtEnd) -> RunEnd | None:
     """A rank ended without a word, before any had reported a failure: those come of it."""
     dead, follows = end.unreported, end.reported
     if dead is None or (follows is not None and follows.time_ns <= dead.time_ns):
@@ -126,7 +127,7 @@ def _died_first(end: RanksAtEnd) -> Ended | None:
     return end.ended_by_failure(dead, dead.text.removesuffix(_OTHERS_STOPPED), "killed" if was_killed else "")
 
 
-def _failed_first(end: RanksAtEnd) -> Ended | None:
+def _failed_first(end: RanksAtEnd) -> RunEnd | None:
     """A rank reported its failure; others may have died of it, or were stopped when it waited for them."""
     first = end.reported
     if first is None:
@@ -143,7 +144,7 @@ def _failed_first(end: RanksAtEnd) -> Ended | None:
     return end.ended_by_failure(first, f"rank {first.rank} failed: {why}")
 
 
-CAUSES: Sequence[Callable[[RanksAtEnd], Ended | None]] = (
+ENDINGS: Sequence[Callable[[RanksAtEnd], RunEnd | None]] = (
     _stood_still,
     _ended_at_once,
     _stopped_as_asked,
@@ -151,7 +152,7 @@ CAUSES: Sequence[Callable[[RanksAtEnd], Ended | None]] = (
     _died_first,
     _failed_first,
 )
-"""Why a run has ended: the first that applies."""
+"""The ways in which a run ends: the first that applies is the one."""
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -170,14 +171,14 @@ def _of_stopped(rank: LocalRank) -> str:
     )
 
 
-def _unreported(rank: LocalRank, asked: int | None, oom_kills: int | None) -> Failure | None:
+def _unreported(rank: LocalRank, stop_signal: int | None, oom_kills: int | None) -> Failure | None:
     """How a rank ended without a word, and when at the earliest; None if it did not, was asked to, or ended well."""
     if rank.code in (None, 0, PREEMPTED) or rank.ended_by_us or rank.failure is not None:
         return None
     if rank.code > 0:
         text = f"Rank {rank.rank} ended with exit code {rank.code}{_OTHERS_STOPPED}"
         return Failure(rank.rank, (rank.ended_ns or 0) - _SEEN_LATE_NS, rank.code, text)
-    if asked is not None and rank.code == -asked:
+    if stop_signal is not None and rank.code == -stop_signal:
         return None
     name = signal.Signals(-rank.code).name
     hint = _who_kills(oom_kills) if name == "SIGKILL" else ""

@@ -27,8 +27,8 @@ STAYS_STOPPED = (
 
 def leave_note() -> None:
     """This rank ends since the run was asked to stop, and has saved."""
-    if (found := _attempt()) is not None:
-        note, number = found
+    if (attempt := _attempt()) is not None:
+        note, number = attempt
         with contextlib.suppress(OSError):  # such as a full disk: then torchrun has its way
             replace_file(note, str(number), sync=False)
 
@@ -38,11 +38,11 @@ def stays_stopped() -> bool:
 
     Agents of several machines may count differently: all ranks go on, or none does.
     """
-    found = _attempt()
-    if any(gather_json(found is not None and _is_of_an_earlier_attempt(*found))):
+    attempt = _attempt()
+    if any(gather_json(attempt is not None and _is_of_an_earlier_attempt(*attempt))):
         return True
-    if found is not None:
-        found[0].unlink(missing_ok=True)
+    if attempt is not None:
+        attempt[0].unlink(missing_ok=True)
     return False
 
 

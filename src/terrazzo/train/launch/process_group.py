@@ -113,8 +113,8 @@ def _differing(everyone: list[dict[str, str]]) -> str:
         for rank, theirs in enumerate(everyone):
             values.setdefault(theirs.get(key, "not set"), []).append(rank)
         if len(values) > 1:
-            said = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
-            differing.append(f"{key} ({said})")
+            by_value = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+            differing.append(f"{key} ({by_value})")
     return ", ".join(differing)
 
 

@@ -213,11 +213,11 @@ def _report_to_torchrun(report: Path, error: BaseException, failure: Failure, *,
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(SIBLING_GRACE_S)
         return
-    said, more = failure.text, {"timestamp": str(int(time.time()))}
+    message, more = failure.text, {"timestamp": str(int(time.time()))}
     if not isinstance(error, _MENDABLE):  # as torch's own handler has it, which would write passwords
-        said, more["py_callstack"] = without_passwords(f"{type(error).__name__}: {error}"), failure.text
+        message, more["py_callstack"] = without_passwords(f"{type(error).__name__}: {error}"), failure.text
     with contextlib.suppress(OSError):
-        report.write_text(json.dumps({"message": {"message": said, "extraInfo": more}}))
+        report.write_text(json.dumps({"message": {"message": message, "extraInfo": more}}))
 
 
 def _exit_code(error: BaseException) -> int:
@@ -234,8 +234,8 @@ def _text(error: BaseException) -> str:
     """A paragraph for what the user can mend, the whole traceback for everything else; no passwords."""
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted."
-    said = f"Error: {error}" if isinstance(error, _MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
-    return str(without_passwords(said))
+    text = f"Error: {error}" if isinstance(error, _MENDABLE) else "".join(traceback.format_exception(error)).rstrip()
+    return str(without_passwords(text))
 
 
 def _cause(error: BaseException) -> str:

@@ -40,8 +40,8 @@ class RankSlots:
         used = self._left[: self.ranks]
         if not self._named or used == list(range(len(used))):
             return {}
-        given = os.environ.get(_VISIBLE)
-        names = [str(number) for number in range(self._there)] if given is None else given.split(",")
+        visible = os.environ.get(_VISIBLE)
+        names = [str(number) for number in range(self._there)] if visible is None else visible.split(",")
         return {_VISIBLE: ",".join(names[number] for number in used)}
 
     def lost(self, rank: int | None) -> str:

@@ -15,12 +15,12 @@ from typing import NamedTuple
 from terrazzo.config import LaunchConfig
 from terrazzo.errors import BadInput, counted
 from terrazzo.train.launch.environment import starter
-from terrazzo.train.launch.notices import Ended
+from terrazzo.train.launch.notices import RunEnd
 from terrazzo.train.launch.rank_slots import RankSlots
 
 __all__ = ["Restart", "Restarts", "Saved", "Start", "refuse_restarts", "take_restart_note"]
 
-_GIVEN = "TERRAZZO_RESTARTED"
+_NOTE = "TERRAZZO_RESTARTED"
 """What a rank that is started again is told, in its environment."""
 
 
@@ -72,13 +72,13 @@ class Restarts:
         self._number = 0
         self._before: tuple[Saved, str] | None = None  # at the failure before: what was saved, and what had failed
 
-    def after(self, start: Start, ended: Ended) -> Start | None:
+    def after(self, start: Start, end: RunEnd) -> Start | None:
         """What is started next, once `start` has ended in a failure; None where the run has ended."""
-        if ended.lasts:
+        if end.lasts:
             _refuse("it would end so again")
             return None
         try:
-            lost = self._lost(ended)
+            lost = self._lost(end)
             saved = self._newest()
         except BadInput as error:
             _refuse(str(error))
@@ -90,21 +90,21 @@ class Restarts:
         if self._number == self._most:
             _refuse(f"launch.restarts is {self._most}")
             return None
-        self._number, self._before = self._number + 1, (saved, ended.why)
-        restart = Restart(self._number, self._most, ended.why)
+        self._number, self._before = self._number + 1, (saved, end.why)
+        restart = Restart(self._number, self._most, end.why)
         where = f"from {saved.path}" if saved.path else "from the beginning: there is no checkpoint yet"
-        ranks, environment = start.ranks, {_GIVEN: json.dumps(asdict(restart))}
+        ranks, environment = start.ranks, {_NOTE: json.dumps(asdict(restart))}
         if self._places is not None:
             ranks, environment = self._places.ranks, {**environment, **self._places.environment}
         starting = f"starting {counted(ranks, 'rank')}{'' if lost else ' again'}, {where}"
         self._say(f"restart {restart.number} of {restart.most}: {f'{lost}; ' if lost else ''}{starting}")
         return Start(ranks, self._words(saved), environment)
 
-    def _lost(self, ended: Ended) -> str:
+    def _lost(self, end: RunEnd) -> str:
         """The places that are no more, in words; a rank has lost its own where it fails at its start again."""
         if self._places is None:
             return ""
-        return self._places.lost(ended.unbegun if self._number else None)
+        return self._places.lost(end.unbegun if self._number else None)
 
 
 def _refuse(why: str) -> None:
@@ -113,8 +113,8 @@ def _refuse(why: str) -> None:
 
 def take_restart_note() -> Restart | None:
     """The restart that this rank is of; None for the first start of a run."""
-    given = os.environ.pop(_GIVEN, None)  # what this rank starts is not this rank
-    return None if given is None else Restart(**json.loads(given))
+    note = os.environ.pop(_NOTE, None)  # what this rank starts is not this rank
+    return None if note is None else Restart(**json.loads(note))
 
 
 def refuse_restarts(launch: LaunchConfig) -> None:

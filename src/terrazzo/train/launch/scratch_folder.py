@@ -75,8 +75,8 @@ def _open(path: Path) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (NotADirectoryError, PermissionError):
         raise _not_ours(path) from None
-    found = os.fstat(descriptor)
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
         os.close(descriptor)
         raise _not_ours(path)
     return descriptor

@@ -67,8 +67,8 @@ def run_script(script: Script, ranks: int | None) -> int:
 def notices_of_script(ranks: int) -> Notices:
     """What is said when somebody stops it: only the script knows what it does then."""
     who, them = (f"all {ranks} ranks of the script", "them") if ranks > 1 else ("the script", "it")
-    asked = f"Stopping: waiting for {who} to end. Ctrl-C once more ends {them} at once."
-    return Notices(asked, lambda: "Ended at once, as asked.", "Ended before the script began.")
+    stopping = f"Stopping: waiting for {who} to end. Ctrl-C once more ends {them} at once."
+    return Notices(stopping, lambda: "Ended at once, as asked.", "Ended before the script began.")
 
 
 def environment_of_script(ranks: int) -> dict[str, str]:

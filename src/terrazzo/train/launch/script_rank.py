@@ -50,8 +50,8 @@ class _Ending:
         """By `sys.exit`; Python has no hook for it."""
         code = leaving.code if isinstance(leaving.code, int) else FAILED
         if leaving.code is not None and code not in (0, PREEMPTED) and os.getpid() == self._pid:
-            said = f"sys.exit({leaving.code!r}) was called on rank {self._rank}."
-            self._launcher.fail(Failure(self._rank, time.monotonic_ns(), code & 0xFF, said), leaving)
+            message = f"sys.exit({leaving.code!r}) was called on rank {self._rank}."
+            self._launcher.fail(Failure(self._rank, time.monotonic_ns(), code & 0xFF, message), leaving)
 
 
 def _main() -> None:

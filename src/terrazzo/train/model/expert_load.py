@@ -121,8 +121,8 @@ def _routers(model: nn.Module) -> Iterator[tuple[str, int]]:
     """Names of modules that give routers' logits, and which of their outputs these are, as transformers says it."""
     known: dict[Any, int] = {}
     for module in model.modules():
-        said = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
-        for each in said if isinstance(said, list | tuple) else (said,):
+        recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits", ())
+        for each in recorded if isinstance(recorded, list | tuple) else (recorded,):
             known[getattr(each, "target_class", each)] = getattr(each, "index", 0)
     for name, module in model.named_modules():
         if type(module) in known:

@@ -266,14 +266,14 @@ def balance_experts(model: nn.Module) -> dict[str, Load]:
         By name of the router, or of the experts where `count_rows` has them counted; equal on all ranks.
     """
     axes = engine_of(model).axes
-    found = {name: counter.take(axes) for name, counter in counters_of(model)}
+    loads = {name: counter.take(axes) for name, counter in counters_of(model)}
     for name, router in routers_of(model):
         load, entropy = (axes.total(each, axes.with_stages) for each in (router.load, router.entropy))
-        found[name] = load_of(load, float(entropy[0] / entropy[1].clamp(min=1)))
+        loads[name] = load_of(load, float(entropy[0] / entropy[1].clamp(min=1)))
         with torch.no_grad():
             if router.config.balance == "bias":
                 router.bias += router.config.bias_rate * torch.sign(load.double().mean() - load).float()
                 router.bias -= router.bias.mean()
             router.load.zero_()
             router.entropy.zero_()
-    return found
+    return loads

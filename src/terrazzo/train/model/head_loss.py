@@ -31,7 +31,7 @@ TARGETS = "targets"
 
 
 @dataclass
-class _Given:
+class _CalledWith:
     """What a model was called with: one object for it and its head."""
 
     model: nn.Module
@@ -51,7 +51,7 @@ class _Given:
         return linear_cross_entropy(hidden, weight, self.targets, ignore_index=IGNORED)
 
 
-_GIVEN = Mark[_Given]("terrazzo_targets")
+_CALLED_WITH = Mark[_CalledWith]("terrazzo_targets")
 
 
 def has_loss_without_logits(config: Config, vocabulary: int) -> bool:
@@ -97,17 +97,17 @@ def take_targets(model: nn.Module, config: Config) -> None:
                 "bias makes of its last hidden states: set objective.loss to 'auto' or 'full'."
             )
         return
-    given = _Given(model)
+    passed = _CalledWith(model)
     for module in (model, head):
-        _GIVEN.leave(module, given)
+        _CALLED_WITH.leave(module, passed)
     head.__class__ = _with_loss(type(head))
-    model.register_forward_pre_hook(given.take, with_kwargs=True)
-    model.register_forward_hook(given.drop, always_call=True)
+    model.register_forward_pre_hook(passed.take, with_kwargs=True)
+    model.register_forward_hook(passed.drop, always_call=True)
 
 
 def gives_loss(model: nn.Module) -> bool:
     """Whether `model` gives the loss where it is called with targets."""
-    return _GIVEN.find(model) is not None
+    return _CALLED_WITH.find(model) is not None
 
 
 def _vocabulary(model: nn.Module, head: nn.Module | None) -> int:
@@ -139,10 +139,10 @@ def _with_loss(kind: type[nn.Module]) -> type[nn.Module]:
     """A class of the same name: units and styles are found by it."""
 
     def forward(self: nn.Module, hidden: Tensor, *weight: Tensor) -> Tensor:
-        given = _GIVEN.find(self)
-        if given is None or given.targets is None:
+        passed = _CALLED_WITH.find(self)
+        if passed is None or passed.targets is None:
             logits: Tensor = kind.forward(self, hidden, *weight)
             return logits
-        return given.loss(hidden, weight[0] if weight else self.weight)  # type: ignore[arg-type]
+        return passed.loss(hidden, weight[0] if weight else self.weight)  # type: ignore[arg-type]
 
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward})

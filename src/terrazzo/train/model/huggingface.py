@@ -81,8 +81,8 @@ def tensor_styles(model_type: str) -> dict[str, str]:
     """The plan of tensor parallelism that `transformers` has for a type of model; empty where it has none."""
     transformers = _import_transformers()
     known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    found = known[model_type].base_model_tp_plan if model_type in known else None
-    return dict(found or {})
+    scored_class = known[model_type].base_model_tp_plan if model_type in known else None
+    return dict(scored_class or {})
 
 
 def check_scored(model: nn.Module) -> None:
@@ -108,8 +108,8 @@ def _scored_class_of(transformers: Any, config: Any) -> str:
             f" model_type {config.model_type!r} it has no model for sequence classification. Give a decoder such as"
             " 'llama', 'qwen3' or 'gpt2' as model.path."
         )
-    found: type = known[type(config)]
-    return found.__name__
+    scored: type = known[type(config)]
+    return scored.__name__
 
 
 def _config_of(transformers: Any, spec: Mapping[str, Any] | str | Path) -> Any:
@@ -170,9 +170,9 @@ def _causal_lm_config(transformers: Any, values: dict[str, Any]) -> Any:
             f"{transformers.__version__} does not know.{did_you_mean(str(model_type), known)} Correct it, or "
             "install a transformers that has it."
         )
-    kept = {key: value for key, value in values.items() if key != "model_type"}
+    others = {key: value for key, value in values.items() if key != "model_type"}
     try:
-        config = transformers.AutoConfig.for_model(model_type, **kept)
+        config = transformers.AutoConfig.for_model(model_type, **others)
     except Exception as error:  # whatever its validation raises
         raise refused("The model's config", str(model_type), error) from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -30,7 +30,7 @@ def convert_linears(model: nn.Module, config: Config) -> None:
 
 def linears_note(model: nn.Module) -> list[str]:
     """What has been converted, and what not, in a line; nothing where that was not asked for."""
-    return [f"precision: {found}" for found in _CONVERTED.all_in(model)]
+    return [f"precision: {converted}" for converted in _CONVERTED.all_in(model)]
 
 
 def try_linears(config: Config, device: torch.device) -> None:

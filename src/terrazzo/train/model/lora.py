@@ -94,9 +94,9 @@ def load_base(model: nn.Module, folder: Path) -> None:
         BadInput: the folder lacks weights of the base, or has others.
     """
     weights = _BaseWeights(model, folder)
-    found: Any = model.load_state_dict(weights, strict=False)
-    missing = [name for name in found.missing_keys if ADAPTER not in name]
-    refuse_other_weights(folder, missing, found.unexpected_keys)
+    keys: Any = model.load_state_dict(weights, strict=False)
+    missing = [name for name in keys.missing_keys if ADAPTER not in name]
+    refuse_other_weights(folder, missing, keys.unexpected_keys)
 
 
 class _BaseWeights(Mapping[str, Tensor]):

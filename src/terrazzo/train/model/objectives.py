@@ -123,8 +123,8 @@ class NextToken(Objective):
     """Cross-entropy of every token that is learnt: of logits, or what the model made in their place."""
 
     def inputs(self, model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
-        given = super().inputs(model, batch, device)
-        return given | {TARGETS: batch.targets.to(device, non_blocking=True)} if gives_loss(model) else given
+        inputs = super().inputs(model, batch, device)
+        return inputs | {TARGETS: batch.targets.to(device, non_blocking=True)} if gives_loss(model) else inputs
 
     def loss_of(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         if gives_loss(model):
@@ -144,8 +144,8 @@ class _Pairs(Objective):
 
     def margins(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         """By how much the chosen completion of each pair is preferred, fp32 `[samples]`."""
-        found = self.preferences(model, output, batch)
-        return (found[:, 0] - found[:, 1])[: batch.samples]  # pairs that only fill the batch come last
+        preferences = self.preferences(model, output, batch)
+        return (preferences[:, 0] - preferences[:, 1])[: batch.samples]  # pairs that only fill the batch come last
 
     def losses(self, margins: Tensor) -> Tensor:
         """Of each pair: the negative log-likelihood of its order, which is the other way round with a small
@@ -187,8 +187,8 @@ class Reward(_Pairs):
         return with_score(shape)
 
     def inputs(self, model: nn.Module, batch: Batch, device: torch.device) -> Inputs:
-        given = {"tokens": batch.inputs, "last": _last(batch)}
-        return {name: value.to(device, non_blocking=True) for name, value in given.items()}
+        tensors = {"tokens": batch.inputs, "last": _last(batch)}
+        return {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
 
     def preferences(self, model: nn.Module, output: Any, batch: Batch) -> Tensor:
         scores: Tensor = output

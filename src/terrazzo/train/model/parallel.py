@@ -51,9 +51,9 @@ def plan_of(model: nn.Module, config: Config) -> TensorPlan:
     Raises:
         BadInput: a model without a plan of its own.
     """
-    given = config.parallel.tensor.plan
-    if given != "auto":
-        return given
+    configured = config.parallel.tensor.plan
+    if configured != "auto":
+        return configured
     if isinstance(model, Decoder):
         return model.tensor_plan(gathered=False)
     plan = own_plan(model, config.plan.mesh.tp)

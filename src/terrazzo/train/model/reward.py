@@ -84,16 +84,16 @@ def load_body(model: nn.Module, folder: Path) -> None:
     Raises:
         BadInput: the folder lacks weights of the body, or has others than a head.
     """
-    found: Any = model.load_state_dict(weights_for(model, folder), strict=False)
+    keys: Any = model.load_state_dict(weights_for(model, folder), strict=False)
     prefix = f"{cast(RewardModel, model).body_name}."
-    missing = [name for name in found.missing_keys if name != SCORE]
-    unexpected = [name for name in found.unexpected_keys if name.startswith(prefix)]
+    missing = [name for name in keys.missing_keys if name != SCORE]
+    unexpected = [name for name in keys.unexpected_keys if name.startswith(prefix)]
     huggingface.refuse_other_weights(folder, missing, unexpected)
 
 
 def with_score(shape: ModelShape) -> ModelShape:
     """The planner's view: one output in place of the vocabulary's."""
-    kept = tuple(tensor for tensor in shape.root.tensors if tensor.role != "head")
-    width = next(tensor.shape[-1] for tensor in kept if tensor.role == "embedding")
+    tensors = tuple(tensor for tensor in shape.root.tensors if tensor.role != "head")
+    width = next(tensor.shape[-1] for tensor in tensors if tensor.role == "embedding")
     score = TensorShape(SCORE, (1, width), "head")
-    return replace(shape, units=(replace(shape.root, tensors=(*kept, score)), *shape.blocks), tied=False, outputs=1)
+    return replace(shape, units=(replace(shape.root, tensors=(*tensors, score)), *shape.blocks), tied=False, outputs=1)

@@ -49,11 +49,11 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
     precision = build_precision(config)
     mode, every = config.train.checkpointing
     mesh = _mesh(config, world_size)
-    found = machine_of(config) if cluster is None else cluster
+    machines = machine_of(config) if cluster is None else cluster
     shape = _shape_of(config)
     return Setup(
         model=shape,
-        cluster=replace(found, device=_of_one_rank(found.device, world_size), count=world_size),
+        cluster=replace(machines, device=_of_one_rank(machines.device, world_size), count=world_size),
         plan=build_plan(config),
         mesh=mesh,
         sequence=config.batch.sequence_length,
@@ -66,7 +66,7 @@ def setup_of(config: Config, world_size: int, cluster: Cluster | None = None) ->
         checkpointing=mode,
         every=every,
         compile=config.train.compile,
-        attention=attention_of(None, shape, found.device),
+        attention=attention_of(None, shape, machines.device),
         context=config.parallel.context.mode,
         balance=config.parallel.context.balance,
         sequence_parallel=config.parallel.tensor.sequence,
@@ -147,13 +147,13 @@ def _named_matrices(config: Config, shape: ModelShape) -> ModelShape:
         return shape
     as_it_is = config.train.model_copy(update={"compile": False})
     model = prepare_model(config.model_copy(update={"train": as_it_is}))
-    found = {name for name, _ in division_of(config.optimizer, model).matrices}
+    matrices = {name for name, _ in division_of(config.optimizer, model).matrices}
     units = []
     for unit in shape.units:
         prefix, _, number = unit.name.rpartition(".")
         for index in range(unit.count):
             place = f"{prefix}.{int(number) + index}." if number.isdecimal() else unit.name and f"{unit.name}."
-            tensors = tuple(replace(each, whole=f"{place}{each.name}" in found) for each in unit.tensors)
+            tensors = tuple(replace(each, whole=f"{place}{each.name}" in matrices) for each in unit.tensors)
             units.append(replace(unit, tensors=tensors, count=1))
     return replace(shape, units=(*units[:1], *merged(units[1:])))
 

@@ -51,11 +51,11 @@ def planned(config: Config, ranks: int, cluster: Cluster | None = None) -> Estim
     """
     setup = setup_of(config, ranks, cluster)
     record, note = find_calibration(setup)
-    found = estimate(setup, record)
-    notes = (*found.notes, *([note] if note else []))
+    estimated = estimate(setup, record)
+    notes = (*estimated.notes, *([note] if note else []))
     memory = traced_memory(config, setup) if setup.cluster.device.kind == "cpu" else None
     memory = memory or memory_of(setup)
-    return replace(found, memory=measured_memory(memory, record, setup) if record else memory, notes=notes)
+    return replace(estimated, memory=measured_memory(memory, record, setup) if record else memory, notes=notes)
 
 
 def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
@@ -71,11 +71,11 @@ def traced_memory(config: Config, setup: Setup) -> MemoryFigures | None:
     shortened = alike and setup.every == 1 and layers > TRACED_LAYERS
     model = prepare_model(_traced(config, setup, shortened))
     names, _ = find_units(model, None)
-    if (found := _trace_of(model, config, setup, names)) is None:
+    if (traced := _trace_of(model, config, setup, names)) is None:
         return None
     if find_units(model, config.plan.units)[0] != names or (not shortened and len(names) != layers):
         return None
-    trace = found[0]
+    trace = traced[0]
     if shortened:
         copies = [f"{names[1]}.{index}" for index in range(layers - TRACED_LAYERS + 1)]
         trace = trace.stretched(names[1], copies)
@@ -96,8 +96,8 @@ def exchanges_of(config: Config, setup: Setup, rank: int) -> dict[str, int]:
     if mesh.pp > 1:
         return {}
     model = prepare_model(_traced(config, setup, shortened=False))
-    found = _trace_of(model, config, setup, find_units(model, None)[0])
-    return {} if found is None else {name: sent * setup.micro_batches for name, sent in found[1].items()}
+    traced = _trace_of(model, config, setup, find_units(model, None)[0])
+    return {} if traced is None else {name: sent * setup.micro_batches for name, sent in traced[1].items()}
 
 
 def _trace_of(

@@ -70,14 +70,16 @@ def sizing_of(path: Path, lines: Sequence[Mapping[str, Any]], ranks: int) -> Ran
     sizes, refused = [], []
     for count in [*([ranks // 2] if ranks % 2 == 0 else []), ranks, 2 * ranks]:
         try:
-            found = here if count == ranks else _estimated(load_config(path), count, record)
+            estimated = here if count == ranks else _estimated(load_config(path), count, record)
         except BadInput as error:
             refused.append(f"{counted(count, 'rank')}: {str(error).splitlines()[0]}")
             continue
-        if found.time is not None:
-            pace = count * found.time.tokens_per_s_per_gpu / (ranks * here.time.tokens_per_s_per_gpu)
-            sizes.append(_Size(count, measured * pace, 0.0 if count == ranks else found.time.band, found.memory.fits))
-    return RankCount(" ".join([_said(sizes, ranks), *(f"Not judged: {each}" for each in refused)]), _table(sizes))
+        if estimated.time is not None:
+            pace = count * estimated.time.tokens_per_s_per_gpu / (ranks * here.time.tokens_per_s_per_gpu)
+            sizes.append(
+                _Size(count, measured * pace, 0.0 if count == ranks else estimated.time.band, estimated.memory.fits)
+            )
+    return RankCount(" ".join([_sentence(sizes, ranks), *(f"Not judged: {each}" for each in refused)]), _table(sizes))
 
 
 def _estimated(config: Config, ranks: int, record: Any) -> Estimate:
@@ -85,18 +87,18 @@ def _estimated(config: Config, ranks: int, record: Any) -> Estimate:
     processors = os.cpu_count() or 1
     if setup.cluster.device.kind == "cpu" and setup.cluster.nodes == 1 and ranks > processors:
         raise BadInput(f"this machine has {counted(processors, 'processor')}, which ranks would have to share.")
-    found = estimate(setup, record)
-    if problems := [one for one in found.objections if one.severity == "refuse"]:
+    estimated = estimate(setup, record)
+    if problems := [one for one in estimated.objections if one.severity == "refuse"]:
         raise BadInput(str(problems[0]))
-    return found
+    return estimated
 
 
-def _said(sizes: Sequence[_Size], ranks: int) -> str:
+def _sentence(sizes: Sequence[_Size], ranks: int) -> str:
     by_ranks = {size.ranks: size for size in sizes}
     here, half, double = by_ranks[ranks], by_ranks.get(ranks // 2), by_ranks.get(2 * ranks)
-    kept = half.tokens_per_s / here.tokens_per_s if half is not None and half.fits is not False else 0.0
-    if half is not None and kept * (1 - half.band) >= TOO_MANY:
-        return f"Too many ranks: {half.ranks} would keep {kept:.0%} of the tokens per second."
+    share = half.tokens_per_s / here.tokens_per_s if half is not None and half.fits is not False else 0.0
+    if half is not None and share * (1 - half.band) >= TOO_MANY:
+        return f"Too many ranks: {half.ranks} would keep {share:.0%} of the tokens per second."
     if double is not None and double.fits is not False:
         times = double.tokens_per_s / here.tokens_per_s
         if times >= TOO_FEW:

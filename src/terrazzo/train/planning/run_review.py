@@ -73,10 +73,10 @@ class RunReview:
             config = load_config(self._folder.config, [edit])
             if empty_rows(config.batch, self.ranks, config.plan.mesh):
                 return False
-            found = estimate(setup_of(config, self.ranks))
+            estimated = estimate(setup_of(config, self.ranks))
         except Exception:  # anything: an edit that cannot be judged is not named
             return False
-        return found.memory.fits is not False and all(one.severity != "refuse" for one in found.objections)
+        return estimated.memory.fits is not False and all(one.severity != "refuse" for one in estimated.objections)
 
     def sizing(self) -> RankCount | None:
         """What half and twice as many ranks would do, by the planner and the run's pace; None for a loop of one's own,
@@ -96,8 +96,8 @@ class RunReview:
             flights = flights_of(self.run)
         except BadInput:
             return []
-        found = table_of_units(flights[0])
-        return [found] if found is not None else []
+        table = table_of_units(flights[0])
+        return [table] if table is not None else []
 
     def write_page(self, against: Path | None = None) -> Path:
         """Write `report.html` of the run anew from its records, or for the first time while it goes on; its path.
@@ -132,13 +132,13 @@ class RunReview:
     def _compared(self, other: RunReview) -> dict[str, str]:
         """What the other run says of itself, and settings that differ."""
         settings, verdict = [review._folder.settings() for review in (self, other)], other.verdict()
-        found = {f"{VERDICT} of {other.run}": str(verdict)} if verdict is not None else {}
+        texts = {f"{VERDICT} of {other.run}": str(verdict)} if verdict is not None else {}
         if None not in settings:
             one, theirs = (flatten(each or {}) for each in settings)
             keys = [key for key in {**one, **theirs} if one.get(key) != theirs.get(key)]
-            said = [f"{key}: {one.get(key)} | {theirs.get(key)}" for key in keys]
-            found[f"Settings here, and of {other.run}"] = "\n".join(said) or "the same"
-        return found
+            lines = [f"{key}: {one.get(key)} | {theirs.get(key)}" for key in keys]
+            texts[f"Settings here, and of {other.run}"] = "\n".join(lines) or "the same"
+        return texts
 
 
 def _summary(summary: Mapping[str, Any]) -> str:

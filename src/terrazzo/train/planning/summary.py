@@ -129,15 +129,15 @@ def bytes_line(summary: Mapping[str, Any]) -> str:
     """What was promised to the byte, as it was measured; with the promise where that was another."""
     sent = {which: sum(summary[f"traffic_bytes_{which}"].values()) for which in ("promised", "measured")}
     keys = {"states": "state_bytes", "transient": "transient_bytes", "host": "host_bytes", "files": "disk_bytes"}
-    found = {name: (summary[f"{key}_promised"], summary[f"{key}_measured"]) for name, key in keys.items()}
-    found["sent per step"] = (sent["promised"], sent["measured"])
-    parts, kept = [], True
-    for name, (promised, measured) in found.items():
+    pairs = {name: (summary[f"{key}_promised"], summary[f"{key}_measured"]) for name, key in keys.items()}
+    pairs["sent per step"] = (sent["promised"], sent["measured"])
+    parts, is_as_promised = [], True
+    for name, (promised, measured) in pairs.items():
         if promised or measured or name == "states":
-            kept = kept and promised == measured
+            is_as_promised = is_as_promised and promised == measured
             other = "" if promised == measured else f" (promised {_mib(promised)})"
             parts.append(f"{name} {_mib(measured)}{other}")
-    return f"{', '.join(parts).replace(' MiB,', ',')}{', as promised' if kept else ''}"
+    return f"{', '.join(parts).replace(' MiB,', ',')}{', as promised' if is_as_promised else ''}"
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,6 @@ offload_room       host memory, and disks for swap files
 idle_settings      settings that do nothing, which are noted
 """
 
-from terrazzo.train.preflight.checks import check
+from terrazzo.train.preflight.checks import check, check_fewer
 
-__all__ = ["check"]
+__all__ = ["check", "check_fewer"]

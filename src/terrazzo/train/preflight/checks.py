@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from terrazzo.config import Config, flatten
 from terrazzo.engine import check_narrow
-from terrazzo.errors import BadInput, listed
+from terrazzo.errors import BadInput, counted, listed
 from terrazzo.parallel.pipeline.schedules import actions_of
 from terrazzo.planner.model.transformers import harmless
 from terrazzo.train.data.chat import chat_fingerprint
@@ -34,7 +34,7 @@ from terrazzo.train.settings.plan import (
 )
 from terrazzo.words import FILL_IN
 
-__all__ = ["check"]
+__all__ = ["check", "check_fewer"]
 
 
 def check(config: Config, world_size: int) -> list[str]:
@@ -65,6 +65,19 @@ def check(config: Config, world_size: int) -> list[str]:
     local = check_local(config, world_size)
     notes = [*idle_notes(config, world_size), *(f"offload: {note}" for note in check_folders(config)), *filling, *local]
     return [*notes, *check_plan(config, world_size)]
+
+
+def check_fewer(config: Config, ranks: int) -> None:
+    """Raise `BadInput` where there may be fewer ranks than `ranks` that cannot run this configuration."""
+    for number in config.rank_numbers:
+        if number >= ranks:
+            continue
+        try:
+            check(config, number)
+        except BadInput as error:
+            raise BadInput(
+                f"launch.ranks is {config.launch.ranks}, and of {counted(number, 'rank')} it would be refused: {error}"
+            ) from None
 
 
 def _check_filled_in(config: Config) -> None:

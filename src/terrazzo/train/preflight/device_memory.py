@@ -55,13 +55,13 @@ def check_plan(config: Config, world_size: int) -> list[str]:
     setup = _setup(config, world_size)
     if setup is None:
         return ["plan: the architecture is not one that the planner knows, so its memory was not checked"]
-    found = objections(setup, Framework(clip=config.train.clip is not None))
-    refusal = next((str(objection) for objection in found if objection.severity != "warn"), None)
+    problems = objections(setup, Framework(clip=config.train.clip is not None))
+    refusal = next((str(objection) for objection in problems if objection.severity != "warn"), None)
     memory, there = memory_of(setup), available(config, world_size)
     refusal = refusal or _lacks_room(config, setup, memory, there)
     if refusal is not None and not config.launch.ignore_planner:
         raise BadInput(f"{refusal} To start it all the same: launch.ignore_planner=true.")
-    notes = [str(objection) for objection in found if objection.severity == "warn" and objection.rule != WEAR]
+    notes = [str(objection) for objection in problems if objection.severity == "warn" and objection.rule != WEAR]
     notes += [*offload_notes(config, memory, world_size), *local_room(config, setup, world_size)]
     if config.cuts_attention and config.plan.mesh.cp == 1 and config.model.attention.window is None:
         mask_bytes = config.batch.micro_batch * config.batch.sequence_length**2
@@ -98,10 +98,10 @@ def available(config: Config, world_size: int) -> Available | None:
     if resolve_device(config.launch) == "cuda":
         return Available(int(devices.properties().total_memory), "a CUDA device")
     free = available_host_bytes()
-    found = [Available(left, "what the limits of a process (ulimit -d, -v) leave a rank") for left in allowed_bytes()]
+    rooms = [Available(left, "what the limits of a process (ulimit -d, -v) leave a rank") for left in allowed_bytes()]
     if free is not None:
-        found.append(Available(free // ranks_here(world_size), "a rank's share of this machine's free memory"))
-    return min(found, default=None)
+        rooms.append(Available(free // ranks_here(world_size), "a rank's share of this machine's free memory"))
+    return min(rooms, default=None)
 
 
 def _setup(config: Config, world_size: int) -> Setup | None:

@@ -35,13 +35,13 @@ def idle_notes(config: Config, world_size: int) -> list[str]:
     """A line for the settings of each kind that do nothing in this run, naming them."""
     now, usual, notes = flatten(config), flatten(Config()), []
     for rule in (*_RULES, *(_OF_ONE_RANK if world_size == 1 else ())):
-        given = [key for key in rule.keys.split() if now[key] != usual[key]]
-        if given and rule.applies(config):
-            notes.append(_note(given, rule.why, rule.edit))
+        changed = [key for key in rule.keys.split() if now[key] != usual[key]]
+        if changed and rule.applies(config):
+            notes.append(_note(changed, rule.why, rule.edit))
     unused = Offload.unused_under(build_plan(config), activations=config.offload.activations == "cpu")
     for (why, tier), names in unused.items():
-        if given := [key for name in names if now[key := f"offload.{name}"] != usual[key]]:
-            notes.append(_note(given, why, f"set offload.optim={tier}"))
+        if changed := [key for name in names if now[key := f"offload.{name}"] != usual[key]]:
+            notes.append(_note(changed, why, f"set offload.optim={tier}"))
     if (ranks := config.rank_numbers) and world_size not in ranks:
         why = f"{world_size} ranks have been started by torchrun or Slurm"
         notes.append(_note(["launch.ranks"], why, "start as many"))

@@ -32,10 +32,12 @@ def check_local(config: Config, world_size: int) -> list[str]:
         raise BadInput(f"checkpoint.local.partner is 'required', and {ONE_HOST}")
     if not Path(here := host_folder(config)).is_dir():
         raise BadInput(f"checkpoint.local.folder is '{here}', which is no folder: make it, or use another.")
-    return [f"local: a checkpoint every {settings.every} steps in {local_folder(config)}, {_kept(config, world_size)}"]
+    return [
+        f"local: a checkpoint every {settings.every} steps in {local_folder(config)}, {_copies(config, world_size)}"
+    ]
 
 
-def _kept(config: Config, world_size: int) -> str:
+def _copies(config: Config, world_size: int) -> str:
     """Where else it is, and how long it stays."""
     if ranks_here(world_size) == world_size:
         return "until the run ends"

@@ -23,7 +23,7 @@ from terrazzo.train.planning.summary import Pace, bytes_line, summarize
 from terrazzo.train.report.files import Files
 from terrazzo.train.report.mesh_picture import mesh_picture
 from terrazzo.train.report.run_screen import RunScreen
-from terrazzo.train.report.step_metrics import Gauge, StepsMeasured
+from terrazzo.train.report.step_metrics import StepMetricsBuilder, StepsMeasured
 from terrazzo.train.session.session import Session
 from terrazzo.train.settings.command import Command, program
 from terrazzo.train.settings.plan import mesh_shape
@@ -37,8 +37,8 @@ class RunReport:
 
     def __init__(self, session: Session, command: Command) -> None:
         self._session, self._command = session, command
-        self._gauge = Gauge(session)
-        self._screen = RunScreen(session.ranks.is_first, session.config.train.steps, self._gauge.known)
+        self._metrics_builder = StepMetricsBuilder(session)
+        self._screen = RunScreen(session.ranks.is_first, session.config.train.steps, self._metrics_builder.known)
         plan = engine_of(session.model).plan.name
         self._files = Files(session, f"{_model(session)}: {plan}, {_precision(session.config)}")
         self._start, self._first_step = time.perf_counter(), session.step
@@ -77,7 +77,7 @@ class RunReport:
         """A log step."""
         self._pace.add(measured.steps, measured.tokens, measured.total_s)
         self._peak_bytes = measured.peak_memory_bytes
-        metrics = self._gauge.metrics(measured)
+        metrics = self._metrics_builder.metrics(measured)
         self._files.log("train", metrics.as_dict(), metrics.step)
         if measured.load:
             self._files.log("experts", {name: list(load.counts) for name, load in measured.load.items()}, metrics.step)
@@ -87,14 +87,14 @@ class RunReport:
         """Where the time of the steps since the last one went; in files alone."""
         self._files.log("step", record)
 
-    def validation(self, found: Validation | None) -> None:
+    def validation(self, validation: Validation | None) -> None:
         """A validation loss."""
-        if found is None:
+        if validation is None:
             return
-        self._first_validation = self._first_validation or (self._session.step, found)
-        self._last_validation = found
-        self._files.log("validation", found.as_dict())
-        self._remark(f"held out, {found.number(4)} {found.unit}", f"{found.loss:.4f}")
+        self._first_validation = self._first_validation or (self._session.step, validation)
+        self._last_validation = validation
+        self._files.log("validation", validation.as_dict())
+        self._remark(f"held out, {validation.number(4)} {validation.unit}", f"{validation.loss:.4f}")
 
     def sample(self, text: str) -> None:
         """A text sample; the last one is in the summary."""
@@ -158,7 +158,7 @@ class RunReport:
         verdict = RunReview(session.config.log.folder).verdict()
         if verdict is not None:
             self._files.log("verdict", verdict.as_dict())
-        summary = summarize(session, self._traffic, pace, self._peak_bytes, self._gauge.peak_flops)
+        summary = summarize(session, self._traffic, pace, self._peak_bytes, self._metrics_builder.peak_flops)
         self._files.log("summary", summary)
         per_second = f", {pace.tokens / pace.seconds:,.0f} tok/s" if pace.seconds else ""
         at = f"step {session.step} of {session.config.train.steps}, {duration(time.perf_counter() - self._start)}"
@@ -187,7 +187,7 @@ class RunReport:
     def failed(self) -> None:
         """The run ends with an error, which others say: what there is to go on from, and the end of all files."""
         self.leave()
-        session, saved = self._session, self._session.keeper.saved_step
+        session, saved = self._session, self._session.checkpoints.saved_step
         if session.step and session.step < session.config.train.steps:
             self._screen.say("")
             self._screen.row("failed", f"after step {session.step} of {session.config.train.steps}; {_saved(saved)}")
@@ -205,7 +205,7 @@ class RunReport:
     def _say_nothing_left(self) -> None:
         """Of a finished run that was started again: there is nothing that was measured."""
         session = self._session
-        at = f"step {session.step} of {session.config.train.steps} is in {session.keeper.folder}"
+        at = f"step {session.step} of {session.config.train.steps} is in {session.checkpoints.folder}"
         self._screen.say("")
         self._screen.row("done", f"nothing left to do: {at}")
         self._screen.row("anew", "another log.folder, or checkpoint.resume=never checkpoint.overwrite=true")
@@ -219,17 +219,17 @@ def _header(session: Session) -> list[tuple[str, str]]:
     """Labels and texts."""
     config, data, size = session.config, session.data, session.ranks.world_size
     count, engine = session.micro_batches, engine_of(session.model)
-    found = [("model", _model(session)), ("data", f"{data.train.tokens_numel:,} training tokens")]
-    found += [("data", str(data.skipped))] if data.skipped.names else []
-    found += [("data", note) for note in data.notes]
+    rows = [("model", _model(session)), ("data", f"{data.train.tokens_numel:,} training tokens")]
+    rows += [("data", str(data.skipped))] if data.skipped.names else []
+    rows += [("data", note) for note in data.notes]
     ranks = counted(size, f"{session.ranks.device.type.upper()} rank")
     each = "" if devices.is_cuda(session.ranks.device) else f", {_threads()}{' each' if size > 1 else ''}"
-    found.append(("plan", f"{engine.plan.name} on {ranks}, {_precision(config)}{each}"))
-    found += zip(("mesh", ""), mesh_picture(mesh_shape(config.plan.mesh, size)), strict=False)
+    rows.append(("plan", f"{engine.plan.name} on {ranks}, {_precision(config)}{each}"))
+    rows += zip(("mesh", ""), mesh_picture(mesh_shape(config.plan.mesh, size)), strict=False)
     micro = f" in {count} micro-batches per rank" if count > 1 else ""
-    found.append(("step", f"{config.batch.global_batch} × {config.batch.sequence_length} tokens{micro}"))
-    found.append(("memory", f"{_bill_text(session)} per rank, beside activations"))
-    return [*found, ("folder", str(config.log.folder))]
+    rows.append(("step", f"{config.batch.global_batch} × {config.batch.sequence_length} tokens{micro}"))
+    rows.append(("memory", f"{_bill_text(session)} per rank, beside activations"))
+    return [*rows, ("folder", str(config.log.folder))]
 
 
 def _model(session: Session) -> str:
@@ -248,12 +248,12 @@ def _bill_text(session: Session) -> str:
 
 def _precision(config: Config) -> str:
     """Its name, and the dtypes that were given in place of its own."""
-    given = config.precision.model_dump(exclude={"name", "linears", "skip", "rounding", "gather"}, exclude_none=True)
+    dtypes = config.precision.model_dump(exclude={"name", "linears", "skip", "rounding", "gather"}, exclude_none=True)
     rounding = ["stochastic rounding"] if config.precision.rounding == "stochastic" else []
     gather = [f"gathered in {config.precision.gather}"] if config.precision.gather != "compute" else []
     linears = [f"linears {config.precision.linears}"] if config.precision.recipe else []
     return ", ".join(
-        [config.precision.name, *(f"{state} {dtype}" for state, dtype in given.items()), *rounding, *gather, *linears]
+        [config.precision.name, *(f"{state} {dtype}" for state, dtype in dtypes.items()), *rounding, *gather, *linears]
     )
 
 

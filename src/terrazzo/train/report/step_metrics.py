@@ -15,7 +15,7 @@ from terrazzo.train.planning.as_setup import executed_share, matmul_format
 from terrazzo.train.planning.summary import utilised
 from terrazzo.train.session.session import Session
 
-__all__ = ["Gauge", "StepsMeasured"]
+__all__ = ["StepMetricsBuilder", "StepsMeasured"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def peak_flops(config: Config) -> float | None:
     return this_machine().device.peak_flops.get(matmul_format(config))
 
 
-class Gauge:
+class StepMetricsBuilder:
     """Makes the metrics of a session's log steps.
 
     Attributes:

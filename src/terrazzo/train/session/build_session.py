@@ -18,7 +18,6 @@ from terrazzo.errors import BadInput, TerrazzoError, listed
 from terrazzo.exchange import gather_json, on_first, patiently, together
 from terrazzo.parallel import context_of
 from terrazzo.telemetry import RunConsole, resident_bytes
-from terrazzo.train.checkpoints.keeper import Keeper
 from terrazzo.train.checkpoints.resume import (
     clear_checkpoints,
     is_restored,
@@ -27,6 +26,7 @@ from terrazzo.train.checkpoints.resume import (
     seeded_anew,
     suspect_notes,
 )
+from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import Loader, Prompt, TokenData, evaluated, load_chat, load_data
 from terrazzo.train.data.sources import named_sources
 from terrazzo.train.launch.process_group import Ranks, agree_on_data
@@ -73,13 +73,13 @@ def open_session(
     absent = absent_folders(config) if ranks.is_first else []
     try:
         on_first(lambda: make_log_folder(config), BadInput)
-        keeper = Keeper(config, ranks)
+        checkpoints = RunCheckpoints(config, ranks)
         try:
             claimed()
-            begin = _begin(config, ranks, keeper)
-            return _build(config, ranks, keeper, begin, list(notes or ()))
+            begin = _begin(config, ranks, checkpoints)
+            return _build(config, ranks, checkpoints, begin, list(notes or ()))
         except BaseException:
-            keeper.abandon()
+            checkpoints.abandon()
             raise
     except BaseException:
         remove_empty(absent)
@@ -98,26 +98,26 @@ class _BeforeModel:
 
     newest: str
     data: TokenData
-    asked: Prompt | None
+    question: Prompt | None
     saved: dict[str, Any]
     due: list[Due]
 
 
-def _begin(config: Config, ranks: Ranks, keeper: Keeper) -> _BeforeModel:
-    local = keeper.find_local()
-    found = together(lambda: resume_from(config, local) or "", BadInput)
-    newest = gather_json(found)[0]  # rank 0 decides: file systems may lag
+def _begin(config: Config, ranks: Ranks, checkpoints: RunCheckpoints) -> _BeforeModel:
+    local = checkpoints.find_local()
+    here = together(lambda: resume_from(config, local) or "", BadInput)
+    newest = gather_json(here)[0]  # rank 0 decides: file systems may lag
     data = load_data(
         config, builds=ranks.builds_shared_files, together=partial(patiently, failed=BadInput), say=_saying(ranks)
     )
     agree_on_data(data.described, named_sources(config.data))
     limit = evaluation_limit(config, share_of(config, ranks).readers)
     _check_validation(data, limit)
-    asked = on_first(lambda: _asked(config, data), BadInput)
-    saved = gather_json(_saved_with_reference(keeper, newest) if newest and ranks.is_first else {})[0]
+    question = on_first(lambda: _question(config, data), BadInput)
+    saved = gather_json(_saved_with_reference(checkpoints, newest) if newest and ranks.is_first else {})[0]
     due = reference_due(config, data, limit, saved)
     check_same_initial(due, config, saved)
-    return _BeforeModel(newest, data, None if asked is None else Prompt(*asked), saved, due)
+    return _BeforeModel(newest, data, None if question is None else Prompt(*question), saved, due)
 
 
 def _base_bytes(config: Config) -> int:
@@ -126,10 +126,10 @@ def _base_bytes(config: Config) -> int:
     return resident_bytes() or 0
 
 
-def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _BeforeModel, notes: list[str]) -> Session:
+def _build(config: Config, ranks: Ranks, checkpoints: RunCheckpoints, begin: _BeforeModel, notes: list[str]) -> Session:
     mesh = tz.mesh(**mesh_shape(config.plan.mesh, ranks.world_size), device=ranks.device.type)
     torch.manual_seed(config.train.seed)  # the same on every rank: initial weights do not depend on the plan
-    sampling = Sampling(_prompt(config, begin.data, begin.asked), begin.asked)
+    sampling = Sampling(_prompt(config, begin.data, begin.question), begin.question)
     together(lambda: try_linears(config, ranks.device), BadInput)
     model, flops_per_token = _model(config, begin.data, sampling.prompt)
     notes += linears_note(model)
@@ -165,7 +165,7 @@ def _build(config: Config, ranks: Ranks, keeper: Keeper, begin: _BeforeModel, no
             model=model,
             optimizer=sharded,
             schedule=build_schedule(config.schedule, config.train.steps, sharded),
-            keeper=keeper,
+            checkpoints=checkpoints,
             sampling=sampling,
             flops_per_token=flops_per_token,
             base_bytes=base_bytes,
@@ -194,7 +194,7 @@ def _fill(session: Session, begin: _BeforeModel) -> None:
         _resume(session)
     else:  # last, so that nothing is lost to a run that cannot start
         on_first(lambda: clear_checkpoints(config), BadInput)
-        session.keeper.begin_new_run()
+        session.checkpoints.begin_new_run()
 
 
 def _resume(session: Session) -> None:
@@ -222,21 +222,23 @@ def _resume(session: Session) -> None:
 
 def _restored(config: Config, saved: dict[str, Any]) -> dict[str, Any]:
     """Of the optimizer's settings, those that come with its state."""
-    found = {key: it for key, it in saved.items() if is_restored(f"optimizer.{key}")}
-    if "muon" in found:
+    settings = {key: it for key, it in saved.items() if is_restored(f"optimizer.{key}")}
+    if "muon" in settings:
         now = config.optimizer.muon.model_dump(mode="json")
-        found["muon"] |= {key: it for key, it in now.items() if not is_restored(f"optimizer.muon.{key}")}
-    return found
+        settings["muon"] |= {key: it for key, it in now.items() if not is_restored(f"optimizer.muon.{key}")}
+    return settings
 
 
 def _division_notes(config: Config, model: nn.Module) -> list[str]:
     """Which parameters are updated as whole matrices, and what the others are."""
     if not steps_matrices(config.optimizer):
         return []
-    found = division_of(config.optimizer, model)
-    edit = found.unknown_note.replace("`muon`", "optimizer.muon.matrices").replace("`adamw`", "optimizer.muon.others")
+    division = division_of(config.optimizer, model)
+    edit = division.unknown_note.replace("`muon`", "optimizer.muon.matrices").replace(
+        "`adamw`", "optimizer.muon.others"
+    )
     stage = "optimizer, of the first stage: " if config.plan.mesh.pp > 1 else "optimizer: "
-    lines = [*found.lines(), *([edit] if found.unknown else [])]
+    lines = [*division.lines(), *([edit] if division.unknown else [])]
     rate, of_matrices = config.optimizer.lr, config.optimizer.muon.lr
     if of_matrices not in (None, rate):
         lines.append(
@@ -267,7 +269,7 @@ def _load_pretrained(config: Config, model: nn.Module) -> None:
         objective_of(config).load_pretrained(model, config.model.path)
 
 
-def _asked(config: Config, data: TokenData) -> Prompt | None:
+def _question(config: Config, data: TokenData) -> Prompt | None:
     """The message that samples answer, as the chat template has it."""
     settings, question = config.data, config.train.sample_chat
     if question is None:
@@ -275,23 +277,23 @@ def _asked(config: Config, data: TokenData) -> Prompt | None:
     return load_chat(data.tokenizer, settings.tokenizer, settings.chat_template, settings.loss_on).ask(question)
 
 
-def _prompt(config: Config, data: TokenData, asked: Prompt | None) -> list[int]:
+def _prompt(config: Config, data: TokenData, question: Prompt | None) -> list[int]:
     """What samples go on from. A score is no text, and a model in stages writes none."""
     if not config.train.sample_tokens or config.objective.kind.scored or config.plan.mesh.pp > 1:
         return []
-    if asked is not None:
-        return asked.tokens
-    found: list[int] = data.tokenizer.encode([config.train.sample_prompt])[0].tolist()
-    return found or [data.tokenizer.end_of_document]
+    if question is not None:
+        return question.tokens
+    tokens: list[int] = data.tokenizer.encode([config.train.sample_prompt])[0].tolist()
+    return tokens or [data.tokenizer.end_of_document]
 
 
-def _saved_with_reference(keeper: Keeper, path: str) -> dict[str, Any]:
+def _saved_with_reference(checkpoints: RunCheckpoints, path: str) -> dict[str, Any]:
     """A checkpoint's extra values; nothing where it has no reference, or cannot be read, which `resume` tells of."""
     try:
-        found = keeper.extra_of(path)
+        extra = checkpoints.extra_of(path)
     except TerrazzoError:
         return {}
-    return found if found.get("reference") and "config" in found else {}
+    return extra if extra.get("reference") and "config" in extra else {}
 
 
 def _model(config: Config, data: TokenData, prompt: list[int]) -> tuple[nn.Module, int]:

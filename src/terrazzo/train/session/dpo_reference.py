@@ -49,14 +49,14 @@ def reference_due(config: Config, data: TokenData, evaluation_limit: int, saved:
     """
     if not config.objective.kind.against_initial:
         return []
-    found = []
+    due = []
     for name, dataset in _datasets(data).items():
         table = _decoded(saved.get("reference", {}).get(name, {}), dataset)
         wanted = _read(config, dataset, saved) if name == "train" else evaluated(dataset, evaluation_limit)
         dataset.reference = table
         if len(pairs := wanted[table[torch.from_numpy(wanted)].isnan().any(dim=1).numpy()]):
-            found.append(Due(dataset, pairs))
-    return found
+            due.append(Due(dataset, pairs))
+    return due
 
 
 def initial_model(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,10 +68,10 @@ def initial_model(config: Config, saved: Mapping[str, Any]) -> dict[str, Any]:
     if saved.get("initial"):
         return dict(saved["initial"])
     values = flatten(Config()) | flatten(saved["config"] if saved else config)
-    found = {key: json.loads(values[key]) for key in ("model.path", "model.weights", "train.seed")}
-    if found["model.weights"] == "pretrained":
-        del found["train.seed"]
-    return found
+    settings = {key: json.loads(values[key]) for key in ("model.path", "model.weights", "train.seed")}
+    if settings["model.weights"] == "pretrained":
+        del settings["train.seed"]
+    return settings
 
 
 def check_same_initial(due: list[Due], config: Config, saved: Mapping[str, Any]) -> None:
@@ -111,8 +111,8 @@ def compute_reference(due: list[Due], model: nn.Module, config: Config, parts: D
         table = torch.zeros(len(dataset), 2, device=device)
         for indices in rounds(pairs, config.batch.micro_batch, parts.reader, parts.readers):
             batch = dataset.batch(indices)
-            found = completion_log_probs(model, model(**inputs_of(model, batch, device)), batch)[: batch.samples]
-            table[torch.from_numpy(indices[: batch.samples]).to(device)] = found
+            log_probs = completion_log_probs(model, model(**inputs_of(model, batch, device)), batch)[: batch.samples]
+            table[torch.from_numpy(indices[: batch.samples]).to(device)] = log_probs
         parts.total(table)
         known = torch.from_numpy(pairs)
         assert dataset.reference is not None

@@ -15,8 +15,8 @@ from terrazzo.checkpoint.upkeep.partners import CopyResult
 from terrazzo.config import Config, without_passwords
 from terrazzo.engine import engine_of
 from terrazzo.exchange import on_first
-from terrazzo.train.checkpoints.keeper import Keeper
 from terrazzo.train.checkpoints.resume import data_changes, stamps
+from terrazzo.train.checkpoints.run_checkpoints import RunCheckpoints
 from terrazzo.train.data import Loader, Prompt, TokenData
 from terrazzo.train.launch.process_group import Ranks
 from terrazzo.train.launch.restarts import Restart
@@ -33,7 +33,7 @@ class Sampling(NamedTuple):
     """What samples go on from: tokens, none where there are no samples, and the message that they answer, if any."""
 
     prompt: list[int]
-    asked: Prompt | None
+    question: Prompt | None
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Session:
     model: nn.Module
     optimizer: Any
     schedule: LambdaLR
-    keeper: Keeper
+    checkpoints: RunCheckpoints
     sampling: Sampling
     flops_per_token: int
     base_bytes: int
@@ -130,16 +130,16 @@ class Session:
 
     def save(self) -> str:
         """Save a checkpoint of the current step; returns its path. Collective."""
-        return self.keeper.save(self.model, self.optimizer, on_first(self._extra))
+        return self.checkpoints.save(self.model, self.optimizer, on_first(self._extra))
 
     def save_locally(self) -> CopyResult | None:
         """Save the current step on each host; what partners have copied of the one before. Collective."""
-        return self.keeper.save_locally(self.model, self.optimizer, on_first(self._extra))
+        return self.checkpoints.save_locally(self.model, self.optimizer, on_first(self._extra))
 
     def _extra(self) -> dict[str, Any]:
         return {
             **self.progress.saved(),
-            "sure": self.keeper.sure_step,
+            "sure": self.checkpoints.sure_step,
             "schedule": self.schedule.state_dict(),
             "data": self.loader.state_dict(),
             "files": stamps(self.data.files),
@@ -152,7 +152,7 @@ class Session:
 
     def restore(self) -> Restored:
         """Have model, optimizer, schedule, data and counters be those of the newest whole checkpoint. Collective."""
-        config, resumed = self.config, self.keeper.resume(self.model, self.optimizer, EXTRA)
+        config, resumed = self.config, self.checkpoints.resume(self.model, self.optimizer, EXTRA)
         extra = resumed.extra
         self.progress.take_up(extra, same_evaluation=extra["evaluation"] == self.evaluation)
         rate = self.optimizer.param_groups[0]["lr"]
@@ -180,7 +180,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Leave the folder to others, and close. Of a run that failed, nothing that is being read is waited for."""
         try:
-            self.keeper.abandon()
+            self.checkpoints.abandon()
             if kind is None:
                 self.loader.close()
         finally:

@@ -28,8 +28,8 @@ class Command:
         changed = [f"{key}={value}" for key, value in settings.items()]
         if self.path is None:
             return " ".join(["the same command", *(["with"] if changed else ["again"]), *changed])
-        kept = [word for word in self.overrides if word.partition("=")[0] not in settings]
-        return " ".join([program(), "train", *map(shlex.quote, [str(self.path), *kept, *changed])])
+        unchanged = [word for word in self.overrides if word.partition("=")[0] not in settings]
+        return " ".join([program(), "train", *map(shlex.quote, [str(self.path), *unchanged, *changed])])
 
 
 def program(name: str = "terrazzo") -> str:
@@ -37,8 +37,8 @@ def program(name: str = "terrazzo") -> str:
     beside = Path(sys.executable).with_name(name)
     if not beside.exists():
         return f"{shlex.quote(sys.executable)} -m {name}"
-    found = shutil.which(name)
-    if found is not None and Path(found).samefile(beside):
+    on_path = shutil.which(name)
+    if on_path is not None and Path(on_path).samefile(beside):
         return name
     return shlex.quote(str(beside.relative_to(Path.cwd()) if beside.is_relative_to(Path.cwd()) else beside))
 

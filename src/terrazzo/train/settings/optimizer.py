@@ -163,8 +163,8 @@ def check_names(config: OptimizerConfig, names: Sequence[str]) -> None:
     A stage of a pipeline has a part of them, and so it is not asked.
     """
     muon = config.muon
-    given = {"no_decay": config.no_decay, "muon.matrices": muon.matrices, "muon.others": muon.others or []}
-    for key, glob in ((key, glob) for key, globs in given.items() for glob in globs):
+    globs_of = {"no_decay": config.no_decay, "muon.matrices": muon.matrices, "muon.others": muon.others or []}
+    for key, glob in ((key, glob) for key, globs in globs_of.items() for glob in globs):
         if not any(fnmatchcase(name, glob) for name in names):
             raise BadInput(
                 f"optimizer.{key} has '{glob}', which no parameter's name matches.{did_you_mean(glob, names)} Names"

@@ -49,11 +49,11 @@ def build_plan(config: Config) -> Plan:
 
 def _with_tiers(plan: Plan, offload: OffloadConfig) -> Plan:
     """The plan with the tiers of the offload section in place of its own, under the name of a preset if it is one."""
-    given = {state: getattr(offload, state) for state in OFFLOADED_STATES}
-    if not any(given.values()):
+    by_state = {state: getattr(offload, state) for state in OFFLOADED_STATES}
+    if not any(by_state.values()):
         return plan
     base = plan.base
-    moved = plan.on(**given, name=f"{base}@custom")
+    moved = plan.on(**by_state, name=f"{base}@custom")
     names = [base, *(f"{base}@{tiers}" for tiers in OFFLOADS)] if base in PLANS else []
     return next((Plan.named(name) for name in names if Plan.named(name).places() == moved.places()), moved)
 
@@ -89,8 +89,8 @@ def build_offload(config: Config) -> Offload:
 def build_precision(config: Config) -> Precision:
     """The named precision with the given dtypes in place of its own."""
     base = Precision.named(config.precision.name)
-    given = {key: getattr(config.precision, key) for key in DTYPE_FIELDS}
-    dtypes: dict[str, Any] = {key: given[key] or getattr(base, key) for key in DTYPE_FIELDS}
+    own = {key: getattr(config.precision, key) for key in DTYPE_FIELDS}
+    dtypes: dict[str, Any] = {key: own[key] or getattr(base, key) for key in DTYPE_FIELDS}
     further: dict[str, Any] = {key: getattr(config.precision, key) for key in ("rounding", "frozen")}
     gather = None if config.precision.gather == "compute" else WireFormat(config.precision.gather)
     return Precision(**dtypes, loss_scaling=base.loss_scaling, gather=gather, **further)

@@ -63,8 +63,8 @@ class Choice:
         best_s = optimal_interval_s(cost_s, settings.mtbf_hours * 3600 / ranks)
         allowed_s = cost_s * (1 / settings.overhead - 1)
         every = max(1, math.ceil(max(best_s, allowed_s, busy_s) / step_s))
-        said = settings.mtbf_hours, settings.overhead, settings.background
-        return cls(every, cost_s, step_s, busy_s, ranks, *said)
+        assumptions = settings.mtbf_hours, settings.overhead, settings.background
+        return cls(every, cost_s, step_s, busy_s, ranks, *assumptions)
 
     def holds_for(self, config: Config, ranks: int) -> bool:
         """Whether it would be measured as it was."""
@@ -98,8 +98,8 @@ class Cadence:
         """What was found out before the run was resumed."""
         session = self._session
         saved = session.progress.cadence
-        found = None if saved is None else taken_up(Choice, saved, "cadence")
-        return found if found is not None and found.holds_for(session.config, session.ranks.world_size) else None
+        choice = None if saved is None else taken_up(Choice, saved, "cadence")
+        return choice if choice is not None and choice.holds_for(session.config, session.ranks.world_size) else None
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after a step."""
@@ -123,7 +123,7 @@ class Cadence:
         if measures and self._saved is not None:
             step, ended = self._saved
             self._step_s = (time.perf_counter() - ended - self._apart_s) / (self._session.step - step)
-            self._session.keeper.wait()  # the one before, in the background, is not to hold this one up
+            self._session.checkpoints.wait()  # the one before, in the background, is not to hold this one up
             self._busy_s = time.perf_counter() - ended if self._session.config.checkpoint.background else 0.0
         start = time.perf_counter()
         yield

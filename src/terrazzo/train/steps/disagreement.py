@@ -45,24 +45,24 @@ def finding_of(answers: Sequence[RankAnswer]) -> Disagreement | None:
     An answer is right if more than half of the ranks that were asked have given it. With two ranks there is none where
     they disagree, unless one does with itself.
     """
-    asked: defaultdict[tuple[int, ...], list[RankAnswer]] = defaultdict(list)
+    answers_to: defaultdict[tuple[int, ...], list[RankAnswer]] = defaultdict(list)
     for answer in answers:
-        asked[answer.of].append(answer)
-    apart = {of: given for of, given in asked.items() if len({each.digests for each in given}) > 1}
+        answers_to[answer.of].append(answer)
+    apart = {of: group for of, group in answers_to.items() if len({each.digests for each in group}) > 1}
     if not apart:
         return None
     ranks = {answer.rank for answer in answers}
-    wavering = {rank for rank in ranks for given in apart.values() if _disagrees_with_itself(rank, given)}
+    wavering = {rank for rank in ranks for group in apart.values() if _disagrees_with_itself(rank, group)}
     if len(ranks) > 1 and 2 * len(wavering) > len(ranks):
         return Disagreement(
             f"{_named(wavering)} each computed one micro-batch twice, with two results.", of_kernels=True
         )
     wrong, undecided = Counter[int](), set[int]()
-    for given in apart.values():
-        if (right := _right(given)) is None:
-            undecided |= {each.rank for each in given}
+    for group in apart.values():
+        if (right := _right(group)) is None:
+            undecided |= {each.rank for each in group}
         else:
-            wrong.update(each.rank for each in given if each.digests != right)
+            wrong.update(each.rank for each in group if each.digests != right)
     if wrong:
         return Disagreement(" ".join(_of_rank(rank, count, answers, apart) for rank, count in sorted(wrong.items())))
     if wavering:
@@ -73,18 +73,18 @@ def finding_of(answers: Sequence[RankAnswer]) -> Disagreement | None:
     )
 
 
-def _right(given: Sequence[RankAnswer]) -> tuple[tuple[int, ...], ...] | None:
+def _right(answers: Sequence[RankAnswer]) -> tuple[tuple[int, ...], ...] | None:
     """What more than half of these ranks, of which there are several, have answered."""
     by = defaultdict(set)
-    for each in given:
+    for each in answers:
         by[each.digests].add(each.rank)
     digests, ranks = max(by.items(), key=lambda pair: len(pair[1]))
-    asked = {each.rank for each in given}
-    return digests if 2 * len(ranks) > len(asked) > 1 else None
+    ranks_asked = {each.rank for each in answers}
+    return digests if 2 * len(ranks) > len(ranks_asked) > 1 else None
 
 
-def _disagrees_with_itself(rank: int, given: Sequence[RankAnswer]) -> bool:
-    return len({each.digests for each in given if each.rank == rank}) > 1
+def _disagrees_with_itself(rank: int, answers: Sequence[RankAnswer]) -> bool:
+    return len({each.digests for each in answers if each.rank == rank}) > 1
 
 
 def _of_rank(
@@ -92,8 +92,8 @@ def _of_rank(
 ) -> str:
     """What a rank has done that most others have not."""
     own = [each for each in answers if each.rank == rank]
-    about = [given for of, given in apart.items() if any(each.rank == rank for each in apart[of])]
-    others = {each.rank for given in about for each in given} - {rank}
+    about = [group for of, group in apart.items() if any(each.rank == rank for each in apart[of])]
+    others = {each.rank for group in about for each in group} - {rank}
     how = "each time" if count == len(own) else f"{count} of {len(own)} times"
     return (
         f"Rank {rank} computes the gradients of {_unit(*about)} differently from {_named(others)}, which have the same"
@@ -102,15 +102,15 @@ def _of_rank(
 
 
 def _transient(rank: int, apart: dict[tuple[int, ...], list[RankAnswer]]) -> str:
-    about = [given for given in apart.values() if _disagrees_with_itself(rank, given)]
+    about = [group for group in apart.values() if _disagrees_with_itself(rank, group)]
     return f"Rank {rank} computed the gradients of {_unit(*about)} twice from one micro-batch, with two results."
 
 
-def _unit(*asked: Sequence[RankAnswer]) -> str:
+def _unit(*groups: Sequence[RankAnswer]) -> str:
     """The first unit, in the order of backward, in which answers differ: what comes behind follows from it."""
-    first = asked[0][0]
+    first = groups[0][0]
     for number, unit in enumerate(first.units):
-        if any(len({each.digests[number : number + 1] for each in given}) > 1 for given in asked):
+        if any(len({each.digests[number : number + 1] for each in group}) > 1 for group in groups):
             return unit
     return "units"
 

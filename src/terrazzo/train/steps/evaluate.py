@@ -51,8 +51,8 @@ def sample_text(session: Session) -> str:
     Collective.
     """
     train = session.config.train
-    if session.sampling.asked is not None:
-        return f"{train.sample_chat} → {_answer(session, session.sampling.asked)}"
+    if session.sampling.question is not None:
+        return f"{train.sample_chat} → {_answer(session, session.sampling.question)}"
     tokens = torch.tensor([session.sampling.prompt], device=session.ranks.device)
     generator = torch.Generator().manual_seed(train.seed + session.step)
     with whole_sequences(session.model):
@@ -60,10 +60,10 @@ def sample_text(session: Session) -> str:
     return session.data.tokenizer.decode(written[0].tolist())
 
 
-def _answer(session: Session, asked: Prompt) -> str:
+def _answer(session: Session, question: Prompt) -> str:
     """The likeliest tokens, up to where the answer ends."""
-    tokens = torch.tensor([asked.tokens], device=session.ranks.device)
+    tokens = torch.tensor([question.tokens], device=session.ranks.device)
     with whole_sequences(session.model):
         written = generate(session.model, tokens, session.config.train.sample_tokens, temperature=0.0)[0]
-    answer = itertools.takewhile(lambda token: token not in asked.ends, written[len(asked.tokens) :].tolist())
+    answer = itertools.takewhile(lambda token: token not in question.ends, written[len(question.tokens) :].tolist())
     return session.data.tokenizer.decode(answer)

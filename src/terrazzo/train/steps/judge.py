@@ -150,7 +150,7 @@ class StepJudge:
         if not math.isfinite(value):
             raise Diverged(
                 f"The {what} is {value}. Lower optimizer.lr, lengthen schedule.warmup_steps, set train.clip, or use"
-                f" precision bf16 or fp32; checkpoints up to step {self._session.keeper.saved_step} are intact."
+                f" precision bf16 or fp32; checkpoints up to step {self._session.checkpoints.saved_step} are intact."
                 f"{self._doubt_of_drives()}"
             )
 
@@ -172,7 +172,7 @@ class StepJudge:
         if settings.action == "stop":
             raise Diverged(
                 f"Step {step} was not taken: {why}. Lower optimizer.lr, set train.clip, or let guard.action=skip or"
-                f" rollback go on; checkpoints up to step {session.keeper.saved_step} are intact."
+                f" rollback go on; checkpoints up to step {session.checkpoints.saved_step} are intact."
             )
         if len(progress.skipped) >= settings.limit:
             raise Diverged(
@@ -189,8 +189,8 @@ class StepJudge:
 
     def _roll_back(self, step: int, why: str) -> str:
         session = self._session
-        session.keeper.wait()
-        if not session.keeper.saved_step:
+        session.checkpoints.wait()
+        if not session.checkpoints.saved_step:
             raise Diverged(
                 f"Step {step} was not taken: {why}, and there is no checkpoint to go back to. Set checkpoint.every, or"
                 " guard.action=skip."
@@ -207,5 +207,5 @@ class StepJudge:
 def _skipped_text(skipped: Sequence[Mapping[str, Any]]) -> str:
     """`step 3, 2 times, and step 7`; `none`, of a limit of zero."""
     times = Counter(each["step"] for each in skipped)
-    found = [f"step {step}" if count == 1 else f"step {step}, {count} times" for step, count in times.items()]
-    return "; ".join(found) or "none"
+    texts = [f"step {step}" if count == 1 else f"step {step}, {count} times" for step, count in times.items()]
+    return "; ".join(texts) or "none"

@@ -27,18 +27,18 @@ class MemoryChecks:
         self._session, self._every = session, every
         self._engine = engine_of(session.model)
         self.rotation = (every or 0) * len(self._engine.units)
-        self._held: UnitSnapshot | None = None
+        self._snapshot: UnitSnapshot | None = None
 
     def begin(self) -> None:
         """A step begins."""
         step = self._session.step + 1
-        self._held = None
+        self._snapshot = None
         if self._every is not None and step % self._every == 0:
-            self._held = UnitSnapshot(self._engine, step // self._every % len(self._engine.units))
+            self._snapshot = UnitSnapshot(self._engine, step // self._every % len(self._engine.units))
 
     @property
     def due(self) -> bool:
-        return self._held is not None
+        return self._snapshot is not None
 
     def check(self) -> None:
         """The update of this step is next. Collective.
@@ -46,15 +46,15 @@ class MemoryChecks:
         Raises:
             Corrupted: on all ranks where a state has changed, or ranks have computed with other weights.
         """
-        held, self._held = self._held, None
-        assert held is not None
-        of_ranks = gather_json([held.changed(), held.gathered()])
+        snapshot, self._snapshot = self._snapshot, None
+        assert snapshot is not None
+        of_ranks = gather_json([snapshot.changed(), snapshot.gathered()])
         changed = {rank: names for rank, (names, _) in enumerate(of_ranks) if names}
         step = self._session.step + 1
         if changed:
             what = "; ".join(f"of rank {rank}: {listed(names)}" for rank, names in changed.items())
             raise Corrupted(
-                f"Memory has changed by itself between the updates of steps {step - 1} and {step}, in {held.title},"
+                f"Memory has changed by itself between the updates of steps {step - 1} and {step}, in {snapshot.title},"
                 f" {what}."
             )
         if (others := self._others([gathered for _, gathered in of_ranks])) is not None:
@@ -62,7 +62,7 @@ class MemoryChecks:
             plural = "s" if len(ranks) > 1 else ""
             than = counted(most, "other rank") if most else "each other"
             raise CopiesDiffer(
-                f"In step {step} rank{plural} {listed(ranks, 8)} computed with other weights of {held.title} than"
+                f"In step {step} rank{plural} {listed(ranks, 8)} computed with other weights of {snapshot.title} than"
                 f" {than}, though all had gathered the same: memory, or the way between ranks, has changed them."
             )
 
@@ -73,9 +73,9 @@ class MemoryChecks:
         for rank in range(size):
             groups.setdefault((rank * mesh.pp // size, rank % mesh.tp), []).append(rank)
         for ranks in groups.values():
-            found = Counter(tuple(gathered[rank]) for rank in ranks)
-            if len(found) > 1:
-                usual, most = found.most_common(1)[0]
+            counts = Counter(tuple(gathered[rank]) for rank in ranks)
+            if len(counts) > 1:
+                usual, most = counts.most_common(1)[0]
                 if 2 * most > len(ranks):
                     return [rank for rank in ranks if tuple(gathered[rank]) != usual], most
                 return ranks, 0

@@ -126,11 +126,11 @@ class Replay:
 def _require_alike(session: Session) -> None:
     """Refuse ranks whose results may differ although nothing is wrong. Collective."""
     own = [processor(session.ranks.device.type), torch.__version__, torch.get_num_threads()]
-    for rank, theirs in enumerate(found := gather_json(own)):
-        if theirs != found[0]:
+    for rank, theirs in enumerate(of_ranks := gather_json(own)):
+        if theirs != of_ranks[0]:
             raise BadInput(
                 f"guard.replay_every compares what ranks compute to the bit, and they are not alike: rank 0 has"
-                f" {_described(found[0])}, rank {rank} {_described(theirs)}. Use machines of one kind, or"
+                f" {_described(of_ranks[0])}, rank {rank} {_described(theirs)}. Use machines of one kind, or"
                 " guard.replay_every=null."
             )
 

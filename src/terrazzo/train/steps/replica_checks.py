@@ -22,7 +22,7 @@ class ReplicaChecks:
     """
 
     def __init__(self, session: Session) -> None:
-        guard, before = session.config.guard, session.keeper.sure_step or 0
+        guard, before = session.config.guard, session.checkpoints.sure_step or 0
         self._session, self._replay = session, Replay(session)
         self._memory = MemoryChecks(session, guard.memory_every)
         self._replicas_every = session.config.train.check_replicas_every
@@ -71,12 +71,12 @@ class ReplicaChecks:
         self._update_sure_step()
 
     def _update_sure_step(self) -> None:
-        self._session.keeper.sure_step = min(self._clean.values(), default=None)
+        self._session.checkpoints.sure_step = min(self._clean.values(), default=None)
 
     def _put_aside(self) -> str:
-        keeper = self._session.keeper
-        sure, names = keeper.sure_step or 0, keeper.suspect()
-        newest = latest(keeper.folder)
+        checkpoints = self._session.checkpoints
+        sure, names = checkpoints.sure_step or 0, checkpoints.suspect()
+        newest = latest(checkpoints.folder)
         on = "a new start begins anew" if newest is None else f"a new start goes on from '{newest}'"
         on = f"{on}, and should do so without that rank's machine"
         since = f"since step {sure}, when all was right" if sure else "so far, and nothing was known to be right before"

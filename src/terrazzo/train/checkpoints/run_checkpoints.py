@@ -24,7 +24,7 @@ from terrazzo.train.checkpoints.local import LocalCheckpoints
 from terrazzo.train.checkpoints.resume import saying_what_differs
 from terrazzo.train.launch.process_group import Ranks
 
-__all__ = ["Keeper", "refuse_lost"]
+__all__ = ["RunCheckpoints", "refuse_lost"]
 
 
 _GRACE_S = 5.0
@@ -44,7 +44,7 @@ def refuse_lost(lost: str | None) -> None:
     together(look, FolderLost)
 
 
-class Keeper:
+class RunCheckpoints:
     """Saves and restores a run in `checkpoint.folder`, which no other run may write to meanwhile.
 
     Attributes:

@@ -1,0 +1,51 @@
+"""What is said of a run of the trainer that somebody stops: by its launcher, or by its first rank without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from terrazzo.checkpoint import latest
+from terrazzo.config import Config, without_passwords
+from terrazzo.telemetry.log.exit_note import forget_exit, overrule_exit
+from terrazzo.train.launch.notices import Notices
+from terrazzo.train.launch.rank_process import note_interrupted
+from terrazzo.train.settings.command import Command
+
+__all__ = ["cut_short_text", "launcher_notices", "rank_notices"]
+
+_STOPPING = "Stopping after this step, and saving a checkpoint. Ctrl-C once more ends at once, without saving."
+_STOPPING_EARLY = (
+    "Asked to stop while the run is set up: unless it is refused, it takes one step, saves a checkpoint and stops."
+    " Ctrl-C once more ends at once, without saving."
+)
+
+
+def launcher_notices(config: Config, command: Command) -> Notices:
+    """Of a launcher, which also notes in the run's folder how its ranks have ended."""
+    return Notices(
+        _STOPPING,
+        lambda: cut_short_text(config, command),
+        stopping_early=_STOPPING_EARLY,
+        on_end=lambda end: overrule_exit(config.log.folder, end.note),
+        on_restart=lambda: forget_exit(config.log.folder),
+    )
+
+
+def rank_notices(read_config: Callable[[], Config], command: Command) -> Notices:
+    """Of a rank that others have started, or nobody: it notes itself that it was interrupted."""
+
+    def cut_short() -> str:
+        note_interrupted()
+        return cut_short_text(read_config(), command)
+
+    return Notices(_STOPPING, cut_short, stopping_early=_STOPPING_EARLY)
+
+
+def cut_short_text(config: Config, command: Command) -> str:
+    """What is lost with a run that is ended at once, what is left, and how to go on from there."""
+    folder, again = config.checkpoint_folder, command.going_on(config, finished=False)
+    newest = folder if "://" in folder else latest(folder)  # nothing is asked of a network now
+    lost, how = "there is no checkpoint, and all steps are lost.", "To begin anew"
+    if newest is not None:
+        lost, how = f"steps after the newest checkpoint, {newest}, are lost.", "To go on from it"
+    return str(without_passwords(f"Ended at once, without saving: {lost} {how}: {again}"))

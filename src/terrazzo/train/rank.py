@@ -1,0 +1,130 @@
+"""`terrazzo train` as one rank, from its start to its exit code: join the others, agree, open the session, train."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from terrazzo.config import Config, LaunchConfig, load_config
+from terrazzo.engine import engine_of
+from terrazzo.errors import BadInput, TerrazzoError
+from terrazzo.exchange import on_first, together
+from terrazzo.exit_codes import PREEMPTED
+from terrazzo.telemetry import FlightRecorder
+from terrazzo.telemetry.log.exit_note import forget_exit
+from terrazzo.telemetry.watchdog.rank_progress import LEFT
+from terrazzo.telemetry.watchdog.recording import open_flight_recorder
+from terrazzo.telemetry.watchdog.watchdog import Patience
+from terrazzo.telemetry.watchdog.watched_rank import look_after
+from terrazzo.train.launch.launcher_pipe import REPORT
+from terrazzo.train.launch.notices import say_now
+from terrazzo.train.launch.preemption import STAYS_STOPPED, stays_stopped
+from terrazzo.train.launch.process_group import Ranks, agree_on_config, join
+from terrazzo.train.launch.rank_process import announce_claim, announce_ready, announce_training, run_rank
+from terrazzo.train.launch.restarts import refuse_restarts, take_restart_note
+from terrazzo.train.launch.stop_signals import StopRequest
+from terrazzo.train.launch.trainer_notices import rank_notices
+from terrazzo.train.loop import TrainingLoop
+from terrazzo.train.preflight import check
+from terrazzo.train.session.build_session import open_session
+from terrazzo.train.session.session import Session
+from terrazzo.train.settings.command import Command
+
+__all__ = ["train_as_rank"]
+
+_NOBODY_LOOKS = (
+    "Nobody looks after ranks that stand still, as launch.stall_s has it: this system does not show processes to each"
+    " other. They wait for each other for launch.timeout_s."
+)
+
+
+def train_as_rank(path: Path, overrides: list[str], command: Command | None = None) -> NoReturn:
+    """This process trains as the rank that its environment says it is, and ends with the exit code.
+
+    Args:
+        command: by which the run goes on; default: that of the launcher, which others may be.
+    """
+    launched = REPORT in os.environ  # by `start_training`, which says what there is to say of a stop
+    command = command or (Command(path, overrides) if launched else Command())
+    rank = int(os.environ["RANK"])
+    notices = rank_notices(lambda: load_config(path, overrides), command)
+    stop = StopRequest(notices if rank == 0 and not launched else None)
+    run_rank(rank, lambda: _train(path, overrides, command, stop, launched=launched))
+
+
+def _train(path: Path, overrides: list[str], command: Command, stop: StopRequest, *, launched: bool) -> int:
+    """One rank's whole life; its exit code. What is wrong on one is raised on all: each reads its own file.
+
+    Args:
+        launched: by `start_training`, which starts ranks again where that is asked for.
+    """
+    restart = take_restart_note()
+    announce_ready()
+    ranks = join(_launch_of(path, overrides))
+    if stays_stopped():
+        return _stay_stopped(ranks)
+    flight_recorder = open_flight_recorder(ranks.rank, ranks.world_size)
+    flight_recorder.events.phase("setup")
+    config = together(lambda: load_config(path, overrides), TerrazzoError)
+    agree_on_config(config)
+    if not launched:
+        refuse_restarts(config.launch)
+    notes = together(lambda: check(config, ranks.world_size), TerrazzoError)
+    with open_session(config, ranks, notes, lambda: _claim_folders(config)) as session:
+        session.origin.restart = restart
+        _announce_steps(session, stop)
+        with _looked_after(session, flight_recorder):
+            code = TrainingLoop(session, stop, command, flight_recorder.events.step_done).run()
+    dist.destroy_process_group()
+    return code
+
+
+def _launch_of(path: Path, overrides: list[str]) -> LaunchConfig:
+    """What to join with; where this rank cannot read it, all hear of it once they have met."""
+    try:
+        return load_config(path, overrides).launch
+    except BadInput:
+        return LaunchConfig()
+
+
+def _stay_stopped(ranks: Ranks) -> int:
+    if ranks.is_first:
+        say_now(STAYS_STOPPED)
+    return PREEMPTED
+
+
+def _claim_folders(config: Config) -> None:
+    """No other run may use them from now on: an earlier run's end is forgotten, and how this one ends noted there."""
+    on_first(lambda: forget_exit(config.log.folder), BadInput)
+    announce_claim(config.log.folder, lambda: None)
+
+
+def _announce_steps(session: Session, stop: StopRequest) -> None:
+    """The run is set up: whoever has started this rank hears of it, and its end is noted with its step."""
+    announce_claim(session.config.log.folder, lambda: session.step)
+    announce_training()
+    stop.trains = True
+
+
+@contextmanager
+def _looked_after(session: Session, flight_recorder: FlightRecorder) -> Iterator[None]:
+    """Inside, what this rank does is recorded, and somebody sees whether it stands still."""
+    config, ranks = session.config, session.ranks
+    flight_recorder.follow(engine_of(session.model), config.log.folder)
+    stop_looking = None
+    if not flight_recorder.watched:
+        stop_looking = look_after(flight_recorder, Patience(config.launch.stall_s, config.launch.timeout_s))
+    if stop_looking is None and not flight_recorder.watched and ranks.world_size > 1 and ranks.is_first:
+        say_now(_NOBODY_LOOKS)
+    try:
+        yield
+    finally:
+        flight_recorder.events.phase(LEFT)  # what is left to do may take long, and is not looked after
+        if stop_looking is not None:
+            stop_looking()
+        flight_recorder.close()

@@ -1,0 +1,53 @@
+"""`terrazzo train` as the launcher: refuse what cannot run, start the ranks, and end as they end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from terrazzo.config import Config
+from terrazzo.errors import counted
+from terrazzo.telemetry import RunConsole
+from terrazzo.telemetry.watchdog.watchdog import Patience
+from terrazzo.train.checkpoints.restart_points import restarts_of
+from terrazzo.train.launch.launcher import launch_ranks, launch_with_restarts
+from terrazzo.train.launch.machine import ranks_to_start, resolve_device
+from terrazzo.train.launch.restarts import Start
+from terrazzo.train.launch.trainer_notices import launcher_notices
+from terrazzo.train.preflight import check, check_fewer
+from terrazzo.train.rank import train_as_rank
+from terrazzo.train.settings.command import Command
+
+__all__ = ["start_training"]
+
+ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "0",
+}
+"""The environment of the only rank."""
+
+
+def start_training(config: Config, path: Path, overrides: list[str]) -> int:
+    """The exit code of `terrazzo train PATH OVERRIDES`, which `config` is. Alone, this process becomes the only rank.
+
+    Raises:
+        BadInput: found before any process was started.
+    """
+    command = Command(path, overrides)
+    ranks = ranks_to_start(config)
+    check(config, ranks)
+    check_fewer(config, ranks)
+    RunConsole().say(f"starting {counted(ranks, f'{resolve_device(config.launch).upper()} rank')} ...")
+    if ranks == 1 and not config.launch.restarts:
+        os.environ.update(ALONE)
+        train_as_rank(path, overrides, command)
+    words = ["-m", "terrazzo", "train", str(path), *overrides]
+    notices = launcher_notices(config, command)
+    patience = Patience(config.launch.stall_s, config.launch.timeout_s) if ranks > 1 else None
+    if config.launch.restarts:
+        return launch_with_restarts(Start(ranks, words), restarts_of(config, words), notices, patience)
+    return launch_ranks(ranks, words, notices=notices, patience=patience)
